@@ -1,0 +1,1 @@
+"""The KV manager: cache groups, pages, block tables and the prefix index. No tensors here."""

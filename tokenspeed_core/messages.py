@@ -1,0 +1,149 @@
+"""What passes between an API worker and the engine: requests one way, columns of tokens the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+from tokenspeed_core.step import F32, I32, I64
+from tokenspeed_core.wire import Codec
+
+
+class Finish(IntEnum):
+    """Why a sequence ended; 0 while it goes on. Stop strings end sequences in the API worker, as ABORT here."""
+
+    NOT = 0
+    STOP = 1      # an end-of-sequence token or a stop token id
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Submit:
+    """A request: one prompt, `n` sequences. Everything is resolved; no field means "the default".
+
+    `request_id` is chosen by the API worker and unique among its live requests. Sequence i of the request
+    is known to both sides as `request_id + i`, so ids are handed out in strides of `n`.
+    """
+
+    tag: ClassVar[str] = "submit"
+
+    request_id: int
+    prompt: I32
+    n: int
+    max_tokens: int
+    temperature: float
+    top_k: int               # 0: all
+    top_p: float
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int | None
+    logprobs: int            # alternatives per token, -1: no log-probabilities
+    bias_ids: I32
+    bias_values: F32
+    stop_token_ids: I32      # the model's end-of-sequence ids among them, unless ignored
+    priority: int            # lower runs first, under --schedule-policy priority
+    cache_salt: str          # tenants with different salts share no blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Abort:
+    """Sequences nobody waits for any more. Unknown ids are ignored: they may have finished meanwhile."""
+
+    tag: ClassVar[str] = "abort"
+
+    sequence_ids: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """What a step gave the sequences of one API worker, as columns of N.
+
+    Sequence i got `num_tokens[i]` tokens of `token_ids`. `finish` holds `Finish` values. Log-probability
+    columns have one entry per *token* of the sequences listed in `logprob_rows` (indices into the N), in
+    order; `logprob_width` alternatives each, padded with id -1.
+    """
+
+    tag: ClassVar[str] = "outputs"
+
+    sequence_ids: I64
+    num_tokens: I32
+    token_ids: I32
+    finish: I32
+    num_cached_tokens: I32   # prompt tokens found in the prefix cache, with the first token; else 0
+    logprob_rows: I32
+    logprob_width: int
+    logprob_chosen: F32
+    logprob_ranks: I32
+    logprob_top_ids: I32
+    logprob_top_values: F32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """A request that was not taken. `reason` is "too_long", "queue_full" or "bad_request"."""
+
+    tag: ClassVar[str] = "refused"
+
+    request_id: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pulse:
+    """Sent every second and on change: the engine's heartbeat. `num_steps` grows while steps finish."""
+
+    tag: ClassVar[str] = "pulse"
+
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """The engine can take requests. Limits are what it resolved; `report` is JSON for people and endpoints."""
+
+    tag: ClassVar[str] = "ready"
+
+    max_model_len: int
+    max_num_seqs: int
+    num_kv_tokens: int
+    vocab_size: int
+    report: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failed:
+    """The engine is dead or could not start; `message` ends in what to do."""
+
+    tag: ClassVar[str] = "failed"
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drain:
+    """Take no more requests; exit when the running ones are done."""
+
+    tag: ClassVar[str] = "drain"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResetPrefixCache:
+    """Forget every cached block that nobody holds."""
+
+    tag: ClassVar[str] = "reset_prefix_cache"
+
+
+to_engine = Codec(Submit, Abort, Drain, ResetPrefixCache)
+to_api = Codec(Outputs, Refused, Pulse, Ready, Failed)

@@ -1,0 +1,118 @@
+"""What a model family tells the core: a descriptor without tensors, and a module that computes.
+
+The core knows a family by its `architectures` name only. `describe` answers from `config.json` alone,
+so that memory and cache groups are planned without loading a tensor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenspeed_core.kv.groups import CacheGroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the core needs of a checkpoint's configuration.
+
+    `num_parameters` counts all weights (tied ones once); `cache_groups` is what each sequence keeps.
+    """
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint holds
+    num_layers: int
+    num_parameters: int
+    cache_groups: tuple[CacheGroupSpec, ...]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model family, entered under `tokenspeed.models` by the name in `architectures`.
+
+    `describe` is "module:function", taking config.json as a dict and returning ModelInfo; it imports no
+    tensor library and raises ValueError, naming the key, on a configuration it cannot serve. `load` is
+    "module:class", a `Model` built by `cls(config, build)`.
+    """
+
+    architecture: str
+    describe: str
+    load: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint in a package, entered under `tokenspeed.checkpoints`: a name for a path."""
+
+    name: str
+    path: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFormat:
+    """A way to read weights, entered under `tokenspeed.load_formats` by the name that users type.
+
+    `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of files
+    whose presence makes `--load-format auto` choose it; formats without a pattern need their name.
+    """
+
+    name: str
+    load: str
+    detect: tuple[str, ...]
+
+
+class WeightReader(Protocol):
+    """Yields the (name, tensor) pairs of a checkpoint directory, one at a time, on the CPU."""
+
+    def __call__(self, path: str, model: Model, report: Callable[[int, int], None]) -> (
+        Iterable[tuple[str, torch.Tensor]]
+    ):
+        """Yield weights; call `report(bytes_done, bytes_total)` as they are read."""
+
+
+class AttentionCall(Protocol):
+    """A layer's attention, bound to its KV cache: writes k and v, then attends."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend. q [T, H, D]; k, v [T, K, D]; returns [T, H, D], valid until the next call."""
+
+
+class BuildContext(Protocol):
+    """What a model's constructor is given: where it lives, and the only way to kernels."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        """Return the selected kernel of an op for a problem (see the op's contract for both)."""
+
+    def attention(
+        self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
+        window: int | None = None, group: str = "full",
+    ) -> AttentionCall:
+        """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call."""
+
+
+class Model(Protocol):
+    """A family's module. It calls no collective, reads no environment and holds no request."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
+        """Allocate parameters on `build.device` (uninitialised) and bind kernels."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a checkpoint in. Raises ValueError naming every missing, surplus or misshapen weight."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return hidden states [T, hidden]; token_ids and positions are int64 [T] on the device."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, vocab] (in the model's dtype or float32) for rows of hidden states [R, hidden]."""
