@@ -1,0 +1,5 @@
+"""One frozen configuration, and the places that its values come from."""
+
+from tokenspeed_core.config.schema import Config
+
+__all__ = ["Config"]

@@ -1,0 +1,96 @@
+"""Builds the configuration from values whose origins are known, with errors of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from tokenspeed_core.config.foreign import refuse_foreign
+from tokenspeed_core.config.schema import Config, choices, flag
+from tokenspeed_core.errors import ConfigError
+
+PYTHON = "Python"
+
+
+def build(values: Mapping[str, tuple[Any, str]]) -> Config:
+    """Build a Config of `name: (value, origin)`.
+
+    The origin is what a person wrote: a flag, an environment variable, a file, or "Python". Raises
+    ConfigError naming the setting, the value, the bound and the origin; for an unknown name, the nearest.
+    """
+    for name, (_, origin) in values.items():
+        if name not in Config.model_fields:
+            raise ConfigError(unknown(name, origin))
+    try:
+        config = Config.model_validate({name: value for name, (value, _) in values.items()})
+    except ValidationError as error:
+        raise ConfigError(_explain(error, values)) from error
+    config._origins.update({name: origin for name, (_, origin) in values.items()})
+    return config
+
+
+def unknown(name: str, origin: str) -> str:
+    """Say that a setting does not exist, and which one is meant."""
+    shown = name if origin == PYTHON else flag(name)
+    where = "" if origin in (PYTHON, shown) else f" (from {origin})"
+    foreign = refuse_foreign(name)
+    if foreign is not None:
+        return f"{shown}{where}: {foreign}"
+    near = get_close_matches(name.replace("-", "_"), Config.model_fields, n=3, cutoff=0.6)
+    meant = " or ".join(each if origin == PYTHON else flag(each) for each in near)
+    hint = f"did you mean {meant}?" if meant else "`tokenspeed serve --help` lists the settings"
+    return f"{shown}{where}: no such setting; {hint}"
+
+
+def _explain(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> str:
+    """Turn the first complaint of each setting into words."""
+    complaints: dict[str, str] = {}
+    for each in error.errors(include_url=False):
+        message = _bound(each)
+        if not each["loc"]:
+            complaints.setdefault("", message)
+            continue
+        name = str(each["loc"][0])
+        value, origin = values[name]
+        shown = name if origin == PYTHON else flag(name)
+        where = "" if origin in (PYTHON, shown) else f" (from {origin})"
+        text = "***" if name == "api_key" else _as_typed(value)
+        complaints.setdefault(name, f"{shown} {text}{where}: {message}")
+    return "; ".join(complaints.values())
+
+
+def _as_typed(value: Any) -> str:
+    text = value if isinstance(value, str) and value else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _bound(error: Any) -> str:
+    """Return the rule that a value broke."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        name = str(error["loc"][0])
+        near = get_close_matches(str(error["input"]), choices(name), n=1)
+        return "must be one of " + ", ".join(choices(name)) + (f"; did you mean {near[0]}?" if near else "")
+    match kind:
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "greater_than":
+            return f"must be above {context['gt']}"
+        case "less_than_equal":
+            return f"must be at most {context['le']}"
+        case "string_too_short" | "too_short":
+            return "must not be empty"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "must be a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "must be a number"
+        case "bool_parsing" | "bool_type":
+            return "must be true or false"
+        case "byte_size" | "byte_size_unit":
+            return "must be a size such as 2GB, 512MiB or a number of bytes"
+        case "value_error":
+            return str(context["error"])
+    return str(error["msg"])

@@ -1,0 +1,31 @@
+"""The exceptions that TokenSpeed raises on purpose; the command line prints each as one line."""
+
+from __future__ import annotations
+
+
+class TokenSpeedError(Exception):
+    """Anything that TokenSpeed refuses or cannot do; the message says what to do about it."""
+
+
+class ConfigError(TokenSpeedError):
+    """A setting that does not exist, is out of bounds, or contradicts another one."""
+
+
+class PluginError(TokenSpeedError):
+    """A plugin that is missing, clashes with another, does not fit this core, or fails to load."""
+
+
+class CheckpointError(TokenSpeedError):
+    """A model that cannot be found, read or served."""
+
+
+class SelectionError(TokenSpeedError):
+    """A backend or kernel that was asked for and cannot do the work, with all the reasons."""
+
+
+class CapacityError(TokenSpeedError):
+    """Memory, disk or a port that is too small or taken."""
+
+
+class EngineDeadError(TokenSpeedError):
+    """An engine process that ended or stopped stepping while it was needed."""
