@@ -32,6 +32,12 @@ def build(values: Mapping[str, tuple[Any, str]]) -> Config:
     return config
 
 
+def rebuild(config: Config, changes: Mapping[str, Any], origin: str) -> Config:
+    """Return a new Config with some values changed, each as if set by `origin`. Raises ConfigError."""
+    kept = {name: (getattr(config, name), config.origin(name)) for name in Config.model_fields}
+    return build({**kept, **{name: (value, origin) for name, value in changes.items()}})
+
+
 def unknown(name: str, origin: str) -> str:
     """Say that a setting does not exist, and which one is meant."""
     shown = name if origin == PYTHON else flag(name)

@@ -33,7 +33,7 @@ TURNED: dict[str, str] = {
     "disable_log_requests": "--no-enable-log-requests, which is the default",
     "enable_chunked_prefill": "nothing: chunking is on; --chunked-prefill-size -1 turns it off",
     "max_num_batched_tokens": (
-        "--chunked-prefill-size for the token budget of one step, or --max-total-tokens for the whole KV cache"
+        "--chunked-prefill-size for the budget of one step, or --max-total-tokens for the whole KV cache"
     ),
     "swap_space": "nothing: a preempted sequence is computed again from the prefix cache",
 }

@@ -36,7 +36,13 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def _setting(
-    default: Any, section: Section, text: str, *, unit: str | None = None, narrow: tuple[str, ...] = (), **bounds: Any
+    default: Any,
+    section: Section,
+    text: str,
+    *,
+    unit: str | None = None,
+    narrow: tuple[str, ...] = (),
+    **bounds: Any,
 ) -> Any:
     """Declare a setting. `narrow` are the keys by which a backend may be chosen apart (`--flag.key`)."""
     extra: dict[str, Any] = {"section": section, "unit": unit, "narrow": list(narrow)}
@@ -72,7 +78,9 @@ class Config(BaseModel):
     model: str | None = _setting(
         None, "model", "path or Hugging Face repo id; none: the bundled demo model", min_length=1
     )
-    tokenizer: str | None = _setting(None, "model", "tokenizer path, where it is not the model's", min_length=1)
+    tokenizer: str | None = _setting(
+        None, "model", "tokenizer path, where it is not the model's", min_length=1
+    )
     skip_tokenizer_init: bool = _setting(False, "model", "no tokenizer: serve token ids only")
     load_format: str = _setting(
         "auto", "model", "how weights are read: auto, dummy, or a format that a plugin provides", min_length=1
@@ -97,7 +105,9 @@ class Config(BaseModel):
     chat_template: str | None = _setting(
         None, "api", "Jinja file to use in place of the model's chat template", min_length=1
     )
-    stream_interval: int = _setting(1, "api", "tokens buffered per streamed event", unit="tokens", ge=1, le=4096)
+    stream_interval: int = _setting(
+        1, "api", "tokens buffered per streamed event", unit="tokens", ge=1, le=4096
+    )
     max_queued_requests: int = _setting(
         4096, "api", "requests waiting, beyond which the server answers 429", unit="requests", ge=1
     )
@@ -108,7 +118,9 @@ class Config(BaseModel):
     gpu_memory_utilization: float = _setting(
         0.9, "scheduler", "fraction of device memory for weights and KV cache", gt=0, le=1
     )
-    max_num_seqs: int = _setting(256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=65536)
+    max_num_seqs: int = _setting(
+        256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=65536
+    )
     chunked_prefill_size: Annotated[int, AfterValidator(_chunk)] = _setting(
         8192, "scheduler", "tokens that one step may compute; -1 turns chunking off", unit="tokens"
     )
@@ -119,7 +131,11 @@ class Config(BaseModel):
         None, "scheduler", "size of the KV cache, in place of the computed one", unit="tokens", ge=1
     )
     kv_cache_memory: ByteSize | None = _setting(
-        None, "scheduler", "size of the KV cache, such as 2GB or 512MiB; none: from the memory left", unit="bytes", ge=1
+        None,
+        "scheduler",
+        "size of the KV cache, such as 2GB or 512MiB; none: from the memory left",
+        unit="bytes",
+        ge=1,
     )
     block_size: int | None = _setting(
         None, "scheduler", "KV block size; none: what the backends do best", unit="tokens", ge=1, le=1024
@@ -140,8 +156,12 @@ class Config(BaseModel):
     attention_backend: BackendChoice = _setting(
         BackendChoice(), "backends", "attention backends in order of preference", narrow=("prefill", "decode")
     )
-    moe_backend: BackendChoice = _setting(BackendChoice(), "backends", "expert backends in order of preference")
-    sampling_backend: BackendChoice = _setting(BackendChoice(), "backends", "sampling backends in order of preference")
+    moe_backend: BackendChoice = _setting(
+        BackendChoice(), "backends", "expert backends in order of preference"
+    )
+    sampling_backend: BackendChoice = _setting(
+        BackendChoice(), "backends", "sampling backends in order of preference"
+    )
 
     log_level: LogLevel = _setting("info", "observability", "least severe message shown")
     log_level_http: LogLevel | None = _setting(
@@ -166,7 +186,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         if self.max_total_tokens is not None and self.kv_cache_memory is not None:
-            raise ValueError("--max-total-tokens and --kv-cache-memory both set the KV cache's size: give one")
+            raise ValueError("--max-total-tokens and --kv-cache-memory both size the KV cache: give one")
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(

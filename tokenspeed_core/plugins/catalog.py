@@ -1,0 +1,204 @@
+"""The catalog: every plugin that is installed, read from metadata; imports only what is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import logging
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, TypeVar, overload
+
+from tokenspeed_core import __version__
+from tokenspeed_core.errors import PluginError
+from tokenspeed_core.plugins.entry import Entry, Status
+from tokenspeed_core.plugins.kinds import kind_of
+from tokenspeed_core.plugins.metadata import read_entries
+from tokenspeed_core.plugins.selection import VARIABLE, Selection
+
+T = TypeVar("T")
+logger = logging.getLogger("tokenspeed.plugins")
+
+
+class Catalog:
+    """Entries in a fixed order: normalised distribution name, then kind, then entry name.
+
+    Holds what was imported and what failed; everything else about an entry never changes.
+    """
+
+    def __init__(self, entries: Sequence[Entry], *, strict: bool = False) -> None:
+        self._entries = tuple(_mark_conflicts(entries))
+        self._strict = strict
+        self._loaded: dict[Entry, Any] = {}
+        self._failures: dict[Entry, str] = {}
+
+    @classmethod
+    def discover(
+        cls,
+        selection: Selection | None = None,
+        *,
+        strict: bool = False,
+        check: bool = True,
+        distributions: Iterable[importlib.metadata.Distribution] | None = None,
+        core_version: str = __version__,
+    ) -> Catalog:
+        """Read the installed plugins' metadata. `selection` is read from the environment where not given.
+
+        Raises PluginError where the selection names an unknown distribution, and, unless `check` is off
+        (for commands that only list), where two distributions claim one name.
+        """
+        found = importlib.metadata.distributions() if distributions is None else distributions
+        chosen = Selection.read() if selection is None else selection
+        catalog = cls(read_entries(found, chosen, core_version), strict=strict)
+        if check:
+            catalog.check()
+        return catalog
+
+    def check(self) -> None:
+        """Raise PluginError for the first name claimed by two distributions, and the line that settles it."""
+        for entry in self._entries:
+            rivals = self._rivals(entry)
+            if len(rivals) > 1:
+                raise PluginError(_clash(entry.kind, entry.name, rivals))
+
+    def all(self) -> tuple[Entry, ...]:
+        """Return every entry, the unusable ones included, with what is known of failures."""
+        return tuple(
+            replace(entry, status=Status.FAILED, reason=self._failures[entry].strip().splitlines()[-1])
+            if entry in self._failures
+            else entry
+            for entry in self._entries
+        )
+
+    def entries(self, kind: str) -> tuple[Entry, ...]:
+        """Return the usable entries of a kind, without importing any."""
+        return tuple(entry for entry in self._usable() if entry.kind == kind)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of which there is a usable entry, sorted."""
+        return tuple(sorted({entry.kind for entry in self._usable()}))
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Return the names that a user may type for a kind, sorted."""
+        return tuple(sorted(entry.name for entry in self.entries(kind)))
+
+    def get(self, kind: str, name: str) -> Entry:
+        """Return the usable entry of that name.
+
+        Raises PluginError, which tells why an installed one is not usable, or the nearest names.
+        """
+        for entry in self.entries(kind):
+            if entry.name == name:
+                return entry
+        for entry in self.all():
+            if (entry.kind, entry.name) == (kind, name):
+                raise PluginError(
+                    f"{kind} {name} of {entry.distribution} {entry.version} is {entry.status}: {entry.reason}"
+                )
+        names = self.names(kind)
+        near = get_close_matches(name, names, n=1)
+        installed = "installed: " + ", ".join(names) if names else "none is installed"
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise PluginError(f"no {kind} named {name!r}; {installed}{meant}; pip install a plugin to add one")
+
+    @overload
+    def load(self, entry: Entry, *, required: bool = False) -> Any | None: ...
+    @overload
+    def load(self, entry: Entry, expected: type[T], *, required: bool = False) -> T | None: ...
+
+    def load(self, entry: Entry, expected: type[Any] = object, *, required: bool = False) -> Any | None:
+        """Import an entry's descriptor, which must be an `expected`.
+
+        A failure is logged with its traceback, shown by `all`, and answered with None; it raises
+        PluginError where the user named the entry (`required`) or asked for --strict-plugins.
+        """
+        if entry not in self._loaded and entry not in self._failures:
+            try:
+                self._loaded[entry] = _import(entry, expected)
+            except (Exception, SystemExit):  # plugin code may raise anything; one must not take all down
+                self._failures[entry] = traceback.format_exc()
+                logger.warning(
+                    "plugin %s %s (%s) failed to load:\n%s",
+                    entry.kind,
+                    entry.name,
+                    entry.distribution,
+                    self._failures[entry],
+                )
+        if entry in self._failures and (required or self._strict):
+            last = self._failures[entry].strip().splitlines()[-1]
+            raise PluginError(
+                f"{entry.kind} {entry.name} of {entry.distribution} {entry.version} failed to load: {last}; "
+                f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
+            )
+        return self._loaded.get(entry)
+
+    def failure(self, entry: Entry) -> str | None:
+        """Return the traceback of an entry whose import failed."""
+        return self._failures.get(entry)
+
+    def digest(self) -> str:
+        """Return a short hash of what resolved, by which processes agree that they see the same plugins."""
+        lines = sorted(
+            f"{e.kind} {e.name} {e.value} {e.distribution} {e.version}"
+            for e in self._entries
+            if e.status is Status.OK
+        )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def verify(self, digest: str) -> None:
+        """Raise PluginError where another process resolved other plugins than this one."""
+        if digest != self.digest():
+            raise PluginError(
+                f"this process resolved other plugins than the launcher ({self.digest()}, not {digest}); "
+                "run both in the same environment; `tokenspeed plugins list` shows what each sees"
+            )
+
+    def _usable(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.status is Status.OK and entry not in self._failures]
+
+    def _rivals(self, entry: Entry) -> list[Entry]:
+        if entry.status is not Status.FAILED:
+            return []
+        return [
+            e
+            for e in self._entries
+            if e.status is Status.FAILED and (e.kind, e.name) == (entry.kind, entry.name)
+        ]
+
+
+def _import(entry: Entry, expected: type[Any]) -> Any:
+    module, _, attribute = entry.value.partition(":")
+    value: Any = importlib.import_module(module)
+    for part in filter(None, attribute.split(".")):
+        value = getattr(value, part)
+    if not isinstance(value, expected):
+        raise TypeError(f"{entry.value} is a {type(value).__name__}, not a {expected.__name__}")
+    return value
+
+
+def _mark_conflicts(entries: Sequence[Entry]) -> list[Entry]:
+    """Mark the entries whose name two distributions claim as failed."""
+    claims: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        kind = kind_of(entry.kind)
+        if entry.status is Status.OK and kind is not None and kind.is_named:
+            claims.setdefault((entry.kind, entry.name), []).append(entry)
+    clashing = {
+        entry: _clash(*key, rivals) for key, rivals in claims.items() if len(rivals) > 1 for entry in rivals
+    }
+    return [
+        replace(entry, status=Status.FAILED, reason=clashing[entry]) if entry in clashing else entry
+        for entry in entries
+    ]
+
+
+def _clash(kind: str, name: str, rivals: Sequence[Entry]) -> str:
+    both = " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals)
+    last = rivals[-1].distribution
+    return (
+        f"{kind} {name} is claimed by {both}; "
+        f"keep the first with {VARIABLE}=-{last} or `pip uninstall {last}`"
+    )

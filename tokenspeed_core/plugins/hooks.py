@@ -1,0 +1,109 @@
+"""Calls the hooks of the installed plugins, each apart, so that one's failure is not another's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from tokenspeed_core.errors import ConfigError, PluginError
+from tokenspeed_core.plugins import hookspecs
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
+
+if TYPE_CHECKING:
+    from tokenspeed_core.config import Config
+
+logger = logging.getLogger("tokenspeed.plugins")
+
+
+class Hooks:
+    """The hook modules of one process, in the catalog's order."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager("tokenspeed")
+        self._manager.add_hookspecs(hookspecs)
+        self._names: list[str] = []
+
+    @classmethod
+    def load(cls, catalog: Catalog) -> Hooks:
+        """Import the modules of `tokenspeed.hooks`. Raises PluginError as `Catalog.load` does."""
+        hooks = cls()
+        for entry in catalog.entries("hooks"):
+            module = catalog.load(entry, ModuleType)
+            if module is not None:
+                hooks.register(module, f"{entry.distribution}:{entry.name}")
+        return hooks
+
+    def register(self, module: object, name: str) -> None:
+        """Add an object with hook implementations. Raises PluginError for a hook that does not exist."""
+        try:
+            self._manager.register(module, name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            raise PluginError(f"hooks of {name}: {error}") from error
+        self._names.append(name)
+
+    def has(self, hook: str) -> bool:
+        """Say whether anybody implements a hook, so that records need not be built for nobody."""
+        return bool(getattr(self._manager.hook, hook).get_hookimpls())
+
+    def adjust(self, config: Config) -> Config:
+        """Return the configuration with the plugins' changes to what the user left open.
+
+        Raises ConfigError, naming the plugin, where a change is out of bounds.
+        """
+        for name, call in self._each("adjust_config"):
+            for changes in call(config=config):
+                config = _apply(config, name, changes)
+        return config
+
+    def observe_request(self, record: RequestRecord) -> None:
+        """Tell the plugins of a request that ended."""
+        self._observe("observe_request", record)
+
+    def observe_step(self, record: StepRecord) -> None:
+        """Tell the plugins of a step."""
+        self._observe("observe_step", record)
+
+    def add_middleware(self, app: Any) -> None:
+        """Let the plugins add middleware to the server. What one raises ends the start."""
+        self._manager.hook.add_middleware(app=app)
+
+    def _each(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
+        others = {
+            name: [self._manager.get_plugin(other) for other in self._names if other != name]
+            for name in self._names
+        }
+        return [(name, self._manager.subset_hook_caller(hook, others[name])) for name in self._names]
+
+    def _observe(self, hook: str, record: RequestRecord | StepRecord) -> None:
+        if not self.has(hook):
+            return
+        for name, call in self._each(hook):
+            try:
+                call(record=record)
+            except Exception:  # an observer may raise anything, and must not harm what it observes
+                logger.exception("hooks of %s failed in %s and are switched off", name, hook)
+                self._manager.unregister(name=name)
+                self._names.remove(name)
+
+
+def _apply(config: Config, name: str, changes: Any) -> Config:
+    from tokenspeed_core.config.build import rebuild
+
+    allowed = {}
+    for setting, value in dict(changes).items():
+        if config.origin(setting) in ("default", "auto"):
+            allowed[setting] = value
+        else:
+            logger.warning(
+                "plugin %s would change %s, which %s sets: left", name, setting, config.origin(setting)
+            )
+    try:
+        return rebuild(config, allowed, f"plugin {name}")
+    except ConfigError as error:
+        raise ConfigError(f"plugin {name}: {error}") from error

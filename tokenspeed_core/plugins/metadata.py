@@ -1,0 +1,124 @@
+"""Reads the plugins of the installed distributions from their metadata, importing none of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from importlib.metadata import Distribution, EntryPoint
+from urllib.parse import unquote, urlparse
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
+from tokenspeed_core.plugins.entry import Entry, Status
+from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KINDS, kind_of
+from tokenspeed_core.plugins.selection import Selection, normalise
+
+
+def read_entries(
+    distributions: Iterable[Distribution], selection: Selection, core_version: str
+) -> list[Entry]:
+    """Return every `tokenspeed.*` entry, by distribution name, then kind, then entry name.
+
+    `distributions` come in the order of `sys.path`: a second copy of one is shadowed by the first.
+    Raises PluginError where the selection names a distribution that provides no plugin.
+    """
+    entries: dict[tuple[str, str, str, str], Entry] = {}
+    versions: dict[str, str] = {}
+    for distribution in distributions:
+        if GROUP_PREFIX not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        name = normalise(distribution.name)
+        is_copy = name in versions
+        versions.setdefault(name, distribution.version)
+        for entry in _entries_of(distribution, name, selection, core_version):
+            key = (name, entry.kind, entry.name, distribution.version if is_copy else "")
+            if is_copy:
+                if entries.get((name, entry.kind, entry.name, "")) == entry:
+                    continue  # the same metadata, reached by two paths
+                reason = f"{name} {versions[name]} comes first on sys.path"
+                entry = replace(entry, status=Status.SHADOWED, reason=reason)
+            entries.setdefault(key, entry)
+    selection.check(versions)
+    return [entries[key] for key in sorted(entries)]
+
+
+def _entries_of(
+    distribution: Distribution, name: str, selection: Selection, core_version: str
+) -> Iterator[Entry]:
+    requires_core = _requires_core(distribution)
+    origin = _origin(distribution)
+    for point in distribution.entry_points:
+        if not point.group.startswith(GROUP_PREFIX):
+            continue
+        kind = point.group.removeprefix(GROUP_PREFIX)
+        entry = Entry(
+            kind=kind,
+            name=point.name,
+            value=point.value.partition("[")[0].strip(),
+            api=_api(point),
+            distribution=name,
+            version=distribution.version,
+            origin=origin,
+            requires_core=requires_core,
+            status=Status.OK,
+            reason="",
+        )
+        refused = selection.refusal(name)
+        misfit = _misfit(entry, core_version)
+        if refused:
+            yield replace(entry, status=Status.DISABLED, reason=refused)
+        elif misfit:
+            yield replace(entry, status=Status.INCOMPATIBLE, reason=misfit)
+        else:
+            yield entry
+
+
+def _misfit(entry: Entry, core_version: str) -> str:
+    """Return why an entry does not fit this core, "" when it does."""
+    kind = kind_of(entry.kind)
+    if kind is None:
+        near = get_close_matches(entry.kind, KINDS, n=1)
+        return f"no kind {entry.kind!r} here" + (f"; did its author mean {near[0]}?" if near else "")
+    if entry.api is None:
+        return f"names no api; its author writes `{entry.value} [api{kind.api}]`"
+    if entry.api != kind.api:
+        which = "upgrade tokenspeed-core" if entry.api > kind.api else f"upgrade {entry.distribution}"
+        return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: {which}"
+    if not SpecifierSet(entry.requires_core).contains(core_version, prereleases=True):
+        return f"needs tokenspeed-core {entry.requires_core}, this is {core_version}"
+    return ""
+
+
+def _api(point: EntryPoint) -> int | None:
+    """Return the number in the extra `[api1]`."""
+    for extra in point.extras:
+        if extra.startswith("api") and extra[3:].isdecimal():
+            return int(extra[3:])
+    return None
+
+
+def _requires_core(distribution: Distribution) -> str:
+    """Return the range of tokenspeed-core that the distribution asks for, "" for any."""
+    ranges = []
+    for line in distribution.requires or ():
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:  # pip refuses to install these; only a hand-made record has one
+            continue
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if normalise(requirement.name) == "tokenspeed-core" and applies:
+            ranges.append(str(requirement.specifier))
+    return ",".join(filter(None, ranges))
+
+
+def _origin(distribution: Distribution) -> str:
+    text = distribution.read_text("direct_url.json")
+    if not text:
+        return "installed"
+    record = json.loads(text)
+    url = str(record.get("url", ""))
+    path = unquote(urlparse(url).path) if url.startswith("file:") else url
+    return f"editable {path}" if record.get("dir_info", {}).get("editable") else path

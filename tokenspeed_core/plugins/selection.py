@@ -1,0 +1,59 @@
+"""Which distributions' plugins the user wants."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from tokenspeed_core.errors import PluginError
+
+VARIABLE = "TOKENSPEED_PLUGINS"
+OURS = frozenset(
+    {"tokenspeed-core", "tokenspeed-kernels", "tokenspeed-models", "tokenspeed-parsers", "tokenspeed-demo"}
+)
+
+
+def normalise(name: str) -> str:
+    """Return a distribution's name as the package index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Distributions by exact normalised name. TokenSpeed's own stay unless `excluded` names them."""
+
+    only: frozenset[str] | None = None  # None: all
+    excluded: frozenset[str] = frozenset()
+    because: str = ""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None, *, no_plugins: bool = False) -> Selection:
+        """Read `TOKENSPEED_PLUGINS`: names (only these), `-name` (all but these), empty (none)."""
+        text = (os.environ if environ is None else environ).get(VARIABLE)
+        words = text.replace(",", " ").split() if text is not None else []
+        excluded = frozenset(normalise(word[1:]) for word in words if word.startswith("-"))
+        named = frozenset(normalise(word) for word in words if not word.startswith("-"))
+        if no_plugins:
+            return cls(frozenset(), excluded, "--no-plugins")
+        if text is None or (excluded and not named):
+            return cls(None, excluded, f"{VARIABLE}={text}")
+        return cls(named, excluded, f"{VARIABLE}={text}")
+
+    def refusal(self, distribution: str) -> str:
+        """Return why a distribution (normalised name) is left out, "" when it is not."""
+        if distribution in self.excluded:
+            return f"left out by {VARIABLE}=-{distribution}"
+        if self.only is None or distribution in OURS or distribution in self.only:
+            return ""
+        return f"left out by {self.because}"
+
+    def check(self, installed: Collection[str]) -> None:
+        """Refuse names that no installed plugin distribution has. Raises PluginError."""
+        for name in sorted((self.only or frozenset()) | self.excluded):
+            if name not in installed:
+                near = get_close_matches(name, installed, n=1)
+                hint = f"did you mean {near[0]}?" if near else "installed: " + ", ".join(sorted(installed))
+                raise PluginError(f"{VARIABLE} names {name}, which provides no plugin here; {hint}")
