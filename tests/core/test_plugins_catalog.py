@@ -1,0 +1,210 @@
+"""The catalog of plugins: what metadata says, what is refused, and what an import that fails does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import pytest
+
+from tokenspeed_core.errors import PluginError
+from tokenspeed_core.plugins import Catalog, Selection, Status
+
+Install = Callable[..., list[Distribution]]
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Iterator[Install]:
+    """Write the metadata of a distribution, as pip would, and return all that are written so far."""
+
+    def write(
+        name: str, entries: str, *, version: str = "1.0", requires: str = "", where: str = "a"
+    ) -> list[Distribution]:
+        root = tmp_path / where
+        info = root / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        needs = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        (info / "entry_points.txt").write_text(entries)
+        return list(distributions(path=[str(path) for path in sorted(tmp_path.iterdir())]))
+
+    before = set(sys.modules)
+    sys.path[:0] = [str(tmp_path / "modules")]
+    yield write
+    sys.path.remove(str(tmp_path / "modules"))
+    for module in set(sys.modules) - before:
+        del sys.modules[module]
+
+
+def attention(name: str, value: str = "nowhere:SPEC [api1]") -> str:
+    return f"[tokenspeed.kernels.attention]\n{name} = {value}\n"
+
+
+def discover(found: list[Distribution], text: str | None = None, **options: object) -> Catalog:
+    environ = {} if text is None else {"TOKENSPEED_PLUGINS": text}
+    no_plugins = bool(options.pop("no_plugins", False))
+    selection = Selection.read(environ, no_plugins=no_plugins)
+    return Catalog.discover(selection, distributions=found, core_version="0.1.0", **options)  # type: ignore[arg-type]
+
+
+def test_entries_come_by_distribution_then_kind_then_name_whatever_the_order_on_disk(install: Install) -> None:
+    install("zeta", attention("b") + "a = nowhere:X [api1]\n")
+    found = install("Alpha_Kernels", attention("c") + "[tokenspeed.models]\nM = nowhere:Y [api1]\n")
+    expected = [("alpha-kernels", "c"), ("alpha-kernels", "M"), ("zeta", "a"), ("zeta", "b")]
+    for order in (found, found[::-1]):
+        assert [(e.distribution, e.name) for e in discover(order).all()] == expected
+
+
+def test_discovery_imports_no_plugin(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "explosive.py").write_text("raise SystemExit('imported')")
+    catalog = discover(install("boom", attention("x", "explosive:SPEC [api1]")))
+    assert catalog.names("kernels.attention") == ("x",)
+    assert "explosive" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("value", "requires", "reason"),
+    [
+        ("m:S [api2]", "", "needs api 2 of kernels.attention, this core has 1: upgrade tokenspeed-core"),
+        ("m:S [api0]", "", "needs api 0 of kernels.attention, this core has 1: upgrade odd"),
+        ("m:S", "", "names no api; its author writes `m:S [api1]`"),
+        ("m:S [api1]", "tokenspeed-core>=0.2", "needs tokenspeed-core >=0.2, this is 0.1.0"),
+        ("m:S [api1]", "tokenspeed_core[default] (<0.1)", "needs tokenspeed-core <0.1, this is 0.1.0"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_incompatible_before_any_import(
+    install: Install, value: str, requires: str, reason: str
+) -> None:
+    (entry,) = discover(install("odd", attention("x", value), requires=requires)).all()
+    assert (entry.status, entry.reason) == (Status.INCOMPATIBLE, reason)
+
+
+def test_a_kind_nobody_knows_is_shown_with_the_nearest_one(install: Install) -> None:
+    (entry,) = discover(install("odd", "[tokenspeed.model]\nx = m:S [api1]\n")).all()
+    assert entry.status is Status.INCOMPATIBLE
+    assert "did its author mean models?" in entry.reason
+
+
+def test_a_plugin_may_bring_an_op_family_that_the_core_has_never_heard_of(install: Install) -> None:
+    catalog = discover(install("new", "[tokenspeed.kernels.convolution]\nx = m:S [api1]\n"))
+    assert catalog.names("kernels.convolution") == ("x",)
+
+
+def test_a_name_claimed_twice_stops_the_start_and_names_both_and_the_line_that_settles_it(
+    install: Install,
+) -> None:
+    install("first", attention("x"))
+    found = install("second", attention("x"))
+    with pytest.raises(PluginError) as caught:
+        discover(found)
+    text = str(caught.value)
+    assert "kernels.attention x is claimed by first 1.0 and second 1.0" in text
+    assert "TOKENSPEED_PLUGINS=-second" in text
+    assert "pip uninstall second" in text
+    listed = discover(found, check=False)
+    assert {e.status for e in listed.all()} == {Status.FAILED}
+    assert discover(found, "-second").get("kernels.attention", "x").distribution == "first"
+
+
+def test_hooks_of_the_same_name_do_not_clash(install: Install) -> None:
+    install("first", "[tokenspeed.hooks]\nhooks = a [api1]\n")
+    assert len(discover(install("second", "[tokenspeed.hooks]\nhooks = b [api1]\n")).entries("hooks")) == 2
+
+
+def test_a_second_copy_of_one_distribution_is_no_clash(install: Install) -> None:
+    install("twice", attention("x"), where="a")
+    assert len(discover(install("twice", attention("x"), where="b")).all()) == 1
+
+
+def test_an_older_copy_later_on_the_path_is_shadowed(install: Install) -> None:
+    install("twice", attention("x"), version="2.0", where="a")
+    current, old = discover(install("twice", attention("x"), version="1.0", where="b")).all()
+    assert (current.version, current.status) == ("2.0", Status.OK)
+    assert (old.version, old.status) == ("1.0", Status.SHADOWED)
+    assert old.reason == "twice 2.0 comes first on sys.path"
+
+
+@pytest.mark.parametrize(
+    ("text", "no_plugins", "expected"),
+    [
+        (None, False, {"tokenspeed-kernels", "tokenspeed-stranger", "other"}),
+        (None, True, {"tokenspeed-kernels"}),
+        ("", False, {"tokenspeed-kernels"}),
+        ("other", False, {"tokenspeed-kernels", "other"}),
+        ("-Other", False, {"tokenspeed-kernels", "tokenspeed-stranger"}),
+        ("-tokenspeed-kernels", False, {"tokenspeed-stranger", "other"}),
+    ],
+)
+def test_ours_stay_and_strangers_are_judged_by_exact_name(
+    install: Install, text: str | None, no_plugins: bool, expected: set[str]
+) -> None:
+    install("tokenspeed-kernels", attention("a"))
+    install("tokenspeed-stranger", attention("b"))
+    catalog = discover(install("other", attention("c")), text, no_plugins=no_plugins)
+    assert {e.distribution for e in catalog.entries("kernels.attention")} == expected
+
+
+def test_a_selection_that_names_nobody_is_refused_with_the_nearest_name(install: Install) -> None:
+    with pytest.raises(PluginError, match="did you mean other"):
+        discover(install("other", attention("c")), "othre")
+
+
+def test_an_import_that_fails_leaves_the_others_usable(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "broken_one.py").write_text("import no_such_library")
+    (tmp_path / "modules" / "fine_one.py").write_text("SPEC = 3")
+    found = install("both", attention("bad", "broken_one:S [api1]") + "good = fine_one:SPEC [api1]\n")
+    catalog = discover(found)
+    bad, good = catalog.entries("kernels.attention")
+    assert catalog.load(bad) is None
+    assert catalog.load(good, int) == 3
+    assert catalog.names("kernels.attention") == ("good",)
+    assert "no_such_library" in (catalog.failure(bad) or "")
+    assert "Traceback" in caplog.text
+    with pytest.raises(PluginError, match="bad of both 1.0 is failed: ModuleNotFoundError"):
+        catalog.get("kernels.attention", "bad")
+    with pytest.raises(PluginError, match="pip uninstall both"):
+        catalog.load(bad, required=True)
+    strict = discover(found, strict=True)
+    with pytest.raises(PluginError):
+        strict.load(strict.get("kernels.attention", "bad"))
+
+
+def test_a_descriptor_of_another_type_is_a_failure(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wrong_type.py").write_text("SPEC = 'text'")
+    catalog = discover(install("wrong", attention("x", "wrong_type:SPEC [api1]")))
+    entry = catalog.get("kernels.attention", "x")
+    assert catalog.load(entry, int) is None
+    assert "wrong_type:SPEC is a str, not a int" in catalog.all()[0].reason
+
+
+def test_an_unknown_name_is_answered_with_what_there_is(install: Install) -> None:
+    catalog = discover(install("some", attention("fast") + "slow = m:S [api1]\n"))
+    with pytest.raises(PluginError, match=r"installed: fast, slow; did you mean fast\?"):
+        catalog.get("kernels.attention", "fasst")
+
+
+def test_processes_agree_by_digest_and_a_change_of_version_is_noticed(
+    install: Install, tmp_path: Path
+) -> None:
+    for where, version in (("a", "1.0"), ("b", "1.0"), ("c", "1.1")):
+        install("some", attention("x"), where=where, version=version)
+    one, same, other = (discover(list(distributions(path=[str(tmp_path / where)]))) for where in "abc")
+    same.verify(one.digest())
+    with pytest.raises(PluginError, match="other plugins than the launcher"):
+        other.verify(one.digest())
+
+
+def test_reading_the_catalog_imports_no_tensor_library() -> None:
+    code = (
+        "import sys; from tokenspeed_core.plugins import Catalog; Catalog.discover(check=False);"
+        "print(*({'torch', 'numpy', 'pydantic', 'fastapi'} & set(sys.modules)))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
