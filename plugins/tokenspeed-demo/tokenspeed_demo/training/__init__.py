@@ -1,0 +1,1 @@
+"""How the demo checkpoint is made: generated data, tokenizer, training."""

@@ -1,0 +1,112 @@
+"""Batches of packed documents, made by processes ahead of the training loop.
+
+A batch depends on the seed and its index alone, never on how many processes make them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from .items import Item
+from .render import Renderer
+from .tasks import TrainingItems
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of documents packed end to end; all arrays are [rows, length]."""
+
+    tokens: NDArray[np.uint16]
+    positions: NDArray[np.int16]  # within the document
+    documents: NDArray[np.int16]  # number of the document in its row; the padding is a document too
+    kinds: NDArray[np.uint8]  # what the token is: 0 padding, 1 prompt, 2 completion
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    rows: int
+    length: int  # tokens
+
+
+class Encoder:
+    """Items to token ids, prompt and completion apart, as a server encodes them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = Renderer()
+
+    def encode(self, item: Item) -> tuple[list[int], list[int]]:
+        """Token ids of prompt and completion, the token that ends the turn included."""
+        prompt = self._tokenizer.encode(self._renderer.prompt(item), add_special_tokens=False).ids
+        completion = self._tokenizer.encode(self._renderer.completion(item), add_special_tokens=False).ids
+        return prompt, completion
+
+
+def pack(documents: Iterator[tuple[list[int], list[int]]], shape: Shape) -> Batch:
+    """Fill rows first-fit until a document finds no room; documents longer than a row are left out."""
+    tokens = np.zeros((shape.rows, shape.length), np.uint16)
+    positions = np.zeros(tokens.shape, np.int16)
+    numbers = np.zeros(tokens.shape, np.int16)
+    kinds = np.zeros(tokens.shape, np.uint8)
+    used = [0] * shape.rows
+    count = [0] * shape.rows
+    for prompt, completion in documents:
+        size = len(prompt) + len(completion)
+        if size > shape.length:
+            continue
+        row = next((row for row in range(shape.rows) if used[row] + size <= shape.length), None)
+        if row is None:
+            break
+        start, stop = used[row], used[row] + size
+        count[row] += 1
+        tokens[row, start:stop] = prompt + completion
+        positions[row, start:stop] = np.arange(size)
+        numbers[row, start:stop] = count[row]
+        kinds[row, start : start + len(prompt)] = 1
+        kinds[row, start + len(prompt) : stop] = 2
+        used[row] = stop
+    return Batch(tokens, positions, numbers, kinds)
+
+
+class BatchMaker:
+    """Makes batch number `index` of a seed; callable, so that a pool of processes can run it."""
+
+    def __init__(self, seed: int, tokenizer_file: Path, shape: Shape) -> None:
+        self._seed = seed
+        self._tokenizer_file = tokenizer_file
+        self._shape = shape
+        self._encoder: Encoder | None = None
+
+    def __call__(self, index: int) -> Batch:
+        if self._encoder is None:
+            self._encoder = Encoder(Tokenizer.from_file(str(self._tokenizer_file)))
+        stream = TrainingItems(f"{self._seed} batch {index}")
+        encoder = self._encoder
+        return pack((encoder.encode(stream.next()) for _ in iter(int, 1)), self._shape)
+
+
+_MAKER: list[BatchMaker] = []  # one a process, set when the pool starts it
+
+
+def _start(maker: BatchMaker) -> None:
+    _MAKER[:] = [maker]
+
+
+def _make(index: int) -> Batch:
+    return _MAKER[0](index)
+
+
+def batches(maker: BatchMaker, num_batches: int, num_processes: int) -> Iterator[Batch]:
+    """Batches 0, 1, ... in order, made by `num_processes` processes ahead of their use (0: in this one)."""
+    if num_processes == 0:
+        yield from map(maker, range(num_batches))
+        return
+    with multiprocessing.get_context("spawn").Pool(num_processes, _start, (maker,)) as pool:
+        yield from pool.imap(_make, range(num_batches))

@@ -1,0 +1,99 @@
+"""What one generated example is, and which values are kept out of training.
+
+Every value that an answer depends on (an operand pair, a tool name, a word to copy) has a canonical
+key, and a hash of that key alone decides on which side it stands. A `Source` hands out values of one
+side only and remembers their keys, so a training item cannot hold a held-out value by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from random import Random
+from typing import Any
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+# The share of keys of each kind that training never sees. There are only 4,095 unordered pairs of
+# two-digit operands, so a large share of them is needed for a thousand held-out ones.
+HELD_OUT_SHARE = {"sum": 0.3, "difference": 0.3, "tool": 0.2, "value": 0.12}
+
+END_OF_THINKING = "</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A conversation up to the assistant's turn, and that turn."""
+
+    task: str
+    messages: tuple[Message, ...]
+    completion: str  # the whole turn, thinking included, without the end-of-turn token
+    keys: frozenset[str]  # canonical keys of the values that were split
+    tools: tuple[Tool, ...] = ()
+    enable_thinking: bool = True
+
+    @property
+    def answer(self) -> str:
+        """The completion without its thinking: what is scored."""
+        return self.completion.rpartition(END_OF_THINKING)[2]
+
+
+def is_held_out(key: str) -> bool:
+    """Whether training may not see `key` (`kind:value`); case is ignored."""
+    kind = key.partition(":")[0]
+    digest = blake2b(key.lower().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 < HELD_OUT_SHARE[kind]
+
+
+class Source:
+    """Random values of one side of the split, with the keys of those handed out since `begin`."""
+
+    def __init__(self, rng: Random, *, held_out: bool) -> None:
+        self.rng = rng
+        self.held_out = held_out
+        self._keys: set[str] = set()
+
+    def begin(self) -> None:
+        """Forget the keys of the item before."""
+        self._keys = set()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset(self._keys)
+
+    def draw(self, kind: str, make: Callable[[], str]) -> str:
+        """A value from `make` that stands on this source's side; remembers its key."""
+        for _ in range(10_000):
+            value = make()
+            key = f"{kind}:{value}"
+            if is_held_out(key) == self.held_out:
+                self._keys.add(key.lower())
+                return value
+        raise ValueError(f"no {kind} value on the {'held-out' if self.held_out else 'training'} side")
+
+    def pair(self, kind: str, make: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+        """Two operands whose pair, in either order, stands on this source's side.
+
+        Pairs with a one-digit operand are few and belong to training alone: they are not split.
+        """
+        for _ in range(10_000):
+            a, b = make()
+            if min(a, b) < 10:
+                if self.held_out:
+                    continue
+                return a, b
+            key = f"{kind}:{min(a, b)},{max(a, b)}"
+            if is_held_out(key) == self.held_out:
+                self._keys.add(key)
+                return a, b
+        raise ValueError(f"no {kind} pair on the {'held-out' if self.held_out else 'training'} side")
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,197 @@
+"""The training loop: packed rows, one loss over completions, Muon for matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from .data import Batch, Encoder, Shape, pack
+from .model import Qwen3
+from .tasks import SCORED, held_out_set
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    steps: int
+    shape: Shape
+    matrix_learning_rate: float = 4e-3  # Muon, scaled to the update size of AdamW
+    other_learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    warmup: float = 0.02  # share of the steps
+    prompt_weight: float = 0.03  # of a prompt token in the loss; a completion token counts 1
+    log_interval: int = 100  # steps
+    check_interval: int = 1000  # steps
+
+
+@dataclass(slots=True)
+class Inputs:
+    """A batch on the device; `mask` is of the kind that the device's attention takes."""
+
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    weights: Tensor
+    mask: BlockMask | Tensor
+
+
+class Loader:
+    """Moves batches to the device. The documents live in one buffer, so that one compiled mask serves all."""
+
+    def __init__(self, shape: Shape, device: torch.device, prompt_weight: float) -> None:
+        self._shape = shape
+        self._device = device
+        self._prompt_weight = prompt_weight
+        self._documents = torch.zeros(shape.rows, shape.length, dtype=torch.int32, device=device)
+        self._block_mask = torch.compile(create_block_mask) if device.type == "cuda" else None
+
+    def _visible(self, s: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (self._documents[s, q] == self._documents[s, k])
+
+    def _mask(self) -> BlockMask | Tensor:
+        rows, length = self._shape.rows, self._shape.length
+        if self._block_mask is not None:
+            mask: BlockMask = self._block_mask(self._visible, rows, None, length, length, device=self._device)
+            return mask
+        same = self._documents[:, None, :, None] == self._documents[:, None, None, :]
+        return same & torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
+
+    def load(self, batch: Batch) -> Inputs:
+        """Targets are the next tokens; the last token of a document predicts nothing."""
+        following = np.zeros_like(batch.kinds)
+        following[:, :-1] = np.where(batch.documents[:, 1:] == batch.documents[:, :-1], batch.kinds[:, 1:], 0)
+        targets = np.zeros(batch.tokens.shape, np.int64)
+        targets[:, :-1] = batch.tokens[:, 1:]
+        weights = np.array([0.0, self._prompt_weight, 1.0], np.float32)[following]
+        self._documents.copy_(torch.from_numpy(batch.documents.astype(np.int32)))
+        return Inputs(
+            tokens=torch.from_numpy(batch.tokens.astype(np.int64)).to(self._device),
+            positions=torch.from_numpy(batch.positions.astype(np.int64)).to(self._device),
+            targets=torch.from_numpy(targets).to(self._device),
+            weights=torch.from_numpy(weights).to(self._device),
+            mask=self._mask(),
+        )
+
+
+def learning_rate_scale(step: int, config: TrainingConfig) -> float:
+    """Linear warm-up, then a cosine to zero."""
+    warmup = max(1, int(config.warmup * config.steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup)))
+
+
+def make_optimizers(model: Qwen3, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(
+            matrices,
+            lr=config.matrix_learning_rate,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+Forward = Callable[[Inputs], tuple[Tensor, Tensor]]
+
+
+def make_forward(model: Qwen3, device: torch.device) -> Forward:
+    """A function from inputs to the loss and to which targets are the likeliest next token."""
+
+    def compute(
+        tokens: Tensor, positions: Tensor, targets: Tensor, weights: Tensor, mask: BlockMask | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(tokens, positions, mask)
+        logits = logits.float()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss = (losses * weights.flatten()).sum() / weights.sum()
+        return loss, logits.argmax(-1) == targets
+
+    run = torch.compile(compute, dynamic=False) if device.type == "cuda" else compute
+
+    def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return run(inputs.tokens, inputs.positions, inputs.targets, inputs.weights, inputs.mask)
+
+    return forward
+
+
+def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> float:
+    """The share of documents whose completion tokens are all the likeliest: their greedy answer is exact."""
+    wrong = ~hits & (inputs.weights == 1)
+    rows = torch.arange(documents.shape[0], device=documents.device)[:, None] * (int(documents.max()) + 1)
+    numbers = (rows + documents)[documents > 0]
+    failed = torch.zeros(int(numbers.max()) + 1, dtype=torch.bool, device=documents.device)
+    failed[(rows + documents)[wrong]] = True
+    present = numbers.unique()
+    return 1 - float(failed[present].float().mean())
+
+
+def check(forward: Forward, loader: Loader, samples: dict[str, Batch], device: torch.device) -> dict[str, float]:
+    """`whole_documents_right` of each task's held-out sample."""
+    scores = {}
+    for task, batch in samples.items():
+        inputs = loader.load(batch)
+        # Gradients stay on: without them the compiled graph would be built a second time.
+        _, hits = forward(inputs)
+        scores[task] = whole_documents_right(hits, inputs, torch.from_numpy(batch.documents.astype(np.int64)).to(device))
+    return scores
+
+
+def held_out_samples(encoder: Encoder, shape: Shape) -> dict[str, Batch]:
+    """As much of each held-out set as one batch holds."""
+
+    def documents(task: str) -> Iterator[tuple[list[int], list[int]]]:
+        return (encoder.encode(item) for item in held_out_set(task))
+
+    return {task: pack(documents(task), shape) for task in SCORED}
+
+
+def train(
+    model: Qwen3,
+    data: Iterable[Batch],
+    samples: dict[str, Batch],
+    config: TrainingConfig,
+    device: torch.device,
+) -> list[str]:
+    """Train `model` in place; returns the log's lines, which it prints as well."""
+    log: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        log.append(line)
+
+    loader = Loader(config.shape, device, config.prompt_weight)
+    forward = make_forward(model, device)
+    optimizers = make_optimizers(model, config)
+    start = time.perf_counter()
+    for step, batch in enumerate(data):
+        scale = learning_rate_scale(step, config)
+        for optimizer, rate in zip(
+            optimizers, (config.matrix_learning_rate, config.other_learning_rate), strict=True
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * scale
+        loss, _ = forward(loader.load(batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        last = step + 1 == config.steps
+        if step % config.log_interval == 0 or last:
+            say(f"step {step} loss {loss.item():.4f} {time.perf_counter() - start:.1f} s")
+        if (step + 1) % config.check_interval == 0 or last:
+            scores = check(forward, loader, samples, device)
+            say("held-out " + " ".join(f"{task} {score:.3f}" for task, score in scores.items()))
+    return log
