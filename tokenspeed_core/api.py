@@ -9,6 +9,8 @@ from tokenspeed_core.kernels.attention import (
     AttentionProblem,
     AttentionStep,
 )
+from tokenspeed_core.kernels.ops import OpContract, Problem, Tolerance
+from tokenspeed_core.kernels.spec import AxisLimit, Capability, KernelSpec, PlatformInfo
 from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
 from tokenspeed_core.models import (
     AttentionCall,
@@ -28,15 +30,22 @@ __all__ = [
     "AttentionLimits",
     "AttentionProblem",
     "AttentionStep",
+    "AxisLimit",
     "BuildContext",
     "CacheGroupSpec",
+    "Capability",
     "Checkpoint",
     "FullAttention",
+    "KernelSpec",
     "LoadFormat",
     "Model",
     "ModelInfo",
     "ModelSpec",
+    "OpContract",
+    "PlatformInfo",
+    "Problem",
     "RecurrentState",
     "SlidingWindow",
+    "Tolerance",
     "WeightReader",
 ]

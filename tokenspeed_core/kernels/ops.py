@@ -1,0 +1,209 @@
+"""The contracts of the ops that models and the runner ask for; no tensor library is imported.
+
+An op is asked for by name and *problem*: the axes its contract lists, and `dtype`. The kernel is then called
+with the tensors of its signature. Unless `mutates` says so, inputs are left alone and results are new.
+Tensors may be strided in all but their last dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+Problem = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a kernel may be from the reference run in float32: |out - ref| <= absolute + relative * |ref|.
+
+    `source` says where the numbers come from.
+    """
+
+    dtype: str
+    relative: float
+    absolute: float
+    source: str
+
+
+_ROUNDING = (
+    Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24, summed over up to 8192 terms"),
+    Tolerance("bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9 each, with room for cancellation"),
+    Tolerance("float16", 4e-3, 4e-3, "two or three roundings of 2^-12 each, with room for cancellation"),
+)
+_DOTS = (
+    Tolerance("float32", 2e-3, 2e-3, "matrix units round float32 inputs to 11 bits (tf32)"),
+    Tolerance("bfloat16", 3e-2, 3e-2, "inputs of 8 bits, probabilities rounded once more"),
+    Tolerance("float16", 6e-3, 6e-3, "inputs of 11 bits, probabilities rounded once more"),
+)
+_EXACT = tuple(
+    Tolerance(dtype, 0.0, 0.0, "the values are copied or chosen, not computed")
+    for dtype in ("float32", "bfloat16", "float16")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpContract:
+    """What an op means, for those who call it and those who implement it.
+
+    `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` names arguments
+    written in place; `errors` says when an implementation may raise; `reference` and `inputs` are
+    "module:function": the meaning of the op, and a generator of inputs for a problem. `parts` names the ops
+    that a fused op composes.
+    """
+
+    name: str
+    family: str
+    signature: str
+    axes: Mapping[str, str]
+    reference: str
+    inputs: str
+    tolerances: tuple[Tolerance, ...]
+    mutates: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    errors: str = "none: shapes are the caller's duty, checked when the model is built"
+    api: int = field(default=1)
+
+    def check(self, problem: Problem) -> None:
+        """Raise ValueError naming every axis that the problem lacks or should not have."""
+        wanted = {*self.axes, "dtype"}
+        missing, surplus = sorted(wanted - problem.keys()), sorted(problem.keys() - wanted)
+        if missing or surplus:
+            raise ValueError(
+                f"op {self.name!r}: missing {missing}, unknown {surplus}; its problem is {sorted(wanted)}"
+            )
+
+    def tolerance(self, dtype: str) -> Tolerance:
+        """Return the tolerance for a dtype; raises KeyError if the contract has none."""
+        for tolerance in self.tolerances:
+            if tolerance.dtype == dtype:
+                return tolerance
+        raise KeyError(f"op {self.name!r} has no tolerance for {dtype}")
+
+
+_HEADS = {
+    "num_heads": "query heads H",
+    "num_kv_heads": "key heads K",
+    "head_size": "elements of a head, D",
+    "rotary_size": "leading elements of a head that are rotated, R <= D, even",
+}
+_SAMPLING = {"vocab_size": "entries of a row of logits, V"}
+_KV = {
+    "num_kv_heads": "key heads K",
+    "head_size": "elements of a head, D",
+    "block_size": "tokens of a block",
+    "kv_dtype": "dtype of the cache",
+}
+_MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}
+
+_CONTRACTS = (
+    OpContract(
+        "rms_norm", "norm",
+        "(x [..., N], weight [N], eps: float) -> y [..., N]: normalised in float32, cast, times weight",
+        {"size": "elements normalised together, N"},
+        "tokenspeed_kernels.reference.norm:rms_norm", "tokenspeed_core.testing.inputs:rms_norm", _ROUNDING,
+    ),
+    OpContract(
+        "add_rms_norm", "norm",
+        "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = its rms_norm",
+        {"size": "elements normalised together, N"},
+        "tokenspeed_kernels.reference.norm:add_rms_norm", "tokenspeed_core.testing.inputs:add_rms_norm",
+        _ROUNDING, mutates=("residual",), parts=("rms_norm",),
+    ),
+    OpContract(
+        "rope", "rope",
+        "(q [T, H, D], k [T, K, D], positions int64 [T], cos_sin float32 [P, R], interleaved: bool) -> None; "
+        "a row of cos_sin is R/2 cosines, then R/2 sines; pairs are (0, 1), (2, 3), … if interleaved, else "
+        "(0, R/2), (1, R/2 + 1), …",
+        _HEADS,
+        "tokenspeed_kernels.reference.rope:rope", "tokenspeed_core.testing.inputs:rope", _ROUNDING,
+        mutates=("q", "k"),
+    ),
+    OpContract(
+        "qk_norm_rope", "rope",
+        "(q [T, H, D], k [T, K, D], q_weight [D], k_weight [D], eps, positions int64 [T], "
+        "cos_sin float32 [P, R], interleaved: bool) -> None: rms_norm of each head, then rope",
+        _HEADS,
+        "tokenspeed_kernels.reference.rope:qk_norm_rope", "tokenspeed_core.testing.inputs:qk_norm_rope",
+        _ROUNDING, mutates=("q", "k"), parts=("rms_norm", "rope"),
+    ),
+    OpContract(
+        "silu_mul", "activation",
+        "(x [T, 2N]) -> y [T, N]: silu of the first half times the second",
+        {"size": "elements of the result's rows, N"},
+        "tokenspeed_kernels.reference.activation:silu_mul", "tokenspeed_core.testing.inputs:silu_mul",
+        _ROUNDING,
+    ),
+    OpContract(
+        "linear", "linear",
+        "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
+        {"in_size": "input features I", "out_size": "output features O"},
+        "tokenspeed_kernels.reference.linear:linear", "tokenspeed_core.testing.inputs:linear", _DOTS,
+    ),
+    OpContract(
+        "moe_route", "moe",
+        "(logits [T, E], top_k, renormalize: bool) -> (weights float32 [T, k], ids int32 [T, k]): softmax "
+        "over all experts in float32, then the k likeliest, likeliest first, the lower id first among equals",
+        _MOE,
+        "tokenspeed_kernels.reference.moe:moe_route", "tokenspeed_core.testing.inputs:moe_route", _ROUNDING,
+    ),
+    OpContract(
+        "moe_experts", "moe",
+        "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "
+        "-> y [T, N]: the sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
+        {**_MOE, "hidden_size": "features of a token, N", "intermediate_size": "features in an expert, I"},
+        "tokenspeed_kernels.reference.moe:moe_experts", "tokenspeed_core.testing.inputs:moe_experts", _DOTS,
+    ),
+    OpContract(
+        "write_kv", "kv",
+        "(k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T]) -> None; a slot "
+        "is block * block_size + offset, and -1 is skipped; caches are strided on B",
+        _KV,
+        "tokenspeed_kernels.reference.kv:write_kv", "tokenspeed_core.testing.inputs:write_kv", _EXACT,
+        mutates=("k_cache", "v_cache"),
+    ),
+    OpContract(
+        "attention", "attention",
+        "an AttentionFactory (see tokenspeed_core.kernels.attention), whose problem is an AttentionProblem",
+        {
+            **_KV,
+            "phase": "prefill or decode",
+            "num_heads": "query heads H",
+            "scale": "factor of the scores",
+            "window": "positions seen, its own included; None: all",
+        },
+        "tokenspeed_kernels.reference.attention:attention", "tokenspeed_core.testing.inputs:attention", _DOTS,
+    ),
+    OpContract(
+        "greedy", "sampling",
+        "(logits [S, V]) -> ids int64 [S]: the largest, the lowest id among equals",
+        _SAMPLING,
+        "tokenspeed_kernels.reference.sampling:greedy", "tokenspeed_core.testing.inputs:greedy", _EXACT,
+    ),
+    OpContract(
+        "sample", "sampling",
+        "(logits float32 [S, V], temperature float32 [S], top_k int32 [S], top_p float32 [S], min_p "
+        "float32 [S], seeds int64 [S], positions int64 [S]) -> ids int64 [S]: temperature 0 is greedy; top_k 0 keeps all; "
+        "the token is where the cumulated probability, likeliest first and the lower id first among equals, "
+        "passes a uniform number that seed and position alone determine",
+        _SAMPLING,
+        "tokenspeed_kernels.reference.sampling:sample", "tokenspeed_core.testing.inputs:sample", _EXACT,
+    ),
+)
+
+
+def common_ops() -> Mapping[str, OpContract]:
+    """Return the contracts that the core knows, by name; plugins may bring more."""
+    return MappingProxyType({contract.name: contract for contract in _CONTRACTS})
+
+
+def merge_ops(*more: Iterable[OpContract]) -> Mapping[str, OpContract]:
+    """Return the common contracts with those of plugins. Raises ValueError on a name taken twice."""
+    merged = dict(common_ops())
+    for contract in (contract for contracts in more for contract in contracts):
+        if contract.name in merged:
+            raise ValueError(f"op {contract.name!r} has a contract already; a plugin's op needs its own name")
+        merged[contract.name] = contract
+    return MappingProxyType(merged)

@@ -1,0 +1,253 @@
+"""Choosing a kernel for each problem, once, when the model is built; the step path never comes here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
+from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp, Reason, Verdict
+from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
+
+_FLAGS = {"dtype": "--dtype", "kv_dtype": "--kv-cache-dtype", "block_size": "--block-size"}
+
+
+class SelectionError(ValueError):
+    """No kernel can be taken for a problem; the message has every candidate's reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """What the user asked for: backends of an op family, in order. "auto" stands for the host's own order.
+
+    `narrowed` restricts it to problems of that phase or dtype. Without a trailing "auto" nothing else is
+    taken.
+    """
+
+    family: str
+    backends: tuple[str, ...]
+    narrowed: str | None = None
+
+    def applies(self, contract: OpContract, problem: Problem) -> bool:
+        """Say whether it speaks of this problem."""
+        narrow = self.narrowed in (None, problem.get("phase"), problem["dtype"])
+        return narrow and self.family in (contract.family, contract.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel taken for a problem, not yet loaded."""
+
+    spec: KernelSpec
+    distribution: str
+    problem: Problem
+
+    def factory(self) -> Callable[..., Any]:
+        """Import the kernel's module and return its factory."""
+        return self.spec.factory()
+
+    def kernel(self) -> Callable[..., Any]:
+        """Import the kernel and build it for the problem (not for attention, which needs limits)."""
+        built: Callable[..., Any] = self.spec.factory()(self.problem)
+        return built
+
+
+def has_module(name: str) -> bool:
+    """Say whether a top-level module is installed, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+class Selector:
+    """Chooses kernels for one device and remembers every decision for the KernelPlan.
+
+    Order: the user's list; then, for "auto", the kernels for fewer platforms and a narrower range of hardware
+    before general ones, the op's reference last, ties by distribution name. `needs` are features that every
+    problem must be served with ("graph_safe", which prefill is spared, "batch_invariant"). Reading the plan
+    changes nothing.
+    """
+
+    def __init__(
+        self,
+        kernels: Iterable[InstalledKernel],
+        platform: PlatformInfo,
+        preferences: Iterable[Preference] = (),
+        *,
+        ops: Mapping[str, OpContract] | None = None,
+        needs: frozenset[str] = frozenset(),
+        module_exists: Callable[[str], bool] = has_module,
+    ) -> None:
+        self._kernels = tuple(kernels)
+        self._platform = platform
+        self._preferences = tuple(preferences)
+        self._ops = common_ops() if ops is None else ops
+        self._needs = needs
+        self._module_exists = module_exists
+        self._choices: dict[Hashable, Choice] = {}
+        self._planned: dict[Hashable, PlannedOp] = {}
+        self._layers: dict[Hashable, set[int]] = {}
+
+    def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
+        """Return the kernel for an op and problem, the same one whenever the problem is the same.
+
+        Raises ValueError on an unknown op or wrong axes, SelectionError if no kernel can be taken.
+        """
+        if op not in self._ops:
+            raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(self._ops))}")
+        contract = self._ops[op]
+        contract.check(problem)
+        key = (op, tuple(sorted(problem.items())))
+        if key not in self._choices:
+            self._choices[key], self._planned[key] = self._decide(contract, problem)
+        if layer is not None:
+            self._layers.setdefault(key, set()).add(layer)
+        return self._choices[key]
+
+    def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
+        """Return the attention backend for a layer's problem; raises as `select` does."""
+        return self.select("attention", asdict(problem), layer=layer)
+
+    def plan(self) -> KernelPlan:
+        """Return all decisions so far as a frozen plan."""
+        ops = tuple(
+            PlannedOp(
+                op=planned.op, family=planned.family, problem=planned.problem,
+                layers=tuple(sorted(self._layers.get(key, ()))), backend=planned.backend,
+                distribution=planned.distribution, because=planned.because, verdicts=planned.verdicts,
+            )
+            for key, planned in self._planned.items()
+        )
+        return KernelPlan(self._platform.name or self._platform.kind, ops)
+
+    def _decide(self, contract: OpContract, problem: Problem) -> tuple[Choice, PlannedOp]:
+        names, source = self._wanted(contract, problem)
+        candidates = sorted((k for k in self._kernels if k.spec.op == contract.name), key=_host_order)
+        judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
+        taken, because = _first(judged, names, source)
+        verdicts = tuple(_verdict(kernel, reasons, taken, names) for kernel, reasons in judged)
+        if taken is None:
+            raise SelectionError(self._refused(contract, problem, names, source, verdicts))
+        planned = PlannedOp(
+            op=contract.name, family=contract.family, problem=tuple(sorted(problem.items())), layers=(),
+            backend=taken.spec.backend, distribution=taken.distribution, because=because, verdicts=verdicts,
+        )
+        return Choice(taken.spec, taken.distribution, MappingProxyType(dict(problem))), planned
+
+    def _wanted(self, contract: OpContract, problem: Problem) -> tuple[tuple[str, ...], str]:
+        """Return the backends to try, in order, and who said so; the narrower preference speaks first."""
+        for preference in sorted(self._preferences, key=lambda p: p.narrowed is None):
+            if preference.applies(contract, problem):
+                flag = f"--{preference.family}-backend"
+                return preference.backends, flag + (f".{preference.narrowed}" if preference.narrowed else "")
+        return ("auto",), "auto"
+
+    def _refusals(self, spec: KernelSpec, problem: Problem) -> tuple[Reason, ...]:
+        missing = tuple(
+            Reason(f"module {module!r} is not installed", f"install the package that provides {module!r}")
+            for module in spec.requires
+            if not self._module_exists(module)
+        )
+        hardware = _hardware_refusals(spec.capability, self._platform)
+        return (*hardware, *missing, *_problem_refusals(spec.capability, problem, self._needs))
+
+    def _refused(
+        self, contract: OpContract, problem: Problem, names: tuple[str, ...], source: str,
+        verdicts: tuple[Verdict, ...],
+    ) -> str:
+        axes = ", ".join(f"{axis}={value}" for axis, value in sorted(problem.items()))
+        device = self._platform.name or self._platform.kind
+        lines = [f"no kernel for op {contract.name!r} ({axes}) on {device}"]
+        if names != ("auto",):
+            lines[0] += f": {source} asks for {', '.join(names)}"
+        unknown = [n for n in names if n != "auto" and n not in {v.backend for v in verdicts}]
+        lines += [f"  {name}: no such backend is installed for this op" for name in unknown]
+        lines += [
+            f"  {v.backend} ({v.distribution}): " + ("; ".join(r.what for r in v.reasons) or "fits")
+            for v in verdicts
+        ]
+        fitting = [v.backend for v in verdicts if v.fits]
+        lines.append(f"  backends that fit: {', '.join(fitting) or 'none; pip install tokenspeed-kernels'}")
+        return "\n".join(lines)
+
+
+def _first(
+    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]], names: tuple[str, ...], source: str
+) -> tuple[InstalledKernel | None, str]:
+    for name in names:
+        for kernel, reasons in judged:
+            if reasons or (name == "auto" and kernel.spec.needs_compile):
+                continue
+            if name == "auto":
+                return kernel, "the reference" if kernel.spec.reference else "the most specific that fits"
+            if name == kernel.spec.backend:
+                return kernel, f"asked for by {source}"
+    return None, ""
+
+
+def _verdict(
+    kernel: InstalledKernel, reasons: tuple[Reason, ...], taken: InstalledKernel | None,
+    names: tuple[str, ...],
+) -> Verdict:
+    spec = kernel.spec
+    fits = not reasons
+    if fits and kernel is not taken and taken is not None:
+        if spec.needs_compile and spec.backend not in names:
+            why = "it must be compiled before the first call, so auto passes it over"
+        elif spec.backend == taken.spec.backend:
+            why = f"{taken.distribution} serves this name first"
+        else:
+            why = f"{taken.spec.backend} comes first"
+        reasons = (Reason(why, f"name the backend {spec.backend!r}"),)
+    return Verdict(spec.backend, kernel.distribution, fits, reasons)
+
+
+def _host_order(kernel: InstalledKernel) -> tuple[Any, ...]:
+    spec = kernel.spec
+    return spec.reference, spec.capability.breadth(), kernel.distribution, spec.backend
+
+
+def _hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
+    if platform.kind not in capability.platforms:
+        wanted = " or ".join(capability.platforms)
+        yield Reason(f"it runs on {wanted}, and the device is {platform.kind}", f"a {wanted} device")
+        return
+    low, high, found = (
+        capability.min_compute_capability, capability.max_compute_capability, platform.compute_capability,
+    )
+    if low is None and high is None:
+        return
+    wanted = f"{_version(low, 'any')} to {_version(high, 'any')}"
+    if found is None or (low is not None and found < low) or (high is not None and found > high):
+        yield Reason(
+            f"compute capability {_version(found, 'unknown')} is outside {wanted}",
+            f"a device of compute capability {wanted}",
+        )
+
+
+def _problem_refusals(capability: Capability, problem: Problem, needs: frozenset[str]) -> Iterable[Reason]:
+    for axis, allowed in (
+        ("dtype", capability.dtypes),
+        ("kv_dtype", capability.kv_dtypes),
+        ("head_size", capability.head_sizes),
+        ("block_size", capability.block_sizes),
+        ("phase", capability.phases),
+    ):
+        if axis in problem and allowed and problem[axis] not in allowed:
+            yield Reason(
+                f"{axis} {problem[axis]} is not among {', '.join(map(str, allowed))}",
+                f"{_FLAGS[axis]} {allowed[0]}" if axis in _FLAGS else "",
+            )
+    for limit in capability.limits:
+        if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
+            yield Reason(refusal)
+    windowed = {"window"} if problem.get("window") is not None else set()
+    spared = {"graph_safe"} if problem.get("phase") == "prefill" else set()
+    for feature in sorted((needs | windowed) - spared - capability.features):
+        yield Reason(f"it is not declared {feature}")
+
+
+def _version(version: tuple[int, int] | None, otherwise: str) -> str:
+    return otherwise if version is None else f"{version[0]}.{version[1]}"

@@ -1,0 +1,165 @@
+"""What a kernel says of itself: which problems it computes, on which machines, and where its code is.
+
+Descriptors import no tensor library; they are read to choose a kernel, and only the chosen one is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+KERNEL_API = 1
+
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+PHASES = ("prefill", "decode")
+FEATURES = ("window", "graph_safe", "batch_invariant")
+"""`window`: attention to the last tokens only. `graph_safe`: a captured call replays on new data of the same
+shapes. `batch_invariant`: a row's bits do not depend on the other rows."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*\Z")
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformInfo:
+    """The device that kernels are selected for.
+
+    `kind` is the device type ("cpu", "cuda", …); `compute_capability` is (major, minor) where the kind has
+    one; `name` is what people read.
+    """
+
+    kind: str
+    compute_capability: tuple[int, int] | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisLimit:
+    """Bounds of one axis of the problem: an inclusive range, and a number that must divide it.
+
+    Raises ValueError if no number satisfies it.
+    """
+
+    axis: str
+    minimum: int = 0
+    maximum: int | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if self.multiple_of < 1 or self.minimum < 0:
+            raise ValueError(f"axis {self.axis!r}: multiple_of starts at 1 and minimum at 0")
+        if self.maximum is not None and self.maximum // self.multiple_of * self.multiple_of < self.minimum:
+            raise ValueError(f"axis {self.axis!r}: no number lies within {self}")
+
+    def refusal(self, value: int) -> str | None:
+        """Say why a value is out of bounds, or None if it is within."""
+        if value < self.minimum:
+            return f"{self.axis} {value} is below {self.minimum}"
+        if self.maximum is not None and value > self.maximum:
+            return f"{self.axis} {value} is above {self.maximum}"
+        if value % self.multiple_of:
+            return f"{self.axis} {value} is no multiple of {self.multiple_of}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """The problems a kernel computes. An empty tuple or None leaves that property unrestricted.
+
+    `min_` and `max_compute_capability` are inclusive. `features` names what it can do beyond the plain
+    problem (see FEATURES). Raises ValueError on unknown words and empty ranges.
+    """
+
+    platforms: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    min_compute_capability: tuple[int, int] | None = None
+    max_compute_capability: tuple[int, int] | None = None
+    kv_dtypes: tuple[str, ...] = ()
+    head_sizes: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    phases: tuple[str, ...] = ()
+    features: frozenset[str] = frozenset()
+    limits: tuple[AxisLimit, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.platforms or not self.dtypes:
+            raise ValueError("a capability names at least one platform and one dtype")
+        _known("dtype", (*self.dtypes, *self.kv_dtypes), DTYPES)
+        _known("phase", self.phases, PHASES)
+        _known("feature", tuple(self.features), FEATURES)
+        low, high = self.min_compute_capability, self.max_compute_capability
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"compute capability range {low} to {high} is empty")
+        if any(size < 1 for size in (*self.head_sizes, *self.block_sizes)):
+            raise ValueError("head and block sizes are positive")
+
+    def breadth(self) -> tuple[int, float]:
+        """How general this is, for ordering: fewer platforms first, then the narrower hardware range."""
+        low, high = self.min_compute_capability, self.max_compute_capability
+        bounds = (low is not None) + 2 * (high is not None)
+        span = high[0] - low[0] + (high[1] - low[1]) / 16 if low is not None and high is not None else 0.0
+        return len(self.platforms), (3 - bounds) * 1000 + span
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One implementation of an op, entered under `tokenspeed.kernels.<family>` by its backend name.
+
+    `load` is "module:factory"; `factory(problem)` returns the callable that the op's contract describes
+    (`factory(problem, limits, device)` for attention). `requires` are top-level modules that must be
+    installed. `needs_compile` says that a fresh machine needs a compiler's run of minutes or a tool chain
+    before the first call; a just-in-time compile of seconds while the server warms up does not count.
+    `reference` marks the op's own reference, which is taken when nothing else fits. Raises ValueError.
+    """
+
+    op: str
+    backend: str
+    capability: Capability
+    load: str
+    requires: tuple[str, ...] = ()
+    needs_compile: bool = False
+    reference: bool = False
+    api: int = KERNEL_API
+
+    def __post_init__(self) -> None:
+        for what, name in (("op", self.op), ("backend", self.backend)):
+            if not _NAME.match(name):
+                raise ValueError(f"{what} {name!r} must be lower-case letters, digits, '_', '-' or '.'")
+        if self.backend == "auto":
+            raise ValueError("the backend name 'auto' means the host's own choice")
+        if not _TARGET.match(self.load):
+            raise ValueError(f"load {self.load!r} must read 'module:attribute'")
+        for module in self.requires:
+            if not module.isidentifier():
+                raise ValueError(f"required module {module!r} must be a top-level module")
+
+    def factory(self) -> Callable[..., Any]:
+        """Import the implementation and return its factory."""
+        factory: Callable[..., Any] = load_target(self.load)
+        return factory
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledKernel:
+    """A kernel spec and the distribution that brought it."""
+
+    spec: KernelSpec
+    distribution: str
+
+
+def load_target(target: str) -> Any:
+    """Import "module:attribute" and return the attribute.
+
+    Raises ImportError or AttributeError as the import does.
+    """
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for word in given:
+        if word not in known:
+            raise ValueError(f"unknown {what} {word!r}; known: {', '.join(known)}")

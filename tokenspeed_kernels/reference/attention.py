@@ -1,0 +1,166 @@
+"""Paged attention in plain torch: blocks are gathered once per layer, then torch's fused attention runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+
+MAX_MASKED_QUERIES = 1024  # a masked piece of a prompt: bounds the mask to this many rows of keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Rows that one call of torch's attention serves, and where their keys lie.
+
+    `blocks` [rows * num_blocks] are gathered and cut to `length` keys a row; `unwritten` are indices of
+    gathered tokens which no step has written, whose memory may hold anything. `mask` is added to the
+    scores; without one, `causal` says whether the last query sees the last key and so on back.
+    """
+
+    tokens: slice
+    num_rows: int
+    length: int
+    blocks: Tensor
+    unwritten: Tensor | None
+    mask: Tensor | None
+    causal: bool
+
+
+class TorchAttention:
+    """The reference attention backend: any head size, block size, window and mix of rows.
+
+    `prepare` reads lengths back from the device, so it is not for graphs.
+    """
+
+    def __init__(self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> None:
+        del limits  # nothing is allocated ahead
+        if problem.num_heads % problem.num_kv_heads:
+            raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+        self._problem = problem
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        self._pieces: list[_Piece] = []
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Split the step into pieces; a leading run of one-token rows of like length makes one piece."""
+        starts = step.query_start[: step.num_rows + 1].tolist()
+        lens = step.seq_lens[: step.num_rows].tolist()
+        num_queries = [end - start for start, end in pairwise(starts)]
+        num_decodes = next((i for i, n in enumerate(num_queries) if n != 1 or lens[i] == 0), len(lens))
+        if num_decodes > 1 and max(lens[:num_decodes]) * num_decodes > 2 * sum(lens[:num_decodes]) + 4096:
+            num_decodes = 0
+        self._pieces = []
+        if num_decodes > 1:
+            self._pieces.append(self._decodes(step, lens[:num_decodes]))
+        for row in range(num_decodes if num_decodes > 1 else 0, len(lens)):
+            if num_queries[row] and lens[row]:
+                self._pieces += self._row(step.block_table[row], starts[row], num_queries[row], lens[row])
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Attend piece by piece. q, out [T, H, D]; caches [B, block_size, K, D]."""
+        for piece in self._pieces:
+            k, v = self._gather(k_cache, piece), self._gather(v_cache, piece)
+            if piece.num_rows > 1:
+                self._attend_rows(q[piece.tokens], k, v, out[piece.tokens], piece)
+            else:
+                self._attend_row(q[piece.tokens], k, v, out[piece.tokens], piece)
+
+    def _decodes(self, step: AttentionStep, lens: list[int]) -> _Piece:
+        """Plan rows of one query each as one batch of padded rows."""
+        size, num_rows = self._problem.block_size, len(lens)
+        first = [self._first_block(length - 1) for length in lens]
+        count = [-(-length // size) - skipped for length, skipped in zip(lens, first, strict=True)]
+        num_blocks = max(count)
+        if min(lens) == max(lens) == num_blocks * size and self._problem.window is None:
+            table = step.block_table[:num_rows, :num_blocks]
+            return _Piece(slice(0, num_rows), num_rows, lens[0], table.flatten(), None, None, False)
+        columns = torch.tensor([first, count, lens], device=self._device).unsqueeze(-1)
+        block = torch.arange(num_blocks, device=self._device)
+        block = columns[0] + torch.where(block < columns[1], block, 0)  # a missing block repeats the first
+        source = (block.unsqueeze(-1) * size + torch.arange(size, device=self._device)).flatten(1)
+        seen = columns[0] * size + torch.arange(num_blocks * size, device=self._device)
+        hidden = seen >= columns[2]
+        if self._problem.window is not None:
+            hidden |= seen < columns[2] - self._problem.window
+        unwritten = (source >= columns[2]).flatten().nonzero().squeeze(1)
+        return _Piece(
+            tokens=slice(0, num_rows), num_rows=num_rows, length=num_blocks * size,
+            blocks=step.block_table[:num_rows].gather(1, block).flatten(),
+            unwritten=unwritten if unwritten.numel() else None,
+            mask=self._mask(hidden)[:, None, None], causal=False,
+        )
+
+    def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Piece]:
+        """Plan one row, in pieces of queries where a mask is needed."""
+        size, window = self._problem.block_size, self._problem.window
+        if window is None and num_queries in (1, length):
+            pieces = [(0, num_queries)]
+        else:
+            edges = [*range(0, num_queries, MAX_MASKED_QUERIES), num_queries]
+            pieces = list(pairwise(edges))
+        planned = []
+        for begin, end in pieces:
+            stop = length - num_queries + end
+            skipped = self._first_block(stop - (end - begin))
+            keys = torch.arange(skipped * size, stop, device=self._device)
+            mask = None
+            if window is not None or num_queries not in (1, length):
+                query = torch.arange(stop - (end - begin), stop, device=self._device).unsqueeze(1)
+                hidden = keys > query
+                mask = self._mask(hidden if window is None else hidden | (keys <= query - window))
+            planned.append(
+                _Piece(
+                    tokens=slice(start + begin, start + end), num_rows=1, length=stop - skipped * size,
+                    blocks=table[skipped : -(-stop // size)], unwritten=None,
+                    mask=mask, causal=mask is None and num_queries > 1,
+                )
+            )
+        return planned
+
+    def _first_block(self, query: int) -> int:
+        """Return the first block that a query position sees."""
+        window = self._problem.window
+        return 0 if window is None else max(0, query - window + 1) // self._problem.block_size
+
+    def _mask(self, hidden: Tensor) -> Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden, float("-inf"))
+
+    def _gather(self, cache: Tensor, piece: _Piece) -> Tensor:
+        """Return [rows, length, K, D] of the cache, zero where nothing was written."""
+        gathered = cache.index_select(0, piece.blocks).flatten(0, 1)
+        if piece.unwritten is not None:
+            gathered.index_fill_(0, piece.unwritten, 0.0)
+        rows = gathered.view(piece.num_rows, -1, *gathered.shape[1:])
+        return rows[:, : piece.length].to(self._dtype)
+
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, piece: _Piece) -> None:
+        """One query a row: the query heads of a key head stand where queries do, so nothing is repeated."""
+        num_kv_heads = self._problem.num_kv_heads
+        attended = functional.scaled_dot_product_attention(
+            q.view(q.shape[0], num_kv_heads, -1, q.shape[2]), k.transpose(1, 2), v.transpose(1, 2),
+            attn_mask=piece.mask, scale=self._problem.scale,
+        )
+        out.copy_(attended.flatten(1, 2))
+
+    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, piece: _Piece) -> None:
+        """Many queries of one row: the query heads of a key head are a batch over the same, expanded keys."""
+        num_kv_heads = self._problem.num_kv_heads
+        num_groups = self._problem.num_heads // num_kv_heads
+        k, v = (x.transpose(1, 2).expand(num_groups, -1, -1, -1) for x in (k, v))
+        attended = functional.scaled_dot_product_attention(
+            q.view(q.shape[0], num_kv_heads, num_groups, -1).permute(2, 1, 0, 3), k, v,
+            attn_mask=piece.mask, is_causal=piece.causal, scale=self._problem.scale,
+        )
+        out.copy_(attended.permute(2, 1, 0, 3).flatten(1, 2))
+
+
+def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> TorchAttention:
+    """Build the reference backend (an AttentionFactory)."""
+    return TorchAttention(problem, limits, device)

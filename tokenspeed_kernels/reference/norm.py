@@ -1,0 +1,38 @@
+"""RMS norm: normalised in float32, rounded to the dtype, then multiplied by the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import Problem
+
+
+def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Return `norm(x [..., N], weight [N], eps) -> y` for the problem's dtype.
+
+    In float32 the roundings coincide with those of torch's own norm, which is then taken: one call.
+    """
+    return _norm_float32 if problem["dtype"] == "float32" else _norm_rounded
+
+
+def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """Return `norm(x [T, N], residual, weight, eps) -> (y, residual)`, which adds x into `residual`."""
+    norm = rms_norm(problem)
+
+    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        residual.add_(x)
+        return norm(residual, weight, eps), residual
+
+    return add_norm
+
+
+def _norm_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def _norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(x.to(torch.float32), weight.shape, None, eps).to(x.dtype).mul_(weight)

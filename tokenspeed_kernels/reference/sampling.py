@@ -1,0 +1,75 @@
+"""Choosing tokens from logits, reproducibly: a row's token depends on its own seed and position alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+
+Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# The finaliser of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers that wrap around.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
+    """Return `greedy(logits [S, V]) -> ids int64 [S]`; the lowest id among equal logits."""
+    del problem
+    return _argmax
+
+
+def sample(problem: Problem) -> Sample:
+    """Return `sample(logits [S, V], temperature, top_k, top_p, min_p, seeds, positions) -> ids int64 [S]`.
+
+    Filters as transformers chains them: top-k of the tempered logits, then the smallest set of those with
+    the probability top-p, then the tokens of at least min-p times the likeliest's probability.
+    """
+    del problem
+    return _sample
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return a float32 in [0, 1) of 24 bits for each int64 seed and position, by hashing both."""
+    bits = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
+    return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(dim=-1)
+
+
+def _sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    seeds: Tensor, positions: Tensor,
+) -> Tensor:
+    size = logits.shape[1]
+    is_greedy = temperature == 0
+    ordered, ids = torch.sort(logits.to(torch.float32), dim=-1, descending=True, stable=True)
+    ordered = ordered / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
+    p = torch.softmax(ordered, dim=-1, dtype=torch.float64)
+    mass = p.cumsum(dim=-1)
+    k = torch.where(top_k > 0, top_k, size).clamp_(max=size).masked_fill_(is_greedy, 1)
+    k = k.to(torch.int64).unsqueeze(1)
+    kept = torch.arange(size, device=logits.device) < k
+    kept &= (mass - p) < top_p.unsqueeze(1) * mass.gather(1, k - 1)
+    kept &= p >= min_p.unsqueeze(1) * p[:, :1]
+    num_kept = kept.sum(dim=-1, keepdim=True).clamp_(min=1)
+    target = uniform(seeds, positions).unsqueeze(1) * mass.gather(1, num_kept - 1)
+    chosen = (mass <= target).sum(dim=-1, keepdim=True).clamp_(max=num_kept - 1)
+    return ids.gather(1, chosen).squeeze(1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 as if unsigned."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
