@@ -1,0 +1,71 @@
+"""Stop strings end a sequence at the same character however its tokens arrive."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenspeed_core.messages import Finish
+from tokenspeed_core.text.assembler import Assembler
+
+
+class Letters:
+    """A detokenizer whose token ids are characters of a small alphabet."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join("abc"[token_id] for token_id in token_ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+def run(ids: list[int], bounds: list[int], stops: list[str], keeps: bool) -> tuple[str, Assembler, list[str]]:
+    assembler = Assembler(Letters(), stops, keeps)
+    shown = []
+    for start, end in itertools.pairwise(bounds):
+        shown.append(assembler.feed(ids[start:end], Finish.LENGTH if end == len(ids) else Finish.NOT))
+        if assembler.finish_reason is not None:
+            break
+    return "".join(shown), assembler, shown
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4)),
+    keeps=st.booleans(), data=st.data(),
+)
+def test_text_ends_at_the_stop_string_that_is_complete_first(
+    ids: list[int], stops: list[str], keeps: bool, data: st.DataObject
+) -> None:
+    text = "".join("abc"[i] for i in ids)
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    end, start = min(ends, default=(len(text), len(text)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(ids) - 1)), max_size=5)) - {len(ids)})
+    got, assembler, _ = run(ids, [0, *cuts, len(ids)], stops, keeps)
+    assert got == text[:end if keeps else start]
+    assert assembler.finish_reason == ("stop" if ends else "length")
+    assert assembler.num_tokens == end
+
+
+def test_the_start_of_a_stop_string_is_held_until_it_is_clear() -> None:
+    _, assembler, shown = run([0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5], ["abb"], keeps=False)
+    assert shown == ["", "", "ab", "", "abc"]
+    assert assembler.finish_reason == "length"
+
+
+def test_the_stop_token_has_no_text_unless_asked_for() -> None:
+    hidden, kept = Assembler(Letters()), Assembler(Letters(), keeps_stop=True)
+    assert hidden.feed([0, 1], Finish.STOP) == "a"
+    assert kept.feed([0, 1], Finish.STOP) == "ab"
+    assert hidden.num_tokens == kept.num_tokens == 2
+
+
+def test_tokens_after_the_end_are_ignored() -> None:
+    assembler = Assembler(Letters(), ["b"])
+    assert assembler.feed([0, 1, 2]) == "a"
+    assert assembler.feed([2, 2], Finish.LENGTH) == ""
+    assert (assembler.finish_reason, assembler.num_tokens) == ("stop", 2)

@@ -1,0 +1,173 @@
+"""Chat templates: messages in, the prompt's text out, in a sandbox with a limit on time and size."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tokenspeed_core.errors import CheckpointError, TokenSpeedError
+from tokenspeed_core.text.tokenizer import read_json
+
+MAX_RENDER_SECONDS = 5.0
+MAX_RENDER_CHARS = 64 * 1024 * 1024
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class TemplateError(TokenSpeedError):
+    """A chat template that refuses these messages, breaks on them, or exceeds its limits."""
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """Reads `{% generation %}`, with which training marks the assistant's words; here it changes nothing."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what stands inside the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+class ChatTemplate:
+    """The compiled template of a model. Safe to share by threads."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, with_tools: str | None = None,
+        origin: str = "the chat template",
+    ) -> None:
+        """`with_tools`: another source, for requests with tools. Raises TemplateError on bad syntax."""
+        environment = _environment()
+        sources = (source,) if with_tools is None else (source, with_tools)
+        try:
+            self._templates = [environment.from_string(text) for text in sources]
+            read = [jinja2.meta.find_undeclared_variables(environment.parse(text)) for text in sources]
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"{origin}, line {error.lineno}: {error.message}") from error
+        self._special_tokens = dict(special_tokens)
+        fixed = _RESERVED | set(self._special_tokens) | set(environment.globals)
+        self.options = frozenset().union(*read) - fixed
+        self.knows_developer = any("developer" in text for text in sources)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None, *, add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt's text. Raises TemplateError, with the template's own words where it has any."""
+        options = options or {}
+        unknown = sorted(set(options) - self.options)
+        if unknown:
+            read = ", ".join(sorted(self.options)) or "none"
+            raise TemplateError(f"this model's chat template has no option {unknown[0]!r}; it has: {read}")
+        template = self._templates[-1] if tools else self._templates[0]
+        values = {
+            **self._special_tokens, **options, "messages": messages, "tools": tools, "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        deadline = time.monotonic() + MAX_RENDER_SECONDS
+        parts, num_chars = [], 0
+        try:
+            for part in template.generate(values):
+                parts.append(part)
+                num_chars += len(part)
+                if num_chars > MAX_RENDER_CHARS or time.monotonic() > deadline:
+                    raise TemplateError(
+                        f"the chat template gave {num_chars} characters without coming to an end; the limits "
+                        f"are {MAX_RENDER_CHARS} characters and {MAX_RENDER_SECONDS:.0f} s"
+                    )
+        except jinja2.exceptions.TemplateError as error:
+            raise TemplateError(f"the chat template refuses these messages: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # A template is code of the checkpoint: whatever it trips over is this request's error.
+            raise TemplateError(f"the chat template breaks on these messages: {error}") from error
+        return "".join(parts)
+
+
+def load_chat_template(
+    directory: str | Path, special_tokens: Mapping[str, str], chosen: str | None = None
+) -> ChatTemplate | None:
+    """Load a model's chat template, or the `chosen` file or name. None: the model has none.
+
+    Raises CheckpointError on a file that is missing or no template.
+    """
+    folder = Path(directory)
+    named = _named_templates(folder)
+    if chosen is not None and chosen not in named:
+        file = Path(chosen)
+        if not file.is_file():
+            names = ", ".join(sorted(named)) or "none"
+            raise CheckpointError(
+                f"--chat-template {chosen}: no such file, nor a template of that name in {folder}, "
+                f"which has: {names}"
+            )
+        named = {chosen: file.read_text(encoding="utf-8")}
+    if chosen is None and "default" not in named:
+        if named:
+            names = ", ".join(sorted(named))
+            raise CheckpointError(
+                f"{folder} has chat templates by name only; choose one with --chat-template: {names}"
+            )
+        return None
+    source = named[chosen or "default"]
+    try:
+        return ChatTemplate(
+            source, special_tokens, with_tools=named.get("tool_use") if chosen is None else None,
+            origin=chosen or str(folder),
+        )
+    except TemplateError as error:
+        raise CheckpointError(f"bad chat template: {error}") from error
+
+
+def _named_templates(folder: Path) -> dict[str, str]:
+    """Return the templates of a checkpoint by name; the file wins over the configuration."""
+    named: dict[str, str] = {}
+    config = folder / "tokenizer_config.json"
+    entry = read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(entry, str):
+        named["default"] = entry
+    elif isinstance(entry, list):
+        named |= {item["name"]: item["template"] for item in entry if isinstance(item, dict)}
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        named["default"] = file.read_text(encoding="utf-8")
+    return named
