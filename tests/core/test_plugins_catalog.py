@@ -50,7 +50,9 @@ def discover(found: list[Distribution], text: str | None = None, **options: obje
     return Catalog.discover(selection, distributions=found, core_version="0.1.0", **options)  # type: ignore[arg-type]
 
 
-def test_entries_come_by_distribution_then_kind_then_name_whatever_the_order_on_disk(install: Install) -> None:
+def test_entries_come_by_distribution_then_kind_then_name_whatever_the_order_on_disk(
+    install: Install,
+) -> None:
     install("zeta", attention("b") + "a = nowhere:X [api1]\n")
     found = install("Alpha_Kernels", attention("c") + "[tokenspeed.models]\nM = nowhere:Y [api1]\n")
     expected = [("alpha-kernels", "c"), ("alpha-kernels", "M"), ("zeta", "a"), ("zeta", "b")]

@@ -42,10 +42,13 @@ def _setting(
     *,
     unit: str | None = None,
     narrow: tuple[str, ...] = (),
+    kind: str | None = None,
     **bounds: Any,
 ) -> Any:
-    """Declare a setting. `narrow` are the keys by which a backend may be chosen apart (`--flag.key`)."""
-    extra: dict[str, Any] = {"section": section, "unit": unit, "narrow": list(narrow)}
+    """Declare a setting. `narrow` are keys by which it may be set apart (`--flag.key`), `kind` the
+    kind of plugin whose names it takes.
+    """
+    extra: dict[str, Any] = {"section": section, "unit": unit, "narrow": list(narrow), "kind": kind}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
@@ -83,7 +86,11 @@ class Config(BaseModel):
     )
     skip_tokenizer_init: bool = _setting(False, "model", "no tokenizer: serve token ids only")
     load_format: str = _setting(
-        "auto", "model", "how weights are read: auto, dummy, or a format that a plugin provides", min_length=1
+        "auto",
+        "model",
+        "how weights are read: auto, dummy, or a format that a plugin provides",
+        min_length=1,
+        kind="load_formats",
     )
     revision: str | None = _setting(None, "model", "branch, tag or commit of the repo", min_length=1)
     download_dir: str | None = _setting(
@@ -93,7 +100,9 @@ class Config(BaseModel):
         {}, "model", "JSON object of values to override in the model's config.json"
     )
 
-    device: str = _setting("auto", "device", "auto, cpu, cuda, or any installed platform", min_length=1)
+    device: str = _setting(
+        "auto", "device", "auto, cpu, cuda, or any installed platform", min_length=1, kind="platforms"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "device", "type of weights and activations; auto follows the model's metadata"
     )
@@ -154,13 +163,17 @@ class Config(BaseModel):
     seed: int = _setting(0, "scheduler", "seed of what requests leave random", ge=0, le=2**63 - 1)
 
     attention_backend: BackendChoice = _setting(
-        BackendChoice(), "backends", "attention backends in order of preference", narrow=("prefill", "decode")
+        BackendChoice(),
+        "backends",
+        "attention backends in order of preference",
+        narrow=("prefill", "decode"),
+        kind="kernels.attention",
     )
     moe_backend: BackendChoice = _setting(
-        BackendChoice(), "backends", "expert backends in order of preference"
+        BackendChoice(), "backends", "expert backends in order of preference", kind="kernels.moe"
     )
     sampling_backend: BackendChoice = _setting(
-        BackendChoice(), "backends", "sampling backends in order of preference"
+        BackendChoice(), "backends", "sampling backends in order of preference", kind="kernels.sampling"
     )
 
     log_level: LogLevel = _setting("info", "observability", "least severe message shown")
@@ -237,7 +250,7 @@ def is_switch(name: str) -> bool:
 
 
 def metadata(name: str) -> dict[str, Any]:
-    """Return a setting's `section`, `unit` and `narrow` (keys by which a backend is chosen apart)."""
+    """Return a setting's `section`, `unit`, `narrow` (its keys) and `kind` (of the plugins it names)."""
     extra = Config.model_fields[name].json_schema_extra
     assert isinstance(extra, dict)
     return extra

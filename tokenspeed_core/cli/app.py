@@ -1,0 +1,173 @@
+"""Builds the command line and turns whatever goes wrong into one line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tokenspeed_core import __version__
+from tokenspeed_core.errors import PluginError, TokenSpeedError
+
+if TYPE_CHECKING:
+    from tokenspeed_core.plugins import Catalog
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer releases of typer bundle
+USAGE_STATUS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of ours: where it lives, and its line in `tokenspeed --help`."""
+
+    module: str
+    text: str
+    takes_settings: bool = False
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command("tokenspeed_core.cli.serve", "Serve a model over the OpenAI HTTP API.", True),
+    "chat": Command("tokenspeed_core.cli.chat", "Chat with a server, or start one.", True),
+    "plugins": Command("tokenspeed_core.cli.plugins", "Show what is installed."),
+    "env": Command("tokenspeed_core.cli.env", "Describe this machine, for a bug report."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `tokenspeed` with these arguments (the process's own when None); return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((word for word in words if not word.startswith("-")), None)
+    try:
+        if command in COMMANDS and COMMANDS[command].takes_settings:
+            topic = _help_topic(words)
+            if topic is not None:
+                from tokenspeed_core.cli.settings import print_help
+
+                print_help(command, topic)
+                return 0
+        app = build(command)
+        status = app(words, prog_name="tokenspeed", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except UsageError as error:
+        return _say(_explain_usage(error, command))
+    except TokenSpeedError as error:
+        return _say(str(error))
+    except typer.Abort:
+        return 130
+    except typer.Exit as error:
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: say nothing more
+        return 141
+
+
+def build(command: str | None) -> typer.Typer:
+    """Build the command line. Only the command asked for is imported (all of them for completion)."""
+    app = typer.Typer(
+        name="tokenspeed",
+        help="Fast inference of language models, built of plugins.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.callback()(_top)
+    everything = "_TOKENSPEED_COMPLETE" in os.environ
+    for name, ours in COMMANDS.items():
+        if name == command or everything:
+            import_module(ours.module).register(app, name, ours.text)
+        else:
+            app.command(name, help=ours.text)(_nothing)
+    _add_plugin_commands(app)
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenspeed {__version__}")
+        raise typer.Exit
+
+
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Take the options that stand before any command."""
+
+
+def _nothing() -> None:
+    """Stand in the list of commands for one that was not asked for."""
+
+
+def _add_plugin_commands(app: typer.Typer) -> None:
+    from tokenspeed_core.plugins import Catalog
+
+    try:
+        catalog = Catalog.discover(check=False)
+    except PluginError as error:
+        typer.echo(f"tokenspeed: {error}", err=True)
+        return
+    passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    for entry in catalog.entries("commands"):
+        if entry.name in COMMANDS:
+            typer.echo(
+                f"tokenspeed: {entry.distribution} offers a command {entry.name}, which is built in", err=True
+            )
+            continue
+        app.command(
+            entry.name, help=f"From {entry.distribution} {entry.version}.", context_settings=passing_all_on
+        )(_plugin_command(catalog, entry.name))
+
+
+def _plugin_command(catalog: Catalog, name: str) -> Callable[[typer.Context], int]:
+    def run(context: typer.Context) -> int:
+        entry = catalog.get("commands", name)
+        command = catalog.load(entry, required=True)
+        status = command(list(context.args)) if command is not None else 1
+        return status if isinstance(status, int) else 0
+
+    return run
+
+
+def _help_topic(words: Sequence[str]) -> str | None:
+    """Return what `--help` was asked about: "" for the sections, None where it was not asked."""
+    for word in words:
+        if word == "--":
+            return None
+        if word in ("--help", "-h"):
+            return ""
+        if word.startswith("--help="):
+            return word.removeprefix("--help=")
+    return None
+
+
+def _explain_usage(error: Any, command: str | None) -> str:
+    """Say what was mistyped, and the nearest thing that exists."""
+    option = getattr(error, "option_name", None)
+    message = str(error.format_message())
+    if option is not None and option.startswith("--") and "such option" in message.lower():
+        if command in COMMANDS and COMMANDS[command].takes_settings:
+            from tokenspeed_core.config.build import unknown
+
+            name = option.removeprefix("--").replace("-", "_")
+            return unknown(name, option)
+        return f"{option}: no such option; `tokenspeed {command or ''} --help` lists them".replace("  ", " ")
+    if command is not None and command not in COMMANDS and "such command" in message.lower():
+        near = get_close_matches(command, COMMANDS, n=1)
+        meant = f"did you mean `tokenspeed {near[0]}`?" if near else "`tokenspeed --help` lists them"
+        return f"{command}: no such command; {meant}"
+    return message[:1].lower() + message[1:].rstrip(".")
+
+
+def _say(message: str) -> int:
+    typer.echo(f"tokenspeed: {message}", err=True)
+    return USAGE_STATUS

@@ -1,0 +1,92 @@
+"""The little of an OpenAI client that a terminal chat needs, on the standard library alone."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+TIMEOUT = 600.0  # seconds without a byte
+
+
+class Unreachable(Exception):
+    """A server that cannot be reached, or that refused; the message says what it said."""
+
+
+class ChatClient:
+    """Talks to the server at `base_url`, with or without its `/v1`."""
+
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+        with_scheme = base_url if "://" in base_url else f"http://{base_url}"
+        self.base_url = with_scheme.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def model(self) -> str:
+        """Return the name of the first model served. Raises Unreachable."""
+        with self._open("/v1/models") as response:
+            data = json.load(response)
+        models = [each.get("id") for each in data.get("data", ())] if isinstance(data, dict) else []
+        if not models:
+            raise Unreachable(f"{self.base_url} serves no model")
+        return str(models[0])
+
+    def stream(self, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
+        """Yield the text of the answer as it comes. Closing the iterator ends the request. Raises Unreachable."""
+        body = {"model": model, "messages": messages, "stream": True, **options}
+        with self._open("/v1/chat/completions", body) as response:
+            try:
+                for line in response:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line.removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    yield from _text(json.loads(data))
+            except (OSError, HTTPException) as error:
+                raise Unreachable(f"the server went away: {error}") from error
+        raise Unreachable("the server ended the answer early")
+
+    def is_healthy(self) -> bool:
+        """Say whether `/health` answers with 200."""
+        try:
+            with self._open("/health"):
+                return True
+        except Unreachable:
+            return False
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self.base_url + path, data, self._headers)
+            response = urllib.request.urlopen(request, timeout=TIMEOUT)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise Unreachable(f"{error.code} {_message(error.read())}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise Unreachable(
+                f"no server at {self.base_url} ({reason}); start one with `tokenspeed serve`"
+            ) from error
+        assert isinstance(response, HTTPResponse)
+        return response
+
+
+def _text(event: Any) -> Iterator[str]:
+    if "error" in event:
+        raise Unreachable(str(event["error"].get("message", event["error"])))
+    for choice in event.get("choices", ()):
+        text = choice.get("delta", {}).get("content")
+        if text:
+            yield text
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,86 @@
+"""`tokenspeed plugins`: what is installed, from metadata alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from itertools import groupby
+from typing import Annotated
+
+import typer
+
+from tokenspeed_core.plugins import Catalog, Entry, Selection, Status
+
+HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
+PROVIDES, ORIGIN = 4, 6  # the columns that shrink to fit a terminal
+NARROWEST = 12
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the group of commands."""
+    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+    group.callback()(_group)
+    group.command("list", help="List the installed plugins, importing none.")(list_plugins)
+    app.add_typer(group, name=name)
+
+
+def _group() -> None:
+    """Make `list` a subcommand, though it is the only one."""
+
+
+def list_plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="as serve with this flag sees it")] = False,
+) -> int:
+    """Print a line per distribution, kind and status, then the reasons of what is not usable."""
+    entries = Catalog.discover(Selection.read(no_plugins=no_plugins), check=False).all()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
+        return 0
+    typer.echo(table(entries, shutil.get_terminal_size((80, 24)).columns))
+    return 0
+
+
+def table(entries: tuple[Entry, ...], width: int) -> str:
+    """Lay the entries out in at most `width` columns where the fixed columns leave room."""
+    if not entries:
+        return "no plugins are installed; pip install tokenspeed-core[default] brings the usual ones"
+    groups = [
+        list(group)
+        for _, group in groupby(entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api))
+    ]
+    rows = [HEADER, *(_row(group) for group in groups)]
+    widths = _fit([max(len(row[column]) for row in rows) for column in range(len(HEADER))], width)
+    lines = [
+        "  ".join(_cut(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    reasons = dict.fromkeys(
+        f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {group[0].reason}"
+        for group in groups
+        if group[0].status is not Status.OK
+    )
+    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+
+
+def _row(group: list[Entry]) -> tuple[str, ...]:
+    first = group[0]
+    api = "-" if first.api is None else str(first.api)
+    names = ", ".join(entry.name for entry in group)
+    return (first.distribution, first.version, first.kind, api, names, str(first.status), first.origin)
+
+
+def _fit(widths: list[int], available: int) -> list[int]:
+    """Shrink what may shrink, the wider first, until a line fits."""
+    widths = list(widths)
+    while sum(widths) + 2 * (len(widths) - 1) > available:
+        widest = max(PROVIDES, ORIGIN, key=lambda column: widths[column])
+        if widths[widest] <= NARROWEST:
+            break
+        widths[widest] -= 1
+    return widths
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

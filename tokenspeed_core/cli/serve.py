@@ -1,0 +1,53 @@
+"""`tokenspeed serve`: resolve the configuration, then hand over to the server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Annotated, Any
+
+import typer
+
+from tokenspeed_core.cli.settings import with_settings
+from tokenspeed_core.config import Config
+from tokenspeed_core.config.sources import load
+from tokenspeed_core.errors import ConfigError
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")]
+ConfigFile = Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")]
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(with_settings(serve))
+
+
+def configure(positional: str | None, flags: dict[str, Any], file: str | None) -> Config:
+    """Return the configuration of a command line. Raises ConfigError."""
+    if positional is not None:
+        if flags.get("model", positional) != positional:
+            raise ConfigError(f"--model {flags['model']}: the model was given twice, first as {positional}")
+        flags = {**flags, "model": positional}
+    return load(flags, os.environ, file)
+
+
+def serve(
+    *,
+    positional: ModelArgument = None,
+    config: ConfigFile = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="resolve everything, load nothing")] = False,
+    flags: dict[str, Any],
+) -> int:
+    """Serve until told to stop; return the exit status."""
+    resolved = configure(positional, flags, config)
+    logging.basicConfig(level=resolved.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if dry_run:
+        from tokenspeed_core.engine.launch import dry_run as explain
+
+        report = explain(resolved)
+        typer.echo(report if isinstance(report, str) else json.dumps(report, indent=2))
+        return 0
+    from tokenspeed_core.server.serve import run
+
+    return run(resolved)

@@ -1,0 +1,157 @@
+"""The flags of the configuration: as parameters of a typer command, and as help in sections."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import typer
+
+from tokenspeed_core.config.describe import bounds, default_of
+from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata
+from tokenspeed_core.errors import ConfigError
+
+DOT = "__"  # stands for the dot of `--attention-backend.decode` in a Python name
+
+
+def with_settings(function: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the flag of every setting.
+
+    The function is called with its own parameters and `flags`: what was typed, keyed by setting, or by
+    `setting.key` where it was narrowed.
+    """
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "flags"]
+    names = {p.name for p in own}
+    settings = {name: each for name, each in _parameters() if name not in names}
+
+    def command(**given: Any) -> int:
+        flags = {name.replace(DOT, "."): given.pop(name) for name in settings}
+        return function(**given, flags={name: value for name, value in flags.items() if value is not None})
+
+    parameters = [*own, *settings.values()]
+    command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = function.__doc__
+    return command
+
+
+def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:
+    for name, field in Config.model_fields.items():
+        if is_switch(name):
+            form = f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
+            yield _parameter(name, bool, form, str(field.description))
+            continue
+        yield _parameter(name, str, flag(name), str(field.description))
+        for key in metadata(name)["narrow"]:
+            yield _parameter(f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", f"{flag(name)} for {key}")
+
+
+def _parameter(name: str, kind: type, form: str, text: str) -> tuple[str, inspect.Parameter]:
+    annotation = Annotated[kind | None, typer.Option(form, help=text, show_default=False)]
+    return name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def print_help(command: str, topic: str) -> None:
+    """Print the sections, or the options of one, of a flag, or of all that speak of a word.
+
+    Raises ConfigError, with the nearest section or flag, where nothing does.
+    """
+    if not topic:
+        typer.echo(_overview(command))
+        return
+    names = _about(topic)
+    if not names:
+        near = get_close_matches(topic, [*SECTIONS, *Config.model_fields], n=1)
+        hint = f"did you mean --help={near[0]}?" if near else "sections: " + ", ".join(SECTIONS)
+        raise ConfigError(f"--help={topic}: no such section or flag; {hint}")
+    width = shutil.get_terminal_size((80, 24)).columns
+    typer.echo("\n".join(line for name in names for line in _option(name, width)))
+
+
+OVERVIEWS = {
+    "serve": (
+        "tokenspeed serve [MODEL] [OPTIONS]",
+        "Serve MODEL (a path or Hugging Face repo id) over the OpenAI HTTP API; without it, the bundled demo.",
+        (
+            ("--config FILE", "read settings from a YAML file; flags and the environment go first"),
+            ("--dry-run", "resolve model, plugins, kernels and memory, load nothing"),
+        ),
+    ),
+    "chat": (
+        "tokenspeed chat [MODEL] [OPTIONS]",
+        "Chat with the server at --base-url, or with one that is started for it, with the options of serve.",
+        (
+            ("--base-url URL", "a server that runs, such as http://127.0.0.1:8000"),
+            ("--system TEXT", "the system message"),
+            ("--temperature NUMBER", "0 takes the likeliest token; none: the model's own"),
+            ("--config FILE", "read settings from a YAML file"),
+        ),
+    ),
+}
+
+
+def _overview(command: str) -> str:
+    usage, text, own = OVERVIEWS[command]
+    width = shutil.get_terminal_size((80, 24)).columns
+    lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
+    lines += [f"  {form:<22} {meaning}" for form, meaning in own]
+    lines += [
+        f"  {'--help=SECTION':<22} the options of a section, of a flag, or about a word; all",
+        "",
+        "Sections:",
+    ]
+    for section, title in SECTIONS.items():
+        names = [flag(name) for name in Config.model_fields if metadata(name)["section"] == section]
+        lines.append(f"  {section:<15}{title}")
+        lines += textwrap.wrap(
+            " ".join(names),
+            width,
+            initial_indent=" " * 17,
+            subsequent_indent=" " * 17,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def _about(topic: str) -> list[str]:
+    name = topic.lstrip("-").replace("-", "_").lower()
+    if name == "all":
+        return list(Config.model_fields)
+    if name in SECTIONS:
+        return [each for each in Config.model_fields if metadata(each)["section"] == name]
+    if name in Config.model_fields:
+        return [name]
+    return [
+        each
+        for each, field in Config.model_fields.items()
+        if name in each or topic.lower() in str(field.description).lower()
+    ]
+
+
+def _option(name: str, width: int) -> list[str]:
+    field = Config.model_fields[name]
+    form = flag(name)
+    if is_switch(name):
+        form += f", --no-{flag(name)[2:]}" if name.startswith("enable_") else ""
+    else:
+        form += f" {bounds(name)}"
+    lines = [f"  {form}"]
+    if metadata(name)["narrow"]:
+        lines.append("  " + ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"]))
+    text = f"{field.description}; default: {default_of(name)}"
+    installed = _installed(name)
+    if installed:
+        text += f"; installed: {', '.join(installed)}"
+    return lines + textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def _installed(name: str) -> tuple[str, ...]:
+    from tokenspeed_core.plugins import Catalog
+
+    kind = metadata(name)["kind"]
+    return Catalog.discover(check=False).names(kind) if kind else ()
