@@ -1,0 +1,174 @@
+"""What a decoder family needs of `config.json`, read strictly and without a tensor library.
+
+Old and new spellings are both read: `rope_theta` + `rope_scaling` and `rope_parameters`, `torch_dtype` and
+`dtype`. Every error is a ValueError that names the key, what was found and what would be accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed_models.rope_config import RopeConfig, read_rope
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class ConfigReader:
+    """A checkpoint's configuration with typed access: a wrong or absent key is an error that names it."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def __contains__(self, key: str) -> bool:
+        return self.config.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer. Without a default the key is required."""
+        value = self._value(key, default, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ValueError(f"config.json: {key} is {value!r}, and must be a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number. Without a default the key is required."""
+        value = self._value(key, default, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"config.json: {key} is {value!r}, and must be a positive number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """Return a truth value."""
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise ValueError(f"config.json: {key} is {value!r}, and must be true or false")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return the ids under a key that holds nothing, one integer or a list of them."""
+        value = self.config.get(key)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
+            raise ValueError(f"config.json: {key} is {value!r}, and must be an integer or a list of integers")
+        return tuple(values)
+
+    def choice(self, key: str, accepted: tuple[str, ...], default: str) -> str:
+        """Return one of the accepted words."""
+        value = self._value(key, default, f"one of {', '.join(accepted)}")
+        if value not in accepted:
+            raise ValueError(f"config.json: {key} is {value!r}; supported: {', '.join(accepted)}")
+        return str(value)
+
+    def refuse(self, key: str, reason: str) -> None:
+        """Raise if the key holds anything."""
+        if key in self:
+            raise ValueError(f"config.json: {key} is set: {reason}")
+
+    def _value(self, key: str, default: Any, kind: str) -> Any:
+        value = self.config.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ValueError(f"config.json: {key} is missing, and must be {kind}")
+        return default
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The mixture of experts of a decoder: sizes, and which layers have one."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    renormalize: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A decoder of attention and gated MLP (or experts) with rotary positions, as its checkpoint states it.
+
+    `windows` holds per layer the number of tokens that its attention reaches back (its own among them), or
+    None for all; `max_model_len` is the longest sequence, in tokens, that the rotary scaling is made for.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    rope: RopeConfig
+    moe: MoeConfig | None
+    dtype: str
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+def read_decoder(
+    config: Mapping[str, Any], architecture: str, *, qkv_bias: bool = False, out_bias: bool = False,
+    mlp_bias: bool = False, qk_norm: bool = False, head_size: int | None = None,
+    num_kv_heads: int | None = None, windows: tuple[int | None, ...] | None = None,
+    moe: MoeConfig | None = None,
+) -> DecoderConfig:
+    """Read the keys that all decoder families share; the family passes what is its own.
+
+    `head_size` and `num_kv_heads` are the family's defaults where the key is absent (None: hidden size over
+    heads, and one KV head per head). Raises ValueError naming the key on anything that cannot be served.
+    """
+    keys = ConfigReader(config)
+    keys.refuse("quantization_config", "quantised checkpoints are not built yet; use an unquantised one")
+    keys.choice("hidden_act", ("silu",), "silu")
+    num_layers, num_heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
+    kv_heads = keys.integer("num_key_value_heads", num_kv_heads or num_heads)
+    if num_heads % kv_heads:
+        raise ValueError(f"config.json: num_attention_heads ({num_heads}) is no multiple of "
+                         f"num_key_value_heads ({kv_heads})")
+    size = keys.integer("head_dim", head_size or keys.integer("hidden_size") // num_heads)
+    rope = read_rope(config, size)
+    bos = keys.integers("bos_token_id")
+    return DecoderConfig(
+        architecture=architecture, vocab_size=keys.integer("vocab_size"),
+        hidden_size=keys.integer("hidden_size"), intermediate_size=keys.integer("intermediate_size"),
+        num_layers=num_layers, num_heads=num_heads, num_kv_heads=kv_heads, head_size=size,
+        norm_eps=keys.number("rms_norm_eps", 1e-6), tie_embeddings=keys.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias, qk_norm=qk_norm,
+        windows=windows or (None,) * num_layers, rope=rope, moe=moe, dtype=read_dtype(config),
+        max_model_len=rope.max_positions, eos_token_ids=keys.integers("eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+    )
+
+
+def read_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that the checkpoint states (`dtype`, or `torch_dtype` of old), else float32."""
+    key = "dtype" if config.get("dtype") is not None else "torch_dtype"
+    return ConfigReader(config).choice(key, DTYPES, "float32")
+
+
+def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return each layer's window from `layer_types`, or `use_sliding_window` and `max_window_layers`."""
+    keys = ConfigReader(config)
+    num_layers = keys.integer("num_hidden_layers")
+    if not keys.boolean("use_sliding_window", False):
+        return (None,) * num_layers
+    window = keys.integer("sliding_window", 4096)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
+        raise ValueError(f"config.json: layer_types is {kinds!r}, and must name each of the {num_layers} "
+                         f"layers {' or '.join(known)}")
+    return tuple(known[kind] for kind in kinds)

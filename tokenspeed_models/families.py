@@ -1,0 +1,38 @@
+"""The descriptors behind this distribution's entry points. Imports no tensor library."""
+
+from __future__ import annotations
+
+from tokenspeed_core.api import LoadFormat, ModelSpec
+
+LLAMA = ModelSpec(
+    architecture="LlamaForCausalLM",
+    describe="tokenspeed_models.describe:describe_llama",
+    load="tokenspeed_models.llama:LlamaForCausalLM",
+)
+QWEN2 = ModelSpec(
+    architecture="Qwen2ForCausalLM",
+    describe="tokenspeed_models.describe:describe_qwen2",
+    load="tokenspeed_models.qwen2:Qwen2ForCausalLM",
+)
+QWEN3 = ModelSpec(
+    architecture="Qwen3ForCausalLM",
+    describe="tokenspeed_models.describe:describe_qwen3",
+    load="tokenspeed_models.qwen3:Qwen3ForCausalLM",
+)
+QWEN3_MOE = ModelSpec(
+    architecture="Qwen3MoeForCausalLM",
+    describe="tokenspeed_models.describe:describe_qwen3_moe",
+    load="tokenspeed_models.qwen3_moe:Qwen3MoeForCausalLM",
+)
+
+SAFETENSORS = LoadFormat(
+    name="safetensors",
+    load="tokenspeed_models.loading.safetensors:read_safetensors",
+    detect=("*.safetensors", "*.safetensors.index.json"),
+)
+PT = LoadFormat(
+    name="pt",
+    load="tokenspeed_models.loading.pt:read_pt",
+    detect=("pytorch_model*.bin", "*.pt", "*.pth"),
+)
+DUMMY = LoadFormat(name="dummy", load="tokenspeed_models.loading.dummy:read_dummy", detect=())

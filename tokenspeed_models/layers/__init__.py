@@ -1,0 +1,34 @@
+"""Shared layers of decoder families: a public API for plugins, versioned by `LAYERS_API`.
+
+A layer is a plain object that holds tensors and bound kernels. It is built from a `BuildContext`, called
+with activations, and lists its `slots` (weights) and `boundaries` (placements).
+"""
+
+from __future__ import annotations
+
+from tokenspeed_models.layers.attention import Attention
+from tokenspeed_models.layers.decoder import CausalLM, DecoderLayer
+from tokenspeed_models.layers.embedding import Embedding, OutputHead
+from tokenspeed_models.layers.linear import Linear, Projection
+from tokenspeed_models.layers.mlp import MLP
+from tokenspeed_models.layers.moe import MoE
+from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
+
+LAYERS_API = 1
+
+__all__ = [
+    "LAYERS_API",
+    "MLP",
+    "Attention",
+    "CausalLM",
+    "DecoderLayer",
+    "Embedding",
+    "Linear",
+    "MoE",
+    "OutputHead",
+    "Projection",
+    "RMSNorm",
+    "inverse_frequencies",
+    "rotary_table",
+]

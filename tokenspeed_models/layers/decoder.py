@@ -1,0 +1,109 @@
+"""The decoder that all families here share: layers of attention and MLP (or experts) on a residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from tokenspeed_core.api import BuildContext
+from tokenspeed_models.layers.attention import Attention
+from tokenspeed_models.layers.embedding import Embedding, OutputHead
+from tokenspeed_models.layers.mlp import MLP
+from tokenspeed_models.layers.moe import MoE
+from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.placement import Boundary
+from tokenspeed_models.weights import WeightMap, WeightSlot
+
+
+class DecoderLayer:
+    """Attention, then an MLP or a mixture of experts, each normalised before it and added after it.
+
+    The addition after a block is left to the next normalisation, which is fused with it.
+    """
+
+    def __init__(
+        self, build: BuildContext, hidden_size: int, norm_eps: float, attention: Attention, mlp: MLP | MoE
+    ) -> None:
+        self.input_norm, self.attention = RMSNorm(build, hidden_size, norm_eps), attention
+        self.post_norm, self.mlp = RMSNorm(build, hidden_size, norm_eps), mlp
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is to be added, and the residual stream [T, hidden], which is written in place.
+
+        The first layer is given no residual: x is the stream.
+        """
+        if residual is None:
+            x, residual = self.input_norm(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x, residual = self.post_norm.add(self.attention(x, positions), residual)
+        return self.mlp(x), residual
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights, by the names that these families' checkpoints share."""
+        yield from self.input_norm.slots(f"{prefix}input_layernorm")
+        yield from self.attention.slots(f"{prefix}self_attn.")
+        yield from self.post_norm.slots(f"{prefix}post_attention_layernorm")
+        yield from self.mlp.slots(f"{prefix}mlp.")
+
+    def boundaries(self, prefix: str) -> Iterator[Boundary]:
+        """List the placements in the order of computation."""
+        yield from self.input_norm.boundaries(f"{prefix}input_norm", "attn")
+        yield from self.attention.boundaries(f"{prefix}attention.")
+        yield from self.post_norm.boundaries(f"{prefix}post_norm", "attn")
+        yield from self.mlp.boundaries(f"{prefix}mlp.")
+
+
+class CausalLM:
+    """A decoder with embedding, layers, final norm and output head; satisfies the core's `Model`.
+
+    A family subclasses it and passes its layers.
+    """
+
+    def __init__(
+        self, build: BuildContext, layers: Sequence[DecoderLayer], *, vocab_size: int, hidden_size: int,
+        norm_eps: float, tie_embeddings: bool,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.embedding = Embedding(build, vocab_size, hidden_size)
+        self.norm = RMSNorm(build, hidden_size, norm_eps)
+        self.head = OutputHead(build, vocab_size, hidden_size, self.embedding if tie_embeddings else None)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return hidden states [T, hidden] of int64 token ids [T] at int64 positions [T]."""
+        x, residual = self.embedding(token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions)
+        if residual is None:
+            return self.norm(x)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, vocab], in the model's dtype, of hidden states [R, hidden]."""
+        return self.head(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a checkpoint in. Raises ValueError naming every missing, surplus or misshapen weight."""
+        self.weight_map().load(weights)
+
+    def weight_map(self) -> WeightMap:
+        """Return the map from checkpoint names to parts of parameters.
+
+        A tied head that a checkpoint stores all the same is a copy of the embedding, and is not read.
+        """
+        slots = [*self.embedding.slots("model.embed_tokens"), *self.norm.slots("model.norm"),
+                 *self.head.slots("lm_head")]
+        for index, layer in enumerate(self.layers):
+            slots.extend(layer.slots(f"model.layers.{index}."))
+        return WeightMap(slots, ignored=("lm_head.weight",) if self.head.is_tied else ())
+
+    def boundaries(self) -> Iterator[Boundary]:
+        """List the placements of activations at module boundaries, in the order of computation."""
+        yield from self.embedding.boundaries("embedding")
+        for index, layer in enumerate(self.layers):
+            yield from layer.boundaries(f"layers.{index}.")
+        yield from self.norm.boundaries("norm", "attn")
+        yield from self.head.boundaries("head")

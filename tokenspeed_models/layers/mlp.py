@@ -1,0 +1,41 @@
+"""The gated MLP of a decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tokenspeed_core.api import BuildContext
+from tokenspeed_models.layers.linear import Linear, Projection, dtype_name
+from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
+from tokenspeed_models.weights import Shard, WeightSlot
+
+
+class MLP:
+    """Computes `down(silu(gate(x)) * up(x))`, with gate and up as one matrix product."""
+
+    def __init__(
+        self, build: BuildContext, hidden_size: int, intermediate_size: int, *, bias: bool = False
+    ) -> None:
+        columns, rows = Shard(0, "dense"), Shard(1, "dense")
+        self.gate_up = Linear(build, hidden_size, (
+            Projection("gate_proj", intermediate_size, columns),
+            Projection("up_proj", intermediate_size, columns),
+        ), bias=bias)
+        self.down = Linear(build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias)
+        self._silu_mul = build.op("silu_mul", size=intermediate_size, dtype=dtype_name(build.dtype))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [T, hidden] to [T, hidden]."""
+        return self.down(self._silu_mul(self.gate_up(x)))
+
+    def slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """List the weights of the three projections."""
+        yield from self.gate_up.slots(prefix)
+        yield from self.down.slots(prefix)
+
+    def boundaries(self, prefix: str) -> Iterator[Boundary]:
+        """Features inside are cut over the dense group; the result is a sum."""
+        yield Boundary(f"{prefix}gate_up", "dense", Replicated(), Sharded("features"))
+        yield Boundary(f"{prefix}down", "dense", Sharded("features"), Partial())

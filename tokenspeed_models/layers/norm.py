@@ -1,0 +1,41 @@
+"""Root-mean-square normalisation, alone or fused with the addition to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tokenspeed_core.api import BuildContext
+from tokenspeed_models.layers.linear import dtype_name
+from tokenspeed_models.placement import Boundary, Replicated
+from tokenspeed_models.weights import WeightSlot
+
+
+class RMSNorm:
+    """Normalises the last axis by its root mean square and scales it by a weight (arXiv:1910.07467)."""
+
+    def __init__(self, build: BuildContext, size: int, eps: float) -> None:
+        self.weight = torch.empty(size, dtype=build.dtype, device=build.device)
+        self.eps = eps
+        dtype = dtype_name(build.dtype)
+        self._norm = build.op("rms_norm", size=size, dtype=dtype)
+        self._add_norm = build.op("add_rms_norm", size=size, dtype=dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised x [..., size]."""
+        result: torch.Tensor = self._norm(x, self.weight, self.eps)
+        return result
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add x [T, size] to the residual in place; return the sum normalised, and the residual."""
+        result: tuple[torch.Tensor, torch.Tensor] = self._add_norm(x, residual, self.weight, self.eps)
+        return result
+
+    def slots(self, name: str) -> Iterator[WeightSlot]:
+        """List the weight."""
+        yield WeightSlot(f"{name}.weight", self.weight, None, "norm")
+
+    def boundaries(self, name: str, group: str) -> Iterator[Boundary]:
+        """Take and give whole tensors: a row is normalised in one place."""
+        yield Boundary(name, group, Replicated(), Replicated())

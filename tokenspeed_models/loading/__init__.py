@@ -1,0 +1,1 @@
+"""Readers of weights, one module per load format, each a `WeightReader`."""

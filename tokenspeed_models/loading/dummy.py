@@ -1,0 +1,45 @@
+"""Random weights of a model's shapes, made on its own device: for measuring without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tokenspeed_core.api import Model
+from tokenspeed_models.weights import WeightMap, WeightSlot
+
+_SEED = 0
+_DEVIATION = 0.02  # keeps activations of deep models finite in float16, as trained initialisations do
+
+
+def read_dummy(
+    path: str, model: Model, report: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield normal weights, norms of one and biases of zero; the same values in every run on a device.
+
+    Raises ValueError if the model shows no weight map. `path` is not read.
+    """
+    weight_map: Callable[[], WeightMap] | None = getattr(model, "weight_map", None)
+    if weight_map is None:
+        raise ValueError(f"{type(model).__name__} has no weight_map() to take shapes from, so load format "
+                         "dummy cannot fill it; use its checkpoint")
+    slots = list(weight_map())
+    done, total = 0, sum(slot.target.nbytes for slot in slots)
+    generators: dict[torch.device, torch.Generator] = {}
+    for slot in slots:
+        device = slot.target.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(_SEED)
+        yield slot.name, _fill(slot, generators[device])
+        done += slot.target.nbytes
+        report(done, total)
+
+
+def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
+    """Return one weight, new, of the slot's shape, dtype and device."""
+    if slot.kind == "norm":
+        return torch.ones_like(slot.target)
+    if slot.kind == "bias":
+        return torch.zeros_like(slot.target)
+    return torch.empty_like(slot.target).normal_(0.0, _DEVIATION, generator=generator)

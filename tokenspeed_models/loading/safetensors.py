@@ -1,0 +1,37 @@
+"""Reads safetensors files, memory-mapped: a tensor's bytes are read when it is copied to its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tokenspeed_core.api import Model
+from tokenspeed_models.loading.shards import FileKind, find_shards
+
+_FILES = FileKind("model.safetensors", ("*.safetensors",))
+
+
+def read_safetensors(
+    path: str, model: Model, report: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the (name, tensor) pairs of a checkpoint, shard by shard, as views of mapped files.
+
+    Raises ValueError if a shard is missing, cut short or no safetensors file.
+    """
+    files = find_shards(path, _FILES)
+    done, total = 0, sum(file.stat().st_size for file in files)
+    report(done, total)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device="cpu") as shard:
+                for name in shard.keys():  # noqa: SIM118  (the file is no mapping)
+                    tensor = shard.get_tensor(name)
+                    yield name, tensor
+                    done += tensor.nbytes
+                    report(done, total)
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}); it is cut short or damaged: "
+                             "copy or download it again") from error
+    report(total, total)

@@ -1,0 +1,72 @@
+"""Finding the files of a checkpoint, whole or in shards, and saying which one is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """How a format names its files: the one of a whole checkpoint, and further patterns of it."""
+
+    single: str
+    patterns: tuple[str, ...]
+
+
+def find_shards(path: str, kind: FileKind) -> tuple[Path, ...]:
+    """Return a checkpoint's weight files, in order.
+
+    An index file decides where there is one; else the single file, else a complete set of numbered shards,
+    else the only file that fits a pattern. Raises ValueError, in one line, if a shard is missing, nothing
+    fits, or several files fit and none is preferred.
+    """
+    folder = Path(path)
+    index = folder / f"{kind.single}.index.json"
+    if index.is_file():
+        return _indexed(folder, index)
+    if (folder / kind.single).is_file():
+        return (folder / kind.single,)
+    found = sorted({file for pattern in kind.patterns for file in folder.glob(pattern)})
+    shards = tuple(file for file in found if _SHARD.match(file.name))
+    if shards:
+        return _numbered(folder, shards)
+    if len(found) == 1:
+        return tuple(found)
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{path} holds several weight files ({names}) and no {kind.single} or index; "
+                         "keep one set of them")
+    raise ValueError(f"{path} holds no {' or '.join((kind.single, *kind.patterns))}")
+
+
+def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
+    """Return the files that an index names."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is no weight index ({error!r}); download it again") from error
+    _require(folder, names, index.name)
+    return tuple(folder / name for name in names)
+
+
+def _numbered(folder: Path, shards: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Return numbered shards, complete."""
+    match = _SHARD.match(shards[0].name)
+    assert match is not None, "shards were chosen by this pattern"
+    count = int(match["count"])
+    names = [f"{match['stem']}-{index:05}-of-{count:05}{match['suffix']}" for index in range(1, count + 1)]
+    _require(folder, names, f"the name of {shards[0].name}")
+    return tuple(folder / name for name in names)
+
+
+def _require(folder: Path, names: list[str], source: str) -> None:
+    """Raise ValueError naming the files that are not there."""
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, of the {len(names)} files that {source} "
+                         "calls for; copy or download the checkpoint again")

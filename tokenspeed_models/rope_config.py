@@ -1,0 +1,121 @@
+"""Rotary position settings as `config.json` states them, in old or new keys. Imports no tensor library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Keys that change the meaning of a scaling and that no supported family uses.
+_UNSUPPORTED = ("partial_rotary_factor", "mrope_section", "short_factor", "long_factor")
+_ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long wavelengths divided by `factor`, short ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): a ramp between kept and divided frequencies, and scaled attention logits.
+
+    `attention_factor` multiplies cos and sin, and so both sides of the product of queries and keys.
+    """
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions: `theta` is the base, `size` the rotated values per head, both as trained.
+
+    `max_positions` is how far the scaling reaches, in tokens.
+    """
+
+    theta: float
+    size: int
+    max_positions: int
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None
+
+
+def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
+    """Read `rope_parameters`, or `rope_theta` with `rope_scaling`. Raises ValueError naming the key.
+
+    Dynamic NTK changes nothing up to `max_position_embeddings`, and beyond that point would turn keys that
+    are in the cache already; such a model is served to that length, where it equals the unscaled one.
+    """
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    keys = config.get(name) or {}
+    if not isinstance(keys, Mapping):
+        raise ValueError(f"config.json: {name} is {keys!r}, and must be an object")
+    for key in _UNSUPPORTED:
+        source = keys if keys.get(key) is not None else config
+        if source.get(key) not in (None, 1.0):
+            raise ValueError(f"config.json: {key} is not supported by this family")
+    maximum = _positive(config, "max_position_embeddings", "max_position_embeddings")
+    theta = keys.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = keys.get("rope_type") or keys.get("type") or "default"
+    source = next((at for at in (config, keys) if at.get(_ORIGINAL) is not None), {_ORIGINAL: maximum})
+    original = int(_positive(source, _ORIGINAL, _ORIGINAL))
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    match kind:
+        case "default":
+            pass
+        case "dynamic":
+            _positive(keys, "factor", f"{name}.factor")
+        case "linear":
+            scaling = LinearScaling(_positive(keys, "factor", f"{name}.factor"))
+            maximum = maximum * scaling.factor
+        case "llama3":
+            scaling = Llama3Scaling(
+                factor=_positive(keys, "factor", f"{name}.factor"),
+                low_freq_factor=_positive(keys, "low_freq_factor", f"{name}.low_freq_factor"),
+                high_freq_factor=_positive(keys, "high_freq_factor", f"{name}.high_freq_factor"),
+                original_max_positions=original,
+            )
+        case "yarn":
+            scaling = _read_yarn(keys, name, original, maximum)
+            maximum = max(maximum, original * scaling.factor)
+        case _:
+            raise ValueError(f"config.json: {name}.rope_type is {kind!r}; supported: default, linear, "
+                             "dynamic, llama3, yarn")
+    return RopeConfig(float(theta), head_size, int(maximum), scaling)
+
+
+def _read_yarn(keys: Mapping[str, Any], name: str, original: int, maximum: float) -> YarnScaling:
+    """Read a YaRN scaling, whose factor may be left to the ratio of the two lengths."""
+    factor = _positive(keys, "factor", f"{name}.factor") if keys.get("factor") else maximum / original
+    return YarnScaling(
+        factor=factor, original_max_positions=original, attention_factor=keys.get("attention_factor"),
+        mscale=keys.get("mscale"), mscale_all_dim=keys.get("mscale_all_dim"),
+        beta_fast=keys.get("beta_fast") or 32.0, beta_slow=keys.get("beta_slow") or 1.0,
+        truncate=keys.get("truncate") is not False,
+    )
+
+
+def _positive(keys: Mapping[str, Any], key: str, name: str) -> float:
+    """Return a positive number, or raise ValueError naming it."""
+    value = keys.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"config.json: {name} is {value!r}, and must be a positive number")
+    return float(value)

@@ -1,0 +1,151 @@
+"""Runs a model family without an engine: plain torch ops and a dense cache of one sequence.
+
+For the tests of families, ours and plugins'. The ops here are written apart from any kernel, so that they
+also judge what a family asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import AttentionCall, Model
+
+
+class DenseBuild:
+    """A `BuildContext` whose attention keeps one sequence in tensors that grow.
+
+    `problems` collects what the model asked for.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.dtype, self.device = dtype, torch.device(device)
+        self.problems: list[tuple[str, dict[str, Any]]] = []
+        self.caches: dict[int, _DenseAttention] = {}
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        """Return a plain torch implementation of an op. Raises ValueError on a problem not of its axes."""
+        self.problems.append((op, problem))
+        function, axes = _OPS[op]
+        if set(problem) != {*axes, "dtype"}:
+            raise ValueError(f"op {op!r} is asked for with {sorted(problem)}, not {sorted((*axes, 'dtype'))}")
+        return function
+
+    def attention(
+        self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
+        window: int | None = None, group: str = "full",
+    ) -> AttentionCall:
+        """Return a layer's attention with a cache of its own."""
+        self.problems.append(("attention", {"layer": layer, "window": window, "group": group}))
+        self.caches[layer] = _DenseAttention(num_heads // num_kv_heads, scale, window)
+        return self.caches[layer]
+
+    def clear(self) -> None:
+        """Forget the sequence."""
+        for cache in self.caches.values():
+            cache.clear()
+
+
+def sequence_logits(
+    model: Model, build: DenseBuild, token_ids: list[int], chunk: int | None = None
+) -> Tensor:
+    """Return the logits [T, vocab] of a whole sequence, computed in chunks of so many tokens."""
+    build.clear()
+    ids = torch.tensor(token_ids, device=build.device)
+    positions = torch.arange(len(token_ids), device=build.device)
+    step = chunk or len(token_ids)
+    parts = [
+        model.logits(model.forward(ids[start : start + step], positions[start : start + step]))
+        for start in range(0, len(token_ids), step)
+    ]
+    return torch.cat(parts)
+
+
+class _DenseAttention:
+    """Causal attention over all keys of one sequence, with a window where there is one."""
+
+    def __init__(self, num_repeats: int, scale: float, window: int | None) -> None:
+        self.num_repeats, self.scale, self.window = num_repeats, scale, window
+        self.clear()
+
+    def clear(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.keys.append(k.clone())
+        self.values.append(v.clone())
+        keys = torch.cat(self.keys).repeat_interleave(self.num_repeats, dim=1)
+        values = torch.cat(self.values).repeat_interleave(self.num_repeats, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * self.scale
+        num_keys = keys.shape[0]
+        distance = torch.arange(num_keys - q.shape[0], num_keys)[:, None] - torch.arange(num_keys)[None]
+        hidden = distance < 0
+        if self.window is not None:
+            hidden |= distance >= self.window
+        weights = scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual += x
+    return _norm(residual, weight, eps), residual
+
+
+def _rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
+    if interleaved:
+        raise ValueError("interleaved pairs are not asked for by any family here")
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    for heads in (q, k):
+        first, second = heads[..., : cos_sin.shape[1]].float().chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        heads[..., : cos_sin.shape[1]] = rotated.to(heads.dtype)
+
+
+def _norm_rotate(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor,
+    interleaved: bool,
+) -> None:
+    q.copy_(_norm(q, q_weight, eps))
+    k.copy_(_norm(k, k_weight, eps))
+    _rotate(q, k, positions, cos_sin, interleaved)
+
+
+def _silu_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids.int()
+
+
+def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    rows = []
+    for token, row_weights, row_ids in zip(x, weights, ids.tolist(), strict=True):
+        outs = torch.stack([down[expert] @ _silu_mul(gate_up[expert] @ token) for expert in row_ids])
+        rows.append((row_weights.to(x.dtype)[:, None] * outs).sum(0))
+    return torch.stack(rows) if rows else torch.empty_like(x)
+
+
+_HEADS = ("num_heads", "num_kv_heads", "head_size", "rotary_size")
+_OPS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "rms_norm": (_norm, ("size",)),
+    "add_rms_norm": (_add_norm, ("size",)),
+    "rope": (_rotate, _HEADS),
+    "qk_norm_rope": (_norm_rotate, _HEADS),
+    "silu_mul": (_silu_mul, ("size",)),
+    "linear": (functional.linear, ("in_size", "out_size")),
+    "moe_route": (_route, ("num_experts", "top_k")),
+    "moe_experts": (_experts, ("num_experts", "top_k", "hidden_size", "intermediate_size")),
+}

@@ -1,0 +1,127 @@
+"""The weight map: which tensor of a checkpoint fills which part of which parameter, and how it would be cut.
+
+Loading streams: one tensor is looked up, checked, copied and dropped before the next is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+_READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+# Tables that old checkpoints store and that every model computes for itself.
+_BUFFERS = ("rotary_emb.inv_freq",)
+_MOST_NAMES = 12  # beyond this many, an error names patterns with their counts
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a weight is cut over a process group.
+
+    `axis` is the axis of the checkpoint's tensor. Where it counts whole heads, `num_heads` says how many;
+    fewer heads than processes means that neighbouring processes hold copies of one head.
+    """
+
+    axis: int
+    group: str
+    num_heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightSlot:
+    """One tensor of a checkpoint and the view of a parameter that it fills; both have the same shape.
+
+    `shard` None means that every process holds the whole. `kind` is "matrix", "bias" or "norm". A slot that
+    `replaces` others is another form of them: a checkpoint holds either it or them.
+    """
+
+    name: str
+    target: torch.Tensor
+    shard: Shard | None
+    kind: str = "matrix"
+    replaces: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Faults:
+    """What a load found wrong so far."""
+
+    missing: list[str] = field(default_factory=list)
+    surplus: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def message(self) -> str:
+        """Return all faults in one line, empty if there are none."""
+        kinds = (("missing", self.missing), ("not expected", self.surplus), ("given twice", self.repeated))
+        parts = [f"{kind}: {', '.join(_listing(names))}" for kind, names in kinds if names]
+        if self.misshapen:
+            parts.append("; ".join(self.misshapen))
+        return "; ".join(parts)
+
+
+class WeightMap:
+    """All slots of a model, by checkpoint name.
+
+    `ignored` are names that may stand in a checkpoint without being read. Raises ValueError on two slots
+    of one name.
+    """
+
+    def __init__(self, slots: Iterable[WeightSlot], ignored: Iterable[str] = ()) -> None:
+        self._slots: dict[str, WeightSlot] = {}
+        self._ignored = (*_BUFFERS, *ignored)
+        for slot in slots:
+            if slot.name in self._slots:
+                raise ValueError(f"the weight map has two slots for {slot.name}")
+            self._slots[slot.name] = slot
+
+    def __iter__(self) -> Iterator[WeightSlot]:
+        """Iterate over the slots of one complete checkpoint, without other forms of the same weights."""
+        return (slot for slot in self._slots.values() if not slot.replaces)
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors into their slots, casting to the parameter's dtype.
+
+        Raises ValueError naming every missing, surplus, repeated or misshapen weight, after reading all.
+        """
+        pending = {slot.name: None for slot in self}
+        faults, seen = _Faults(), set()
+        for name, tensor in weights:
+            slot = self._slots.get(name)
+            if slot is None:
+                if not any(name == known or name.endswith(f".{known}") for known in self._ignored):
+                    faults.surplus.append(name)
+                continue
+            filled = slot.replaces or (name,)
+            if name in seen or any(part not in pending for part in filled):
+                faults.repeated.append(name)
+                continue
+            seen.add(name)
+            for part in filled:
+                del pending[part]
+            if tensor.shape != slot.target.shape:
+                shapes = f"{list(tensor.shape)} and needs {list(slot.target.shape)}"
+                faults.misshapen.append(f"{name} has shape {shapes}")
+            elif tensor.dtype not in _READABLE:
+                faults.misshapen.append(f"{name} is {tensor.dtype}; only unquantised weights are supported")
+            else:
+                slot.target.copy_(tensor)
+        faults.missing.extend(pending)
+        message = faults.message()
+        if message:
+            raise ValueError(f"the checkpoint's weights are not those its config.json describes; {message}")
+
+
+def _listing(names: list[str]) -> list[str]:
+    """Return the names, or where they are many, their patterns (numbers as *) with counts."""
+    if len(names) <= _MOST_NAMES:
+        return names
+    counts: dict[str, int] = {}
+    for name in names:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        counts[pattern] = counts.get(pattern, 0) + 1
+    return [pattern if count == 1 else f"{pattern} ({count} of them)" for pattern, count in counts.items()]
