@@ -1,0 +1,140 @@
+"""The step loop: plan, launch, collect, with the host a step ahead of the device.
+
+While step N runs, step N+1 is planned from upper bounds and launched; then N's tokens are collected. What a
+row needs of the step before (its last token, its length) never leaves the device in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from tokenspeed_core.engine.pace import Pace
+from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
+from tokenspeed_core.scheduler.planning import Draft
+from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.step import I32, LateInputs, Runner, StepFailed, StepPlan
+
+MAX_FAILURES = 3   # failed steps in a row, after which the device is given up
+
+
+class EngineDeadError(RuntimeError):
+    """The device fails step after step; the process should end."""
+
+
+class LateSource(Protocol):
+    """Host inputs of the sampling launch that depend on the tokens of the step before (a grammar's mask)."""
+
+    def wants(self, plan: StepPlan) -> bool:
+        """Say whether a plan's sampling needs them. Changes nothing."""
+
+    def late(self, plan: StepPlan) -> LateInputs | None:
+        """Return them, when every step before the plan's has been collected."""
+
+
+class Engine:
+    """A scheduler and a runner, at most `depth` steps in flight between them."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, depth: int = 2, late_source: LateSource | None = None,
+    ) -> None:
+        """Start idle. With `depth` 1 each step is collected before the next is planned."""
+        self.scheduler, self.runner = scheduler, runner
+        self.num_steps = 0
+        self._depth, self._late_source = depth, late_source
+        self._pace = Pace(scheduler.limits.budget)
+        self._launched: list[StepPlan] = []
+        self._num_failures = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do, now or after what is in flight."""
+        return self.scheduler.has_work
+
+    def submit(self, request: Submit) -> Refused | None:
+        """Take a request, or say why not."""
+        return self.scheduler.submit(request)
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """Stop planning sequences at once."""
+        self.scheduler.abort(sequence_ids)
+
+    def step(self) -> list[Outputs]:
+        """Plan and launch the next step, then collect the oldest if `depth` are in flight."""
+        outputs: list[Outputs] = []
+        draft = self.scheduler.plan(self._pace.max_chunk)
+        if draft is not None:
+            outputs += self.launch(draft)
+        if self._launched and (draft is None or len(self._launched) >= self._depth):
+            outputs.append(self.collect())
+        return outputs
+
+    def launch(self, draft: Draft, group_num_tokens: I32 | None = None) -> list[Outputs]:
+        """Launch a draft. Returns what had to be collected before its sampling could be launched."""
+        if not self._launched:
+            self._pace.launched()
+        plan = self.scheduler.launched(draft, group_num_tokens)
+        outputs: list[Outputs] = []
+        try:
+            self.runner.forward(plan)
+            late = None
+            if self._late_source is not None and self._late_source.wants(plan):
+                while self._launched:
+                    outputs.append(self.collect())
+                late = self._late_source.late(plan)
+            self.runner.sample(plan.step_id, late)
+        except StepFailed as error:
+            while self._launched:
+                outputs.append(self.collect())
+            outputs.append(self._failed(plan.step_id, error))
+            return outputs
+        self._launched.append(plan)
+        return outputs
+
+    def collect(self) -> Outputs:
+        """Wait for the oldest step in flight and return what its sequences got."""
+        plan = self._launched.pop(0)
+        try:
+            result = self.runner.collect(plan.step_id)
+        except StepFailed as error:
+            for later in self._launched:
+                self._discard(later.step_id)
+            self._launched.clear()
+            return self._failed(plan.step_id, error)
+        self._num_failures = 0
+        self.num_steps += 1
+        self._pace.finished(plan.num_tokens)
+        return self.scheduler.apply(result)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of every cached block."""
+        self.scheduler.kv.reset()
+
+    def close(self) -> None:
+        """Free the device."""
+        self.runner.close()
+
+    def _discard(self, step_id: int) -> None:
+        try:
+            self.runner.collect(step_id)
+        except StepFailed:
+            return  # its sequences end with the failure that came before it
+
+    def _failed(self, step_id: int, error: StepFailed) -> Outputs:
+        """End the sequences of a failed step with an error; others go on."""
+        self._num_failures += 1
+        failed = self.scheduler.fail(step_id)
+        if self._num_failures >= MAX_FAILURES:
+            raise EngineDeadError(f"{MAX_FAILURES} steps in a row failed; the last: {error}") from error
+        return _errors(failed)
+
+
+def _errors(sequence_ids: list[int]) -> Outputs:
+    none, zeros = np.zeros(0, np.int32), np.zeros(len(sequence_ids), np.int32)
+    no_float = np.zeros(0, np.float32)
+    return Outputs(
+        np.asarray(sequence_ids, np.int64), zeros, none, zeros + np.int32(Finish.ERROR), zeros,
+        none, 0, no_float, none, none, no_float,
+    )

@@ -1,0 +1,40 @@
+"""How large a prompt's chunk may be while others decode: as much as fits a step-time target."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+TARGET_SECONDS = 0.05
+LEAST_CHUNK = 256
+_MEASURED_FROM = 256   # query tokens; smaller steps say little about the cost of a token
+_WEIGHT = 0.2          # of the newest step in the running mean
+
+
+class Pace:
+    """Learns the cost of a query token from the steps themselves."""
+
+    def __init__(self, largest: int) -> None:
+        """Start without a measurement; `largest` is the step's whole budget in tokens."""
+        self._largest = largest
+        self._seconds_per_token = 0.0
+        self._last = perf_counter()
+
+    @property
+    def max_chunk(self) -> int | None:
+        """Tokens of a chunk beside decodes; None before anything was measured."""
+        if not self._seconds_per_token:
+            return None
+        return min(self._largest, max(LEAST_CHUNK, int(TARGET_SECONDS / self._seconds_per_token)))
+
+    def launched(self) -> None:
+        """Note that the device starts on a step now, having been idle."""
+        self._last = perf_counter()
+
+    def finished(self, num_tokens: int) -> None:
+        """Note that a step of so many query tokens is over."""
+        now = perf_counter()
+        seconds, self._last = now - self._last, now
+        if num_tokens >= _MEASURED_FROM:
+            cost = seconds / num_tokens
+            old = self._seconds_per_token or cost
+            self._seconds_per_token = old + _WEIGHT * (cost - old)

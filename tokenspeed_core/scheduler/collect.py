@@ -1,0 +1,149 @@
+"""From a step's result to columns of tokens: who got what, who is done, and why. Vectorised over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenspeed_core.messages import Finish, Outputs
+from tokenspeed_core.scheduler.planning import InFlight
+from tokenspeed_core.scheduler.rows import Rows
+from tokenspeed_core.step import I32, I64, StepLogprobs, StepResult
+
+_NO_INT = np.zeros(0, np.int32)
+_NO_FLOAT = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class Collected:
+    """One step's tokens for the sequences that still hold their slot, as columns of N."""
+
+    plan_rows: I32       # the plan's row of each
+    slots: I32
+    sequence_ids: I64
+    num_tokens: I32
+    token_ids: I32
+    finish: I32
+    num_cached: I32
+    result: StepResult
+    _late: list[tuple[int, int, int, Finish]] = field(default_factory=list)
+
+    def ended(self) -> Iterator[tuple[int, Finish]]:
+        """Yield (slot, reason) of the sequences that are over."""
+        for i in np.flatnonzero(self.finish):
+            yield int(self.slots[i]), Finish(int(self.finish[i]))
+
+    def due_for_naming(self, rows: Rows, block_size: int) -> I32:
+        """Return the slots that go on and have filled a block since their last naming."""
+        slots = self.slots[self.finish == Finish.NOT] if self.finish.any() else self.slots
+        return slots[rows.num_known[slots] - 1 - rows.named_until[slots] >= block_size]
+
+    def homeless(self) -> Iterator[tuple[int, I32]]:
+        """Yield (plan row, tokens) of the rows whose sequence no longer holds its slot."""
+        counts = self.result.num_tokens
+        if len(self.slots) == len(counts):
+            return
+        starts = np.cumsum(counts) - counts
+        kept = set(self.plan_rows.tolist())
+        for row in np.flatnonzero(counts):
+            if int(row) not in kept:
+                start = int(starts[row])
+                yield int(row), self.result.token_ids[start : start + int(counts[row])]
+
+    def add_late(self, row: int, sequence_id: int, token: int, finish: Finish) -> None:
+        """Add a token of a sequence that lost its slot."""
+        self._late.append((row, sequence_id, token, finish))
+
+    def outputs(self) -> Outputs:
+        """Return the message for the API worker."""
+        ids, num_tokens, token_ids = self.sequence_ids, self.num_tokens, self.token_ids
+        finish, num_cached, plan_rows = self.finish, self.num_cached, self.plan_rows
+        if self._late:
+            late_rows, late_ids, late_tokens, late_finish = zip(*self._late, strict=True)
+            plan_rows = np.concatenate((plan_rows, np.asarray(late_rows, np.int32)))
+            ids = np.concatenate((ids, np.asarray(late_ids, np.int64)))
+            num_tokens = np.concatenate((num_tokens, np.ones(len(late_ids), np.int32)))
+            token_ids = np.concatenate((token_ids, np.asarray(late_tokens, np.int32)))
+            finish = np.concatenate((finish, np.asarray(late_finish, np.int32)))
+            num_cached = np.concatenate((num_cached, np.zeros(len(late_ids), np.int32)))
+        return _message(ids, num_tokens, token_ids, finish, num_cached, plan_rows, self.result.logprobs)
+
+
+def collect(rows: Rows, flight: InFlight, result: StepResult) -> Collected:
+    """Write a result's tokens into the columns and find the sequences that end.
+
+    Rows of sequences that lost their slot since are left out; what a sequence got past its end is dropped.
+    """
+    plan, counts = flight.plan, result.num_tokens
+    holds = (rows.sequence_id[plan.slots] == flight.sequence_ids) & (flight.num_new > 0)
+    got = np.flatnonzero(holds).astype(np.int32)
+    slots = plan.slots[got]
+    num_tokens = counts[got]
+    rows.num_bound[slots] -= flight.num_new[got] - num_tokens
+    if len(got) == len(counts) and len(result.token_ids) == len(got):
+        token_ids, row_of = result.token_ids, np.arange(len(got))
+    else:
+        starts = (np.cumsum(counts) - counts)[got]
+        row_of = np.repeat(np.arange(len(got)), num_tokens)
+        token_ids = result.token_ids[np.repeat(starts, num_tokens) + _offsets(num_tokens)]
+    finish = np.zeros(len(got), np.int32)
+    num_tokens, token_ids, row_of = _cut(rows, slots, num_tokens, token_ids, row_of, finish)
+    rows.tokens[slots[row_of], rows.num_known[slots][row_of] + _offsets(num_tokens)] = token_ids
+    rows.num_known[slots] += num_tokens
+    num_cached = rows.num_cached[slots]
+    rows.num_cached[slots[num_tokens > 0]] = 0
+    return Collected(got, slots, flight.sequence_ids[got], num_tokens, token_ids, finish, num_cached, result)
+
+
+def _cut(
+    rows: Rows, slots: I32, num_tokens: I32, token_ids: I32, row_of: I64, finish: I32,
+) -> tuple[I32, I32, I64]:
+    """Mark the rows that end, and drop what came past the end. Writes `finish`."""
+    room = rows.max_len[slots] - rows.num_known[slots]
+    finish[num_tokens >= room] = Finish.LENGTH
+    kept = np.minimum(num_tokens, room)
+    stops = (token_ids[:, None] == rows.stop_ids[slots][row_of]).any(axis=1) | (token_ids < 0)
+    if stops.any():
+        position = _offsets(num_tokens)
+        for at in np.flatnonzero(stops)[::-1]:       # the first stop of a row is seen last, and counts
+            row = row_of[at]
+            if position[at] < kept[row] or finish[row] in (Finish.STOP, Finish.ERROR):
+                failed = token_ids[at] < 0           # no finite logit: the sequence cannot go on
+                kept[row] = position[at] + (0 if failed else 1)
+                finish[row] = Finish.ERROR if failed else Finish.STOP
+    if (kept == num_tokens).all():
+        return num_tokens, token_ids, row_of
+    keep = _offsets(num_tokens) < kept[row_of]
+    return kept.astype(np.int32), token_ids[keep], row_of[keep]
+
+
+def _offsets(counts: I32) -> I64:
+    """Return 0, 1, ... within each run of `counts`."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    if total == len(counts) and (counts == 1).all():
+        return np.zeros(total, np.int64)
+    return np.arange(total) - np.repeat(ends - counts, counts)
+
+
+def _message(
+    ids: I64, num_tokens: I32, token_ids: I32, finish: I32, num_cached: I32,
+    plan_rows: I32, logprobs: StepLogprobs | None,
+) -> Outputs:
+    if logprobs is None or not len(logprobs.rows):
+        return Outputs(
+            ids, num_tokens, token_ids, finish, num_cached,
+            _NO_INT, 0, _NO_FLOAT, _NO_INT, _NO_INT, _NO_FLOAT,
+        )
+    place = np.full(int(max(logprobs.rows.max(), plan_rows.max(initial=0))) + 1, -1, np.int32)
+    place[plan_rows] = np.arange(len(plan_rows), dtype=np.int32)
+    at = place[logprobs.rows]
+    keep = (at >= 0) & (num_tokens[at] > 0)
+    width = logprobs.width
+    return Outputs(
+        ids, num_tokens, token_ids, finish, num_cached, at[keep], width,
+        logprobs.chosen[keep], logprobs.ranks[keep],
+        logprobs.top_ids.reshape(-1, width)[keep].ravel(), logprobs.top_values.reshape(-1, width)[keep].ravel(),
+    )

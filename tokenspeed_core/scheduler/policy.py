@@ -1,0 +1,159 @@
+"""The policy: pure functions from a view of the running sequences and the limits to a decision.
+
+Nothing here changes anything. The same view gives the same decision; `scheduler.py` applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tokenspeed_core.step import I32, I64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may use. Sizes are in tokens, room in pages."""
+
+    budget: int              # query tokens of the whole step
+    max_chunk: int           # of one prompt; as large as the budget unless decodes must not stall
+    is_chunking: bool        # False: a prompt runs whole, however long
+    available_pages: int     # free or evictable now
+    coming_pages: int        # released, and reusable when the steps in flight are over
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """Read-only columns of the rows that want to run, decodes first; each of length N."""
+
+    slots: I32
+    num_decodes: int
+    num_query: I32           # tokens wanted: one or one plus drafts; what remains of a prompt
+    pages: I32               # pages that a row must get to run at all (a prompt: for its next token)
+    held: I32                # pages that preempting the row would free
+    priority: I32            # lower is more important
+    arrival: I64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """Query tokens per row of the view (0: not in this step), and the rows to preempt."""
+
+    num_query: I32
+    victims: I32             # indices into the view
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The waiting sequence that comes next."""
+
+    num_tokens: int          # known
+    num_hit: int             # of them, found in the prefix cache
+    pages: int               # for all known tokens and the next one, beyond the hit's
+    idle_pages: int          # of the hit, which are available ones now
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is left for admissions in this step."""
+
+    budget: int
+    max_chunk: int
+    is_chunking: bool
+    available_pages: int
+    promised_pages: int      # that running prompts still need
+    num_decoding: int
+    is_alone: bool           # nothing runs, nothing is in flight
+
+
+class Policy(Protocol):
+    """Decides admissions, chunks and victims. Stateless."""
+
+    def key(self, priority: int, arrival: int) -> tuple[int, int]:
+        """Return the sort key of a waiting sequence; the least comes first."""
+
+    def decide(self, view: View, limits: Limits) -> Decision:
+        """Share a step's budget and pages among the running rows."""
+
+    def admit(self, candidate: Candidate, room: Room) -> int:
+        """Return the tokens of the candidate's first chunk; 0: not in this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """Decodes first, then prompts, then admissions; among equals by (priority, arrival) or arrival alone."""
+
+    by_priority: bool
+
+    def key(self, priority: int, arrival: int) -> tuple[int, int]:
+        """Return (priority, arrival), or (0, arrival) for first come, first served."""
+        return (priority if self.by_priority else 0, arrival)
+
+    def decide(self, view: View, limits: Limits) -> Decision:
+        """Run every decode, then prompts while the budget lasts; preempt the least important for pages."""
+        wanted = view.num_query.copy()
+        victims = np.zeros(0, np.int32)
+        if int(view.pages.sum()) > limits.available_pages:
+            wanted, victims = self._make_room(view, limits)
+        num = view.num_decodes
+        budget = limits.budget - int(wanted[:num].sum())
+        if num < len(wanted):
+            wanted[num:] = self._chunks(wanted[num:], budget, limits)
+        return Decision(wanted, victims)
+
+    def admit(self, candidate: Candidate, room: Room) -> int:
+        """Admit when the whole prompt finds room beside what running ones were promised.
+
+        One page per decoding row stays free, so that an admission does not cause a preemption at once.
+        """
+        reserve = 0 if room.is_alone else room.promised_pages + room.num_decoding
+        if candidate.pages + candidate.idle_pages + reserve > room.available_pages:
+            return 0
+        rest = candidate.num_tokens - candidate.num_hit
+        if not room.is_chunking:
+            return rest if rest <= room.budget else 0
+        return max(0, min(rest, room.budget, room.max_chunk))
+
+    def _chunks(self, rest: I32, budget: int, limits: Limits) -> I32:
+        """Cut the prompts to the budget, first come, first served."""
+        if not limits.is_chunking:
+            before = np.cumsum(rest) - rest
+            return np.where(before + rest <= max(budget, int(rest[0])), rest, 0).astype(np.int32)
+        cut = np.minimum(rest, limits.max_chunk)
+        before = np.cumsum(cut) - cut
+        chunks: I32 = np.clip(budget - before, 0, cut).astype(np.int32)
+        return chunks
+
+    def _make_room(self, view: View, limits: Limits) -> tuple[I32, I32]:
+        """Give pages to the most important rows; name victims only for what is not already on its way."""
+        rank = view.priority.astype(np.int64) if self.by_priority else np.zeros(len(view.slots), np.int64)
+        order = np.lexsort((view.arrival, rank))
+        wanted = view.num_query.copy()
+        available, coming = limits.available_pages, limits.coming_pages
+        victims: list[int] = []
+        last = len(order)
+        for position, row in enumerate(order):
+            if position >= last:
+                break
+            need = int(view.pages[row])
+            if need <= available:
+                available -= need
+                continue
+            wanted[row] = 0
+            while need > available + coming and last - 1 > position:
+                last -= 1
+                victims.append(int(order[last]))
+                coming += int(view.held[order[last]])
+            coming -= max(0, need - available)
+            available = max(0, available - need)
+        wanted[victims] = 0
+        return wanted, np.asarray(victims, np.int32)
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "fcfs": lambda: Ordered(by_priority=False),
+    "priority": lambda: Ordered(by_priority=True),
+}
