@@ -1,0 +1,106 @@
+"""From a configuration to a model with its kernels, on a device or, as a plan only, on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.kernels.attention import AttentionLimits
+from tokenspeed_core.kernels.ops import OpContract, merge_ops
+from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.kernels.select import SelectionError, Selector
+from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, load_target
+from tokenspeed_core.models import Model
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+from tokenspeed_core.runner.build import AttentionPlan, ModelBuild, solve_block_size
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.memory import PoolLimits
+from tokenspeed_core.runner.platform import describe_device
+from tokenspeed_core.runner.rows import most_blocks
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """A model without weights, and all that was decided for it."""
+
+    config: RunnerConfig
+    model: Model
+    build: ModelBuild
+    selector: Selector
+    attention: dict[Any, AttentionPlan]
+    block_size: int
+    pool: PoolLimits
+    sample: Callable[..., torch.Tensor]
+    greedy: Callable[..., torch.Tensor]
+
+    @property
+    def limits(self) -> AttentionLimits:
+        """The most that a step asks of an attention backend; one row more than slots, for padding."""
+        config = self.config
+        return AttentionLimits(
+            max_num_rows=config.max_num_seqs + 1,
+            max_num_tokens=max(config.max_num_tokens, config.max_num_seqs + 1),
+            max_model_len=config.max_model_len,
+            max_num_blocks=most_blocks(config.max_model_len, self.block_size),
+        )
+
+    @property
+    def kernel_plan(self) -> KernelPlan:
+        """Every decision, with its reasons."""
+        return self.selector.plan()
+
+
+def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, only_plan: bool = False) -> Assembly:
+    """Select kernels for `device` and construct the model there (on the meta device for a plan only).
+
+    Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
+    """
+    dtype = _DTYPES[config.dtype]
+    kernels, ops = installed_kernels(catalog), _contracts(catalog)
+    uses_graphs = device.type == "cuda" and not config.enforce_eager
+    needs = frozenset({"graph_safe"} if uses_graphs else ())
+
+    def selector() -> Selector:
+        return Selector(kernels, describe_device(device), config.preferences, ops=ops, needs=needs)
+
+    chosen = selector()
+    place = torch.device("meta") if only_plan else device
+    build = ModelBuild(config.model_info, dtype, place, chosen)
+    family: Callable[[Any, ModelBuild], Model] = load_target(config.model_spec.load)
+    try:
+        model = family(config.hf_config, build)
+    except SelectionError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{config.checkpoint_path}: {error}") from error
+    block_size = solve_block_size(build, config.block_size, selector)
+    sampling = {"vocab_size": config.model_info.vocab_size}
+    return Assembly(
+        config, model, build, chosen, build.select_attention(block_size), block_size,
+        PoolLimits.of(config.model_info.cache_groups, block_size, dtype.itemsize, config.max_model_len),
+        sample=build.op("sample", **sampling, dtype="float32"),
+        greedy=build.op("greedy", **sampling, dtype=config.dtype),
+    )
+
+
+def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
+    """Load the descriptors of all kernel entries; an entry is one KernelSpec or several."""
+    found: list[InstalledKernel] = []
+    for kind in catalog.kinds():
+        for entry in catalog.entries(kind) if kind.startswith(KERNELS_PREFIX) else ():
+            loaded = catalog.load(entry)
+            specs = (loaded,) if isinstance(loaded, KernelSpec) else loaded or ()
+            found += [InstalledKernel(spec, entry.distribution) for spec in specs]
+    return tuple(found)
+
+
+def _contracts(catalog: Catalog) -> Any:
+    loaded = (catalog.load(entry) for entry in catalog.entries("ops"))
+    return merge_ops(*((each,) if isinstance(each, OpContract) else each for each in loaded if each is not None))

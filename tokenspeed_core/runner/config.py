@@ -1,0 +1,41 @@
+"""What the runner is told when it is built. No tensor library is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed_core.kernels.select import Preference
+from tokenspeed_core.models import ModelInfo, ModelSpec
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Everything is resolved except what only the device can answer (its memory, the block size).
+
+    `checkpoint_path` is a directory; `hf_config` its config.json with overrides applied. `dtype` is
+    "float32", "bfloat16" or "float16"; `device` is "auto", "cpu", "cuda" or "cuda:N". `max_num_tokens` is
+    the most query tokens of a step, `max_num_seqs` the number of slots. Memory is in bytes;
+    `max_total_tokens` and `kv_cache_memory` override the computed size of the pool.
+    """
+
+    checkpoint_path: str
+    hf_config: Mapping[str, Any]
+    model_spec: ModelSpec
+    model_info: ModelInfo
+    dtype: str
+    device: str
+    load_format: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_tokens: int
+    block_size: int | None = None
+    enforce_eager: bool = False
+    max_cudagraph_capture_size: int | None = None
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    max_total_tokens: int | None = None
+    preferences: tuple[Preference, ...] = ()
+    seed: int = 0

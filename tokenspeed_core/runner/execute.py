@@ -1,0 +1,202 @@
+"""The runner of one process: executes step plans on its CPU or its CUDA device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.runner.assemble import Assembly
+from tokenspeed_core.runner.attention import bind_arena
+from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, InputMaker
+from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
+from tokenspeed_core.runner.rows import DeviceRows, RowLayout, SlotTraits, check_supported, most_blocks
+from tokenspeed_core.runner.sampler import RawLogprobs, Rows, Sampler, host_logprobs
+from tokenspeed_core.step import LateInputs, StepFailed, StepPlan, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """A step between its forward and its collection. `ids` are set where the forward sampled already."""
+
+    plan: StepPlan
+    logits: torch.Tensor | None
+    rows: Rows | None
+    fetch: Fetch | None = None
+    logprobs: RawLogprobs | None = None
+
+
+class LocalRunner:
+    """A `Runner` on one device. All methods but `describe` are called from one thread at a time.
+
+    On the CPU, `forward` and `sample` compute before they return, with as many threads as torch chose
+    (the physical cores, or OMP_NUM_THREADS). On CUDA they only launch.
+    """
+
+    def __init__(self, assembly: Assembly, num_pages: int) -> None:
+        """Allocate slots and an arena of `num_pages`, and a page more for padding. Weights come separately."""
+        self._assembly = assembly
+        self._config = assembly.config
+        self._device = assembly.build.device
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._thread: int | None = None
+        self._launched: dict[int, _Launched] = {}
+        self.block_size = assembly.block_size
+        self.page_bytes = assembly.pool.page_bytes
+        self.num_pages = 0
+        self._model = assembly.model
+        assembly.build.bind_attention(assembly.attention, assembly.limits, assembly.block_size)
+        self._groups = tuple(assembly.build.groups.values())
+        self._link: Link = HostLink() if self._stream is None else CudaLink(self._device)
+        self._traits = SlotTraits(self._config.max_num_seqs + 1)
+        layout = RowLayout(
+            self._config.max_num_seqs + 1, most_blocks(self._config.max_model_len, self.block_size),
+            len(self._groups),
+        )
+        self._rows = DeviceRows(layout, self._device)
+        split = tuple(group.is_split for group in self._groups)
+        self._inputs: InputMaker = (
+            HostInputMaker(self._rows, self.block_size, split)
+            if self._stream is None
+            else DeviceInputMaker(self._rows, self.block_size, split, self._link)
+        )
+        self._sampler = self._new_sampler()
+        self.resize(num_pages)
+
+    @property
+    def kernel_plan(self) -> KernelPlan:
+        """Every kernel decision, with its reasons."""
+        return self._assembly.kernel_plan
+
+    def resize(self, num_pages: int) -> None:
+        """Replace the arena by an empty one and forget all slots. Nothing may be in flight."""
+        self._arena = torch.zeros(0, dtype=torch.uint8)
+        for layer in self._assembly.build.layers:
+            layer.k_cache = layer.v_cache = self._arena
+        self._arena = torch.zeros((num_pages + 1, self.page_bytes), dtype=torch.uint8, device=self._device)
+        bind_arena(self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.dtype)
+        self.num_pages = num_pages
+        self.forget()
+
+    def forget(self) -> None:
+        """Make all slots as new. Nothing may be in flight."""
+        self._rows.reset(padding_page=self.num_pages)
+        self._traits.reset()
+        self._sampler = self._new_sampler()
+
+    def forward(self, plan: StepPlan) -> None:
+        """Launch the forward of a step. Raises StepFailed."""
+        try:
+            check_supported(plan)
+            with torch.inference_mode():
+                self._use_stream()
+                self._launched[plan.step_id] = self._forward(plan)
+        except Exception as error:  # whatever a kernel or the device raises ends this step, not the engine
+            raise _failed(plan.step_id, "forward", error) from error
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
+        step = self._launched[step_id]
+        if step.rows is None:
+            return
+        try:
+            with torch.inference_mode():
+                self._use_stream()
+                self._sample(step, step.rows, late)
+        except Exception as error:  # as in forward
+            del self._launched[step_id]
+            raise _failed(step_id, "sampling", error) from error
+
+    def is_done(self, step_id: int) -> bool:
+        """Say whether `collect` would return at once."""
+        fetch = self._launched[step_id].fetch
+        return fetch is None or fetch.is_done()
+
+    def collect(self, step_id: int) -> StepResult:
+        """Wait for the oldest launched step. Raises StepFailed. A token of -1: its row had no finite logit."""
+        step = self._launched.pop(step_id)
+        num_tokens = np.zeros(step.plan.num_rows, np.int32)
+        if step.fetch is None or step.rows is None:
+            return StepResult(step_id, num_tokens, np.zeros(0, np.int32), None)
+        try:
+            ids, *logprobs = step.fetch.wait()
+        except Exception as error:  # as in forward
+            raise _failed(step_id, "execution", error) from error
+        num_tokens[step.rows.plan_rows] = 1
+        raw = step.logprobs
+        return StepResult(step_id, num_tokens, ids, None if raw is None else host_logprobs(raw, logprobs))
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return what runs, for reports."""
+        return {
+            "device": self._assembly.selector.plan().platform,
+            "dtype": self._config.dtype,
+            "threads": torch.get_num_threads(),
+            "block_size": self.block_size,
+            "num_pages": self.num_pages,
+            "page_bytes": self.page_bytes,
+            "backends": dict(self.kernel_plan.backends()),
+        }
+
+    def close(self) -> None:
+        """Wait for the device and free the arena. Safe to call twice."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._launched.clear()
+        self._arena = torch.zeros(0, dtype=torch.uint8)
+        for layer in self._assembly.build.layers:
+            layer.k_cache = layer.v_cache = self._arena
+
+    def _new_sampler(self) -> Sampler:
+        assembly = self._assembly
+        return Sampler(
+            self._rows, self._traits, self._config.model_info.vocab_size, assembly.greedy, assembly.sample,
+            self._link,
+        )
+
+    def _use_stream(self) -> None:
+        """Make the runner's stream current; torch keeps the current stream per thread."""
+        if self._stream is not None and self._thread != threading.get_ident():
+            torch.cuda.set_stream(self._stream)
+            self._thread = threading.get_ident()
+
+    def _forward(self, plan: StepPlan) -> _Launched:
+        if plan.slot_inits is not None:
+            self._sampler.begin(plan.slot_inits)
+        self._copy_blocks(plan)
+        if plan.num_rows == 0:
+            return _Launched(plan, None, None)
+        inputs = self._inputs.make(plan)
+        for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
+            group.begin(group_inputs)
+        hidden = self._model.forward(inputs.token_ids, inputs.positions)
+        if not len(inputs.rows):
+            return _Launched(plan, None, None)
+        chosen = hidden if inputs.logit_index is None else hidden[inputs.logit_index]
+        rows = Rows(inputs.rows, inputs.slots, inputs.device_slots, inputs.new_positions)
+        return _Launched(plan, self._model.logits(chosen), rows)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        for copy in plan.block_copies:
+            if len(copy.src):
+                src, dst = self._link.send((copy.src.astype(np.int64), copy.dst.astype(np.int64)))
+                self._arena.index_copy_(0, dst, self._arena[src])
+
+    def _sample(self, step: _Launched, rows: Rows, late: LateInputs | None) -> None:
+        assert step.logits is not None, "a step with sampling rows has logits"
+        sampled = self._sampler(step.logits, rows, late)
+        step.logits = None
+        step.logprobs = sampled.logprobs
+        extra = () if sampled.logprobs is None else sampled.logprobs.tensors()
+        step.fetch = self._link.fetch((sampled.ids, *extra))
+
+
+def _failed(step_id: int, what: str, error: Exception) -> StepFailed:
+    return StepFailed(f"step {step_id}: {what} failed: {type(error).__name__}: {error}")

@@ -1,0 +1,248 @@
+"""From a plan and the slots' state to what a forward takes: token ids, positions, block tables, KV slots.
+
+Two ways to the same tensors: with NumPy where the state is host memory, with a dozen kernels where it is
+the device's. Neither waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tokenspeed_core.kernels.attention import AttentionStep
+from tokenspeed_core.runner.link import Link
+from tokenspeed_core.runner.rows import DeviceRows
+from tokenspeed_core.step import I32, I64, StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupInputs:
+    """What the attention of one cache group needs: where to write, and the step for the kernels.
+
+    `slot_mapping` int64 [T]: block * block_size + offset. `decodes` and `prefills` are the two parts of a
+    mixed step, for groups whose phases have different backends; None where there is one part only.
+    """
+
+    slot_mapping: torch.Tensor
+    step: AttentionStep
+    num_decodes: int
+    decodes: AttentionStep | None
+    prefills: AttentionStep | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a forward takes, and what the sampling after it does.
+
+    `token_ids`, `positions` int64 [T]. `rows` are the plan's rows that sample, R of them; `logit_index`
+    int64 [R] the query token whose hidden state each needs (None: token i for row i); `slots` their slots
+    on the host and `device_slots` int64 [R] on the device; `new_positions` int64 [R] where the sampled
+    tokens will stand.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    groups: tuple[GroupInputs, ...]
+    rows: I32
+    slots: I32
+    logit_index: torch.Tensor | None
+    device_slots: torch.Tensor
+    new_positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What the host knows of a step: where each row's query tokens start, and its bounds."""
+
+    plan: StepPlan
+    query_start: I32
+    host_query_start: tuple[int, ...]
+    host_seq_lens: tuple[int, ...]
+    is_decode: bool
+    rows: I32
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> _Shape:
+        is_decode = plan.num_decodes == plan.num_rows
+        query_start = np.zeros(plan.num_rows + 1, np.int32)
+        np.cumsum(plan.num_query_tokens, out=query_start[1:])
+        lengths = plan.num_computed_tokens + plan.num_query_tokens
+        rows = np.flatnonzero(plan.wants_logits).astype(np.int32)
+        return cls(
+            plan, query_start, tuple(query_start.tolist()), tuple(lengths.tolist()), is_decode, rows
+        )
+
+    @property
+    def samples_each_token(self) -> bool:
+        """Whether row i's logits are those of query token i, for all rows."""
+        return len(self.rows) == self.host_query_start[-1]
+
+    def token_rows(self) -> tuple[I64, I64]:
+        """Return the row of each query token, and its place in the row."""
+        rows = np.repeat(np.arange(self.plan.num_rows), self.plan.num_query_tokens)
+        return rows, np.arange(self.host_query_start[-1]) - self.query_start[rows]
+
+    def steps(
+        self, query_start: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, split: bool
+    ) -> tuple[AttentionStep, AttentionStep | None, AttentionStep | None]:
+        """Return the whole step and, of a mixed one to `split`, its decodes and its prefills."""
+        whole = self._part(query_start, seq_lens, table, 0, self.plan.num_rows)
+        middle = self.plan.num_decodes
+        if not split or middle in (0, self.plan.num_rows):
+            return whole, None, None
+        return (
+            whole,
+            self._part(query_start, seq_lens, table, 0, middle),
+            self._part(query_start, seq_lens, table, middle, self.plan.num_rows),
+        )
+
+    def _part(
+        self, query_start: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, start: int, end: int
+    ) -> AttentionStep:
+        first = self.host_query_start[start]
+        host_start = self.host_query_start[start : end + 1]
+        return AttentionStep(
+            num_rows=end - start,
+            num_tokens=host_start[-1] - first,
+            max_num_query=int(self.plan.num_query_tokens[start:end].max()),
+            max_seq_len=max(self.host_seq_lens[start:end]),
+            query_start=query_start[start : end + 1] - first if first else query_start[: end + 1],
+            seq_lens=seq_lens[start:end],
+            block_table=table[start:end],
+            host_query_start=tuple(each - first for each in host_start) if first else host_start,
+            host_seq_lens=self.host_seq_lens[start:end],
+        )
+
+
+class InputMaker(Protocol):
+    """Makes a step's inputs, and moves the slots' state on by the step's query tokens."""
+
+    def make(self, plan: StepPlan) -> StepInputs:
+        """Apply the plan's deltas and return the inputs. The plan has at least one row."""
+
+
+class HostInputMaker:
+    """Makes inputs where the state is host memory."""
+
+    def __init__(self, rows: DeviceRows, block_size: int, split: tuple[bool, ...]) -> None:
+        """`split` says of each cache group whether mixed steps are needed in two parts."""
+        self._layout = rows.layout
+        self._state = rows.state.numpy()
+        self._last_token = rows.last_token.numpy()
+        self._seq_len = rows.seq_len.numpy()
+        self._tables = [table.numpy() for table in rows.tables]
+        self._block_size = block_size
+        self._split = split
+
+    def make(self, plan: StepPlan) -> StepInputs:
+        """Apply the plan's deltas and return the inputs."""
+        shape = _Shape.of(plan)
+        words, values = self._layout.writes(plan)
+        self._state[words] = values
+        slots = plan.slots
+        before = self._seq_len[slots]
+        seq_lens = before + plan.num_query_tokens
+        self._seq_len[slots] = seq_lens
+        if shape.is_decode:
+            token_ids, positions = self._last_token[slots].astype(np.int64), before.astype(np.int64)
+            token_slots = slots
+        else:
+            rows, offsets = shape.token_rows()
+            decodes = self._last_token[slots[: plan.num_decodes]]
+            token_ids = np.concatenate((decodes, plan.token_ids)).astype(np.int64)
+            positions, token_slots = before[rows] + offsets, slots[rows]
+        if shape.samples_each_token:
+            logit_index, sampling, new_positions = None, slots, seq_lens
+        else:
+            last = shape.query_start[1:][shape.rows] - 1
+            logit_index = torch.from_numpy(last.astype(np.int64))
+            sampling, new_positions = slots[shape.rows], seq_lens[shape.rows]
+        return StepInputs(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            groups=self._groups(shape, seq_lens, positions, token_slots),
+            rows=shape.rows,
+            slots=sampling,
+            logit_index=logit_index,
+            device_slots=torch.from_numpy(sampling.astype(np.int64)),
+            new_positions=torch.from_numpy(new_positions.astype(np.int64)),
+        )
+
+    def _groups(self, shape: _Shape, seq_lens: I32, positions: I64, token_slots: I32) -> tuple[GroupInputs, ...]:
+        query_start, lengths = torch.from_numpy(shape.query_start), torch.from_numpy(seq_lens)
+        size = self._block_size
+        block, offset = np.divmod(positions, size)
+        width = -(-max(shape.host_seq_lens) // size)
+        groups = []
+        for table, split in zip(self._tables, self._split, strict=True):
+            mapping = table[token_slots, block].astype(np.int64) * size + offset
+            steps = shape.steps(query_start, lengths, torch.from_numpy(table[:, :width][shape.plan.slots]), split)
+            groups.append(GroupInputs(torch.from_numpy(mapping), steps[0], shape.plan.num_decodes, *steps[1:]))
+        return tuple(groups)
+
+
+class DeviceInputMaker:
+    """Makes inputs where the state is the device's: one copy there, then small kernels."""
+
+    def __init__(self, rows: DeviceRows, block_size: int, split: tuple[bool, ...], link: Link) -> None:
+        """`split` says of each cache group whether mixed steps are needed in two parts."""
+        self._rows = rows
+        self._block_size = block_size
+        self._split = split
+        self._link = link
+
+    def make(self, plan: StepPlan) -> StepInputs:
+        """Apply the plan's deltas and return the inputs."""
+        shape, rows = _Shape.of(plan), self._rows
+        words, values = rows.layout.writes(plan)
+        token_rows, offsets = shape.token_rows()
+        slots = plan.slots.astype(np.int64)
+        sampling = plan.slots[shape.rows]
+        sent = self._link.send((
+            words, values, slots, slots[token_rows], offsets, plan.token_ids.astype(np.int64),
+            shape.query_start, shape.rows.astype(np.int64), (shape.query_start[1:][shape.rows] - 1).astype(np.int64),
+        ))
+        device_words, device_values, device_slots, token_slots, token_offsets, ids, query_start, sampled, last = sent
+        if len(words):
+            rows.state.index_copy_(0, device_words, device_values)
+        positions = rows.seq_len[token_slots] + token_offsets
+        seq_lens = rows.seq_len[device_slots] + (query_start[1:] - query_start[:-1])
+        rows.seq_len.index_copy_(0, device_slots, seq_lens)
+        if plan.num_decodes:
+            decodes = rows.last_token[device_slots[: plan.num_decodes]].to(torch.int64)
+            ids = torch.cat((decodes, ids)) if len(plan.token_ids) else decodes
+        return StepInputs(
+            token_ids=ids,
+            positions=positions,
+            groups=self._groups(shape, query_start, seq_lens, device_slots, positions, token_slots),
+            rows=shape.rows,
+            slots=sampling,
+            logit_index=None if shape.samples_each_token else last,
+            device_slots=device_slots[sampled],
+            new_positions=seq_lens[sampled].to(torch.int64),
+        )
+
+    def _groups(
+        self, shape: _Shape, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
+        positions: torch.Tensor, token_slots: torch.Tensor,
+    ) -> tuple[GroupInputs, ...]:
+        groups = []
+        for table, split in zip(self._rows.tables, self._split, strict=True):
+            mapping = slot_mapping(table, token_slots, positions, self._block_size)
+            steps = shape.steps(query_start, seq_lens, table[slots], split)
+            groups.append(GroupInputs(mapping, steps[0], shape.plan.num_decodes, *steps[1:]))
+        return tuple(groups)
+
+
+def slot_mapping(
+    table: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Return int64 [T]: where in the cache each token's key goes.
+
+    table int32 [slots, blocks]; token_slots, positions int64 [T].
+    """
+    block = torch.div(positions, block_size, rounding_mode="floor")
+    return table[token_slots, block].to(torch.int64) * block_size + positions % block_size

@@ -1,0 +1,150 @@
+"""Arrays between host and device: many in one copy, without waiting, two steps in flight.
+
+On the CPU both sides are the same memory and nothing is copied to it. On CUDA every copy goes through
+pinned buffers that rotate; a buffer is written again only when the copy that used it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 16
+_DEPTH = 4  # two steps in flight, each with a plan and a late input
+_SMALLEST = 1 << 16
+
+
+class Fetch(Protocol):
+    """Tensors on their way to the host."""
+
+    def is_done(self) -> bool:
+        """Say whether `wait` would return at once."""
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        """Return the arrays, the caller's to keep."""
+
+
+class Link(Protocol):
+    """The way to one device and back."""
+
+    def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+        """Return tensors on the device that hold (or, on the CPU, share) the arrays."""
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
+        """Start to copy tensors to the host, as they are once the work launched so far is done."""
+
+
+class _Arrived:
+    def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
+        self._arrays = arrays
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        return self._arrays
+
+
+class HostLink:
+    """The link to the CPU."""
+
+    def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+        """Return tensors that share the arrays' memory (read-only ones, such as the wire's, are copied)."""
+        return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
+        """Copy now."""
+        return _Arrived([tensor.numpy().copy() for tensor in tensors])
+
+
+class PinnedRing:
+    """Pinned host buffers in rotation, each guarded by an event on the stream that reads or writes it."""
+
+    def __init__(self, num_bytes: int, depth: int = _DEPTH) -> None:
+        """Allocate `depth` buffers of `num_bytes`."""
+        self._tensors = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth)]
+        self._arrays = [tensor.numpy() for tensor in self._tensors]
+        self._events = [torch.cuda.Event() for _ in range(depth)]  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    def take(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray[Any, Any], torch.cuda.Event]:
+        """Return a buffer that no copy uses, its bytes as an array, and the event to record after the copy.
+
+        Grows the buffer where it is too small, which waits for the device.
+        """
+        index = self._next
+        self._next = (index + 1) % len(self._tensors)
+        self._events[index].synchronize()
+        if len(self._arrays[index]) < num_bytes:
+            self._tensors[index] = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._arrays[index] = self._tensors[index].numpy()
+        return self._tensors[index], self._arrays[index], self._events[index]
+
+
+class CudaLink:
+    """The link to a CUDA device, over the current stream."""
+
+    def __init__(self, device: torch.device, num_bytes: int = _SMALLEST) -> None:
+        """Allocate pinned buffers for uploads of `num_bytes`; larger ones make them grow."""
+        self._device = device
+        self._up = PinnedRing(num_bytes)
+        self._down = PinnedRing(_SMALLEST, depth=2 * _DEPTH)
+
+    def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+        """Copy all arrays at once into one new device buffer and return its parts."""
+        offsets, total = _offsets([array.nbytes for array in arrays])
+        pinned, host, event = self._up.take(total)
+        for array, offset in zip(arrays, offsets, strict=True):
+            host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
+        buffer.copy_(pinned[:total], non_blocking=True)
+        event.record()
+        return [
+            buffer[offset : offset + array.nbytes].view(_TORCH[array.dtype.name]).view(array.shape)
+            for array, offset in zip(arrays, offsets, strict=True)
+        ]
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
+        """Start the copies and note an event behind them."""
+        offsets, total = _offsets([tensor.numel() * tensor.element_size() for tensor in tensors])
+        pinned, host, event = self._down.take(total)
+        parts = []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            end = offset + tensor.numel() * tensor.element_size()
+            pinned[offset:end].view(tensor.dtype).copy_(tensor.reshape(-1), non_blocking=True)
+            parts.append((host[offset:end], _NUMPY[tensor.dtype], tuple(tensor.shape)))
+        event.record()
+        return _CudaFetch(event, parts)
+
+
+class _CudaFetch:
+    def __init__(
+        self, event: torch.cuda.Event, parts: list[tuple[np.ndarray[Any, Any], str, tuple[int, ...]]]
+    ) -> None:
+        self._event = event
+        self._parts = parts
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        self._event.synchronize()
+        return [part.view(dtype).reshape(shape).copy() for part, dtype, shape in self._parts]
+
+
+_TORCH = {
+    "int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool, "uint8": torch.uint8,
+}
+_NUMPY = {dtype: name for name, dtype in _TORCH.items()}
+
+
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where parts of these sizes stand in one buffer, each aligned, and the buffer's size."""
+    offsets, total = [], 0
+    for size in sizes:
+        offsets.append(total)
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, max(total, _ALIGNMENT)

@@ -1,0 +1,171 @@
+"""From logits to tokens: adjustments, the selected kernel, log-probabilities, and the slots' next state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenspeed_core.runner.adjust import Biases, TokenCounts, mask
+from tokenspeed_core.runner.link import Link
+from tokenspeed_core.runner.rows import DeviceRows, SlotTraits
+from tokenspeed_core.step import I32, LateInputs, SlotInits, StepLogprobs
+
+Kernel = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The R rows that sample: their place in the plan, their slots, and where their new tokens will stand.
+
+    `device_slots` and `new_positions` are int64 [R] on the device.
+    """
+
+    plan_rows: I32
+    slots: I32
+    device_slots: torch.Tensor
+    new_positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawLogprobs:
+    """Log-probabilities on the device: of `rows` (indices of the plan), with `width` alternatives each."""
+
+    rows: I32
+    width: int
+    chosen: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top_values: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return what must come to the host."""
+        return self.chosen, self.ranks, self.top_ids, self.top_values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """What a sampling gave: `ids` int32 [R], -1 where a row had no finite logit."""
+
+    ids: torch.Tensor
+    logprobs: RawLogprobs | None
+
+
+class Sampler:
+    """Chooses tokens for any mix of rows; what one row asks for changes no other row.
+
+    Log-probabilities are the log-softmax, in float32, of the model's own logits: before penalties, biases,
+    masks and temperature.
+    """
+
+    def __init__(
+        self, state: DeviceRows, traits: SlotTraits, vocab_size: int, greedy: Kernel, sample: Kernel, link: Link
+    ) -> None:
+        """Bind the kernels of the ops `greedy` and `sample`."""
+        self._state = state
+        self._traits = traits
+        self._greedy = greedy
+        self._sample = sample
+        self._link = link
+        self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.state.device)
+        self._biases = Biases(state.layout.num_slots, state.state.device)
+
+    def begin(self, inits: SlotInits) -> None:
+        """Take the sampling parameters that stand outside the slots' columns."""
+        self._traits.update(inits)
+        penalised = np.flatnonzero(self._traits.penalised[inits.slots]).astype(np.int32)
+        biased = np.flatnonzero(self._traits.biased[inits.slots]).astype(np.int32)
+        if len(penalised):
+            self._counts.begin(inits, penalised, self._link)
+        if len(biased):
+            self._biases.begin(inits, biased, self._link)
+
+    def is_plain(self, slots: I32) -> bool:
+        """Say whether all rows are greedy and nothing else is asked of them."""
+        return not (self._traits.draws[slots].any() or self._traits.special[slots].any())
+
+    def __call__(self, logits: torch.Tensor, rows: Rows, late: LateInputs | None) -> Sampled:
+        """Choose a token for each row of logits [R, V], and make it the last token of its slot.
+
+        May write into `logits`.
+        """
+        traits = self._traits
+        if late is None and not traits.special[rows.slots].any():
+            return Sampled(self._choose(logits, rows), None)
+        wanted = traits.num_logprobs[rows.slots]
+        asking = np.flatnonzero(wanted >= 0)
+        penalised = np.flatnonzero(traits.penalised[rows.slots])
+        biased = np.flatnonzero(traits.biased[rows.slots])
+        asking_rows, penalised_rows, biased_rows = self._link.send((asking, penalised, biased))
+        raw = torch.log_softmax(logits[asking_rows].float(), dim=-1) if len(asking) else None
+        if late is not None or len(penalised) or len(biased):
+            logits = logits.float()
+        if len(penalised):
+            self._counts.penalise(logits, penalised_rows, rows.device_slots[penalised_rows], self._state)
+        if len(biased):
+            self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
+        if late is not None:
+            self._mask(logits, rows, late)
+        ids = self._choose(logits, rows)
+        if len(penalised):
+            counted = ids[penalised_rows].to(torch.int64).clamp_(min=0)
+            self._counts.add(rows.device_slots[penalised_rows], counted)
+        if raw is None:
+            return Sampled(ids, None)
+        plan_rows = rows.plan_rows[asking].astype(np.int32)
+        return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, int(wanted.max())))
+
+    def _choose(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Run a kernel and note its tokens; ids int32 [R]."""
+        state, slots = self._state, rows.device_slots
+        if self._traits.draws[rows.slots].any():
+            chosen = self._sample(
+                logits.float(), state.temperature[slots], state.top_k[slots], state.top_p[slots],
+                state.min_p[slots], state.seed[slots], rows.new_positions,
+            )
+        else:
+            chosen = self._greedy(logits)
+        return note(state, slots, logits, chosen)
+
+    def _mask(self, logits: torch.Tensor, rows: Rows, late: LateInputs) -> None:
+        if late.num_positions != 1:
+            raise ValueError("masks for draft positions need a drafter, and none is loaded")
+        place = np.searchsorted(rows.plan_rows, late.rows)
+        words = late.mask.reshape(len(late.rows), -1)
+        mask(logits, *self._link.send((place.astype(np.int64), words)))
+
+
+def note(state: DeviceRows, slots: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Make chosen tokens int64 [R] the last ones of their slots; return them as int32, -1 where not finite.
+
+    A row has no finite logit exactly when the one chosen is not finite, whatever the kernel made of it.
+    """
+    chosen = chosen.clamp(0, logits.shape[1] - 1)
+    finite = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+    ids = chosen.to(torch.int32)
+    state.last_token.index_copy_(0, slots, ids)
+    return torch.where(finite, ids, -1)
+
+
+def _logprobs(raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, width: int) -> RawLogprobs:
+    chosen = raw.gather(1, ids.to(torch.int64).clamp_(min=0).unsqueeze(1))
+    ranks = (raw > chosen).sum(dim=-1, dtype=torch.int32) + 1
+    top_values, top_ids = raw.topk(min(width, raw.shape[1]), dim=-1)
+    return RawLogprobs(
+        plan_rows, top_ids.shape[1], chosen.squeeze(1), ranks, top_ids.to(torch.int32), top_values
+    )
+
+
+def host_logprobs(raw: RawLogprobs, arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> StepLogprobs:
+    """Return the columns of the result from the arrays that `RawLogprobs.tensors` became."""
+    chosen, ranks, top_ids, top_values = arrays
+    return StepLogprobs(
+        rows=raw.rows,
+        width=raw.width,
+        chosen=chosen.astype(np.float32),
+        ranks=ranks.astype(np.int32),
+        top_ids=top_ids.reshape(-1).astype(np.int32),
+        top_values=top_values.reshape(-1).astype(np.float32),
+    )
