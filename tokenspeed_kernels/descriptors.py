@@ -34,7 +34,7 @@ TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
     _torch("moe_experts", "moe:moe_experts", frozenset()),
 )
-TORCH_KV = (_torch("write_kv", "kv:write_kv", frozenset()),)
+TORCH_CACHE = (_torch("write_kv", "cache:write_kv", frozenset()),)
 TORCH_ATTENTION = (_torch("attention", "attention:attention", frozenset({"window"})),)
 TORCH_SAMPLING = (
     _torch("greedy", "sampling:greedy"),

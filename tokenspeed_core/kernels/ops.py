@@ -157,11 +157,11 @@ _CONTRACTS = (
         "tokenspeed_kernels.reference.moe:moe_experts", "tokenspeed_core.testing.inputs:moe_experts", _DOTS,
     ),
     OpContract(
-        "write_kv", "kv",
+        "write_kv", "cache",
         "(k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T]) -> None; a slot "
         "is block * block_size + offset, and -1 is skipped; caches are strided on B",
         _KV,
-        "tokenspeed_kernels.reference.kv:write_kv", "tokenspeed_core.testing.inputs:write_kv", _EXACT,
+        "tokenspeed_kernels.reference.cache:write_kv", "tokenspeed_core.testing.inputs:write_kv", _EXACT,
         mutates=("k_cache", "v_cache"),
     ),
     OpContract(
@@ -185,8 +185,8 @@ _CONTRACTS = (
     OpContract(
         "sample", "sampling",
         "(logits float32 [S, V], temperature float32 [S], top_k int32 [S], top_p float32 [S], min_p "
-        "float32 [S], seeds int64 [S], positions int64 [S]) -> ids int64 [S]: temperature 0 is greedy; top_k 0 keeps all; "
-        "the token is where the cumulated probability, likeliest first and the lower id first among equals, "
+        "float32 [S], seeds int64 [S], positions int64 [S]) -> ids int64 [S]: temperature 0 is greedy; top_k 0 "
+        "keeps all; the token is where the cumulated probability, likeliest first and the lower id first among equals, "
         "passes a uniform number that seed and position alone determine",
         _SAMPLING,
         "tokenspeed_kernels.reference.sampling:sample", "tokenspeed_core.testing.inputs:sample", _EXACT,
