@@ -119,13 +119,11 @@ def _add_plugin_commands(app: typer.Typer) -> None:
     passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     for entry in catalog.entries("commands"):
         if entry.name in COMMANDS:
-            typer.echo(
-                f"tokenspeed: {entry.distribution} offers a command {entry.name}, which is built in", err=True
-            )
+            typer.echo(f"tokenspeed: {entry.distribution} offers a command {entry.name}, which is built in", err=True)
             continue
-        app.command(
-            entry.name, help=f"From {entry.distribution} {entry.version}.", context_settings=passing_all_on
-        )(_plugin_command(catalog, entry.name))
+        app.command(entry.name, help=f"From {entry.distribution} {entry.version}.", context_settings=passing_all_on)(
+            _plugin_command(catalog, entry.name)
+        )
 
 
 def _plugin_command(catalog: Catalog, name: str) -> Callable[[typer.Context], int]:

@@ -1,4 +1,4 @@
-"""`tokenspeed chat`: a conversation in the terminal, with a server that runs or one that is started for it."""
+"""`tokenspeed chat`: a conversation in the terminal, with a running server or one started for it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def chat(
     positional: ModelArgument = None,
     base_url: Annotated[str | None, typer.Option("--base-url", help="a server that runs")] = None,
     system: Annotated[str | None, typer.Option("--system", help="the system message")] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0, help="0: the likeliest")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0, help="0: the likeliest")] = None,
     config: ConfigFile = None,
     flags: dict[str, Any],
 ) -> int:

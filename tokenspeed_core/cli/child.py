@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import typer
 
 from tokenspeed_core.cli.client import ChatClient
 from tokenspeed_core.config import Config
+from tokenspeed_core.config.sources import without_settings
 from tokenspeed_core.errors import EngineDeadError
 
 POLL = 0.1  # seconds between looks at a server that starts
@@ -40,10 +42,11 @@ def started_server(config: Config) -> Iterator[str]:
         log = Path(folder) / "server.log"
         with log.open("wb") as output:
             server = subprocess.Popen(
-                [sys.executable, "-m", "tokenspeed_core.cli", "serve", "--config", str(settings)],
+                [sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", "--config", str(settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=without_settings(os.environ),  # they are in the file, where flags went first
                 start_new_session=True,  # a Ctrl-C in the terminal stops the answer, not the server
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
@@ -61,9 +64,7 @@ def _wait(server: subprocess.Popen[bytes], client: ChatClient, log: Path) -> Non
         if server.poll() is not None:
             said = log.read_text(errors="replace").strip().splitlines()[-20:]
             raise EngineDeadError(
-                "\n".join(
-                    [f"the server ended with status {server.returncode} before it could answer:", *said]
-                )
+                "\n".join([f"the server ended with status {server.returncode} before it could answer:", *said])
             )
         time.sleep(POLL)
 

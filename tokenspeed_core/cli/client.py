@@ -36,7 +36,7 @@ class ChatClient:
         return str(models[0])
 
     def stream(self, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
-        """Yield the text of the answer as it comes. Closing the iterator ends the request. Raises Unreachable."""
+        """Yield the text of the answer as it comes. Closing it ends the request. Raises Unreachable."""
         body = {"model": model, "messages": messages, "stream": True, **options}
         with self._open("/v1/chat/completions", body) as response:
             try:
@@ -69,9 +69,7 @@ class ChatClient:
                 raise Unreachable(f"{error.code} {_message(error.read())}") from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise Unreachable(
-                f"no server at {self.base_url} ({reason}); start one with `tokenspeed serve`"
-            ) from error
+            raise Unreachable(f"no server at {self.base_url} ({reason}); start one with `tokenspeed serve`") from error
         assert isinstance(response, HTTPResponse)
         return response
 

@@ -53,8 +53,7 @@ def describe(as_json: Annotated[bool, typer.Option("--json", help="machine-reada
     }
     if as_json:
         plugins = [
-            f"{e.kind} {e.name} {e.distribution} {e.version} {e.status} {e.reason}".strip()
-            for e in catalog.all()
+            f"{e.kind} {e.name} {e.distribution} {e.version} {e.status} {e.reason}".strip() for e in catalog.all()
         ]
         typer.echo(json.dumps({**facts, "plugins": plugins, "digest": catalog.digest()}, indent=2))
         return 0

@@ -47,15 +47,11 @@ def table(entries: tuple[Entry, ...], width: int) -> str:
     if not entries:
         return "no plugins are installed; pip install tokenspeed-core[default] brings the usual ones"
     groups = [
-        list(group)
-        for _, group in groupby(entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api))
+        list(group) for _, group in groupby(entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api))
     ]
     rows = [HEADER, *(_row(group) for group in groups)]
     widths = _fit([max(len(row[column]) for row in rows) for column in range(len(HEADER))], width)
-    lines = [
-        "  ".join(_cut(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = ["  ".join(_cut(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     reasons = dict.fromkeys(
         f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {group[0].reason}"
         for group in groups

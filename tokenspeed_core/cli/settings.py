@@ -43,15 +43,19 @@ def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:
     for name, field in Config.model_fields.items():
         if is_switch(name):
             form = f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
-            yield _parameter(name, bool, form, str(field.description))
+            yield _parameter(name, Annotated[bool | None, _option_of(form, field.description)])
             continue
-        yield _parameter(name, str, flag(name), str(field.description))
+        yield _parameter(name, Annotated[str | None, _option_of(flag(name), field.description)])
         for key in metadata(name)["narrow"]:
-            yield _parameter(f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", f"{flag(name)} for {key}")
+            narrowed = _option_of(f"{flag(name)}.{key}", f"{flag(name)} for {key}")
+            yield _parameter(f"{name}{DOT}{key}", Annotated[str | None, narrowed])
 
 
-def _parameter(name: str, kind: type, form: str, text: str) -> tuple[str, inspect.Parameter]:
-    annotation = Annotated[kind | None, typer.Option(form, help=text, show_default=False)]
+def _option_of(form: str, text: str | None) -> Any:
+    return typer.Option(form, help=text, show_default=False)
+
+
+def _parameter(name: str, annotation: Any) -> tuple[str, inspect.Parameter]:
     return name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -75,7 +79,7 @@ def print_help(command: str, topic: str) -> None:
 OVERVIEWS = {
     "serve": (
         "tokenspeed serve [MODEL] [OPTIONS]",
-        "Serve MODEL (a path or Hugging Face repo id) over the OpenAI HTTP API; without it, the bundled demo.",
+        "Serve MODEL (a path or Hugging Face repo id) over the OpenAI HTTP API; none: the bundled demo.",
         (
             ("--config FILE", "read settings from a YAML file; flags and the environment go first"),
             ("--dry-run", "resolve model, plugins, kernels and memory, load nothing"),

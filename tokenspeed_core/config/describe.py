@@ -61,10 +61,10 @@ def page() -> str:
     lines = [
         "# Parameters",
         "",
-        "Generated from `tokenspeed_core/config/schema.py` by `python docs/make_parameters.py`; change it there.",
+        "Generated from `tokenspeed_core/config/schema.py` by `python docs/make_parameters.py`.",
         "",
-        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, a key of the YAML file",
-        "of `--config`, and a keyword of `tokenspeed_core.LLM`. The first of these that has a value counts.",
+        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, a key of the YAML",
+        "file of `--config` (the first of these that has it counts), and a keyword of `tokenspeed_core.LLM`.",
     ]
     for section, title in SECTIONS.items():
         lines += ["", f"## {title}", "", "| flag | takes | default | meaning |", "|---|---|---|---|"]

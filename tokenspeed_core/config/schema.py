@@ -81,9 +81,7 @@ class Config(BaseModel):
     model: str | None = _setting(
         None, "model", "path or Hugging Face repo id; none: the bundled demo model", min_length=1
     )
-    tokenizer: str | None = _setting(
-        None, "model", "tokenizer path, where it is not the model's", min_length=1
-    )
+    tokenizer: str | None = _setting(None, "model", "tokenizer path, where it is not the model's", min_length=1)
     skip_tokenizer_init: bool = _setting(False, "model", "no tokenizer: serve token ids only")
     load_format: str = _setting(
         "auto",
@@ -114,9 +112,7 @@ class Config(BaseModel):
     chat_template: str | None = _setting(
         None, "api", "Jinja file to use in place of the model's chat template", min_length=1
     )
-    stream_interval: int = _setting(
-        1, "api", "tokens buffered per streamed event", unit="tokens", ge=1, le=4096
-    )
+    stream_interval: int = _setting(1, "api", "tokens buffered per streamed event", unit="tokens", ge=1, le=4096)
     max_queued_requests: int = _setting(
         4096, "api", "requests waiting, beyond which the server answers 429", unit="requests", ge=1
     )
@@ -127,9 +123,7 @@ class Config(BaseModel):
     gpu_memory_utilization: float = _setting(
         0.9, "scheduler", "fraction of device memory for weights and KV cache", gt=0, le=1
     )
-    max_num_seqs: int = _setting(
-        256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=65536
-    )
+    max_num_seqs: int = _setting(256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=65536)
     chunked_prefill_size: Annotated[int, AfterValidator(_chunk)] = _setting(
         8192, "scheduler", "tokens that one step may compute; -1 turns chunking off", unit="tokens"
     )
@@ -157,9 +151,9 @@ class Config(BaseModel):
     max_cudagraph_capture_size: int | None = _setting(
         None, "scheduler", "most rows of a captured CUDA graph", unit="rows", ge=1
     )
-    cudagraph_capture_sizes: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_split)
-    ] = _setting(None, "scheduler", "the batch sizes to capture as CUDA graphs, such as 1,2,4,8", unit="rows")
+    cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_split)] = (
+        _setting(None, "scheduler", "the batch sizes to capture as CUDA graphs, such as 1,2,4,8", unit="rows")
+    )
     seed: int = _setting(0, "scheduler", "seed of what requests leave random", ge=0, le=2**63 - 1)
 
     attention_backend: BackendChoice = _setting(

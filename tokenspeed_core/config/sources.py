@@ -47,6 +47,11 @@ def from_environment(environ: Mapping[str, str]) -> Values:
     return values
 
 
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a child that is given its settings in another way."""
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in OTHERS}
+
+
 def from_file(path: str) -> Values:
     """Read a YAML mapping of settings, spelled as flags or as keywords. Raises ConfigError."""
     import yaml

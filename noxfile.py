@@ -1,0 +1,175 @@
+"""Every check of the repository: `nox` runs them all, `nox -s NAME` one.
+
+Third-party packages are installed once, into `.nox/base`. `.nox/all` sees them and holds this tree as
+editable installs; most sessions run there. `wheels` builds what users install and tests it outside the tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+NOX, WHEELS = ROOT / ".nox", ROOT / ".nox" / "wheels"
+TORCH = "torch==2.13.0"  # what the set-up installs; the code works from 2.11 on
+CORE = "tokenspeed_core"
+PLUGINS = [
+    "tokenspeed_kernels",
+    "tokenspeed_models",
+    "plugins/tokenspeed-demo",
+    "plugins/tokenspeed-models-mistral",
+]
+OURS = [CORE, *PLUGINS]
+MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "core", "cpu", "interpreter", "wheels"]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, types, and who may import whom."""
+    python = everything(session)
+    run(session, python, "-m", "ruff", "check", ".")
+    run(session, python, "-m", "mypy", *(f"-p{module}" for module in MODULES))
+    run(session, python, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+
+
+@nox.session
+def core(session: nox.Session) -> None:
+    """Tests that need no tensor library."""
+    test(session, everything(session), "tests/core")
+
+
+@nox.session
+def cpu(session: nox.Session) -> None:
+    """Tests on the CPU, the plugins' own among them."""
+    own = [f"{folder}/tests" for folder in PLUGINS if (ROOT / folder / "tests").is_dir()]
+    test(session, everything(session), "tests/cpu", *own)
+
+
+@nox.session
+def interpreter(session: nox.Session) -> None:
+    """Triton kernels under Triton's interpreter, which must be chosen before a kernel is imported."""
+    test(session, everything(session), "tests/interpreter", TRITON_INTERPRET="1")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Tests on a GPU, with the Python (and its torch) that runs nox."""
+    test(session, sys.executable, "tests/gpu")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build the wheels; test the core's without torch, and each plugin's with only what it declares."""
+    base = third_party(session)
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    run(session, base, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS),
+        *(f"./{folder}" for folder in OURS))
+    core_alone(session)
+    for folder in PLUGINS:
+        plugin_alone(session, folder)
+
+
+def core_alone(session: nox.Session) -> None:
+    """Install the core's wheel from scratch: no tensor library comes, and the torch-free tests pass."""
+    python = environment(session, "core-alone")
+    run(session, python, "-m", "pip", "install", "-q", wheel(CORE), *group("test"))
+    run(session, python, "-c", "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch')))")
+    outside(session, python, "tests/core")
+
+
+def plugin_alone(session: nox.Session, folder: str) -> None:
+    """Install a plugin's wheel, and of ours only what it declares; its tests pass outside the tree."""
+    python = environment(session, f"{Path(folder).name}-alone", shares_base=True)
+    run(session, python, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(WHEELS), wheel(folder))
+    outside(session, python, f"{folder}/tests" if (ROOT / folder / "tests").is_dir() else "tests/wheels")
+
+
+def outside(session: nox.Session, python: str, tests: str) -> None:
+    """Run a copy of some tests in a folder from which this tree cannot be imported."""
+    copy = Path(session.create_tmp()) / "outside"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT / tests, copy / tests, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    with session.chdir(copy):
+        test(session, python, "-m", "not tree", tests)
+
+
+def test(session: nox.Session, python: str, *arguments: str, **variables: str) -> None:
+    """Run pytest without the developer's own settings, and without the network's models."""
+    ours = {name: None for name in os.environ if name.startswith("TOKENSPEED_")}
+    environ = {**ours, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", **variables}
+    run(session, python, "-P", "-m", "pytest", "-q", *arguments, *session.posargs, **environ)
+
+
+def everything(session: nox.Session) -> str:
+    """Return the Python that has this tree, editable, and everything it needs."""
+    third_party(session)
+    editable = [part for folder in OURS for part in ("-e", f"./{folder}")]
+    return environment(session, "all", "--no-deps", "--no-build-isolation", *editable, shares_base=True)
+
+
+def third_party(session: nox.Session) -> str:
+    """Return the Python of the environment with all that is not ours."""
+    tools = [*group("build"), *group("test"), *group("lint")]
+    return environment(session, "base", TORCH, *sorted(set(declared())), *tools)
+
+
+def environment(session: nox.Session, name: str, *packages: str, shares_base: bool = False) -> str:
+    """Make an environment, again where one of the manifests or `packages` changed; return its Python.
+
+    One without packages is made afresh each time. One that shares sees what is installed in `.nox/base`.
+    """
+    home, python = NOX / name, NOX / name / "bin" / "python"
+    stamp, wanted = home / "stamp", hashlib.sha256("\n".join([*packages, *manifests()]).encode()).hexdigest()
+    if packages and stamp.is_file() and stamp.read_text() == wanted:
+        return str(python)
+    shutil.rmtree(home, ignore_errors=True)
+    run(session, sys.executable, "-m", "venv", str(home))
+    if shares_base:
+        (site,) = home.glob("lib/python*/site-packages")
+        (shared,) = (NOX / "base").glob("lib/python*/site-packages")
+        (site / "base.pth").write_text(f"{shared}\n")
+    if packages:
+        run(session, str(python), "-m", "pip", "install", "-q", *packages)
+        stamp.write_text(wanted)
+    return str(python)
+
+
+def manifests() -> Iterator[str]:
+    """Return the text of every file that says what is installed."""
+    return ((ROOT / folder / "pyproject.toml").read_text() for folder in [".", *OURS])
+
+
+def declared() -> Iterator[str]:
+    """Return the third-party requirements of our distributions."""
+    for folder in OURS:
+        project = nox.project.load_toml(ROOT / folder / "pyproject.toml")["project"]
+        extras = project.get("optional-dependencies", {})
+        for line in [*project["dependencies"], *(line for lines in extras.values() for line in lines)]:
+            if not line.startswith("tokenspeed"):
+                yield line
+
+
+def group(name: str) -> list[str]:
+    """Return a dependency group of the root pyproject.toml."""
+    return list(nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name))
+
+
+def wheel(folder: str) -> str:
+    """Return the path of a distribution's wheel."""
+    (path,) = WHEELS.glob(f"{Path(folder).name.replace('-', '_')}-*.whl")
+    return str(path)
+
+
+def run(session: nox.Session, *command: str, **variables: str | None) -> None:
+    """Run a program of an environment that nox did not make."""
+    session.run(*command, external=True, env=variables)
