@@ -33,6 +33,6 @@ SAFETENSORS = LoadFormat(
 PT = LoadFormat(
     name="pt",
     load="tokenspeed_models.loading.pt:read_pt",
-    detect=("pytorch_model*.bin", "*.pt", "*.pth"),
+    detect=("pytorch_model*.bin", "pytorch_model*.bin.index.json", "*.pt", "*.pth"),
 )
 DUMMY = LoadFormat(name="dummy", load="tokenspeed_models.loading.dummy:read_dummy", detect=())

@@ -64,7 +64,7 @@ def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
     Dynamic NTK changes nothing up to `max_position_embeddings`, and beyond that point would turn keys that
     are in the cache already; such a model is served to that length, where it equals the unscaled one.
     """
-    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # an override may add the former
     keys = config.get(name) or {}
     if not isinstance(keys, Mapping):
         raise ValueError(f"config.json: {name} is {keys!r}, and must be an object")
@@ -73,7 +73,8 @@ def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
         if source.get(key) not in (None, 1.0):
             raise ValueError(f"config.json: {key} is not supported by this family")
     maximum = _positive(config, "max_position_embeddings", "max_position_embeddings")
-    theta = keys.get("rope_theta") or config.get("rope_theta") or 10000.0
+    thetas = (at.get("rope_theta") for at in (keys, config, config.get("rope_parameters") or {}))
+    theta = _positive({"rope_theta": next(filter(None, thetas), 10000.0)}, "rope_theta", "rope_theta")
     kind = keys.get("rope_type") or keys.get("type") or "default"
     source = next((at for at in (config, keys) if at.get(_ORIGINAL) is not None), {_ORIGINAL: maximum})
     original = int(_positive(source, _ORIGINAL, _ORIGINAL))
@@ -99,7 +100,7 @@ def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
         case _:
             raise ValueError(f"config.json: {name}.rope_type is {kind!r}; supported: default, linear, "
                              "dynamic, llama3, yarn")
-    return RopeConfig(float(theta), head_size, int(maximum), scaling)
+    return RopeConfig(theta, head_size, int(maximum), scaling)
 
 
 def _read_yarn(keys: Mapping[str, Any], name: str, original: int, maximum: float) -> YarnScaling:

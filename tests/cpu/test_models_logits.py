@@ -58,7 +58,7 @@ def save_reference(family: str, changes: dict[str, Any], folder: Path) -> Any:
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            if name.endswith("norm.weight") or name.endswith("bias"):
+            if name.endswith(("norm.weight", "bias")):
                 parameter.uniform_(0.5, 1.5)
     reference.save_pretrained(folder, max_shard_size="40KB")
     return reference

@@ -1,0 +1,173 @@
+"""From what a user typed for a model to a directory, its configuration and its family. No tensor library."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.hub import download
+from tokenspeed_core.kernels.spec import load_target
+from tokenspeed_core.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
+from tokenspeed_core.plugins.catalog import Catalog
+
+DEFAULT = "demo"  # the bundled checkpoint that is served where none is named
+_PREFERRED = ("safetensors", "pt")  # the order of `auto` where a checkpoint is there in several formats
+_SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_REPO = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
+_NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.\w+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedCheckpoint:
+    """A checkpoint on this machine and the family that serves it.
+
+    `name` is what the user typed. `config` is config.json with the overrides merged in, `generation` is
+    generation_config.json, empty where there is none.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    spec: ModelSpec
+    info: ModelInfo
+
+
+def resolve_checkpoint(
+    model: str | None, catalog: Catalog, *, revision: str | None = None, download_dir: str | None = None,
+    hf_overrides: Mapping[str, Any] | None = None, load_format: str = "auto",
+) -> ResolvedCheckpoint:
+    """Find a model, downloading it if it is a hub id, and read what it says of itself.
+
+    Raises CheckpointError, CapacityError or PluginError, in one line that says what to do.
+    """
+    name = model if model is not None else DEFAULT
+    path = locate(name, catalog, revision=revision, download_dir=download_dir, load_format=load_format)
+    config = merged(_read_json(path / "config.json", "it is no checkpoint"), hf_overrides or {})
+    spec = find_family(config, catalog, path)
+    describe: Callable[[Mapping[str, Any]], ModelInfo] = load_target(spec.describe)
+    try:
+        info = describe(config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    generation = path / "generation_config.json"
+    return ResolvedCheckpoint(
+        name, path, config, _read_json(generation, "") if generation.is_file() else {}, spec, info
+    )
+
+
+def locate(
+    name: str, catalog: Catalog, *, revision: str | None, download_dir: str | None, load_format: str
+) -> Path:
+    """Return the directory of a checkpoint: a path, the name of a bundled one, or a hub id, in this order."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise CheckpointError(f"{name} is a file; give the directory with config.json and the weights")
+    bundled = catalog.names("checkpoints")
+    if name in bundled:
+        entry = catalog.load(catalog.get("checkpoints", name), Checkpoint, required=True)
+        assert entry is not None, "a required entry is loaded or raises"
+        return Path(entry.path)
+    if name == DEFAULT:
+        raise CheckpointError("no model is named and no demo is installed; name a directory or a hub id, or "
+                              "pip install tokenspeed-core[default]")
+    if not _REPO.match(name) or name.startswith("."):
+        raise CheckpointError(f"there is no directory {name}{_meant(name, bundled)}")
+    try:
+        return download(name, revision, download_dir,
+                        lambda names: wanted_files(names, load_format, catalog))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_meant(name, bundled)}") from error
+
+
+def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with overrides: objects are merged key by key, null removes a key's value."""
+    result = dict(config)
+    for key, value in overrides.items():
+        inner = result.get(key)
+        result[key] = merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> ModelSpec:
+    """Return the family of the first architecture that one is installed for. Raises CheckpointError."""
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named:
+        raise CheckpointError(f"{path}/config.json names no architectures; add the family's name with "
+                              "--hf-overrides '{\"architectures\": [\"…\"]}'")
+    available = catalog.names("models")
+    for architecture in named:
+        if architecture in available:
+            spec = catalog.load(catalog.get("models", architecture), ModelSpec, required=True)
+            assert spec is not None, "a required entry is loaded or raises"
+            return spec
+    raise CheckpointError(
+        f"{path}: no installed family serves {', '.join(map(str, named))}{_meant(str(named[0]), available)}; "
+        f"installed: {', '.join(available) or 'none'}; pip install a plugin for it"
+    )
+
+
+def choose_format(names: Iterable[str], load_format: str, catalog: Catalog) -> LoadFormat:
+    """Return the load format of a name, or for "auto" the preferred one of those whose files are there.
+
+    Raises PluginError on an unknown name and CheckpointError if no installed format fits the files.
+    """
+    if load_format != "auto":
+        chosen = catalog.load(catalog.get("load_formats", load_format), LoadFormat, required=True)
+        assert chosen is not None, "a required entry is loaded or raises"
+        return chosen
+    files = list(names)
+    loaded = [catalog.load(entry, LoadFormat) for entry in catalog.entries("load_formats")]
+    formats = {each.name: each for each in loaded if each is not None}
+    for name in sorted(formats, key=lambda name: (_PREFERRED.index(name) if name in _PREFERRED else 9, name)):
+        if _weights(files, formats[name]):
+            return formats[name]
+    raise CheckpointError(f"there are no weight files that auto knows; --load-format is one of: "
+                          f"{', '.join(sorted(formats)) or 'none installed'}")
+
+
+def wanted_files(names: Sequence[str], load_format: str, catalog: Catalog) -> list[str]:
+    """Return the files of a repository to download: those at the top, with weights in one format only.
+
+    Where an index tells of numbered shards, other weight files are second copies and are left out.
+    """
+    top = [name for name in names if "/" not in name]
+    weights = _weights(top, choose_format(top, load_format, catalog))
+    if any(name.endswith(".index.json") for name in weights):
+        weights = [name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)]
+    index_files = {name for name in top if name.endswith(".index.json")}
+    side = [name for name in top if any(fnmatch(name, pattern) for pattern in _SIDE_FILES)]
+    return [*(name for name in side if name not in index_files), *weights]
+
+
+def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:
+    """Return the weight files of a format, its index first where it has one."""
+    found = [name for name in names if any(fnmatch(name, pattern) for pattern in load_format.detect)]
+    return sorted(found, key=lambda name: (not name.endswith(".index.json"), name))
+
+
+def _read_json(file: Path, absent: str) -> dict[str, Any]:
+    """Return a JSON object from a file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} has no {file.name}: {absent}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return content
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
