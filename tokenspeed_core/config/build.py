@@ -97,6 +97,12 @@ def _bound(error: Any) -> str:
             return "must be true or false"
         case "byte_size" | "byte_size_unit":
             return "must be a size such as 2GB, 512MiB or a number of bytes"
+        case "dict_type":
+            return "must be a JSON object"
+        case "model_type":
+            return "must be a name, or names in order of preference"
+        case "string_type":
+            return "must be text"
         case "value_error":
             return str(context["error"])
     return str(error["msg"])

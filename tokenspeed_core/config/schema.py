@@ -60,7 +60,10 @@ def _split(value: Any) -> Any:
 
 
 def _json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"must be JSON: {error}") from error
 
 
 def _chunk(value: int) -> int:

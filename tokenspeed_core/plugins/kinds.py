@@ -24,7 +24,7 @@ KERNELS = Kind(1, "implementations of an op family, by backend name")
 KINDS: dict[str, Kind] = {
     "kernels.attention": KERNELS,
     "kernels.mla": KERNELS,
-    "kernels.kv": KERNELS,
+    "kernels.cache": KERNELS,
     "kernels.norm": KERNELS,
     "kernels.rope": KERNELS,
     "kernels.activation": KERNELS,

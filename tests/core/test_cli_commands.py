@@ -1,0 +1,244 @@
+"""The command line: what it prints, what it refuses, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tokenspeed_core import __version__
+from tokenspeed_core.cli import main
+from tokenspeed_core.cli.plugins import table
+from tokenspeed_core.config import Config
+from tokenspeed_core.config.schema import SECTIONS, flag
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.plugins import Entry, Status
+
+HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "transformers", "tokenizers", "huggingface_hub", "rich")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Stand in for the server: note the configuration that it is run with."""
+    configs: list[Config] = []
+    module = types.ModuleType("tokenspeed_core.server.serve")
+
+    def run(config: Config) -> int:
+        configs.append(config)
+        return 7
+
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokenspeed_core.server.serve", module)
+    return configs
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("tokenspeed: ").strip()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("--version",), ("serve", "--help"), ("serve", "--help=backends"), ("plugins", "list")],
+)
+def test_what_only_informs_imports_no_heavy_library(arguments: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from tokenspeed_core.cli import main; status = main(sys.argv[1:]);"
+        f"print('HEAVY', *(name for name in {HEAVY!r} if name in sys.modules)); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY"
+    assert len(done.stdout.splitlines()) > 1
+
+
+def test_the_top_level_help_imports_no_command() -> None:
+    code = (
+        "import sys; from tokenspeed_core.cli import main; main(['--help']);"
+        "print(*(name for name in sys.modules if name.startswith(('tokenspeed_core.config', 'pydantic'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ""
+    for command in ("serve", "chat", "plugins", "env"):
+        assert f"  {command} " in done.stdout
+
+
+def test_help_shows_sections_and_every_setting_in_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    overview = capsys.readouterr().out
+    shown = set()
+    for section in SECTIONS:
+        assert f"\n  {section} " in overview
+        assert main(["serve", f"--help={section}"]) == 0
+        shown |= {word.strip(",") for word in capsys.readouterr().out.split() if word.startswith("--")}
+    for name in Config.model_fields:
+        assert flag(name) in shown
+        assert flag(name) in overview
+
+
+def test_help_about_a_flag_shows_its_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help=--port"]) == 0
+    out = capsys.readouterr().out
+    assert "--port 0..65535" in out
+    assert "default: 8000" in out
+    assert "--host" not in out
+
+
+def test_help_about_nothing_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --help=backends?" in refusal(capsys, "serve", "--help=bakends")
+
+
+def test_serve_runs_the_server_with_what_was_typed(served: list[Config]) -> None:
+    status = main(
+        ["serve", "some/model", "--port=1", "--no-enable-prefix-caching", "--enforce-eager",
+         "--attention-backend", "a,b", "--attention-backend.decode=c", "--chunked-prefill-size", "-1"]
+    )
+    assert status == 7
+    (config,) = served
+    assert config.model == "some/model"
+    assert config.port == 1
+    assert config.enable_prefix_caching is False
+    assert config.enforce_eager is True
+    assert config.attention_backend.preference("prefill") == ("a", "b")
+    assert config.attention_backend.preference("decode") == ("c",)
+    assert config.chunked_prefill_size == -1
+    assert config.max_num_seqs == Config().max_num_seqs
+    assert config.origin("max_num_seqs") == "default"
+
+
+def test_the_positional_model_and_the_flag_are_the_same(
+    served: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["serve", "a"])
+    main(["serve", "--model", "a"])
+    assert [config.model for config in served] == ["a", "a"]
+    assert "given twice" in refusal(capsys, "serve", "a", "--model", "b")
+
+
+def test_every_setting_reaches_the_configuration_from_its_flag(served: list[Config]) -> None:
+    values = {
+        "hf_overrides": '{"a": 1}', "dtype": "float32", "log_level": "debug", "log_level_http": "debug",
+        "schedule_policy": "priority", "gpu_memory_utilization": "0.5", "cudagraph_capture_sizes": "1,2",
+        "kv_cache_memory": "1GB", "max_cudagraph_capture_size": "3",
+    }
+    for name, field in Config.model_fields.items():
+        if field.annotation is bool:
+            off = field.default is True
+            words = [f"--no-{flag(name)[2:]}" if off else flag(name)]
+        else:
+            words = [flag(name), values.get(name, "3")]
+        main(["serve", *words])
+        config = served.pop()
+        assert config.origin(name) == flag(name)
+        assert getattr(config, name) != field.default, name
+
+
+def test_a_dry_run_explains_and_does_not_serve(
+    served: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = types.ModuleType("tokenspeed_core.engine.launch")
+    module.dry_run = lambda config: {"block_size": config.block_size}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokenspeed_core.engine.launch", module)
+    assert main(["serve", "--dry-run", "--block-size", "16"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"block_size": 16}
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("serv",), "serv: no such command; did you mean `tokenspeed serve`?"),
+        (("serve", "--prt", "1"), "--prt: no such setting; did you mean --port?"),
+        (("serve", "--prt=1"), "--prt: no such setting; did you mean --port?"),
+        (
+            ("serve", "--page-size=16"),
+            "--page-size: that is another engine's name; here it is --block-size",
+        ),
+        (("serve", "--port", "x"), "--port x: must be a whole number"),
+        (("serve", "--port"), "option '--port' requires an argument"),
+        (("plugins", "lst"), "no such command 'lst'"),
+        (("plugins", "list", "--jsn"), "--jsn: no such option; `tokenspeed plugins --help` lists them"),
+        (("serve", "--max-num-batched-tokens", "1"), "--chunked-prefill-size"),
+        (("chat", "--base-url", "http://127.0.0.1:1", "--port", "1"), "--base-url takes a server as it runs"),
+        (("chat", "--base-url", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refusal(capsys, *arguments)
+
+
+def test_what_the_server_refuses_is_one_line_and_a_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config) -> int:
+        raise CheckpointError("/nowhere: no config.json")
+
+    module = types.ModuleType("tokenspeed_core.server.serve")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokenspeed_core.server.serve", module)
+    assert refusal(capsys, "serve", "/nowhere") == "/nowhere: no config.json"
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tokenspeed {__version__}\n"
+
+
+def entry(name: str, kind: str = "models", status: Status = Status.OK, reason: str = "") -> Entry:
+    return Entry(kind, name, "m:S", 1, "some-plugin", "1.0", "editable /a/long/path/to/it", "", status, reason)
+
+
+def test_the_table_of_plugins_fits_the_terminal_and_gives_reasons() -> None:
+    entries = (
+        *(entry(f"Family{i}") for i in range(30)),
+        entry("x", "ops", Status.INCOMPATIBLE, "needs api 2 of ops"),
+    )
+    lines = table(entries, 80).splitlines()
+    assert lines[0].split() == ["NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN"]
+    assert all(len(line) <= 80 for line in lines[:3])
+    assert lines[-1] == "some-plugin ops (x): needs api 2 of ops"
+    wide = table(entries, 1000)
+    assert "Family0, Family1," in wide
+    assert "/a/long/path/to/it" in wide
+
+
+def test_plugins_are_listed_for_machines_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "list", "--json"]) == 0
+    for each in json.loads(capsys.readouterr().out):
+        assert set(each) == set(Entry.__dataclass_fields__)
+
+
+def test_the_environment_page_masks_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENSPEED_API_KEY", "s3cret")
+    monkeypatch.setenv("TOKENSPEED_PORT", "1234")
+    assert main(["env", "--json"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page["environment"] == {"TOKENSPEED_API_KEY": "***", "TOKENSPEED_PORT": "1234"}
+    assert page["libraries"]["pydantic"][0].isdigit()
+
+
+def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = tmp_path / "greeter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.commands]\ngreet = greeter_module:run [api1]\n")
+    (tmp_path / "greeter_module.py").write_text("def run(words):\n    print('hello', *words)\n    return 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["--help"]) == 0
+    assert "From greeter 1.0." in capsys.readouterr().out
+    assert "greeter_module" not in sys.modules
+    assert main(["greet", "--loud", "world", "--help"]) == 5
+    assert capsys.readouterr().out == "hello --loud world --help\n"
+    monkeypatch.delitem(sys.modules, "greeter_module")
