@@ -1,0 +1,170 @@
+"""The runner on the CPU: whatever the batch, the chunks and the history, a sequence gets the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.local import LocalRunner, build
+from tokenspeed_core.step import BlockCopy, StepFailed, StepPlan
+from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.wire import Codec, pack
+
+PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1)), "d": [96]}
+
+
+def alone(runner: LocalRunner, prompt: list[int], count: int) -> list[int]:
+    """Generate greedily by computing the whole sequence anew for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        maker = PlanMaker(runner.block_size)
+        maker.add("x", tokens, slot=0)
+        maker.step(runner, chunks={"x": len(tokens)})
+        tokens = maker.sequences["x"].tokens
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture
+def expected(runner: LocalRunner) -> dict[str, list[int]]:
+    found = {name: alone(runner, prompt, 8) for name, prompt in PROMPTS.items()}
+    runner.forget()
+    return found
+
+
+def test_decoding_from_the_devices_own_state_gives_the_tokens_of_recomputation(
+    runner: LocalRunner, expected: dict[str, list[int]]
+) -> None:
+    maker = PlanMaker(runner.block_size)
+    for slot, (name, prompt) in enumerate(PROMPTS.items()):
+        maker.add(name, prompt, slot)
+    maker.step(runner, chunks={name: len(prompt) for name, prompt in PROMPTS.items()})
+    for _ in range(7):
+        maker.step(runner, decodes=list(PROMPTS))
+    assert {name: maker.sequences[name].output for name in PROMPTS} == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7])
+def test_chunks_of_a_prompt_mixed_with_decodes_change_no_token(
+    runner: LocalRunner, expected: dict[str, list[int]], size: int
+) -> None:
+    maker = PlanMaker(runner.block_size)
+    for slot, (name, prompt) in enumerate(PROMPTS.items()):
+        maker.add(name, prompt, slot)
+    maker.step(runner, chunks={"b": 4})
+    while any(len(maker.sequences[name].output) < 8 for name in PROMPTS):
+        rows = maker.sequences
+        decodes = [n for n, s in rows.items() if s.output and len(s.output) < 8]
+        chunks = {
+            n: min(size, s.num_prompt - s.num_computed) for n, s in rows.items() if s.num_computed < s.num_prompt
+        }
+        maker.step(runner, decodes, chunks)
+    assert {name: maker.sequences[name].output for name in PROMPTS} == expected
+
+
+def test_a_slot_that_is_reused_knows_nothing_of_its_last_sequence(
+    runner: LocalRunner, expected: dict[str, list[int]]
+) -> None:
+    maker = PlanMaker(runner.block_size)
+    for name in ("c", "a", "d"):
+        maker.add(name, PROMPTS[name], slot=5)
+        maker.step(runner, chunks={name: len(PROMPTS[name])})
+        for _ in range(7):
+            maker.step(runner, decodes=[name])
+        assert maker.sequences[name].output == expected[name]
+        maker.drop(name)
+
+
+def test_a_prefix_hit_gives_the_tokens_of_the_whole_prompt(
+    runner: LocalRunner, expected: dict[str, list[int]]
+) -> None:
+    maker = PlanMaker(runner.block_size)
+    maker.add("first", PROMPTS["a"], slot=0)
+    maker.step(runner, chunks={"first": 23})
+    maker.add("a", PROMPTS["a"], slot=1, shared=("first", 20))
+    maker.step(runner, decodes=["first"], chunks={"a": 3})
+    for _ in range(7):
+        maker.step(runner, decodes=["a"])
+    assert maker.sequences["a"].output == expected["a"]
+
+
+def test_rows_of_one_step_share_a_block_that_an_earlier_row_of_it_fills(
+    runner: LocalRunner, expected: dict[str, list[int]]
+) -> None:
+    maker = PlanMaker(runner.block_size)
+    maker.add("first", PROMPTS["a"], slot=0)
+    first = maker.sequences["first"]
+    first.blocks[0] = list(range(6))
+    maker.next_block = 6
+    maker.add("a", PROMPTS["a"], slot=1, shared=("first", 20))
+    maker.step(runner, chunks={"first": 23, "a": 3})
+    assert maker.sequences["a"].output == first.output == expected["a"][:1]
+
+
+def test_a_copied_block_holds_what_the_original_held(
+    runner: LocalRunner, expected: dict[str, list[int]]
+) -> None:
+    maker = PlanMaker(runner.block_size)
+    maker.add("first", PROMPTS["a"], slot=0)
+    maker.step(runner, chunks={"first": 23})
+    maker.add("a", PROMPTS["a"], slot=1, shared=("first", 20))
+    maker.sequences["a"].blocks[0] = [30, 31, 32, 33, 34]
+    plan = maker.plan(chunks={"a": 3})
+    source = np.array(maker.sequences["first"].blocks[0][:5], np.int32)
+    plan = replace(plan, block_copies=(BlockCopy(source, np.arange(30, 35, dtype=np.int32)),))
+    runner.forward(plan)
+    runner.sample(plan.step_id, None)
+    assert runner.collect(plan.step_id).token_ids.tolist() == expected["a"][:1]
+
+
+def test_a_plan_that_crossed_the_wire_gives_the_same_result_on_a_second_runner(
+    runner: LocalRunner, catalog: Catalog, tiny_config: Callable[..., RunnerConfig]
+) -> None:
+    second = build(tiny_config(), catalog, lambda what, done, total: None)
+    codec = Codec(StepPlan)
+    maker = PlanMaker(runner.block_size)
+    maker.add("a", PROMPTS["a"], 0, temperature=1.0, seed=-3, logprobs=2, bias={4: 1.5})
+    maker.add("b", PROMPTS["b"], 1, repetition_penalty=1.3)
+    for decodes, chunks in (((), {"a": 9, "b": 4}), (("b",), {"a": 14}), (("a", "b"), {})):
+        plan = maker.plan(decodes, chunks)
+        results = []
+        for each, sent in ((runner, plan), (second, codec.unpack(pack(plan)))):
+            each.forward(sent)
+            each.sample(plan.step_id, None)
+            results.append(each.collect(plan.step_id))
+        maker.take(plan, results[0])
+        assert results[0].token_ids.tolist() == results[1].token_ids.tolist()
+        assert (results[0].logprobs is None) == (results[1].logprobs is None)
+
+
+def test_a_step_without_rows_gives_an_empty_result(runner: LocalRunner) -> None:
+    maker = PlanMaker(runner.block_size)
+    result = maker.step(runner)
+    assert result.num_tokens.tolist() == result.token_ids.tolist() == []
+
+
+def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(runner: LocalRunner) -> None:
+    maker = PlanMaker(runner.block_size)
+    maker.add("a", PROMPTS["a"], 0)
+    maker.add("b", PROMPTS["b"], 1)
+    result = maker.step(runner, chunks={"a": 5, "b": 4})
+    assert result.num_tokens.tolist() == [0, 1]
+    assert len(result.token_ids) == 1
+
+
+def test_what_a_plan_asks_beyond_this_runner_fails_the_step_and_not_the_runner(
+    runner: LocalRunner, expected: dict[str, list[int]]
+) -> None:
+    maker = PlanMaker(runner.block_size)
+    maker.add("b", PROMPTS["b"], 0)
+    plan = replace(maker.plan(chunks={"b": 4}), adapter_ids=np.array([3], np.int32))
+    with pytest.raises(StepFailed, match="adapter"):
+        runner.forward(plan)
+    again = PlanMaker(runner.block_size)
+    again.add("b", PROMPTS["b"], 0)
+    again.step(runner, chunks={"b": 4})
+    assert again.sequences["b"].output == expected["b"][:1]

@@ -1,0 +1,226 @@
+"""Sampling in the runner: penalties, biases, masks, log-probabilities and seeds, against plain formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tokenspeed_core.runner.local import LocalRunner
+from tokenspeed_core.step import LateInputs, StepResult
+from tokenspeed_core.testing.plans import PlanMaker
+
+VOCAB = 97
+PROMPT = [5, 9, 5, 33, 60, 61]
+
+
+def reference_logprobs(runner: LocalRunner, tokens: list[int]) -> torch.Tensor:
+    """Return the log-softmax [VOCAB] after `tokens`, read through the result's own top list."""
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    maker.add("x", tokens, 0, logprobs=VOCAB)
+    result = maker.step(runner, chunks={"x": len(tokens)})
+    assert result.logprobs is not None
+    values = torch.empty(VOCAB)
+    values[torch.from_numpy(result.logprobs.top_ids.astype(np.int64))] = torch.from_numpy(
+        result.logprobs.top_values
+    )
+    runner.forget()
+    return values
+
+
+def generate(runner: LocalRunner, count: int, prompt: list[int] = PROMPT, **params: object) -> list[int]:
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    maker.add("x", prompt, 3, **params)  # type: ignore[arg-type]
+    maker.step(runner, chunks={"x": len(prompt)})
+    for _ in range(count - 1):
+        maker.step(runner, decodes=["x"])
+    return maker.sequences["x"].output
+
+
+@pytest.mark.parametrize(
+    ("presence", "frequency", "repetition"), [(2.0, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 3.0), (0.5, 0.5, 0.6)]
+)
+def test_penalties_follow_their_formulas(
+    runner: LocalRunner, presence: float, frequency: float, repetition: float
+) -> None:
+    output = generate(
+        runner, 6, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
+    )
+    logits_of = raw_logits(runner)
+    tokens = list(PROMPT)
+    for token in output:
+        logits = logits_of(tokens)
+        seen = sorted(set(tokens))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
+        counts = torch.bincount(torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=VOCAB)
+        logits -= frequency * counts + presence * (counts > 0)
+        assert token == int(logits.argmax())
+        tokens.append(token)
+
+
+def raw_logits(runner: LocalRunner):  # type: ignore[no-untyped-def]
+    """Return a function from tokens to the model's logits, caught on their way to the sampler."""
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        runner.forget()
+        maker = PlanMaker(runner.block_size)
+        maker.add("x", tokens, 0)
+        plan = maker.plan(chunks={"x": len(tokens)})
+        runner.forward(plan)
+        caught = runner._launched[plan.step_id].logits
+        assert caught is not None
+        runner.sample(plan.step_id, None)
+        runner.collect(plan.step_id)
+        return caught[0].clone()
+
+    return logits
+
+
+def test_penalties_know_the_output_of_a_sequence_that_comes_back_after_preemption(runner: LocalRunner) -> None:
+    params = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
+    whole = generate(runner, 6, **params)
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    sequence = maker.add("x", PROMPT + whole[:3], 6, **params)
+    sequence.num_prompt = len(PROMPT)
+    maker.step(runner, chunks={"x": len(PROMPT) + 3})
+    for _ in range(2):
+        maker.step(runner, decodes=["x"])
+    assert sequence.output == whole
+
+
+def test_a_bias_moves_the_choice_and_its_absence_in_the_next_sequence_moves_it_back(runner: LocalRunner) -> None:
+    plain = generate(runner, 3)
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    for name, bias in (("biased", {42: 100.0}), ("plain", {})):
+        maker.add(name, PROMPT, 2, bias=bias)
+        maker.step(runner, chunks={name: len(PROMPT)})
+        for _ in range(2):
+            maker.step(runner, decodes=[name])
+        expected = [42, 42, 42] if name == "biased" else plain
+        assert maker.sequences[name].output == expected
+        maker.drop(name)
+
+
+def test_what_one_row_asks_for_changes_no_token_of_its_neighbours(runner: LocalRunner) -> None:
+    plain, drawn = generate(runner, 6), generate(runner, 6, temperature=1.0, seed=11, top_p=0.9)
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    names = {"plain": {}, "drawn": {"temperature": 1.0, "seed": 11, "top_p": 0.9}, "penalised": {
+        "repetition_penalty": 2.0}, "reported": {"logprobs": 3}, "biased": {"bias": {1: 9.0}}}
+    for slot, (name, params) in enumerate(names.items()):
+        maker.add(name, PROMPT, slot, **params)  # type: ignore[arg-type]
+    maker.step(runner, chunks={name: len(PROMPT) for name in names})
+    for _ in range(5):
+        maker.step(runner, decodes=list(names))
+    assert maker.sequences["plain"].output == maker.sequences["reported"].output == plain
+    assert maker.sequences["drawn"].output == drawn
+
+
+def test_a_seed_gives_the_same_tokens_in_other_slots_chunks_and_company(runner: LocalRunner) -> None:
+    first = generate(runner, 8, temperature=0.8, seed=2**62, top_k=40)
+    other = generate(runner, 8, temperature=0.8, seed=5, top_k=40)
+    assert first != other
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    maker.add("other", PROMPT, 0, temperature=0.8, seed=5, top_k=40)
+    maker.step(runner, chunks={"other": 6})
+    maker.add("first", PROMPT, 1, temperature=0.8, seed=2**62, top_k=40)
+    for size in (1, 3, 2):
+        maker.step(runner, decodes=["other"], chunks={"first": size})
+    for _ in range(7):
+        maker.step(runner, decodes=["first", "other"])
+    assert maker.sequences["first"].output == first
+    assert maker.sequences["other"].output[:8] == other
+
+
+def test_a_sequence_resumed_after_preemption_draws_the_tokens_it_would_have_drawn(runner: LocalRunner) -> None:
+    whole = generate(runner, 8, temperature=1.0, seed=77)
+    assert generate(runner, 4, PROMPT + whole[:4], temperature=1.0, seed=77) == whole[4:]
+
+
+def test_logprobs_are_those_of_the_models_own_logits(runner: LocalRunner) -> None:
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    maker.add("asks", PROMPT, 0, logprobs=4, temperature=3.0, seed=1, bias={7: 50.0}, presence_penalty=1.0)
+    maker.add("does not", PROMPT, 1)
+    result = maker.step(runner, chunks={"asks": 6, "does not": 6})
+    expected = reference_logprobs(runner, PROMPT)
+    check_logprobs(result, expected, width=4)
+
+
+def check_logprobs(result: StepResult, expected: torch.Tensor, width: int) -> None:
+    assert result.logprobs is not None
+    token = int(result.token_ids[0])
+    assert result.logprobs.rows.tolist() == [0]
+    assert result.logprobs.width == width
+    assert float(expected.exp().sum()) == pytest.approx(1.0, abs=1e-5)
+    assert result.logprobs.chosen[0] == pytest.approx(float(expected[token]), abs=1e-5)
+    assert result.logprobs.ranks[0] == int((expected > expected[token]).sum()) + 1
+    top = expected.topk(width)
+    assert result.logprobs.top_ids.tolist() == top.indices.tolist()
+    assert result.logprobs.top_values == pytest.approx(top.values.numpy(), abs=1e-5)
+
+
+def test_rows_that_want_fewer_alternatives_get_the_first_of_the_widest(runner: LocalRunner) -> None:
+    maker = PlanMaker(runner.block_size)
+    maker.add("none", PROMPT, 0)
+    maker.add("zero", PROMPT, 1, logprobs=0)
+    maker.add("five", PROMPT, 2, logprobs=5)
+    logprobs = maker.step(runner, chunks={"none": 6, "zero": 6, "five": 6}).logprobs
+    assert logprobs is not None
+    assert logprobs.rows.tolist() == [1, 2]
+    assert logprobs.width == 5
+    assert logprobs.top_ids[:5].tolist() == logprobs.top_ids[5:].tolist()
+
+
+def pack_mask(allowed: list[int]) -> np.ndarray:  # type: ignore[type-arg]
+    words = np.zeros(-(-VOCAB // 32), np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words.view(np.int32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_late_mask_allows_its_tokens_only_and_binds_its_row_only(
+    runner: LocalRunner, temperature: float
+) -> None:
+    plain = generate(runner, 1)
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    for slot, name in enumerate(("free", "bound", "single")):
+        maker.add(name, PROMPT, slot, temperature=temperature if name != "free" else 0.0)
+    plan = maker.plan(chunks={"free": 6, "bound": 6, "single": 6})
+    runner.forward(plan)
+    mask = np.concatenate((pack_mask([31, 63, 95, 96]), pack_mask([64])))
+    runner.sample(plan.step_id, LateInputs(np.array([1, 2], np.int32), 1, mask))
+    maker.take(plan, runner.collect(plan.step_id))
+    assert maker.sequences["free"].output == plain
+    assert maker.sequences["bound"].output[0] in (31, 63, 95, 96)
+    assert maker.sequences["single"].output == [64]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_logits_are_not_finite_gives_minus_one_and_harms_no_other(
+    runner: LocalRunner, temperature: float
+) -> None:
+    plain = generate(runner, 2)
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    maker.add("bad", PROMPT, 0, temperature=temperature)
+    maker.add("good", PROMPT, 1)
+    for decodes, chunks in (((), {"bad": 6, "good": 6}), (("bad", "good"), {})):
+        plan = maker.plan(decodes, chunks)
+        runner.forward(plan)
+        logits = runner._launched[plan.step_id].logits
+        assert logits is not None
+        with torch.inference_mode():
+            logits[0] = float("nan")
+        runner.sample(plan.step_id, None)
+        result = runner.collect(plan.step_id)
+        assert result.token_ids[0] == -1
+        maker.take(plan, result)
+    assert maker.sequences["good"].output == plain
