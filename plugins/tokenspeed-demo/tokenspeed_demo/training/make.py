@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=32, help="rows of a batch")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
-    parser.add_argument("--layers", type=int, default=ModelConfig.num_hidden_layers)
+    parser.add_argument("--layers", type=int, default=ModelConfig().num_hidden_layers)
     parser.add_argument("--tokenizer-items", type=int, default=30_000, help="conversations the tokenizer sees")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")

@@ -49,11 +49,14 @@ class Loader:
         self._shape = shape
         self._device = device
         self._prompt_weight = prompt_weight
-        self._documents = torch.zeros(shape.rows, shape.length, dtype=torch.int32, device=device)
+        documents = torch.zeros(shape.rows, shape.length, dtype=torch.int32, device=device)
+        self._documents = documents
         self._block_mask = torch.compile(create_block_mask) if device.type == "cuda" else None
 
-    def _visible(self, s: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (self._documents[s, q] == self._documents[s, k])
+        def visible(s: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (documents[s, q] == documents[s, k])
+
+        self._visible = visible
 
     def _mask(self) -> BlockMask | Tensor:
         rows, length = self._shape.rows, self._shape.length
