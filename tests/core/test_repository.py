@@ -1,0 +1,139 @@
+"""The repository keeps its own promises: its map, its pages, its dependencies, and what the core may name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.tree
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = sorted(path.parent for path in [*ROOT.glob("tokenspeed_*/pyproject.toml"),
+                                                *ROOT.glob("plugins/*/pyproject.toml")])
+MODULE_OF = {  # the distributions that are imported by another name
+    "huggingface-hub": "huggingface_hub", "prometheus-client": "prometheus_client", "pyyaml": "yaml",
+    "pyzmq": "zmq",
+}
+FOREIGN = (  # families, kernel libraries, vendors' kernels and parsers: plugins may name them, the core not
+    "llama", "qwen", "mistral", "mixtral", "deepseek", "kimi", "gemma", "phi3", "glm", "minimax", "gpt_oss",
+    "flashinfer", "flash_attn", "deepgemm", "deep_gemm", "cutlass", "cublas", "trtllm", "fa3", "fa4", "xgrammar",
+    "outlines", "llguidance", "hermes", "pythonic",
+)
+
+
+def python_files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*.py")):
+        if not {"tests", "build", "dist"} & set(path.relative_to(folder).parts):
+            yield path
+
+
+def section(title: str) -> str:
+    text = (ROOT / "README.md").read_text()
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def folders(parent: Path) -> set[str]:
+    """Return the folders that hold anything of ours."""
+    made = {"__pycache__", "build", "dist", "wheelhouse"}
+    return {f"{path.name}/" for path in parent.iterdir()
+            if path.is_dir() and not path.name.startswith(".") and path.name not in made
+            and any(each.is_file() and each.suffix != ".pyc" for each in path.rglob("*"))}
+
+
+def test_the_readmes_map_is_the_tree() -> None:
+    outer, _, inner = section("Map").partition("Inside `tokenspeed_core/`:")
+    assert set(re.findall(r"^\| `([\w/]+)` \|", outer, re.MULTILINE)) == folders(ROOT)
+    assert set(re.findall(r"^\| `([\w/]+)` \|", inner, re.MULTILINE)) == folders(ROOT / "tokenspeed_core")
+
+
+@pytest.mark.parametrize("title", ["Run", "Test"])
+def test_each_of_the_readmes_commands_is_one_block_of_one_line(title: str) -> None:
+    (block,) = re.findall(r"^```bash\n(.*?)^```$", section(title), re.MULTILINE | re.DOTALL)
+    assert block.count("\n") == 1
+    subprocess.run(["bash", "-n", "-c", block], check=True)
+
+
+def test_the_ci_runs_the_readmes_test_line() -> None:
+    (line,) = re.findall(r"^```bash\n(.*)\n```$", section("Test"), re.MULTILINE)
+    script = (ROOT / ".ci" / "run").read_text().replace('cd "$(dirname "$0")/.."', f"cd {ROOT}")
+    printed = script.replace('exec bash -c "$line"', 'printf %s "$line"')
+    assert printed != script
+    assert subprocess.run(["sh", "-c", printed], capture_output=True, text=True, check=True).stdout == line
+
+
+def test_the_parameter_page_is_current() -> None:
+    from tokenspeed_core.config.describe import page
+
+    assert (ROOT / "docs" / "parameters.md").read_text() == page(), "run python docs/make_parameters.py"
+
+
+def test_the_core_names_no_family_no_kernel_library_and_no_parser() -> None:
+    pattern = re.compile(rf"(?<![a-z])({'|'.join(FOREIGN)})(?![a-z])", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in python_files(ROOT / "tokenspeed_core")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert found == []
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the top-level modules that a file imports, those for the type checker alone left out."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        inner for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for each in node.body for inner in ast.walk(each)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("folder", DISTRIBUTIONS, ids=lambda folder: folder.name)
+def test_a_distribution_declares_all_that_it_imports(folder: Path) -> None:
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {})
+    lines = [*project["dependencies"], *(line for extra in extras.values() for line in extra)]
+    names = [re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines]
+    declared = {MODULE_OF.get(name, name.replace("-", "_")) for name in [*names, project["name"]]}
+    if folder.name == "tokenspeed_core":
+        declared |= {"torch", "starlette", "annotated_types", "pydantic_core"}  # the runner's; fastapi's; pydantic's
+    used = {module for path in python_files(folder) for module in imports_of(path)}
+    assert used - set(sys.stdlib_module_names) - declared == set()
+
+
+def test_nobody_depends_on_a_name_that_belongs_to_another_project() -> None:
+    for folder in DISTRIBUTIONS:
+        text = (folder / "pyproject.toml").read_text()
+        assert not re.search(r'"tokenspeed(-kernel)?[\[<>=~!; ]*"', text), folder
+
+
+def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
+    for folder in DISTRIBUTIONS:
+        groups = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get("entry-points", {})
+        for points in groups.values():
+            for value in points.values():
+                module, attribute, _ = re.fullmatch(r"([\w.]+):(\w+) \[(api\d+)\]", value).groups()  # type: ignore[union-attr]
+                parts = module.split(".")
+                root = folder if folder.name == parts[0] else folder / parts[0]
+                path = root.joinpath(*parts[1:])
+                source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+                assert re.search(rf"^{attribute}\b", source.read_text(), re.MULTILINE), value
+
+
+def test_requirements_list_every_distribution() -> None:
+    listed = set(re.findall(r"^-e \./(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    assert listed == {str(folder.relative_to(ROOT)) for folder in DISTRIBUTIONS}
