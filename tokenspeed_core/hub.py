@@ -26,23 +26,32 @@ def download(
     from huggingface_hub import HfApi, hf_hub_download  # imported here: it takes 0.2 s
     from huggingface_hub.errors import HTTPError
 
-    folder: Path | None = None
+    names: list[str] | None = None
     try:
+        names = [file.rfilename for file in HfApi().model_info(repo, revision=revision).siblings or ()]
         # By branch or tag once, which is noted in the cache; then by commit, so that all files agree.
         config = hf_hub_download(repo, "config.json", revision=revision, cache_dir=download_dir)
         folder = Path(config).parent
-        names = [file.rfilename for file in HfApi().model_info(repo, revision=folder.name).siblings or ()]
         for name in wanted(names):
             hf_hub_download(repo, name, revision=folder.name, cache_dir=download_dir)
     except KeyboardInterrupt:
         logger.warning("download of %s stopped; the same command goes on after the files that are complete", repo)
         raise
     except (HTTPError, OSError, ValueError) as error:
-        if folder is not None and _is_network(error):
-            logger.warning("the hub does not answer (%s); using %s from the cache as it is", error, folder)
-            return folder
-        raise _explained(error, repo, revision, download_dir) from error
+        cached = _cached(repo, revision, download_dir) if names is None and _is_network(error) else None
+        if cached is None:
+            raise _explained(error, repo, revision, download_dir) from error
+        logger.warning("the hub cannot be reached; using the files of %s that are in the cache", repo)
+        return cached
     return folder
+
+
+def _cached(repo: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Return the folder of a repository in the cache, or None. Asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repo, "config.json", cache_dir=download_dir, revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _is_network(error: Exception) -> bool:
@@ -74,6 +83,9 @@ def _explained(error: Exception, repo: str, revision: str | None, download_dir: 
                                "HF_TOKEN)")
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointError(f"{repo} has no revision {revision!r}; --revision is a branch, tag or commit")
+    if _is_network(error) and _cached(repo, revision, download_dir) is not None:
+        return CheckpointError(f"the connection was lost while {at} was downloaded; the same command goes on after "
+                               "the files that are complete")
     if isinstance(error, errors.LocalEntryNotFoundError) or _is_network(error):
         return CheckpointError(f"{at} is not in the cache, and the hub cannot be reached; check the network (or "
                                "HF_HUB_OFFLINE and HF_ENDPOINT), or give the path of a local copy")

@@ -1,0 +1,142 @@
+"""From the words of a user to a checkpoint: paths, bundled names, families, load formats, and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenspeed_core.api import Checkpoint, FullAttention, LoadFormat, ModelInfo, ModelSpec
+from tokenspeed_core.checkpoint import choose_format, merged, resolve_checkpoint, wanted_files
+from tokenspeed_core.errors import CheckpointError, PluginError
+from tokenspeed_core.plugins import Catalog, Selection
+
+HERE = "plugin_under_test"
+NOTHING = Path("/nonexistent")
+
+
+def describe(config: Mapping[str, Any]) -> ModelInfo:
+    if "vocab_size" not in config:
+        raise ValueError("config.json: vocab_size is missing")
+    return ModelInfo("TinyForCausalLM", config["vocab_size"], 8, "float32", 1, 10, (FullAttention("full", 1, 1, 4),),
+                     (2,), None)
+
+
+TINY = ModelSpec("TinyForCausalLM", f"{HERE}:describe", f"{HERE}:Tiny")
+SAFE = LoadFormat("safetensors", f"{HERE}:read", ("*.safetensors", "*.safetensors.index.json"))
+PT = LoadFormat("pt", f"{HERE}:read", ("*.bin", "*.bin.index.json"))
+DUMMY = LoadFormat("dummy", f"{HERE}:read", ())
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(
+        {"architectures": ["TinyForCausalLM"], "vocab_size": 7, "rope_parameters": {"rope_theta": 5.0}}))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    return folder
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    """A catalog of one family, one bundled checkpoint and three load formats, all of them in this module."""
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    monkeypatch.setitem(globals(), "BUNDLED", Checkpoint("demo", str(checkpoint), "a tiny one"))
+    info = tmp_path / "site" / "tiny_plugin-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[tokenspeed.models]\nTinyForCausalLM = {HERE}:TINY [api1]\n"
+        f"[tokenspeed.checkpoints]\ndemo = {HERE}:BUNDLED [api1]\n"
+        f"[tokenspeed.load_formats]\nsafetensors = {HERE}:SAFE [api1]\npt = {HERE}:PT [api1]\n"
+        f"dummy = {HERE}:DUMMY [api1]\n")
+    return Catalog.discover(Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")]))
+
+
+def refusal(model: str, catalog: Catalog, **options: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        resolve_checkpoint(model, catalog, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_path_a_bundled_name_and_no_name_find_the_same_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
+    for model in (str(checkpoint), "demo", None):
+        found = resolve_checkpoint(model, catalog)
+        assert (found.path, found.info.vocab_size, found.spec) == (checkpoint, 7, TINY)
+        assert found.generation == {"temperature": 0.6}
+
+
+def test_overrides_are_merged_key_by_key_before_the_family_reads_them(catalog: Catalog) -> None:
+    found = resolve_checkpoint("demo", catalog, hf_overrides={"vocab_size": 9, "rope_parameters": {"factor": 2.0}})
+    assert found.info.vocab_size == 9
+    assert found.config["rope_parameters"] == {"rope_theta": 5.0, "factor": 2.0}
+    assert merged({"a": {"b": 1}}, {"a": None}) == {"a": None}
+
+
+def test_a_path_that_is_not_there_is_named_with_the_nearest_bundled_name(catalog: Catalog) -> None:
+    assert refusal("./demo", catalog) == "there is no directory ./demo; did you mean demo?"
+    assert refusal("/no/such/folder", catalog) == "there is no directory /no/such/folder"
+
+
+def test_a_file_is_not_a_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
+    assert "give the directory" in refusal(str(checkpoint / "config.json"), catalog)
+
+
+def test_a_directory_without_a_readable_configuration_is_no_checkpoint(
+    catalog: Catalog, checkpoint: Path
+) -> None:
+    (checkpoint / "config.json").write_text("{oops")
+    assert "config.json cannot be read" in refusal("demo", catalog)
+    (checkpoint / "config.json").write_text("[]")
+    assert "holds no JSON object" in refusal("demo", catalog)
+    (checkpoint / "config.json").unlink()
+    assert refusal("demo", catalog) == f"{checkpoint} has no config.json: it is no checkpoint"
+
+
+def test_an_architecture_that_no_family_serves_is_named_with_those_installed(
+    catalog: Catalog, checkpoint: Path
+) -> None:
+    message = refusal("demo", catalog, hf_overrides={"architectures": ["TinyForCausalML"]})
+    assert "did you mean TinyForCausalLM?" in message
+    assert "installed: TinyForCausalLM" in message
+    assert "names no architectures" in refusal("demo", catalog, hf_overrides={"architectures": None})
+
+
+def test_what_a_family_refuses_says_where_it_stood(catalog: Catalog, checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+    assert refusal("demo", catalog) == f"{checkpoint}: config.json: vocab_size is missing"
+
+
+def test_without_a_demo_a_start_without_a_model_says_what_to_type(tmp_path: Path) -> None:
+    empty = Catalog.discover(Selection.read({}), distributions=[])
+    assert "name a directory or a hub id" in refusal("demo", empty)
+
+
+def test_auto_prefers_safetensors_and_a_name_is_taken_as_it_is(catalog: Catalog) -> None:
+    both = ["model.bin", "model.safetensors"]
+    assert choose_format(both, "auto", catalog) is SAFE
+    assert choose_format(both[:1], "auto", catalog) is PT
+    assert choose_format([], "dummy", catalog) is DUMMY
+    with pytest.raises(CheckpointError, match="one of: dummy, pt, safetensors"):
+        choose_format(["config.json"], "auto", catalog)
+    with pytest.raises(PluginError, match="did you mean safetensors"):
+        choose_format(both, "safetensor", catalog)
+
+
+def test_only_one_copy_of_the_weights_is_wanted(catalog: Catalog) -> None:
+    side = ["config.json", "tokenizer.json", "chat_template.jinja"]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = "model.safetensors.index.json"
+    others = ["consolidated.safetensors", "model.bin", "model.bin.index.json", "original/params.json", "README.md"]
+    names = [*side, *shards, index, *others]
+    assert wanted_files(names, "auto", catalog) == [*side, index, *shards]
+    assert wanted_files(names, "dummy", catalog) == side
+    assert wanted_files([*side, "model.safetensors", "model.bin"], "auto", catalog) == [*side, "model.safetensors"]
