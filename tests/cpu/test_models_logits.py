@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenspeed_models_mistral import MISTRAL
 
 from tokenspeed_core.api import ModelSpec
 from tokenspeed_models.families import LLAMA, QWEN2, QWEN3, QWEN3_MOE
@@ -48,6 +49,9 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
     ("qwen3-moe", QWEN3_MOE, "Qwen3Moe", {**MOE, "norm_topk_prob": True}),
     ("qwen3-moe-partly-dense", QWEN3_MOE, "Qwen3Moe",
      {**MOE, "num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2}),
+    ("qwen3-moe-window", QWEN3_MOE, "Qwen3Moe", {**MOE, "use_sliding_window": True, "sliding_window": 6}),
+    ("mistral-window", MISTRAL, "Mistral", {"sliding_window": 5}),
+    ("mistral-open", MISTRAL, "Mistral", {"sliding_window": None, "head_dim": 20, "tie_word_embeddings": True}),
 ]
 
 
