@@ -10,13 +10,13 @@ import torch
 
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.attention import AttentionLimits
+from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import SelectionError, Selector
-from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, load_target
+from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Model
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 from tokenspeed_core.runner.build import AttentionPlan, ModelBuild, solve_block_size
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.memory import PoolLimits
@@ -88,17 +88,6 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
         sample=build.op("sample", **sampling, dtype="float32"),
         greedy=build.op("greedy", **sampling, dtype=config.dtype),
     )
-
-
-def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
-    """Load the descriptors of all kernel entries; an entry is one KernelSpec or several."""
-    found: list[InstalledKernel] = []
-    for kind in catalog.kinds():
-        for entry in catalog.entries(kind) if kind.startswith(KERNELS_PREFIX) else ():
-            loaded = catalog.load(entry)
-            specs = (loaded,) if isinstance(loaded, KernelSpec) else loaded or ()
-            found += [InstalledKernel(spec, entry.distribution) for spec in specs]
-    return tuple(found)
 
 
 def _contracts(catalog: Catalog) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.runner.assemble import Assembly
 from tokenspeed_core.runner.attention import bind_arena
+from tokenspeed_core.runner.graphs import DecodeGraphs
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, InputMaker
 from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
 from tokenspeed_core.runner.rows import DeviceRows, RowLayout, SlotTraits, check_supported, most_blocks
@@ -27,6 +28,7 @@ class _Launched:
     plan: StepPlan
     logits: torch.Tensor | None
     rows: Rows | None
+    ids: torch.Tensor | None = None
     fetch: Fetch | None = None
     logprobs: RawLogprobs | None = None
 
@@ -68,6 +70,7 @@ class LocalRunner:
             else DeviceInputMaker(self._rows, self.block_size, split, self._link)
         )
         self._sampler = self._new_sampler()
+        self._graphs: DecodeGraphs | None = None
         self.resize(num_pages)
 
     @property
@@ -85,11 +88,28 @@ class LocalRunner:
         self.num_pages = num_pages
         self.forget()
 
+    def capture(self, sizes: Sequence[int], progress: Callable[[int, int], None]) -> None:
+        """Capture decode steps of these numbers of rows as CUDA graphs. Nothing may be in flight."""
+        with torch.inference_mode():
+            self._use_stream()
+            self._graphs = DecodeGraphs(
+                self._rows, self._groups, self._model, self._assembly.greedy, self._link, sizes=sizes,
+                block_size=self.block_size, max_model_len=self._config.max_model_len,
+            )
+            self._graphs.capture(progress)
+
     def forget(self) -> None:
         """Make all slots as new. Nothing may be in flight."""
-        self._rows.reset(padding_page=self.num_pages)
+        if self._stream is not None:
+            self._stream.synchronize()
+        if self._graphs is not None:
+            self._graphs.invalidate()
+        with torch.inference_mode():
+            self._rows.reset(padding_page=self.num_pages)
         self._traits.reset()
         self._sampler = self._new_sampler()
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)  # the reset may have run on another thread's stream
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step. Raises StepFailed."""
@@ -142,7 +162,8 @@ class LocalRunner:
             "block_size": self.block_size,
             "num_pages": self.num_pages,
             "page_bytes": self.page_bytes,
-            "backends": dict(self.kernel_plan.backends()),
+            "graph_sizes": [] if self._graphs is None else list(self._graphs.sizes),
+            "backends": {family: list(names) for family, names in self.kernel_plan.backends().items()},
         }
 
     def close(self) -> None:
@@ -150,6 +171,7 @@ class LocalRunner:
         if self._stream is not None:
             self._stream.synchronize()
         self._launched.clear()
+        self._graphs = None
         self._arena = torch.zeros(0, dtype=torch.uint8)
         for layer in self._assembly.build.layers:
             layer.k_cache = layer.v_cache = self._arena
@@ -173,6 +195,10 @@ class LocalRunner:
         self._copy_blocks(plan)
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
+        if self._graphs is not None:
+            if self._graphs.fits(plan):
+                return _Launched(plan, *self._graphs.run(plan))
+            self._graphs.invalidate()
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
@@ -190,6 +216,9 @@ class LocalRunner:
                 self._arena.index_copy_(0, dst, self._arena[src])
 
     def _sample(self, step: _Launched, rows: Rows, late: LateInputs | None) -> None:
+        if step.ids is not None and late is None and self._sampler.is_plain(rows.slots):
+            step.fetch = self._link.fetch((step.ids,))
+            return
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None

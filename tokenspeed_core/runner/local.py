@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
+import torch
 
+from tokenspeed_core.errors import CapacityError
+from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.adjust import counts_bytes
 from tokenspeed_core.runner.assemble import Assembly, assemble
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.execute import LocalRunner
-from tokenspeed_core.runner.memory import pages_of_host
+from tokenspeed_core.runner.graphs import capture_sizes
+from tokenspeed_core.runner.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
 from tokenspeed_core.runner.platform import resolve_device
+from tokenspeed_core.runner.trial import Trial, TrialLimits, kinds, largest
 from tokenspeed_core.runner.weights import load_weights
 
-__all__ = ["LocalRunner", "RunnerConfig", "build"]
+__all__ = ["LocalRunner", "RunnerConfig", "build", "plan_only"]
 
 Progress = Callable[[str, int, int], None]
+_SLACK = 256 << 20  # what libraries allocate late, and what the allocator cannot use
 
 
 def build(config: RunnerConfig, catalog: Catalog, progress: Progress) -> LocalRunner:
@@ -25,9 +33,111 @@ def build(config: RunnerConfig, catalog: Catalog, progress: Progress) -> LocalRu
     Raises CheckpointError, SelectionError, ConfigError and CapacityError, each saying what to do.
     """
     device = resolve_device(config.device)
-    assembly = assemble(config, catalog, device)
-    load_weights(assembly.model, config.checkpoint_path, config.load_format, catalog, progress)
-    return LocalRunner(assembly, _wanted_pages(assembly) or _host_pages(assembly))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    assembly = _assemble_and_load(config, catalog, device, progress)
+    if device.type == "cpu":
+        return LocalRunner(assembly, _wanted_pages(assembly) or _host_pages(assembly))
+    return _start_on_device(assembly, device, progress)
+
+
+def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mapping[str, Any]]:
+    """Decide everything that needs no weights: the kernels, and memory in bytes as far as it can be known.
+
+    Raises as `build` does, without loading or allocating anything on the device.
+    """
+    device = resolve_device(config.device)
+    assembly = assemble(config, catalog, device, only_plan=True)
+    weights = config.model_info.num_parameters * assembly.build.dtype.itemsize
+    is_cpu = device.type == "cpu"
+    total = int(psutil.virtual_memory().total) if is_cpu else torch.cuda.get_device_properties(device).total_memory
+    pages = _wanted_pages(assembly) or (_host_pages(assembly) if is_cpu else None)
+    return assembly.kernel_plan, {
+        "device_bytes": total,
+        "weight_bytes": weights,
+        "block_size": assembly.block_size,
+        "page_bytes": assembly.pool.page_bytes,
+        "num_pages": pages,
+        "left_bytes": None if is_cpu else int(total * config.gpu_memory_utilization) - weights,
+    }
+
+
+def _assemble_and_load(
+    config: RunnerConfig, catalog: Catalog, device: torch.device, progress: Progress
+) -> Assembly:
+    try:
+        assembly = assemble(config, catalog, device)
+        load_weights(assembly.model, config.checkpoint_path, config.load_format, catalog, progress)
+    except torch.OutOfMemoryError as error:
+        needed = config.model_info.num_parameters * _BYTES[config.dtype]
+        free = torch.cuda.mem_get_info(device)[0]
+        raise CapacityError(
+            f"the weights take {needed / GIB:.2f} GiB as {config.dtype}, and {device} has {free / GIB:.2f} GiB "
+            "free; free the device, or take a smaller model or --dtype bfloat16"
+        ) from error
+    return assembly
+
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:
+    """Try the largest step, size the arena by what it leaves, compile all kernels, capture graphs."""
+    config = assembly.config
+    sizes = () if config.enforce_eager else capture_sizes(
+        config.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
+    )
+    limits = TrialLimits(
+        config.max_num_seqs, config.max_num_tokens, config.max_model_len, len(config.model_info.cache_groups),
+        config.model_info.vocab_size,
+    )
+    runner = LocalRunner(assembly, num_pages=1)
+    budget = _measure(runner, assembly, device, largest(limits), sizes[-1] if sizes else 0)
+    try:
+        runner.resize(_wanted_pages(assembly) or pages_of_device(assembly.pool, budget))
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"a KV cache of the size asked for does not fit: {budget.left / GIB:.2f} GiB are left for it; lower "
+            "--max-total-tokens or --kv-cache-memory, or leave them out"
+        ) from error
+    trials = tuple(kinds(limits))
+    for done, trial in enumerate(trials):
+        progress("warm-up", done, len(trials))
+        _run(runner, trial)
+    progress("warm-up", len(trials), len(trials))
+    runner.forget()
+    if sizes:
+        runner.capture(sizes, lambda done, total: progress("graphs", done, total))
+    runner.forget()
+    return runner
+
+
+def _measure(
+    runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, most_rows: int
+) -> DeviceBudget:
+    """Run the largest step and see what it took."""
+    config = assembly.config
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    weights = torch.cuda.memory_allocated(device)
+    _run(runner, trial)
+    peak = torch.cuda.max_memory_reserved(device) - weights
+    runner.forget()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    vocab_size = config.model_info.vocab_size
+    graphs = 3 * most_rows * vocab_size * assembly.build.dtype.itemsize + (_SLACK if most_rows else 0)
+    return DeviceBudget(
+        total=total, utilization=config.gpu_memory_utilization,
+        others=total - free - torch.cuda.memory_reserved(device), weights=weights, peak=peak,
+        reserve=counts_bytes(config.max_num_seqs + 1, vocab_size) + graphs + _SLACK,
+    )
+
+
+def _run(runner: LocalRunner, trial: Trial) -> None:
+    runner.forward(trial.plan)
+    runner.sample(trial.plan.step_id, trial.late)
+    runner.collect(trial.plan.step_id)
 
 
 def _wanted_pages(assembly: Assembly) -> int | None:

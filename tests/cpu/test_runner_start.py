@@ -1,0 +1,89 @@
+"""Starting a runner: its block size, its trial steps, its plan without weights, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError
+from tokenspeed_core.kernels.select import Preference, SelectionError
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.graphs import capture_sizes
+from tokenspeed_core.runner.local import LocalRunner, build, plan_only
+from tokenspeed_core.runner.trial import TrialLimits, kinds, largest
+
+Make = Callable[..., RunnerConfig]
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    pass
+
+
+def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) -> None:
+    limits = TrialLimits(max_num_seqs=8, max_num_tokens=256, max_model_len=256, num_groups=1, vocab_size=97)
+    before = runner._rows.state.clone()
+    for trial in (largest(limits), *kinds(limits)):
+        runner.forward(trial.plan)
+        runner.sample(trial.plan.step_id, trial.late)
+        runner.collect(trial.plan.step_id)
+    runner.forget()
+    assert runner._rows.state.equal(before)
+
+
+def test_the_largest_trial_has_all_tokens_and_all_rows() -> None:
+    plan = largest(TrialLimits(8, 2000, 300, 1, 97)).plan
+    assert plan.num_tokens == 2000
+    assert plan.num_rows == 8
+    assert plan.num_query_tokens.max() == 300
+    assert largest(TrialLimits(64, 16, 300, 1, 97)).plan.num_rows == 16
+
+
+def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(catalog: Catalog, tiny_config: Make) -> None:
+    runner = build(tiny_config(block_size=None), catalog, quiet)
+    assert runner.block_size == 16
+    assert runner.num_pages == 4096 // 16
+    assert runner.page_bytes == 2 * 2 * 16 * 2 * 16 * 4
+
+
+def test_a_plan_without_weights_decides_the_same_kernels(
+    catalog: Catalog, tiny_config: Make, runner: LocalRunner
+) -> None:
+    plan, memory = plan_only(tiny_config(), catalog)
+    assert plan == runner.kernel_plan
+    assert memory["page_bytes"] == runner.page_bytes
+    assert memory["num_pages"] == runner.num_pages
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(catalog: Catalog, tiny_config: Make) -> None:
+    config = tiny_config(preferences=(Preference("attention", ("nonesuch",)),))
+    with pytest.raises(SelectionError, match=r"nonesuch(.|\n)*torch"):
+        build(config, catalog, quiet)
+
+
+def test_a_checkpoint_without_weights_names_the_formats(catalog: Catalog, tiny_config: Make, tmp_path: Path) -> None:
+    config = tiny_config(load_format="auto", checkpoint_path=str(tmp_path))
+    with pytest.raises(CheckpointError, match="safetensors"):
+        build(config, catalog, quiet)
+
+
+def test_an_unknown_device_is_refused(catalog: Catalog, tiny_config: Make) -> None:
+    with pytest.raises(ConfigError, match="auto, cpu, cuda"):
+        build(tiny_config(device="abacus"), catalog, quiet)
+
+
+def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny_config: Make) -> None:
+    with pytest.raises(CapacityError, match="--kv-cache-memory"):
+        build(replace(tiny_config(), max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
+
+
+def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:
+    assert capture_sizes(20, None, None) == (1, 2, 4, 8, 16, 20)
+    assert capture_sizes(1000, None, None)[-2:] == (248, 256)
+    assert capture_sizes(1000, 16, None) == (1, 2, 4, 8, 16)
+    assert capture_sizes(3, None, None) == (1, 2, 3)
+    assert capture_sizes(1, None, None) == (1,)
+    assert capture_sizes(64, None, (32, 8, 128)) == (8, 32)

@@ -1,0 +1,214 @@
+"""Decode steps as CUDA graphs: inputs from the slots' state, forward, greedy tokens and the next state.
+
+One pair of graphs per bucket of rows. Between the two, attention backends prepare (their contract says:
+outside graphs, with the step's lengths on the device). Rows up to the bucket are padding.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenspeed_core.kernels.attention import AttentionStep
+from tokenspeed_core.models import Model
+from tokenspeed_core.runner.attention import AttentionGroup
+from tokenspeed_core.runner.inputs import GroupInputs, slot_mapping
+from tokenspeed_core.runner.link import Link, PinnedRing
+from tokenspeed_core.runner.rows import DeviceRows
+from tokenspeed_core.runner.sampler import Rows, note
+from tokenspeed_core.step import I32, I64, StepPlan
+
+_STEP = 8
+_MOST = 256
+
+
+def capture_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the buckets, ascending: `wanted` ones that a step can reach, else 1, 2, 4, 8, 16, 24, …, `most`."""
+    if wanted is not None:
+        return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
+    largest = min(max_num_seqs, most or _MOST)
+    return (*(size for size in (1, 2, 4, *range(_STEP, largest, _STEP)) if size < largest), largest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bucket:
+    """The graphs of one number of rows, and its parts of the shared buffers.
+
+    `slots` int64 [n], `words` int64 and `values` int32 [n * groups] are parts of `staged`, which one copy fills.
+    """
+
+    num_rows: int
+    staged: torch.Tensor
+    slots: torch.Tensor
+    words: torch.Tensor
+    values: torch.Tensor
+    inputs: tuple[GroupInputs, ...]
+    begin: torch.cuda.CUDAGraph
+    forward: torch.cuda.CUDAGraph
+
+
+class DecodeGraphs:
+    """Captured decode steps. Runs on the stream that is current, which must not be the default one."""
+
+    def __init__(
+        self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model,
+        greedy: Callable[[torch.Tensor], torch.Tensor], link: Link, *, sizes: Sequence[int], block_size: int,
+        max_model_len: int,
+    ) -> None:
+        """Allocate the buffers that all buckets share, for the largest of `sizes`."""
+        device, largest = rows.state.device, sizes[-1]
+        self._rows, self._groups, self._model, self._greedy, self._link = rows, groups, model, greedy, link
+        self._sizes, self._block_size, self._max_model_len = tuple(sizes), block_size, max_model_len
+        num_words = largest * len(groups)
+        self._staged = torch.zeros(largest + num_words + -(-num_words // 2), dtype=torch.int64, device=device)
+        self._ring = PinnedRing(self._staged.nbytes)
+        self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._tables = [torch.zeros_like(table[:1]).repeat(largest, 1) for table in rows.tables]
+        self._mappings = [torch.zeros(largest, dtype=torch.int64, device=device) for _ in groups]
+        self._token_ids, self._positions, self._new_positions = torch.zeros(
+            3, largest, dtype=torch.int64, device=device
+        )
+        self._ids = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._logits: torch.Tensor | None = None
+        self._buckets: dict[int, _Bucket] = {}
+        self._uploaded: tuple[int, bytes] | None = None
+        self._plan_rows = np.arange(largest, dtype=np.int32)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The buckets, ascending."""
+        return self._sizes
+
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Capture all buckets, the largest first, since it sizes the memory that they share."""
+        pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        for done, size in enumerate(reversed(self._sizes)):
+            progress(done, len(self._sizes))
+            self._buckets[size] = self._capture(size, pool)
+        progress(len(self._sizes), len(self._sizes))
+
+    def fits(self, plan: StepPlan) -> bool:
+        """Say whether a step is all decodes that sample, and few enough."""
+        return plan.num_decodes == plan.num_rows <= self._sizes[-1] and bool(plan.wants_logits.all())
+
+    def invalidate(self) -> None:
+        """Note that the slots' state changed by another way, so that nothing uploaded may be assumed."""
+        self._uploaded = None
+
+    def run(self, plan: StepPlan) -> tuple[torch.Tensor, Rows, torch.Tensor]:
+        """Launch a step that fits; return logits [S, V], its rows, and their greedy tokens int32 [S].
+
+        All are views of buffers that the next run overwrites (behind this one on the stream).
+        """
+        num_rows = plan.num_rows
+        bucket = self._buckets[self._sizes[bisect_left(self._sizes, num_rows)]]
+        self._upload(bucket, plan)
+        bucket.begin.replay()
+        self._prepare(bucket)
+        bucket.forward.replay()
+        assert self._logits is not None, "a bucket was captured"
+        rows = Rows(
+            self._plan_rows[:num_rows], plan.slots, bucket.slots[:num_rows], self._new_positions[:num_rows]
+        )
+        return self._logits[:num_rows], rows, self._ids[:num_rows]
+
+    def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
+        """Bring slots and changed words to the device; nothing if the device has them already."""
+        words, values = self._rows.layout.writes(plan)
+        if len(words) > len(bucket.words):
+            device_words, device_values = self._link.send((words, values))
+            self._rows.state.index_copy_(0, device_words, device_values)
+            words, values = words[:0], values[:0]
+        uploaded = (bucket.num_rows, plan.slots.tobytes())
+        if not len(words) and uploaded == self._uploaded:
+            return
+        pinned, host, event = self._ring.take(bucket.staged.nbytes)
+        self._fill(bucket, host[: bucket.staged.nbytes].view(np.int64), plan.slots, words, values)
+        bucket.staged.copy_(pinned[: bucket.staged.nbytes].view(torch.int64), non_blocking=True)
+        event.record()
+        self._uploaded = uploaded
+
+    def _fill(self, bucket: _Bucket, host: I64, slots: I32, words: I64, values: I32) -> None:
+        """Write slots, then words, then values; what is left over names the padding slot and changes nothing."""
+        n, most, padding = bucket.num_rows, len(bucket.words), self._rows.layout.padding_slot
+        host[: len(slots)] = slots
+        host[len(slots) : n] = padding
+        host[n : n + len(words)] = words
+        host[n + len(words) : n + most] = self._rows.layout.column("seq_len") + padding
+        packed = host[n + most :].view(np.int32)
+        packed[: len(values)] = values
+        packed[len(values) :] = 0
+
+    def _prepare(self, bucket: _Bucket) -> None:
+        for group, inputs in zip(self._groups, bucket.inputs, strict=True):
+            for bound in group.kernels.values():
+                bound.decode.prepare(inputs.step)
+
+    def _capture(self, size: int, pool: Any) -> _Bucket:
+        bucket = self._bucket(size)
+        host = np.zeros(bucket.staged.numel(), np.int64)
+        none = np.zeros(0, np.int32)
+        self._fill(bucket, host, none, none.astype(np.int64), none)
+        bucket.staged.copy_(torch.from_numpy(host))
+        self._begin(bucket)
+        self._forward(bucket)  # compiles, and lets libraries allocate, what a capture must not
+        torch.cuda.synchronize()
+        for graph, body in ((bucket.begin, self._begin), (bucket.forward, self._forward)):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            body(bucket)
+            graph.capture_end()
+        return bucket
+
+    def _bucket(self, size: int) -> _Bucket:
+        most = size * len(self._groups)
+        staged = self._staged[: size + most + -(-most // 2)]
+        inputs = tuple(
+            GroupInputs(
+                mapping[:size],
+                AttentionStep(
+                    num_rows=size, num_tokens=size, max_num_query=1, max_seq_len=self._max_model_len,
+                    query_start=self._query_start[: size + 1], seq_lens=self._seq_lens[:size],
+                    block_table=table[:size], host_query_start=None, host_seq_lens=None,
+                ),
+                size, None, None,
+            )
+            for table, mapping in zip(self._tables, self._mappings, strict=True)
+        )
+        return _Bucket(
+            size, staged, staged[:size], staged[size : size + most],
+            staged[size + most :].view(torch.int32)[:most], inputs,
+            torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(),
+        )
+
+    def _begin(self, bucket: _Bucket) -> None:
+        """Write the changed words, read the slots, and move their lengths on; padding stays at length 0."""
+        rows, n, slots = self._rows, bucket.num_rows, bucket.slots
+        rows.state.index_copy_(0, bucket.words, bucket.values)
+        before = rows.seq_len[slots]
+        seq_lens = torch.mul(before + 1, slots != rows.layout.padding_slot, out=self._seq_lens[:n])
+        rows.seq_len.index_copy_(0, slots, seq_lens)
+        positions = self._positions[:n].copy_(before)
+        self._new_positions[:n].copy_(seq_lens)
+        self._token_ids[:n].copy_(rows.last_token[slots])
+        for table, gathered, mapping in zip(rows.tables, self._tables, self._mappings, strict=True):
+            torch.index_select(table, 0, slots, out=gathered[:n])
+            mapping[:n].copy_(slot_mapping(table, slots, positions, self._block_size))
+
+    def _forward(self, bucket: _Bucket) -> None:
+        n = bucket.num_rows
+        for group, inputs in zip(self._groups, bucket.inputs, strict=True):
+            group.begin(inputs)
+        logits = self._model.logits(self._model.forward(self._token_ids[:n], self._positions[:n]))
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits[:n].copy_(logits)
+        self._ids[:n].copy_(note(self._rows, bucket.slots, logits, self._greedy(logits)))
+
