@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import Capability, KernelSpec
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 _ANY_FLOAT = ("float32", "bfloat16", "float16")
 _BASICS = frozenset({"graph_safe"})
+_ROWWISE = frozenset({"graph_safe", "batch_invariant"})
 
 
 def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec:
@@ -17,6 +18,21 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
         ),
         load=f"tokenspeed_kernels.reference.{load}",
         reference=True,
+    )
+
+
+def _triton(
+    op: str, load: str, features: frozenset[str] = _ROWWISE, limits: tuple[AxisLimit, ...] = ()
+) -> KernelSpec:
+    return KernelSpec(
+        op=op,
+        backend="triton",
+        capability=Capability(
+            platforms=("cuda",), min_compute_capability=(8, 0), dtypes=_ANY_FLOAT, kv_dtypes=_ANY_FLOAT,
+            features=features, limits=limits,
+        ),
+        load=f"tokenspeed_kernels.triton.{load}",
+        requires=("triton",),
     )
 
 
@@ -39,4 +55,32 @@ TORCH_ATTENTION = (_torch("attention", "attention:attention", frozenset({"window
 TORCH_SAMPLING = (
     _torch("greedy", "sampling:greedy"),
     _torch("sample", "sampling:sample"),
+)
+
+_ONE_BLOCK = (AxisLimit("size", 1, 16384),)
+_EXPERTS = (AxisLimit("num_experts", 1, 1024),)
+
+TRITON_NORM = (
+    _triton("rms_norm", "norm:rms_norm", limits=_ONE_BLOCK),
+    _triton("add_rms_norm", "norm:add_rms_norm", limits=_ONE_BLOCK),
+)
+TRITON_ROPE = (
+    _triton("rope", "rope:rope"),
+    _triton("qk_norm_rope", "rope:qk_norm_rope"),
+)
+TRITON_ACTIVATION = (_triton("silu_mul", "activation:silu_mul"),)
+TRITON_MOE = (
+    _triton("moe_route", "moe:moe_route", limits=_EXPERTS),
+    _triton("moe_experts", "moe:moe_experts", _BASICS, _EXPERTS),
+)
+TRITON_CACHE = (_triton("write_kv", "cache:write_kv"),)
+TRITON_ATTENTION = (
+    _triton(
+        "attention", "attention:attention", frozenset({"graph_safe", "window"}),
+        (AxisLimit("head_size", 1, 256),),
+    ),
+)
+TRITON_SAMPLING = (
+    _triton("greedy", "sampling:greedy"),
+    _triton("sample", "sampling:sample"),
 )

@@ -1,0 +1,147 @@
+"""The Triton attention backend: decode rows with their keys split over programs, prompts in causal tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels.triton.attention_kernels import attend, merge
+
+MIN_KEYS_OF_SPLIT = 128
+MAX_SPLITS = 64
+MAX_DECODE_ROWS = 64  # of a tile of the decode launch: more query tokens a row are a prompt
+LOG2_E = 1.4426950408889634
+PROGRAMS_OF_MULTIPROCESSOR = 4
+FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows of a tile (query tokens times query heads of a key head), keys of a step, warps, loads in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One launch over rows [first_row, first_row + num_rows)."""
+
+    first_row: int
+    num_rows: int
+    num_tiles: int
+    max_num_query: int
+    num_splits: int
+    one_tile: bool
+    tiling: Tiling
+
+
+class TritonAttention:
+    """Paged attention for any mix of rows. `prepare` does host arithmetic only, so graphs may replay it.
+
+    Where the host knows the rows, the leading ones of one token go through the decode launch.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device,
+        decode_tiling: Tiling | None = None, prefill_tiling: Tiling | None = None,
+    ) -> None:
+        if problem.num_heads % problem.num_kv_heads:
+            raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+        self._problem = problem
+        self._num_groups = problem.num_heads // problem.num_kv_heads
+        self._block_d = max(16, triton.next_power_of_2(problem.head_size))
+        wide = problem.dtype == "float32" or self._block_d > 128
+        self._decode = decode_tiling or Tiling(16, 32 if wide else 64, 4, 2 if wide else 3)
+        self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 64, 8, 3))
+        self._wanted_programs = PROGRAMS_OF_MULTIPROCESSOR * _num_multiprocessors(device)
+        self._max_splits = min(MAX_SPLITS, -(-limits.max_model_len // MIN_KEYS_OF_SPLIT))
+        self._max_decode_rows = MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
+        num_slots = 2 * self._wanted_programs * self._max_decode_rows
+        self._partial = torch.empty((num_slots, self._block_d), dtype=torch.float32, device=device)
+        self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
+        self._launches: tuple[_Launch, ...] = ()
+        self._step: AttentionStep | None = None
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Decide the launches of a step from host-side numbers."""
+        self._step = step
+        num_decodes = 0
+        if self._decode_rows(step.max_num_query) <= self._max_decode_rows:
+            num_decodes = step.num_rows
+        elif step.host_query_start is not None:
+            starts = step.host_query_start
+            num_decodes = next((i for i in range(step.num_rows) if starts[i + 1] != i + 1), step.num_rows)
+        launches = []
+        if num_decodes:
+            max_num_query = step.max_num_query if num_decodes == step.num_rows else 1
+            launches.append(self._decode_launch(num_decodes, max_num_query))
+        if num_decodes < step.num_rows:
+            launches.append(self._prefill_launch(num_decodes, step))
+        self._launches = tuple(launches)
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
+        for launch in self._launches:
+            self._attend(launch, q, k_cache, v_cache, out)
+
+    def _decode_launch(self, num_rows: int, max_num_query: int) -> _Launch:
+        block_m = self._decode_rows(max_num_query)
+        tiling = Tiling(block_m, self._decode.block_n, self._decode.num_warps, self._decode.num_stages)
+        programs = num_rows * self._problem.num_kv_heads
+        splits = min(-(-self._wanted_programs // programs), self._max_splits)
+        return _Launch(0, num_rows, num_rows, max_num_query, splits, True, tiling)
+
+    def _prefill_launch(self, first_row: int, step: AttentionStep) -> _Launch:
+        num_rows = step.num_rows - first_row
+        tokens = self._prefill.block_m // self._num_groups
+        num_tiles = (step.num_tokens - first_row) // tokens + num_rows
+        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, False, self._prefill)
+
+    def _decode_rows(self, num_query: int) -> int:
+        """Return the rows of a tile that holds all queries of a row."""
+        return max(self._decode.block_m, triton.next_power_of_2(num_query * self._num_groups))
+
+    def _attend(self, launch: _Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        problem, step, tiling = self._problem, self._step, launch.tiling
+        assert step is not None, "forward before prepare"
+        attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
+            q, k_cache, v_cache, out, self._partial, self._lse,
+            step.query_start, step.seq_lens, step.block_table,
+            launch.first_row, launch.num_rows, launch.num_splits, problem.window or 0,
+            problem.scale * LOG2_E,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
+            *k_cache.stride()[:3], *v_cache.stride()[:3], step.block_table.stride(0),
+            G=self._num_groups, D=problem.head_size, BLOCK_D=self._block_d, BLOCK_SIZE=problem.block_size,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.num_splits > 1,
+            ONE_TILE=launch.one_tile, HAS_WINDOW=problem.window is not None,
+            PRECISION="ieee" if problem.dtype == "float32" else "tf32",
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        )
+        if launch.num_splits > 1:
+            columns = min(32, self._block_d)
+            grid = (launch.num_rows, problem.num_heads * launch.max_num_query, self._block_d // columns)
+            merge[grid](
+                self._partial, self._lse, out, step.query_start, launch.first_row,
+                launch.num_splits, out.stride(0), out.stride(1),
+                G=self._num_groups, K=problem.num_kv_heads, D=problem.head_size, BLOCK_D=self._block_d,
+                BLOCK_M=tiling.block_m, COLUMNS=columns, BLOCK_SPLITS=MAX_SPLITS,
+                num_warps=2,
+            )
+
+
+def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> TritonAttention:
+    """Build the Triton backend (an AttentionFactory)."""
+    return TritonAttention(problem, limits, device)
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return FALLBACK_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,184 @@
+"""Triton code of paged attention: tiles of query tokens against blocks of keys, split and merged if needed.
+
+The query heads that share a key head stand together in the rows of a tile, so each key is read once for all
+of them. Softmax is online (Milakov and Gimelshein, 2018); splits of the keys are merged by their
+log-sum-exps, as in FlashDecoding (Dao et al., 2023). Scores are in base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attend_keys(
+    acc, highest, total, q, position, start, stop, k_base, v_base, table,
+    k_stride_b, k_stride_s, v_stride_b, v_stride_s, window, log2_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Attend to keys [start, stop), masking by position only if MASKED; position [BLOCK_M]."""
+    column = tl.arange(0, BLOCK_D)
+    for first in tl.range(start, stop, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        if MASKED:
+            inside = key < stop
+            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            mask = inside[:, None] & (column < D)[None, :]
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+            mask = (column < D)[None, :] & (key >= 0)[:, None]
+        offset = key % BLOCK_SIZE
+        k_ptrs = k_base + block * k_stride_b + offset * k_stride_s
+        v_ptrs = v_base + block * v_stride_b + offset * v_stride_s
+        if MASKED or D < BLOCK_D:
+            k = tl.load(k_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+        else:
+            k = tl.load(k_ptrs[:, None] + column[None, :])
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if MASKED:
+            seen = (key[None, :] <= position[:, None]) & inside[None, :]
+            if HAS_WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * log2_scale)
+        if MASKED:
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        else:
+            base = new_highest
+        p = tl.exp2(scores * log2_scale - base[:, None])
+        keep = tl.exp2(highest - base)
+        total = total * keep + tl.sum(p, axis=1)
+        if MASKED or D < BLOCK_D:
+            v = tl.load(v_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+        else:
+            v = tl.load(v_ptrs[:, None] + column[None, :])
+        acc = acc * keep[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        highest = new_highest
+    return acc, highest, total
+
+
+_VARYING = ["num_rows", "first_row", "num_splits", "window"]
+_INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
+def attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
+    first_row, num_rows, num_splits, window, log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
+
+    Row i's tiles start at query_start[i] // TOKENS + i, counted from `first_row`; the few surplus tiles
+    leave at once. With splits, results go to `partial` and `lse`, a program's own slice of each.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // G
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if ONE_TILE:
+        row = first_row + tl.program_id(0)
+        tile = 0
+    else:
+        wanted = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles see more keys: heavy ones first
+        origin = tl.load(query_start_ptr + first_row)
+        low = 0
+        high = num_rows
+        while high - low > 1:
+            middle = (low + high) // 2
+            begin = tl.load(query_start_ptr + first_row + middle) - origin
+            if begin // TOKENS + middle <= wanted:
+                low = middle
+            else:
+                high = middle
+        row = first_row + low
+        tile = wanted - ((tl.load(query_start_ptr + row) - origin) // TOKENS + low)
+    start_token = tl.load(query_start_ptr + row)
+    num_queries = tl.load(query_start_ptr + row + 1) - start_token
+    seq_len = tl.load(seq_lens_ptr + row)
+    first_query = tile * TOKENS
+    if first_query < num_queries:
+        member = tl.arange(0, BLOCK_M)
+        query = first_query + member // G
+        head = kv_head * G + member % G
+        used = (member < TOKENS * G) & (query < num_queries)
+        position = seq_len - num_queries + query
+        column = tl.arange(0, BLOCK_D)
+        q_mask = used[:, None] & (column < D)[None, :]
+        token = (start_token + query).to(tl.int64)
+        q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
+        q = tl.load(q_ptrs[:, None] + column[None, :], mask=q_mask, other=0.0)
+
+        stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
+        start = 0
+        if HAS_WINDOW:
+            start = tl.maximum(seq_len - num_queries + first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+        if SPLIT:
+            share = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), num_splits) * BLOCK_N
+            start += split * share
+            stop = tl.minimum(stop, start + share)
+        unmasked = start
+        if not HAS_WINDOW:
+            whole = tl.minimum(stop, seq_len - num_queries + first_query + 1) - start
+            unmasked = start + tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        k_base = k_ptr + kv_head * k_stride_h
+        v_base = v_ptr + kv_head * v_stride_h
+        table = table_ptr + row.to(tl.int64) * table_stride
+        if not HAS_WINDOW:
+            acc, highest, total = _attend_keys(
+                acc, highest, total, q, position, start, unmasked, k_base, v_base, table,
+                k_stride_b, k_stride_s, v_stride_b, v_stride_s, window, log2_scale,
+                D, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, False, PRECISION,
+            )
+        acc, highest, total = _attend_keys(
+            acc, highest, total, q, position, unmasked, stop, k_base, v_base, table,
+            k_stride_b, k_stride_s, v_stride_b, v_stride_s, window, log2_scale,
+            D, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, PRECISION,
+        )
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if not SPLIT:
+            out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
+            tl.store(out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+        else:
+            program = (tl.program_id(0) * tl.num_programs(1) + kv_head) * num_splits + split
+            slot = program.to(tl.int64) * BLOCK_M + member
+            tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=q_mask)
+            lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
+            tl.store(lse_ptr + slot, lse, mask=used)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_splits"], do_not_specialize_on_alignment=["query_start_ptr"])
+def merge(
+    partial_ptr, lse_ptr, out_ptr, query_start_ptr, first_row, num_splits, out_stride_t, out_stride_h,
+    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):
+    """Grid (rows, query heads * query tokens, BLOCK_D / COLUMNS): merge the splits of one query head."""
+    row = tl.program_id(0)
+    query = tl.program_id(1) // (G * K)
+    head = tl.program_id(1) % (G * K)
+    kv_head = head // G
+    start_token = tl.load(query_start_ptr + first_row + row)
+    if query < tl.load(query_start_ptr + first_row + row + 1) - start_token:
+        split = tl.arange(0, BLOCK_SPLITS)
+        program = ((row * K + kv_head) * num_splits + split).to(tl.int64)
+        slot = program * BLOCK_M + query * G + head % G
+        lse = tl.load(lse_ptr + slot, mask=split < num_splits, other=float("-inf"))
+        highest = tl.max(lse, axis=0)
+        weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
+        weight = weight / tl.maximum(tl.sum(weight, axis=0), 1e-30)
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (split < num_splits)[:, None] & (column < D)[None, :]
+        partial = tl.load(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], mask=mask, other=0.0)
+        out = tl.sum(partial * weight[:, None], axis=0).to(out_ptr.dtype.element_ty)
+        token = (start_token + query).to(tl.int64)
+        tl.store(out_ptr + token * out_stride_t + head * out_stride_h + column, out, mask=column < D)

@@ -1,0 +1,94 @@
+"""Mixture of experts: routing in one launch, and grouped matrix products over tokens sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import moe_kernels as code
+
+Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+SMALL_SORT = 4096  # token-expert pairs that one program sorts
+MANY_TOKENS = 1024  # from here on tiles are large
+
+
+def moe_route(problem: Problem) -> Route:
+    """Return `route(logits [T, E], top_k, renormalize) -> (weights float32 [T, k], ids int32 [T, k])`."""
+    num_experts: int = problem["num_experts"]
+
+    def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        num_tokens = logits.shape[0]
+        weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+        ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+        if num_tokens:
+            code.route[(num_tokens,)](
+                logits, weights, ids, logits.stride(0), E=num_experts,
+                BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k,
+                BLOCK_K=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=1,
+            )
+        return weights, ids
+
+    return route
+
+
+def moe_experts(problem: Problem) -> Experts:
+    """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
+
+    Pairs of token and expert are sorted by expert on the device; grids are bounds, so graphs may replay it.
+    The order of pairs within an expert does not touch the result: each is its own row of the products.
+    """
+    num_experts, top_k = problem["num_experts"], problem["top_k"]
+    size, inner = problem["hidden_size"], problem["intermediate_size"]
+    precision = "ieee" if problem["dtype"] == "float32" else "tf32"
+
+    def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        y = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+        num_pairs = ids.numel()
+        if num_pairs == 0:
+            return y
+        pairs, counts = _sort(ids, num_experts)
+        many = x.shape[0] >= MANY_TOKENS
+        tile = {"BLOCK_M": 128 if many else 16, "num_warps": 8 if many else 4, "num_stages": 3}
+        num_tiles = num_pairs // tile["BLOCK_M"] + min(num_experts, num_pairs)
+        hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+        block_n, block_k = (64 if many else 32), 64 if many or precision == "ieee" else 128
+        code.gate_up[(triton.cdiv(inner, block_n), num_tiles)](
+            x, gate_up, hidden, pairs, counts, x.stride(0), gate_up.stride(0), gate_up.stride(1),
+            E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, N=inner, K=size,
+            BLOCK_N=block_n, BLOCK_K=block_k, PRECISION=precision, **tile,
+        )
+        scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
+        block_n = 128 if many else 64
+        code.down[(triton.cdiv(size, block_n), num_tiles)](
+            hidden, down, scaled, pairs, counts, weights, down.stride(0), down.stride(1),
+            E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), N=size, K=inner,
+            BLOCK_N=block_n, BLOCK_K=block_k, PRECISION=precision, **tile,
+        )
+        block = min(1024, triton.next_power_of_2(size))
+        code.add_pairs[(x.shape[0], triton.cdiv(size, block))](scaled, y, TOP_K=top_k, N=size, BLOCK=block)
+        return y
+
+    return experts
+
+
+def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs (indices into flattened ids) sorted by expert, int32 [pairs], and counts int32 [E]."""
+    num_pairs = ids.numel()
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    block_e = triton.next_power_of_2(num_experts)
+    if num_pairs <= SMALL_SORT:
+        counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+        block = 512 if num_pairs <= 512 else SMALL_SORT
+        code.sort_small[(1,)](ids, pairs, counts, num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=block)
+        return pairs, counts
+    tally = torch.zeros((2, num_experts), dtype=torch.int32, device=ids.device)
+    grid = (triton.cdiv(num_pairs, 1024),)
+    code.count[grid](ids, tally[0], num_pairs, BLOCK=1024)
+    code.place[grid](ids, pairs, tally[0], tally[1], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024)
+    return pairs, tally[0]

@@ -1,0 +1,83 @@
+"""RMS norm, alone or behind the addition of a residual: one read and one write of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, num_rows, eps,
+    x_stride_t, x_stride_h, residual_stride, y_stride,
+    NUM_HEADS: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_N)
+    mask = (row < num_rows)[:, None] & (column < N)[None, :]
+    offset = (row // NUM_HEADS) * x_stride_t + (row % NUM_HEADS) * x_stride_h
+    stored = tl.load(x_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0)
+    x = stored.to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + row[:, None] * residual_stride + column[None, :]
+        total = (x + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)).to(stored.dtype)
+        tl.store(residual_ptrs, total, mask=mask)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)
+    weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    y = (x * scale[:, None]).to(stored.dtype).to(tl.float32) * weight[None, :]
+    tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y.to(stored.dtype), mask=mask)
+
+
+def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Return `norm(x [..., N], weight [N], eps) -> y`; at most one leading axis besides T may be strided."""
+    shape = _Shape(problem["size"])
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        heads = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+        shape.launch(heads, None, weight, y, eps)
+        return y
+
+    return norm
+
+
+def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """Return `norm(x [T, N], residual [T, N], weight [N], eps) -> (y, residual)`, adding into `residual`."""
+    shape = _Shape(problem["size"])
+
+    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        shape.launch(x.unsqueeze(1), residual, weight, y, eps)
+        return y, residual
+
+    return add_norm
+
+
+class _Shape:
+    """The launch parameters of one row length: small rows share a program."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._block = triton.next_power_of_2(size)
+        self._rows = max(1, 1024 // self._block)
+        self._num_warps = min(16, max(4, self._block // 512))
+
+    def launch(self, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, eps: float) -> None:
+        """Launch over x [T, heads, N], writing y, whose rows are contiguous."""
+        num_rows = x.shape[0] * x.shape[1]
+        if num_rows == 0:
+            return
+        _rms_norm[(triton.cdiv(num_rows, self._rows),)](
+            x, residual, weight, y, num_rows, eps,
+            x.stride(0), x.stride(1), 0 if residual is None else residual.stride(0), self._size,
+            NUM_HEADS=x.shape[1], N=self._size, BLOCK_N=self._block, BLOCK_ROWS=self._rows,
+            HAS_RESIDUAL=residual is not None, num_warps=self._num_warps,
+        )

@@ -1,0 +1,62 @@
+"""Choosing tokens on the device without sorting the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import sampling_kernels as code
+
+Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+BLOCK = 2048
+MAX_PARTS = 32
+
+
+def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
+    """Return `greedy(logits [S, V]) -> ids int64 [S]`; the lowest id among equal logits."""
+    size: int = problem["vocab_size"]
+    block = min(BLOCK, triton.next_power_of_2(size))
+    part = block * triton.cdiv(triton.cdiv(size, block), MAX_PARTS)
+    num_parts = triton.cdiv(size, part)
+
+    def argmax(logits: Tensor) -> Tensor:
+        num_rows = logits.shape[0]
+        values = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+        parts = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
+        ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        if num_rows:
+            code.greedy_parts[(num_rows, num_parts)](
+                logits, values, parts, logits.stride(0), V=size, PART=part, BLOCK=block, num_warps=8
+            )
+            code.greedy_merge[(num_rows,)](
+                values, parts, ids, NUM_PARTS=num_parts, BLOCK=triton.next_power_of_2(num_parts), V=size,
+                num_warps=1,
+            )
+        return ids
+
+    return argmax
+
+
+def sample(problem: Problem) -> Sample:
+    """Return `sample(logits [S, V], temperature, top_k, top_p, min_p, seeds, positions) -> ids int64 [S]`."""
+    size: int = problem["vocab_size"]
+    block = min(BLOCK, triton.next_power_of_2(size))
+
+    def sample_rows(
+        logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+        seeds: Tensor, positions: Tensor,
+    ) -> Tensor:
+        ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        if logits.shape[0]:
+            code.sample[(logits.shape[0],)](
+                logits, temperature, top_k, top_p, min_p, seeds, positions, ids, logits.stride(0),
+                V=size, BLOCK=block, num_warps=16 if block == BLOCK else 4,
+            )
+        return ids
+
+    return sample_rows
