@@ -16,7 +16,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-NOX, WHEELS = ROOT / ".nox", ROOT / ".nox" / "wheels"
+NOX, WHEELS = ROOT / ".nox", ROOT / ".nox" / "wheelhouse"
 TORCH = "torch==2.13.0"  # what the set-up installs; the code works from 2.11 on
 CORE = "tokenspeed_core"
 PLUGINS = [
@@ -95,7 +95,7 @@ def plugin_alone(session: nox.Session, folder: str) -> None:
 
 def outside(session: nox.Session, python: str, tests: str) -> None:
     """Run a copy of some tests in a folder from which this tree cannot be imported."""
-    copy = Path(session.create_tmp()) / "outside"
+    copy = NOX / "outside"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(ROOT / tests, copy / tests, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
@@ -104,9 +104,9 @@ def outside(session: nox.Session, python: str, tests: str) -> None:
 
 
 def test(session: nox.Session, python: str, *arguments: str, **variables: str) -> None:
-    """Run pytest without the developer's own settings, and without the network's models."""
+    """Run pytest without the settings that the developer may have in the environment."""
     ours = {name: None for name in os.environ if name.startswith("TOKENSPEED_")}
-    environ = {**ours, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", **variables}
+    environ = {**ours, "OMP_NUM_THREADS": "2", **variables}
     run(session, python, "-P", "-m", "pytest", "-q", *arguments, *session.posargs, **environ)
 
 
@@ -133,7 +133,7 @@ def environment(session: nox.Session, name: str, *packages: str, shares_base: bo
     if packages and stamp.is_file() and stamp.read_text() == wanted:
         return str(python)
     shutil.rmtree(home, ignore_errors=True)
-    run(session, sys.executable, "-m", "venv", str(home))
+    run(session, sys.executable, "-m", "venv", *(["--without-pip"] if shares_base else []), str(home))
     if shares_base:
         (site,) = home.glob("lib/python*/site-packages")
         (shared,) = (NOX / "base").glob("lib/python*/site-packages")

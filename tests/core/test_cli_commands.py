@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -223,7 +224,8 @@ def test_the_environment_page_masks_secrets(
     monkeypatch.setenv("TOKENSPEED_PORT", "1234")
     assert main(["env", "--json"]) == 0
     page = json.loads(capsys.readouterr().out)
-    assert page["environment"] == {"TOKENSPEED_API_KEY": "***", "TOKENSPEED_PORT": "1234"}
+    hub = {name: value for name, value in os.environ.items() if name.startswith(("HF_HO", "HF_HUB_OFF", "CUDA_V"))}
+    assert page["environment"] == {"TOKENSPEED_API_KEY": "***", "TOKENSPEED_PORT": "1234", **hub}
     assert page["libraries"]["pydantic"][0].isdigit()
 
 

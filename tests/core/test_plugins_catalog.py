@@ -169,7 +169,7 @@ def test_an_import_that_fails_leaves_the_others_usable(
     assert catalog.names("kernels.attention") == ("good",)
     assert "no_such_library" in (catalog.failure(bad) or "")
     assert "Traceback" in caplog.text
-    with pytest.raises(PluginError, match="bad of both 1.0 is failed: ModuleNotFoundError"):
+    with pytest.raises(PluginError, match=r"bad of both 1.0 is failed: ModuleNotFoundError"):
         catalog.get("kernels.attention", "bad")
     with pytest.raises(PluginError, match="pip uninstall both"):
         catalog.load(bad, required=True)
