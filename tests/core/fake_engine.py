@@ -1,0 +1,135 @@
+"""An engine process without a model: it speaks the messages and echoes prompts. Some first tokens misbehave."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import zmq
+
+from tokenspeed_core.messages import (
+    Abort,
+    Drain,
+    Failed,
+    Finish,
+    Outputs,
+    Pulse,
+    Ready,
+    Refused,
+    Submit,
+    to_engine,
+)
+from tokenspeed_core.wire import pack
+
+STALLS, DIES, ERRS, QUEUE_FULL, NEVER_ENDS = 390, 391, 392, 393, 394  # first tokens of prompts
+
+
+@dataclass
+class Sequence:
+    """One sequence: it says its prompt, over and over, from its own place on."""
+
+    request: Submit
+    index: int
+    tokens: list[int] = field(default_factory=list)
+
+    def step(self) -> Finish:
+        prompt = self.request.prompt
+        self.tokens.append(int(prompt[(self.index + len(self.tokens)) % len(prompt)]))
+        if prompt[0] == ERRS:
+            return Finish.ERROR
+        if self.tokens[-1] in self.request.stop_token_ids:
+            return Finish.STOP
+        return Finish.LENGTH if len(self.tokens) >= self.request.max_tokens else Finish.NOT
+
+
+class FakeEngine:
+    """Answers one API process until told to drain or the pipe to its parent closes."""
+
+    def __init__(self, config: dict[str, Any], path: str, parent: int) -> None:
+        self.config = config
+        self.parent = parent
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self.socket.linger = 1000
+        self.socket.connect(f"ipc://{path}")
+        self.sequences: dict[int, Sequence] = {}
+        self.num_steps = 0
+        self.is_draining = False
+
+    def run(self) -> None:
+        self.note("start")
+        if "fails" in self.config:
+            self.socket.send(pack(Failed(self.config["fails"])))
+            return
+        time.sleep(self.config.get("start_seconds", 0))
+        vocab_size = self.config["vocab_size"]
+        self.socket.send(pack(Ready(self.config.get("max_model_len", 512), 8, 4096, vocab_size, '{"plan": []}')))
+        next_pulse = 0.0
+        while not (self.is_draining and not self.sequences):
+            wait = self.config.get("step_seconds", 0.0) if self.sequences else 0.2
+            readable, _, _ = select.select([self.parent, self.socket.getsockopt(zmq.FD)], [], [], wait)
+            if self.parent in readable:
+                self.note("orphaned")
+                return
+            while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                self.take(to_engine.unpack(self.socket.recv()))
+            self.step()
+            if time.monotonic() > next_pulse:
+                next_pulse = time.monotonic() + 0.2
+                self.socket.send(pack(Pulse(self.num_steps, len(self.sequences), 0, 9, 9, 0, self.is_draining)))
+        self.note("drained")
+
+    def take(self, message: Any) -> None:
+        match message:
+            case Submit() if message.prompt[0] == DIES:
+                os._exit(3)
+            case Submit() if message.prompt[0] == QUEUE_FULL:
+                self.socket.send(pack(Refused(message.request_id, "queue_full", "the queue is full")))
+            case Submit():
+                self.note(f"submit {message.request_id} x{message.n} seed={message.seed} t={message.temperature}")
+                for index in range(message.n):
+                    self.sequences[message.request_id + index] = Sequence(message, index)
+            case Abort():
+                for sequence_id in message.sequence_ids.tolist():
+                    self.sequences.pop(sequence_id, None)
+                    self.note(f"abort {sequence_id}")
+            case Drain():
+                self.is_draining = True
+
+    def step(self) -> None:
+        if not self.sequences or any(s.request.prompt[0] == STALLS for s in self.sequences.values()):
+            return
+        self.num_steps += 1
+        ids = list(self.sequences)
+        running = [self.sequences[i] for i in ids]
+        finish = [sequence.step() for sequence in running]
+        logprob_rows = [row for row, s in enumerate(running) if s.request.logprobs >= 0]
+        width = max((running[row].request.logprobs for row in logprob_rows), default=0)
+        chosen = [running[row].tokens[-1] for row in logprob_rows]
+        self.socket.send(pack(Outputs(
+            np.array(ids, np.int64), np.ones(len(ids), np.int32),
+            np.array([s.tokens[-1] for s in running], np.int32), np.array(finish, np.int32),
+            np.array([len(s.request.prompt) - 1 if len(s.tokens) == 1 else 0 for s in running], np.int32),
+            np.array(logprob_rows, np.int32), width, np.full(len(chosen), -0.5, np.float32),
+            np.ones(len(chosen), np.int32),
+            np.array([[(i + k) % self.config["vocab_size"] for k in range(width)] for i in chosen], np.int32).ravel(),
+            np.array([[-0.5 - k for k in range(width)] for _ in chosen], np.float32).ravel(),
+        )))
+        for sequence_id, end in zip(ids, finish, strict=True):
+            if end != Finish.NOT:
+                del self.sequences[sequence_id]
+
+    def note(self, text: str) -> None:
+        with open(self.config["log"], "a", encoding="utf-8") as log:
+            log.write(f"{os.getpid()} {text}\n")
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "rb") as file:
+        payload = msgpack.unpack(file)
+    FakeEngine(payload["config"], payload["socket"], int(sys.argv[3])).run()

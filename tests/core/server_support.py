@@ -1,0 +1,151 @@
+"""A real server, uvicorn and all, on a fake engine, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from tokenspeed_core.requests import Defaults
+from tokenspeed_core.server.lifecycle import Launch, serve
+from tokenspeed_core.server.listen import listen, url
+from tokenspeed_core.server.service import ModelText, Options, Service
+from tokenspeed_core.text import ChatTemplate, Tokenizer
+
+HERE = Path(__file__).parent
+EOS = "<|end|>"
+TEMPLATE = (
+    "{%- for message in messages %}{{ message.role }}: {{ message.content }}\n"
+    "{%- if message.tool_calls %}{{ message.tool_calls[0].function.arguments.x }}{% endif %}{% endfor %}"
+    "{%- if tools %}{{ tools | tojson }}{% endif %}"
+    "{%- if add_generation_prompt %}assistant:{% endif %}{% if shout is defined %}!{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """Byte-level, 389 trained tokens, then those by which the fake engine is told to misbehave."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    text = ["hello world, how are you today? I am fine, thank you! user: assistant: system: " * 3]
+    trainer = trainers.BpeTrainer(
+        vocab_size=380, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(text, trainer)
+    while backend.get_vocab_size() < 400:
+        backend.add_tokens([AddedToken(f"<extra{backend.get_vocab_size()}>", normalized=False)])
+    return Tokenizer(backend, {"eos_token": EOS})
+
+
+@dataclass
+class Setup:
+    """What differs between servers under test."""
+
+    log: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    has_tokenizer: bool = True
+
+
+@dataclass
+class Running:
+    """A server under test."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def client(self, **kinds: Any) -> httpx.Client:
+        """Return a client of the server's."""
+        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **kinds)
+
+    def notes(self) -> list[str]:
+        """Return what the fake engine wrote down."""
+        return [line.split(" ", 1)[1] for line in self.log.read_text().splitlines()]
+
+    def engine_pid(self) -> int:
+        """Return the fake engine's process id."""
+        return int(self.log.read_text().split(" ", 1)[0])
+
+    def wait_for(self, note: str, seconds: float = 5.0) -> None:
+        """Wait until the fake engine has written something down."""
+        wait_until(lambda: any(note in line for line in self.notes()), seconds, f"{note!r} in {self.notes()}")
+
+
+def wait_until(condition: Any, seconds: float, what: str) -> None:
+    """Wait for a condition, or fail."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextmanager
+def running(
+    folder: Path, *, engine: dict[str, Any] | None = None, options: dict[str, Any] | None = None,
+    has_tokenizer: bool = True, waits: bool = True,
+) -> Iterator[Running]:
+    """Run a server until the block ends."""
+    log = folder / f"engine-{time.monotonic_ns()}.log"
+    setup = Setup(str(log), engine or {}, options or {}, has_tokenizer)
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "server_support.py"), json.dumps(asdict(setup))],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)},
+    )
+    try:
+        assert process.stdout is not None
+        server = Running(process.stdout.readline().strip(), process, log)
+        assert server.url, f"the server ended with status {process.wait()}"
+        if waits:
+            with server.client() as client:
+                wait_until(lambda: client.get("/health").status_code == 200, 20, "healthy")
+        yield server
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def main(argument: str) -> int:
+    """Run the server that `running` starts."""
+    setup = Setup(**json.loads(argument))
+    tokenizer = make_tokenizer() if setup.has_tokenizer else None
+    template = None if tokenizer is None else ChatTemplate(TEMPLATE, tokenizer.special_tokens)
+    text = ModelText(tokenizer, template, Defaults(temperature=0.7, eos_token_ids=(0,)))
+    bound = listen("127.0.0.1", 0)
+    print(url(bound), flush=True)
+
+    def ready(service: Service) -> None:
+        print("ready", flush=True)
+
+    return serve(Launch(
+        bound, Options(**{"model_name": "fake", **setup.options}), lambda: text,
+        {"vocab_size": 400, "log": setup.log, **setup.engine}, "", log_level="warning",
+        engine_command=[sys.executable, str(HERE / "fake_engine.py")], on_ready=ready,
+    ))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,226 @@
+"""Answers of the two routes, streaming and not, as clients see them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_support import Running, make_tokenizer, running
+
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(server: Running) -> openai.OpenAI:
+    http = httpx.Client(trust_env=False)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", http_client=http, max_retries=0)
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a stream's events; it must end in [DONE]."""
+    response = client.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_a_completion_has_text_usage_and_a_reason(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "hello world", "max_tokens": 3}).json()
+    ids = TOKENIZER.encode("hello world", add_special_tokens=True).tolist()
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [
+        {"index": 0, "text": TOKENIZER.decode((ids * 3)[:3]), "finish_reason": "length", "logprobs": None}
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids), "completion_tokens": 3, "total_tokens": len(ids) + 3,
+        "prompt_tokens_details": {"cached_tokens": len(ids) - 1},
+    }
+
+
+def test_a_completion_without_a_length_has_sixteen_tokens(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "hello"}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_a_chat_without_a_length_runs_to_the_end_of_the_context(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    usage = client.post("/v1/chat/completions", json={"messages": messages}).json()["usage"]
+    assert usage["total_tokens"] == 512
+
+
+@pytest.mark.parametrize("prompt", ["é 🙂 日本 hello", "x", [200, 201, 150, 151, 230, 10]])
+def test_streamed_text_is_the_unstreamed_text(client: httpx.Client, prompt: Any) -> None:
+    body = {"prompt": prompt, "max_tokens": 40}
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    parts = [event["choices"][0]["text"] for event in events(client, "/v1/completions", body)]
+    assert "".join(parts) == whole
+    assert len(parts) > 5
+
+
+def test_no_event_splits_a_character(client: httpx.Client) -> None:
+    parts = events(client, "/v1/completions", {"prompt": "🙂日é", "max_tokens": 30})
+    ids = TOKENIZER.encode("🙂日é", add_special_tokens=True)
+    assert len(ids) > 3, "the characters must be several tokens each for this to say anything"
+    assert not any("�" in event["choices"][0]["text"] for event in parts[:-1])
+
+
+def test_a_stream_ends_with_the_usage_if_asked(client: httpx.Client) -> None:
+    body = {"prompt": "hello", "max_tokens": 4, "stream_options": {"include_usage": True}}
+    *others, last = events(client, "/v1/completions", body)
+    assert all(event["usage"] is None for event in others)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+
+
+def test_prompts_of_every_kind_are_taken(client: httpx.Client) -> None:
+    for prompt, expected in ((["a", "b"], 2), ([[5, 6], [7]], 2), ([5, 6, 7], 1), ("a", 1)):
+        answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).json()
+        assert [choice["index"] for choice in answer["choices"]] == list(range(expected)), answer
+
+
+def test_n_sequences_stream_with_their_indices(client: httpx.Client) -> None:
+    body = {"prompt": ["hello world", "how are you"], "n": 3, "max_tokens": 5}
+    whole = client.post("/v1/completions", json=body).json()
+    texts = dict.fromkeys(range(6), "")
+    for event in events(client, "/v1/completions", body):
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert whole["usage"]["completion_tokens"] == 30
+
+
+def test_a_stop_string_ends_the_text_across_events_and_in_the_engine(
+    server: Running, client: httpx.Client
+) -> None:
+    body = {"prompt": "hello world", "max_tokens": 400, "stop": ["o wor", "zzz"]}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("hell", "stop")
+    server.wait_for("abort")
+    parts = events(client, "/v1/completions", body)
+    assert "".join(event["choices"][0]["text"] for event in parts) == "hell"
+    kept = client.post("/v1/completions", json={**body, "include_stop_str_in_output": True}).json()
+    assert kept["choices"][0]["text"] == "hello wor"
+    ids = TOKENIZER.encode("hello wor", add_special_tokens=False)
+    assert kept["usage"]["completion_tokens"] <= len(ids)
+
+
+def test_the_end_of_sequence_token_stops_and_has_no_text(client: httpx.Client) -> None:
+    body = {"prompt": [70, 71, 0], "max_tokens": 9}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["finish_reason"], choice["text"]) == ("stop", TOKENIZER.decode([70, 71]))
+    ignoring = client.post("/v1/completions", json={**body, "ignore_eos": True}).json()
+    assert ignoring["choices"][0]["finish_reason"] == "length"
+
+
+def test_log_probabilities_of_a_completion_line_up_with_its_text(client: httpx.Client) -> None:
+    body = {"prompt": "hello world é", "max_tokens": 20, "logprobs": 2}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    report = choice["logprobs"]
+    assert len(report["tokens"]) == len(report["token_logprobs"]) == len(report["text_offset"]) == 20
+    for token, offset in zip(report["tokens"], report["text_offset"], strict=True):
+        assert "�" in token or choice["text"][offset:].startswith(token)
+    assert all(2 <= len(top) <= 3 or "�" in "".join(top) for top in report["top_logprobs"])
+    streamed = [event["choices"][0]["logprobs"] for event in events(client, "/v1/completions", body)]
+    assert [token for part in streamed if part for token in part["tokens"]] == report["tokens"]
+
+
+def test_log_probabilities_of_a_chat_have_bytes(client: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "é"}], "max_tokens": 9, "logprobs": True, "top_logprobs": 3,
+    }
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert bytes(b for entry in entries for b in entry["bytes"]).decode() == choice["message"]["content"]
+    assert all(len(entry["top_logprobs"]) == 3 for entry in entries)
+
+
+def test_a_chat_is_its_template_with_roles_and_tools(client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
+    body: dict[str, Any] = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+            {"role": "tool", "tool_call_id": "1", "content": "r"},
+        ],
+        "tools": [tool], "chat_template_kwargs": {"shout": True}, "max_tokens": 200,
+    }
+    text = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    assert text.startswith(
+        "system: a\nbuser: qassistant: None5tool: r" + json.dumps([tool]) + "assistant:!"
+    )
+    without = client.post("/v1/chat/completions", json={**body, "tool_choice": "none"}).json()
+    assert '"function"' not in without["choices"][0]["message"]["content"]
+
+
+def test_the_openai_client_works_unmodified(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == ["fake"]
+    assert sdk.models.retrieve("fake").id == "fake"
+    chat = sdk.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, seed=3,
+        temperature=0, logit_bias={"5": -100}, frequency_penalty=1, stop="zz", user="me",
+    )
+    assert chat.choices[0].message.role == "assistant"
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 4
+    stream = sdk.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True,
+        stream_options={"include_usage": True}, extra_body={"top_k": 5, "min_p": 0.1},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == chat.choices[0].message.content
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with sdk.chat.completions.stream(model="fake", messages=messages, stop="assistant") as helper:
+        assert helper.get_final_completion().choices[0].message.content == "user: hi"
+    completion = sdk.completions.create(model="fake", prompt=[5, 6, 7], max_tokens=3)
+    assert completion.choices[0].finish_reason == "length"
+    with pytest.raises(openai.NotFoundError, match="available: 'fake'"):
+        sdk.completions.create(model="other", prompt="a")
+
+
+def test_a_model_may_be_left_out_and_its_report_is_public(client: httpx.Client) -> None:
+    assert client.get("/v1/plugins").json() == {"plan": []}
+    assert client.get("/version").json()["version"]
+    assert client.get("/openapi.json").json()["paths"].keys() >= {"/v1/completions", "/v1/chat/completions"}
+
+
+def test_tokens_wait_for_the_stream_interval(tmp_path_factory: pytest.TempPathFactory) -> None:
+    options = {"stream_interval": 4, "reports_cached_tokens": False}
+    with running(tmp_path_factory.mktemp("interval"), options=options) as server, server.client() as client:
+        parts = events(client, "/v1/completions", {"prompt": [70, 71, 72], "max_tokens": 10})
+        lengths = [len(event["choices"][0]["text"]) for event in parts]
+        assert lengths == [1, 4, 4, 1]
+        answer = client.post("/v1/completions", json={"prompt": [70]}).json()
+        assert "prompt_tokens_details" not in answer["usage"]
+
+
+def test_without_a_tokenizer_ids_go_in_and_out(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("ids"), has_tokenizer=False) as server, server.client() as client:
+        body = {"prompt": [5, 6, 7], "max_tokens": 4}
+        choice = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert (choice["token_ids"], choice["text"]) == ([5, 6, 7, 5], "")
+        parts = events(client, "/v1/completions", body)
+        assert [i for event in parts for i in event["choices"][0]["token_ids"]] == [5, 6, 7, 5]
+        refused = client.post("/v1/completions", json={"prompt": "text"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")

@@ -1,0 +1,240 @@
+"""The API process's end of the socket to the engine: requests out, columns of tokens in, and its health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import zmq
+
+from tokenspeed_core.messages import (
+    Abort,
+    Drain,
+    Failed,
+    Finish,
+    Outputs,
+    Pulse,
+    Ready,
+    Refused,
+    Submit,
+    to_api,
+)
+from tokenspeed_core.server.errors import ApiError
+from tokenspeed_core.wire import WireError, pack
+
+STALL_SECONDS = 8.0  # with the pulse's second, the health of a stuck engine fails within ten
+MESSAGES_PER_TURN = 64
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """Log-probabilities of one sequence's new tokens: one entry per token, alternatives as lists."""
+
+    chosen: Sequence[float]
+    top_ids: Sequence[Sequence[int]]
+    top_values: Sequence[Sequence[float]]
+
+
+class Sink(Protocol):
+    """Who waits for a sequence."""
+
+    def take(
+        self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenColumns | None
+    ) -> bool:
+        """Add tokens. Return whether the sequence is at its end, whatever the engine thinks."""
+
+    def fail(self, error: ApiError) -> None:
+        """End with an error."""
+
+
+class State(Enum):
+    """What an engine is to the API process."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+
+
+class EngineLink:
+    """One engine's socket, watched by the event loop; nothing here blocks or polls."""
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Bind `address` (ipc://...). Must be made inside a running event loop."""
+        self.state = State.STARTING
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.pulse: Pulse | None = None
+        self._clock = clock
+        self._pulse_at = self._progress_at = clock()
+        self._sinks: dict[int, Sink] = {}
+        self._next_id = 1
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self._socket.linger = 0
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._read)
+
+    def take_ids(self, count: int) -> int:
+        """Return the first of `count` fresh sequence ids."""
+        first = self._next_id
+        self._next_id += count
+        return first
+
+    def submit(self, request: Submit, sinks: Sequence[Sink]) -> None:
+        """Send a request; sequence i's tokens go to `sinks[i]`. Raises ApiError when the engine is gone."""
+        if self.state is not State.READY:
+            raise dead_error()
+        for index, sink in enumerate(sinks):
+            self._sinks[request.request_id + index] = sink
+        self._send(request)
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """Drop sequences that nobody waits for; those that have ended are left out."""
+        live = [sequence_id for sequence_id in sequence_ids if self._sinks.pop(sequence_id, None) is not None]
+        if live and self.state is State.READY:
+            self._send(Abort(np.array(live, np.int64)))
+
+    def drain(self) -> None:
+        """Tell the engine to finish what runs and exit."""
+        if self.state is State.READY:
+            self._send(Drain())
+
+    def die(self, reason: str) -> None:
+        """Note that the engine is gone and end whatever waits for it. Only the first reason counts."""
+        if self.dead.done():
+            return
+        self._read()  # what it said last may be its own, better reason
+        if self.dead.done():
+            return
+        self.state = State.DEAD
+        self.dead.set_result(reason)
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.fail(dead_error())
+
+    def close(self) -> None:
+        """Close the socket. Safe to call twice."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+            self._context.term()
+
+    def why_unhealthy(self) -> str | None:
+        """Return why requests should go elsewhere; None when all is well."""
+        if self.state is not State.READY:
+            return "the engine is starting" if self.state is State.STARTING else "the engine is dead"
+        now = self._clock()
+        if now - self._pulse_at > STALL_SECONDS:
+            return f"the engine has not been heard of for {now - self._pulse_at:.0f} s"
+        if now - self._progress_at > STALL_SECONDS:
+            return f"the engine has work and has not stepped for {now - self._progress_at:.0f} s"
+        return None
+
+    def _send(self, message: Any) -> None:
+        self._socket.send(pack(message), zmq.DONTWAIT)
+        # Sending may swallow the edge by which the descriptor tells of messages that came meanwhile.
+        if self._has_message():
+            self._loop.call_soon(self._read)
+
+    def _has_message(self) -> bool:
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _read(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            if not self._has_message():
+                return
+            try:
+                message = to_api.unpack(self._socket.recv(zmq.DONTWAIT))
+            except WireError as error:
+                log.error("the engine sent what this version cannot read: %s", error)
+                continue
+            self._dispatch(message)
+        self._loop.call_soon(self._read)
+
+    def _dispatch(self, message: Outputs | Refused | Pulse | Ready | Failed) -> None:
+        match message:
+            case Outputs():
+                self._hand_out(message)
+            case Pulse():
+                self._note_pulse(message)
+            case Refused():
+                sink = self._sinks.get(message.request_id)
+                if sink is not None:
+                    sink.fail(ApiError.refused(message))
+            case Ready():
+                self.state = State.READY
+                self._pulse_at = self._progress_at = self._clock()
+                self.ready.set_result(message)
+            case Failed():
+                self.die(message.message)
+
+    def _note_pulse(self, pulse: Pulse) -> None:
+        now = self._pulse_at = self._clock()
+        has_work = pulse.num_running + pulse.num_waiting > 0
+        if self.pulse is None or pulse.num_steps != self.pulse.num_steps or not has_work:
+            self._progress_at = now
+        self.pulse = pulse
+
+    def _hand_out(self, outputs: Outputs) -> None:
+        """Give each sequence its tokens; abort those that their readers ended."""
+        sinks = self._sinks
+        tokens = outputs.token_ids.tolist()
+        logprobs = _split_logprobs(outputs) if len(outputs.logprob_rows) else None
+        ended, start = [], 0
+        columns = zip(
+            outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist(),
+            outputs.num_cached_tokens.tolist(), strict=True,
+        )
+        for row, (sequence_id, count, finish, num_cached) in enumerate(columns):
+            sink = sinks.get(sequence_id)
+            if sink is not None:
+                its_logprobs = logprobs.get(row) if logprobs else None
+                is_over = _take(sink, tokens[start:start + count], finish, num_cached, its_logprobs)
+                if finish != Finish.NOT:
+                    del sinks[sequence_id]
+                elif is_over:
+                    ended.append(sequence_id)
+            start += count
+        if ended:
+            self.abort(ended)
+
+
+def _take(
+    sink: Sink, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenColumns | None
+) -> bool:
+    try:
+        return sink.take(token_ids, finish, num_cached, logprobs)
+    except Exception:  # a fault in one request's text must not end the other requests of the step
+        log.exception("a request failed while its tokens were turned into text")
+        sink.fail(ApiError(500, "the server failed on this request's output; its log says why"))
+        return True
+
+
+def dead_error() -> ApiError:
+    """Return the answer to requests that a dead engine leaves behind."""
+    return ApiError(500, "the engine died; the server's log says why, and the server exits", code="engine_dead")
+
+
+def _split_logprobs(outputs: Outputs) -> dict[int, TokenColumns]:
+    """Return the log-probability columns of each row that has them."""
+    width, start = outputs.logprob_width, 0
+    chosen = outputs.logprob_chosen.tolist()
+    top_ids = outputs.logprob_top_ids.reshape(len(chosen), width).tolist()
+    top_values = outputs.logprob_top_values.reshape(len(chosen), width).tolist()
+    rows = {}
+    for row in outputs.logprob_rows.tolist():
+        end = start + int(outputs.num_tokens[row])
+        rows[row] = TokenColumns(chosen[start:end], top_ids[start:end], top_values[start:end])
+        start = end
+    return rows

@@ -1,0 +1,189 @@
+"""What an HTTP request waits for: its choices, filled by the engine's tokens, and what is ready to be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenspeed_core.messages import Finish
+from tokenspeed_core.server.engine_link import TokenColumns
+from tokenspeed_core.server.errors import ApiError
+from tokenspeed_core.server.events import Answer, Dialect, TokenLogprob, Usage
+from tokenspeed_core.text import Assembler
+
+LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an answer is to look. `interval`: tokens per streamed event."""
+
+    is_stream: bool
+    interval: int = 1
+    num_logprobs: int = -1
+    wants_ids: bool = False
+
+
+class Reply:
+    """Collects the choices of one HTTP request; one task waits on it."""
+
+    def __init__(self, dialect: Dialect, shape: Shape, usage: Usage) -> None:
+        self.dialect = dialect
+        self.shape = shape
+        self.usage = usage
+        self.answers: list[Answer] = []
+        self.num_open = 0
+        self.error: ApiError | None = None
+        self.is_abandoned = False  # the client is gone
+        self._ready: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def add_choice(self, assembler: Assembler, *, is_first_of_prompt: bool) -> Choice:
+        """Return the sink for one more sequence."""
+        index = len(self.answers)
+        self.answers.append(Answer())
+        self.num_open += 1
+        return Choice(self, index, assembler, is_first_of_prompt)
+
+    def push(self, event: bytes) -> None:
+        """Make an event ready to be sent."""
+        self._ready.append(event)
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """End the whole request with an error."""
+        if self.error is None:
+            self.error = error
+            self._wake()
+
+    def abandon(self) -> None:
+        """Note that the client is gone."""
+        self.is_abandoned = True
+        self._wake()
+
+    def end_choice(self) -> None:
+        """Count a choice as done."""
+        self.num_open -= 1
+        if not self.num_open:
+            self._wake()
+
+    async def wait(self) -> bytes:
+        """Wait for events, the end, an error or the client's leaving; return the events, joined."""
+        while not (self._ready or self.error or self.is_abandoned or not self.num_open):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        ready, self._ready = self._ready, []
+        return b"".join(ready)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Choice:
+    """One sequence's place in a reply: the engine link hands its tokens to `take`."""
+
+    __slots__ = (
+        "_answer", "_assembler", "_index", "_is_first_of_prompt", "_logprobs", "_num_waiting", "_reply",
+        "_text", "_token_ids",
+    )
+
+    def __init__(self, reply: Reply, index: int, assembler: Assembler, is_first_of_prompt: bool) -> None:
+        self._reply = reply
+        self._index = index
+        self._assembler = assembler
+        self._is_first_of_prompt = is_first_of_prompt
+        self._answer = reply.answers[index]
+        self._num_waiting = reply.shape.interval - 1  # tokens since the last event: the first goes out at once
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._token_ids: list[int] = []
+
+    def take(
+        self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenColumns | None
+    ) -> bool:
+        """Add tokens. Return whether the sequence is at its end, whatever the engine thinks."""
+        reply, assembler = self._reply, self._assembler
+        if num_cached and self._is_first_of_prompt and reply.usage.num_cached is not None:
+            reply.usage.num_cached += num_cached
+        if logprobs is not None and reply.shape.num_logprobs >= 0:
+            text = self._feed_with_logprobs(token_ids, finish, logprobs)
+        else:
+            text = assembler.feed(token_ids, finish)
+        if reply.shape.wants_ids:
+            self._token_ids += token_ids
+        reason = assembler.finish_reason
+        if reason is None:
+            if reply.shape.is_stream:
+                self._stream(text, len(token_ids))
+            else:
+                self._text.append(text)
+            return False
+        self._end(text, reason)
+        return True
+
+    def fail(self, error: ApiError) -> None:
+        """End the whole request with an error."""
+        self._reply.fail(error)
+
+    def _stream(self, text: str, num_tokens: int) -> None:
+        self._num_waiting += num_tokens
+        if self._num_waiting < self._reply.shape.interval:
+            self._text.append(text)
+            return
+        if self._text:
+            text = "".join(self._text) + text
+            self._text.clear()
+        if text or self._token_ids:
+            self._emit(text, None)
+            self._num_waiting = 0
+        # Otherwise a character or a stop string is half here: the next token decides.
+
+    def _emit(self, text: str, reason: str | None) -> None:
+        reply = self._reply
+        extra: dict[str, object] = {}
+        if self._logprobs:
+            extra["logprobs"] = reply.dialect.logprobs(self._logprobs)
+            self._logprobs = []
+        if self._token_ids:
+            extra["token_ids"] = self._token_ids
+            self._token_ids = []
+        reply.push(reply.dialect.delta(self._index, text, reason, extra))
+
+    def _end(self, text: str, reason: str) -> None:
+        reply = self._reply
+        if reason in ("abort", "error"):
+            status = 500 if reason == "error" else 503
+            reply.fail(ApiError(status, "the engine could not finish this request; its log says why", code=reason))
+            return
+        text = "".join(self._text) + text
+        reply.usage.num_output += self._assembler.num_tokens
+        if reply.shape.is_stream:
+            self._emit(text, reason)
+        else:
+            answer = self._answer
+            answer.text, answer.finish_reason = text, reason
+            answer.logprobs, answer.token_ids = self._logprobs, self._token_ids
+        reply.end_choice()
+
+    def _feed_with_logprobs(self, token_ids: Sequence[int], finish: int, columns: TokenColumns) -> str:
+        """Feed token by token, since each one's place in the text is reported."""
+        assembler, text = self._assembler, []
+        width = self._reply.shape.num_logprobs
+        for position, token_id in enumerate(token_ids):
+            offset = assembler.num_chars
+            is_last = position == len(token_ids) - 1
+            text.append(assembler.feed((token_id,), finish if is_last else Finish.NOT))
+            ids = columns.top_ids[position][:width]
+            values = columns.top_values[position][:width]
+            top = [(i, max(LEAST_LOGPROB, v)) for i, v in zip(ids, values, strict=True) if i >= 0]
+            self._logprobs.append(TokenLogprob(
+                token_id, max(LEAST_LOGPROB, columns.chosen[position]),
+                [i for i, _ in top], [v for _, v in top], offset,
+            ))
+            if assembler.finish_reason is not None:
+                break
+        if not token_ids:
+            text.append(assembler.feed(token_ids, finish))
+        return "".join(text)

@@ -1,0 +1,92 @@
+"""`tokenspeed serve`: from a configuration to a running server."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from functools import partial
+from pathlib import Path
+
+from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
+from tokenspeed_core.config import Config
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.selection import Selection
+from tokenspeed_core.requests import Defaults
+from tokenspeed_core.server.lifecycle import Launch, serve
+from tokenspeed_core.server.listen import listen, url
+from tokenspeed_core.server.service import ModelText, Options, Service
+from tokenspeed_core.text import load_chat_template, load_tokenizer
+
+INTERRUPTED = 130
+
+
+def run(config: Config) -> int:
+    """Serve a configuration until told to stop; return the exit status.
+
+    Raises TokenSpeedError, in one line that says what to do, where it cannot start or the engine dies.
+    """
+    bound = listen(config.host, config.port)
+    try:
+        catalog = Catalog.discover(Selection.read(no_plugins=config.no_plugins), strict=config.strict_plugins)
+        checkpoint = resolve_checkpoint(
+            config.model, catalog, revision=config.revision, download_dir=config.download_dir,
+            hf_overrides=config.hf_overrides, load_format=config.load_format,
+        )
+        options = Options(
+            model_name=config.served_model_name or checkpoint.name,
+            api_key=config.api_key,
+            stream_interval=config.stream_interval,
+            reports_cached_tokens=config.enable_cache_report,
+            has_priorities=config.schedule_policy == "priority",
+            logs_requests=config.enable_log_requests,
+        )
+        for_engine = config.resolved(model=str(checkpoint.path), api_key=None)
+        return serve(Launch(
+            socket=bound,
+            options=options,
+            load_text=partial(load_text, config, checkpoint),
+            engine_config=for_engine.to_wire(),
+            catalog_digest=catalog.digest(),
+            log_level=config.log_level_http or config.log_level,
+            on_ready=partial(_announce, bound),
+        ))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        bound.close()
+
+
+def load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
+    """Load the tokenizer, the chat template and the model's own sampling. Raises CheckpointError."""
+    defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
+    if config.skip_tokenizer_init:
+        return ModelText(None, None, defaults)
+    folder = checkpoint.path
+    if config.tokenizer is not None:
+        folder = Path(config.tokenizer).expanduser()
+        if not folder.is_dir():
+            raise CheckpointError(f"--tokenizer {config.tokenizer}: no such directory; download it first")
+    tokenizer = load_tokenizer(folder)
+    template = load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
+    return ModelText(tokenizer, template, defaults)
+
+
+def _announce(bound: socket.socket, service: Service) -> None:
+    """Say where the server is and how to try it, in a line that can be pasted."""
+    base, options = url(bound), service.options
+    serving = service.serving
+    is_chat = serving is not None and serving.text.template is not None
+    has_text = serving is not None and serving.text.tokenizer is not None
+    body = {"model": options.model_name} | (
+        {"messages": [{"role": "user", "content": "Hello!"}]} if is_chat
+        else {"prompt": "Hello" if has_text else [1, 2, 3]}
+    )
+    route = "chat/completions" if is_chat else "completions"
+    key = "" if options.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+    print(
+        f"TokenSpeed serves {options.model_name} at {base}\n"
+        f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
+        flush=True,
+    )
