@@ -43,7 +43,7 @@ class LocalRunner:
     def __init__(self, assembly: Assembly, num_pages: int) -> None:
         """Allocate slots and an arena of `num_pages`, and a page more for padding. Weights come separately."""
         self._assembly = assembly
-        self._config = assembly.config
+        self.config = assembly.config
         self._device = assembly.build.device
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -57,9 +57,9 @@ class LocalRunner:
         assembly.build.bind_attention(assembly.attention, assembly.limits, assembly.block_size)
         self._groups = tuple(assembly.build.groups.values())
         self._link: Link = HostLink() if self._stream is None else CudaLink(self._device)
-        self._traits = SlotTraits(self._config.max_num_seqs + 1)
+        self._traits = SlotTraits(self.config.max_num_seqs + 1)
         layout = RowLayout(
-            self._config.max_num_seqs + 1, most_blocks(self._config.max_model_len, self.block_size),
+            self.config.max_num_seqs + 1, most_blocks(self.config.max_model_len, self.block_size),
             len(self._groups),
         )
         self._rows = DeviceRows(layout, self._device)
@@ -94,7 +94,7 @@ class LocalRunner:
             self._use_stream()
             self._graphs = DecodeGraphs(
                 self._rows, self._groups, self._model, self._assembly.greedy, self._link, sizes=sizes,
-                block_size=self.block_size, max_model_len=self._config.max_model_len,
+                block_size=self.block_size, max_model_len=self.config.max_model_len,
             )
             self._graphs.capture(progress)
 
@@ -157,7 +157,7 @@ class LocalRunner:
         """Return what runs, for reports."""
         return {
             "device": self._assembly.selector.plan().platform,
-            "dtype": self._config.dtype,
+            "dtype": self.config.dtype,
             "threads": torch.get_num_threads(),
             "block_size": self.block_size,
             "num_pages": self.num_pages,
@@ -179,7 +179,7 @@ class LocalRunner:
     def _new_sampler(self) -> Sampler:
         assembly = self._assembly
         return Sampler(
-            self._rows, self._traits, self._config.model_info.vocab_size, assembly.greedy, assembly.sample,
+            self._rows, self._traits, self.config.model_info.vocab_size, assembly.greedy, assembly.sample,
             self._link,
         )
 

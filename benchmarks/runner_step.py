@@ -1,0 +1,138 @@
+"""Measures decode steps of the runner on dummy weights: step time, the host's part of it, and the device's gaps.
+
+    python benchmarks/runner_step.py qwen3-0.6b/config.json --rows 1 64 256 --context 512
+
+Each line of output is JSON. `step_ms` is the time of a step with two in flight (what serving sees),
+`sync_ms` of one alone, `host_us` of the launching calls, `floor_ms` the bytes that a step must read (weights
+once, each row's keys and values once) over `--bandwidth`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_core.kernels.spec import load_target
+from tokenspeed_core.models import ModelSpec
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.local import LocalRunner, RunnerConfig, build
+from tokenspeed_core.step import StepPlan
+from tokenspeed_core.testing.plans import PlanMaker
+
+
+def start(arguments: argparse.Namespace) -> LocalRunner:
+    """Build a runner for a config.json with random weights."""
+    config = json.loads(Path(arguments.config).read_text())
+    catalog = Catalog.discover()
+    spec = catalog.load(catalog.get("models", config["architectures"][0]), ModelSpec, required=True)
+    assert spec is not None
+    info = load_target(spec.describe)(config)
+    return build(
+        RunnerConfig(
+            checkpoint_path="", hf_config=config, model_spec=spec, model_info=info, dtype=arguments.dtype or info.dtype,
+            device=arguments.device, load_format="dummy", max_model_len=min(8192, info.max_model_len),
+            max_num_seqs=max(arguments.rows), max_num_tokens=8192, block_size=arguments.block_size,
+            enforce_eager=arguments.eager, cudagraph_capture_sizes=tuple(arguments.rows),
+            max_total_tokens=max(arguments.rows) * (arguments.context + arguments.steps * 4 + 64),
+        ),
+        catalog,
+        lambda what, done, total: None,
+    )
+
+
+def prefilled(runner: LocalRunner, num_rows: int, context: int, temperature: float) -> tuple[PlanMaker, list[str]]:
+    """Give sequences of `context` tokens to the runner, in chunks of 8192 tokens."""
+    runner.forget()
+    maker = PlanMaker(runner.block_size)
+    names = [f"s{i}" for i in range(num_rows)]
+    for slot, name in enumerate(names):
+        maker.add(name, [(slot * 31 + i * 7) % 1000 for i in range(context)], slot, temperature=temperature, seed=slot)
+    each = max(1, 8192 // context)
+    for first in range(0, num_rows, each):
+        maker.step(runner, chunks=dict.fromkeys(names[first:first + each], context))
+    return maker, names
+
+
+def decode(runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, in_flight: int) -> dict[str, float]:
+    """Run decode steps; return milliseconds a step and microseconds of launching, both as medians or means."""
+    plans = [maker.plan(names) for _ in range(steps)]
+    flying: list[StepPlan] = []
+    host: list[float] = []
+    begin = time.perf_counter()
+    for plan in plans:
+        launch = time.perf_counter()
+        runner.forward(plan)
+        runner.sample(plan.step_id, None)
+        host.append(time.perf_counter() - launch)
+        flying.append(plan)
+        if len(flying) >= in_flight:
+            runner.collect(flying.pop(0).step_id)
+    for plan in flying:
+        runner.collect(plan.step_id)
+    total = time.perf_counter() - begin
+    return {"ms": 1e3 * total / steps, "host_us": 1e6 * statistics.median(host)}
+
+
+def device_share(runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int) -> dict[str, float]:
+    """Trace steps and return how much of the time between first and last kernel the device was busy."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        decode(runner, maker, names, steps, 2)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in trace.events() if "CUDA" in str(event.device_type)
+    )
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return {"busy": busy / (end - spans[0][0]), "kernels": len(spans) / steps}
+
+
+def main() -> None:
+    """Measure every number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes a second")
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="measure the device's idle share, with the profiler")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    runner = start(arguments)
+    print(json.dumps({"start_s": round(time.perf_counter() - begin, 1), **runner.describe()}), flush=True)
+    for num_rows in arguments.rows:
+        for temperature in arguments.temperature:
+            print(json.dumps(measure(runner, arguments, num_rows, temperature)), flush=True)
+
+
+def measure(runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, temperature: float) -> dict[str, Any]:
+    """Measure one number of rows."""
+    maker, names = prefilled(runner, num_rows, arguments.context, temperature)
+    decode(runner, maker, names, 5, 1)
+    alone = decode(runner, maker, names, arguments.steps, 1)
+    both = decode(runner, maker, names, arguments.steps, 2)
+    config = runner.config
+    weights = config.model_info.num_parameters * (4 if config.dtype == "float32" else 2)
+    past = num_rows * arguments.context * runner.page_bytes / runner.block_size
+    return {
+        "rows": num_rows, "temperature": temperature, "context": arguments.context,
+        "step_ms": round(both["ms"], 3), "sync_ms": round(alone["ms"], 3), "host_us": round(both["host_us"], 1),
+        "tokens_per_s": round(num_rows / both["ms"] * 1e3),
+        "floor_ms": round(1e3 * (weights + past) / arguments.bandwidth, 3),
+        **({k: round(v, 3) for k, v in device_share(runner, maker, names, 10).items()} if arguments.trace else {}),
+    }
+
+
+if __name__ == "__main__":
+    main()

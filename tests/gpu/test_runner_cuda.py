@@ -1,0 +1,198 @@
+"""The runner on a CUDA device: graphs, overlap and the CPU agree, and launching never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokenspeed_core.kernels.spec import load_target
+from tokenspeed_core.models import ModelSpec
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.local import LocalRunner, build
+from tokenspeed_core.step import LateInputs, StepPlan, StepResult
+from tokenspeed_core.testing.plans import PlanMaker
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 1000, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "float32",
+}
+PARAMS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.9, "seed": 5}, {"repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"bias": {11: 4.0}}, {"logprobs": 3}, {"temperature": 1.2, "seed": -1, "top_k": 30, "top_p": 0.8, "logprobs": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def make() -> Callable[..., LocalRunner]:
+    catalog = Catalog.discover()
+    spec = catalog.load(catalog.get("models", "Qwen3ForCausalLM"), ModelSpec, required=True)
+    assert spec is not None
+
+    def made(**changes: Any) -> LocalRunner:
+        fields: dict[str, Any] = {
+            "checkpoint_path": "", "hf_config": SHAPE, "model_spec": spec,
+            "model_info": load_target(spec.describe)(SHAPE), "dtype": "float32", "device": "cuda",
+            "load_format": "dummy", "max_model_len": 1024, "max_num_seqs": 20, "max_num_tokens": 512,
+            "max_total_tokens": 32768, "block_size": 16,
+        }
+        return build(RunnerConfig(**{**fields, **changes}), catalog, lambda what, done, total: None)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared_graphs(make: Callable[..., LocalRunner]) -> LocalRunner:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def shared_eager(make: Callable[..., LocalRunner]) -> LocalRunner:
+    return make(enforce_eager=True)
+
+
+@pytest.fixture
+def graphs(shared_graphs: LocalRunner) -> Iterator[LocalRunner]:
+    shared_graphs.forget()
+    yield shared_graphs
+    shared_graphs.forget()
+
+
+@pytest.fixture
+def eager(shared_eager: LocalRunner) -> Iterator[LocalRunner]:
+    shared_eager.forget()
+    yield shared_eager
+    shared_eager.forget()
+
+
+def start(maker: PlanMaker, num_rows: int, params: list[dict[str, Any]]) -> list[str]:
+    names = [f"s{i}" for i in range(num_rows)]
+    for slot, name in enumerate(names):
+        prompt = [(7 * slot + 3 * i) % 990 for i in range(5 + 3 * slot)]
+        maker.add(name, prompt, slot, **params[slot % len(params)])
+    return names
+
+
+def serve(runner: LocalRunner, num_rows: int, count: int, params: list[dict[str, Any]]) -> list[list[int]]:
+    maker = PlanMaker(runner.block_size)
+    names = start(maker, num_rows, params)
+    maker.step(runner, chunks={name: maker.sequences[name].num_prompt for name in names})
+    for _ in range(count - 1):
+        maker.step(runner, decodes=names)
+    return [maker.sequences[name].output for name in names]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16])
+def test_a_graph_computes_the_bits_of_the_eager_step(
+    graphs: LocalRunner, eager: LocalRunner, num_rows: int
+) -> None:
+    makers = [PlanMaker(graphs.block_size) for _ in range(2)]
+    for maker, runner in zip(makers, (graphs, eager), strict=True):
+        names = start(maker, num_rows, [{"logprobs": 5}])
+        maker.step(runner, chunks={name: maker.sequences[name].num_prompt for name in names})
+    for _ in range(20):
+        one, other = (
+            maker.step(runner, decodes=names) for maker, runner in zip(makers, (graphs, eager), strict=True)
+        )
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert np.array_equal(one.logprobs.chosen, other.logprobs.chosen)
+        assert np.array_equal(one.logprobs.top_values, other.logprobs.top_values)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 13, 20])
+def test_padding_rows_change_no_token(graphs: LocalRunner, eager: LocalRunner, num_rows: int) -> None:
+    assert serve(graphs, num_rows, 24, PARAMS) == serve(eager, num_rows, 24, PARAMS)
+
+
+def test_float32_tokens_are_those_of_the_cpu(graphs: LocalRunner, make: Callable[..., LocalRunner]) -> None:
+    cpu = make(device="cpu")
+    weights = {slot.name: slot.target for slot in cpu._model.weight_map()}  # type: ignore[attr-defined]
+    for slot in graphs._model.weight_map():  # type: ignore[attr-defined]
+        weights[slot.name].copy_(slot.target)
+    assert serve(graphs, 6, 16, PARAMS) == serve(cpu, 6, 16, PARAMS)
+
+
+def overlapped(runner: LocalRunner, num_rows: int, count: int, params: list[dict[str, Any]]) -> list[list[int]]:
+    """Serve with two steps in flight: a step is launched before the one before it is collected."""
+    maker = PlanMaker(runner.block_size)
+    names = start(maker, num_rows, params)
+    flying: list[StepPlan] = []
+    for index in range(count):
+        chunks = {name: maker.sequences[name].num_prompt for name in names} if index == 0 else {}
+        plan = maker.plan(() if chunks else names, chunks)
+        runner.forward(plan)
+        runner.sample(plan.step_id, None)
+        flying.append(plan)
+        if len(flying) == 2:
+            maker.take(flying[0], runner.collect(flying.pop(0).step_id))
+    maker.take(flying[0], runner.collect(flying[0].step_id))
+    return [maker.sequences[name].output for name in names]
+
+
+@pytest.mark.parametrize("params", [[{}], PARAMS])
+def test_two_steps_in_flight_give_the_tokens_of_one_after_another(
+    graphs: LocalRunner, params: list[dict[str, Any]]
+) -> None:
+    expected = serve(graphs, 12, 40, params)
+    graphs.forget()
+    assert overlapped(graphs, 12, 40, params) == expected
+
+
+def test_chunks_mixed_with_decodes_change_no_token(graphs: LocalRunner) -> None:
+    expected = serve(graphs, 6, 12, PARAMS)
+    graphs.forget()
+    maker = PlanMaker(graphs.block_size)
+    names = start(maker, 6, PARAMS)
+    while any(len(maker.sequences[name].output) < 12 for name in names):
+        rows = maker.sequences
+        decodes = [n for n in names if rows[n].output and len(rows[n].output) < 12]
+        chunks = {
+            n: min(7, rows[n].num_prompt - rows[n].num_computed)
+            for n in names if rows[n].num_computed < rows[n].num_prompt
+        }
+        maker.step(graphs, decodes, chunks)
+    assert [maker.sequences[name].output for name in names] == expected
+
+
+def test_launching_a_step_of_any_kind_never_waits_for_the_device(graphs: LocalRunner) -> None:
+    maker = PlanMaker(graphs.block_size)
+    names = start(maker, 6, PARAMS)
+    words = -(-1000 // 32)
+    late = LateInputs(np.array([0], np.int32), 1, np.full(words, -1, np.int32))
+    kinds: list[tuple[list[str], dict[str, int], LateInputs | None]] = [
+        ([], {name: maker.sequences[name].num_prompt for name in names[:5]}, None),
+        (names[:5], {names[5]: maker.sequences[names[5]].num_prompt}, None),
+        (names, {}, None), (names, {}, late), (names[:1], {}, None),
+    ]
+    results: list[StepResult] = []
+    for decodes, chunks, mask in kinds:
+        plan = maker.plan(decodes, chunks)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            graphs.forward(plan)
+            graphs.sample(plan.step_id, mask)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append(graphs.collect(plan.step_id))
+    assert [int(result.num_tokens.sum()) for result in results] == [5, 6, 6, 6, 1]
+
+
+def test_the_arena_is_sized_by_what_the_largest_step_leaves(make: Callable[..., LocalRunner]) -> None:
+    runner = make(max_total_tokens=None, gpu_memory_utilization=0.5, enforce_eager=True)
+    total = torch.cuda.get_device_properties(0).total_memory
+    used = total - torch.cuda.mem_get_info()[0]
+    assert 0.4 * total < runner.num_pages * runner.page_bytes < used < 0.55 * total
+    runner.close()
