@@ -1,0 +1,228 @@
+"""Start, drain, death and disconnects: nobody waits for ever, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import httpx
+import psutil
+import pytest
+from server_support import Running, is_alive, running, wait_until
+
+from tokenspeed_core.errors import CapacityError, ConfigError
+from tokenspeed_core.server.listen import listen
+
+SLOW = {"step_seconds": 0.03}
+LONG: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400}
+
+
+def ended(server: Running, seconds: float = 10.0) -> int:
+    """Wait for the server's end; nothing of it may be left. Return its status."""
+    status = server.process.wait(seconds)
+    wait_until(lambda: not is_alive(server.engine_pid()), 5, "the engine's end")
+    assert not list(server.log.parent.glob("tokenspeed-*")), "a socket's folder was left behind"
+    assert not list(server.log.parent.glob(".tokenspeed-*"))
+    return status
+
+
+def in_background(server: Running, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+    """Send a request from a thread; its answer will be in the list."""
+    answers: list[httpx.Response] = []
+
+    def post() -> None:
+        with server.client() as client:
+            answers.append(client.post("/v1/completions", json=body))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    server.wait_for("submit")
+    return thread, answers
+
+
+def test_until_the_engine_is_ready_requests_get_a_503(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"start_seconds": 1.5}, waits=False) as server, server.client() as client:
+        assert client.get("/health").status_code == 503
+        response = client.post("/v1/completions", json=LONG)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
+        assert client.get("/v1/models").status_code == 200
+        wait_until(lambda: client.get("/health").status_code == 200, 10, "healthy")
+
+
+def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"fails": "no such weights"}, waits=False) as server:
+        assert ended(server) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, engine=SLOW) as server, server.client() as client:
+        thread, answers = in_background(server, {**LONG, "max_tokens": 40})
+        server.process.send_signal(number)
+        wait_until(lambda: client.get("/health").status_code == 503, 1, "not healthy while draining")
+        refused = client.post("/v1/completions", json=LONG)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert ended(server) == 0
+        thread.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 40
+        assert "drained" in server.notes()
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"step_seconds": 0.5}) as server:
+        thread, _ = in_background_quietly(server)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server, 3) == 128 + signal.SIGTERM
+        thread.join()
+
+
+def in_background_quietly(server: Running) -> tuple[threading.Thread, list[int]]:
+    """Send a request that may end in any way."""
+    done: list[int] = []
+
+    def post() -> None:
+        try:
+            with server.client() as client:
+                done.append(client.post("/v1/completions", json=LONG).status_code)
+        except httpx.HTTPError:
+            done.append(0)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    server.wait_for("submit")
+    return thread, done
+
+
+def test_a_signal_during_the_start_ends_the_server(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"start_seconds": 30}, waits=False) as server:
+        wait_until(server.log.exists, 10, "the engine's process")
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server) == 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_dead_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
+    with running(tmp_path, engine=SLOW) as server:
+        thread, answers = in_background(server, {**LONG, "stream": streams})
+        time.sleep(0.2)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        thread.join(10)
+        if streams:
+            assert '"code": "engine_dead"' in answers[0].text.split("\n\n")[-3]
+            assert answers[0].text.endswith("data: [DONE]\n\n")
+        else:
+            assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (500, "engine_dead")
+        assert ended(server) == 1
+
+
+def test_a_request_that_kills_the_engine_is_answered(tmp_path: Path) -> None:
+    with running(tmp_path) as server, server.client() as client:
+        assert client.post("/v1/completions", json={"prompt": [fake_engine.DIES]}).status_code == 500
+        assert ended(server) == 1
+
+
+def test_a_killed_server_leaves_no_engine_and_the_next_start_removes_its_folder(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not is_alive(server.engine_pid()), 3, "the engine's end")
+        assert "orphaned" in server.notes()
+        assert list(tmp_path.glob("tokenspeed-*"))
+    with running(tmp_path) as server:
+        assert len(list(tmp_path.glob("tokenspeed-*"))) == 1
+        folder = next(tmp_path.glob("tokenspeed-*"))
+        assert folder.stat().st_mode & 0o777 == 0o700
+        server.process.terminate()
+        assert ended(server) == 0
+
+
+def test_two_servers_do_not_remove_each_others_folders(tmp_path: Path) -> None:
+    with running(tmp_path) as first, running(tmp_path) as second:
+        for server in (first, second):
+            with server.client() as client:
+                assert client.post("/v1/completions", json={"prompt": [70]}).status_code == 200
+        assert len(list(tmp_path.glob("tokenspeed-*"))) == 2
+
+
+def test_health_fails_within_ten_seconds_of_an_engine_that_does_not_step(tmp_path: Path) -> None:
+    with running(tmp_path) as server, server.client() as client:
+        thread, _ = in_background_to(server, [fake_engine.STALLS])
+        start = time.monotonic()
+        wait_until(lambda: client.get("/health").status_code == 503, 10, "unhealthy")
+        assert time.monotonic() - start > 3, "a slow step is not a dead engine"
+        assert "has not stepped" in client.get("/health").json()["reason"]
+        server.process.kill()
+        thread.join()
+
+
+def in_background_to(server: Running, prompt: list[int]) -> tuple[threading.Thread, list[int]]:
+    """Send a prompt that may never be answered."""
+    done: list[int] = []
+
+    def post() -> None:
+        try:
+            with server.client() as client:
+                done.append(client.post("/v1/completions", json={"prompt": prompt}).status_code)
+        except httpx.HTTPError:
+            done.append(0)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    server.wait_for("submit")
+    return thread, done
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_client_that_leaves_is_aborted_at_once(tmp_path: Path, path: str, streams: bool) -> None:
+    body: dict[str, Any] = {"max_tokens": 400, "stream": streams, "n": 2}
+    body |= {"prompt": "hi"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    with running(tmp_path, engine=SLOW) as server:
+        with server.client() as client, pytest.raises(httpx.ReadTimeout):
+            client.post(f"/v1/{path}", json=body, timeout=0.5 if not streams else httpx.Timeout(20, read=0.001))
+        server.wait_for("abort 1", 2)
+        server.wait_for("abort 2", 2)
+
+
+def test_a_port_in_use_says_by_whom() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CapacityError, match=rf"port {port} on 127.0.0.1 is in use by .*pid {os.getpid()}.*--port"):
+            listen("127.0.0.1", port)
+
+
+def test_an_unknown_host_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="--host"):
+        listen("no such host", 1)
+
+
+def test_an_idle_server_costs_next_to_nothing(tmp_path: Path) -> None:
+    with running(tmp_path) as server, server.client() as client:
+        client.post("/v1/completions", json={"prompt": [70]})
+        process = psutil.Process(server.process.pid)
+        time.sleep(0.5)
+        before = sum(process.cpu_times()[:2])
+        time.sleep(3)
+        assert sum(process.cpu_times()[:2]) - before <= 0.03
+
+
+def test_nothing_listens_but_the_given_address(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        port = int(server.url.rsplit(":", 1)[1])
+        for pid in (server.process.pid, server.engine_pid()):
+            listening = [
+                connection.laddr for connection in psutil.Process(pid).net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+            assert all(address == ("127.0.0.1", port) for address in listening)

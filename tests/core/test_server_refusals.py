@@ -1,0 +1,223 @@
+"""Bad requests get a 4xx that names the field and the bound, and harm nobody."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import fake_engine
+import httpx
+import pytest
+from server_support import Running, running
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    options = {"api_key": "secret key", "max_body_bytes": 100_000}
+    with running(tmp_path_factory.mktemp("server"), options=options) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with server.client(headers={"authorization": "Bearer secret key"}) as client:
+        yield client
+        again = client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+        assert again.status_code == 200, "the server no longer serves"
+
+
+def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """Return the error of a refused request, after checking its shape."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", -1, "greater than or equal to 0"),
+        ("temperature", "hot", "valid number"),
+        ("top_p", 0, "greater than 0"),
+        ("top_p", 1.5, "less than or equal to 1"),
+        ("top_k", -2, "greater than or equal to -1"),
+        ("top_k", 2.5, "integer"),
+        ("min_p", 2, "less than or equal to 1"),
+        ("n", 0, "greater than or equal to 1"),
+        ("n", 10**30, "less than or equal to 128"),
+        ("n", True, "integer"),
+        ("max_tokens", 0, "greater than or equal to 1"),
+        ("max_tokens", 10_000, "ask for at most"),
+        ("presence_penalty", 3, "less than or equal to 2"),
+        ("repetition_penalty", 0, "greater than 0"),
+        ("seed", 2**63, "less than or equal to"),
+        ("logprobs", 21, "less than or equal to 20"),
+        ("stop", ["a"] * 17, "at most 16"),
+        ("stop", "", "at least 1"),
+        ("stop", [7], "string"),
+        ("stop_token_ids", [400], "0 to 399"),
+        ("stop_token_ids", [-1], "greater than or equal to 0"),
+        ("logit_bias", {"400": 1}, "0 to 399"),
+        ("logit_bias", {"5": 101}, "less than or equal to 100"),
+        ("logit_bias", {"x": 1}, "integer"),
+        ("logit_bias", {str(i): 1 for i in range(301)}, "at most 300"),
+        ("stream", "yes", "boolean"),
+        ("cache_salt", "x" * 257, "at most 256"),
+        ("priority", 1, "--schedule-policy priority"),
+        ("stream_options", {"include_usage": True}, "stream"),
+        ("prompt", [], "at least 1 token"),
+        ("prompt", "", "at least 1 token"),
+        ("prompt", [[]], "at least 1 token"),
+        ("prompt", [400], "0 to 399"),
+        ("prompt", [-1], "0 to 399"),
+        ("prompt", [2**40], "less than or equal to"),
+        ("prompt", [1, True], "integer"),
+        ("prompt", [1.0], "integer"),
+        ("prompt", ["a", [1]], "mixes"),
+        ("prompt", {"a": 1}, "found dict"),
+        ("prompt", [1] * 512, "512 tokens"),
+        ("prompt", ["a"] * 513, "at most 512"),
+        ("echo", True, "not supported"),
+        ("suffix", "x", "not supported"),
+        ("best_of", 2, "not supported"),
+        ("response_format", {"type": "json_object"}, "not supported"),
+        ("temprature", 1, "did you mean temperature?"),
+    ],
+)
+def test_a_bad_field_of_a_completion_is_named_with_its_bound(
+    client: httpx.Client, field: str, value: Any, said: str
+) -> None:
+    error = refusal(client.post("/v1/completions", json={"prompt": "hello", field: value}))
+    assert error["param"] is not None
+    assert error["param"].split("[")[0].split(".")[0] == field
+    assert said in error["message"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"chat_template_kwargs": {"nonsense": 1}}, "messages"),
+        ({"reasoning_effort": "high"}, "messages"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"functions": []}, "functions"),
+        ({"stream": True, "stream_options": {"include_all": True}}, "stream_options.include_all"),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(client: httpx.Client, change: dict[str, Any], param: str) -> None:
+    error = refusal(client.post("/v1/chat/completions", json={"messages": USER, **change}))
+    assert (error["param"] or "").startswith(param), error
+
+
+def test_arguments_of_a_past_call_must_be_an_object(client: httpx.Client) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[1]"}}
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    error = refusal(client.post("/v1/chat/completions", json={"messages": messages}))
+    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "a"', b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 20_000, b'{"a":' * 20_000, b"9" * 5000,
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_malformed_body_is_a_400(client: httpx.Client, path: str, body: bytes) -> None:
+    refusal(client.post(path, content=body))
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+def test_a_number_that_is_none_names_its_field(client: httpx.Client, number: bytes) -> None:
+    error = refusal(client.post("/v1/completions", content=b'{"prompt": "a", "temperature": ' + number + b"}"))
+    assert error["param"] == "temperature"
+
+
+def test_a_null_field_is_a_field_left_out(client: httpx.Client) -> None:
+    nulls = dict.fromkeys(["temperature", "stop", "echo", "logprobs", "stream_options", "user", "max_tokens"])
+    assert client.post("/v1/completions", json={"prompt": "hi", **nulls}).status_code == 200
+
+
+def test_a_body_beyond_the_cap_is_a_413_with_and_without_a_length(server: Running) -> None:
+    headers = {"authorization": "Bearer secret key"}
+    with server.client(headers=headers) as client:
+        refusal(client.post("/v1/completions", content=b"x" * 100_001), 413)
+        refusal(client.post("/v1/completions", content=(b"x" * 10_000 for _ in range(20))), 413)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/openapi.json", "/nothing", "//health", "/Health"])
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer", "Bearer secret key x", "Basic secret key", "é"])
+def test_every_route_but_health_needs_the_key(server: Running, path: str, key: str | None) -> None:
+    headers = {} if key is None else {"authorization": key.encode()}
+    with server.client() as client:
+        refusal(client.request("GET", path, headers=headers), 401)
+
+
+def test_health_needs_no_key(server: Running) -> None:
+    with server.client() as client:
+        assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_unknown_routes_methods_and_models_say_what_there_is(client: httpx.Client) -> None:
+    refusal(client.get("/v1/nothing"), 404)
+    assert "POST" in refusal(client.get("/v1/completions"), 405)["message"]
+    refusal(client.post("/health"), 405)
+    for response in (
+        client.post("/v1/completions", json={"prompt": "a", "model": "x"}), client.get("/v1/models/x")
+    ):
+        error = refusal(response, 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "'fake'" in error["message"]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_full_queue_is_a_429_with_retry_after(client: httpx.Client, streams: bool) -> None:
+    body = {"prompt": [fake_engine.QUEUE_FULL], "stream": streams}
+    response = client.post("/v1/completions", json=body)
+    assert refusal(response, 429)["code"] == "queue_full"
+    assert int(response.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_sequence_that_the_engine_fails_is_a_500_of_its_own(client: httpx.Client, streams: bool) -> None:
+    body = {"prompt": [fake_engine.ERRS, 5], "stream": streams}
+    refusal(client.post("/v1/completions", json=body), 500)
+
+
+def test_a_long_header_and_a_bad_request_line_do_not_end_the_server(server: Running, client: httpx.Client) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for line in (b"GARBAGE\r\n\r\n", b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000 + b"\r\n\r\n"):
+        raw = http.client.HTTPConnection(host, int(port), timeout=5)
+        raw.connect()
+        raw.sock.sendall(line)
+        raw.close()
+
+
+def test_parameters_reach_the_engine_resolved(server: Running, client: httpx.Client) -> None:
+    client.post("/v1/completions", json={"prompt": "a", "seed": 41, "n": 3, "max_tokens": 1})
+    server.wait_for("x3 seed=41 t=0.7")
+
+
+def test_json_of_errors_is_json(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={"prompt": "a", 'x"\n\u2028': 1})
+    assert json.loads(response.content)["error"]["code"] == "unknown_field"
