@@ -190,6 +190,29 @@ def test_launching_a_step_of_any_kind_never_waits_for_the_device(graphs: LocalRu
     assert [int(result.num_tokens.sum()) for result in results] == [5, 6, 6, 6, 1]
 
 
+def test_serving_compiles_nothing_that_start_up_did_not(graphs: LocalRunner, eager: LocalRunner) -> None:
+    from triton import knobs
+
+    compiled: list[str] = []
+
+    def note(**what: Any) -> None:
+        compiled.append(what["repr"])
+
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        for runner in (graphs, eager):
+            for num_rows in (1, 2, 5, 16, 20):
+                serve(runner, num_rows, 6, PARAMS)
+                runner.forget()
+            maker = PlanMaker(runner.block_size)
+            for slot, length in enumerate((1, 15, 16, 64, 100, 255)):
+                maker.add(f"s{slot}", [slot] * length, slot)
+                maker.step(runner, [f"s{i}" for i in range(slot)], {f"s{slot}": length})
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
+
+
 def test_the_arena_is_sized_by_what_the_largest_step_leaves(make: Callable[..., LocalRunner]) -> None:
     runner = make(max_total_tokens=None, gpu_memory_utilization=0.5, enforce_eager=True)
     total = torch.cuda.get_device_properties(0).total_memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Assembly:
     block_size: int
     pool: PoolLimits
     sample: Callable[..., torch.Tensor]
-    greedy: Callable[..., torch.Tensor]
+    greedy: Mapping[torch.dtype, Callable[..., torch.Tensor]]
 
     @property
     def limits(self) -> AttentionLimits:
@@ -86,7 +86,9 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
         config, model, build, chosen, build.select_attention(block_size), block_size,
         PoolLimits.of(config.model_info.cache_groups, block_size, dtype.itemsize, config.max_model_len),
         sample=build.op("sample", **sampling, dtype="float32"),
-        greedy=build.op("greedy", **sampling, dtype=config.dtype),
+        greedy={
+            _DTYPES[name]: build.op("greedy", **sampling, dtype=name) for name in sorted({config.dtype, "float32"})
+        },
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class DecodeGraphs:
 
     def __init__(
         self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model,
-        greedy: Callable[[torch.Tensor], torch.Tensor], link: Link, *, sizes: Sequence[int], block_size: int,
+        greedy: Mapping[torch.dtype, Callable[..., torch.Tensor]], link: Link, *, sizes: Sequence[int], block_size: int,
         max_model_len: int,
     ) -> None:
         """Allocate the buffers that all buckets share, for the largest of `sizes`."""
@@ -210,5 +210,5 @@ class DecodeGraphs:
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         self._logits[:n].copy_(logits)
-        self._ids[:n].copy_(note(self._rows, bucket.slots, logits, self._greedy(logits)))
+        self._ids[:n].copy_(note(self._rows, bucket.slots, logits, self._greedy[logits.dtype](logits)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,9 +61,10 @@ class Sampler:
     """
 
     def __init__(
-        self, state: DeviceRows, traits: SlotTraits, vocab_size: int, greedy: Kernel, sample: Kernel, link: Link
+        self, state: DeviceRows, traits: SlotTraits, vocab_size: int, greedy: Mapping[torch.dtype, Kernel],
+        sample: Kernel, link: Link,
     ) -> None:
-        """Bind the kernels of the ops `greedy` and `sample`."""
+        """Bind the kernels of the ops `greedy`, by the dtype of logits, and `sample`."""
         self._state = state
         self._traits = traits
         self._greedy = greedy
@@ -126,7 +127,7 @@ class Sampler:
                 state.min_p[slots], state.seed[slots], rows.new_positions,
             )
         else:
-            chosen = self._greedy(logits)
+            chosen = self._greedy[logits.dtype](logits)
         return note(state, slots, logits, chosen)
 
     def _mask(self, logits: torch.Tensor, rows: Rows, late: LateInputs) -> None:
