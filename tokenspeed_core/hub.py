@@ -37,7 +37,7 @@ def download(
     except KeyboardInterrupt:
         logger.warning("download of %s stopped; the same command goes on after the files that are complete", repo)
         raise
-    except (HTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:  # the last is what hf_xet raises
         cached = _cached(repo, revision, download_dir) if names is None and _is_network(error) else None
         if cached is None:
             raise _explained(error, repo, revision, download_dir) from error
@@ -68,8 +68,8 @@ def _explained(error: Exception, repo: str, revision: str | None, download_dir: 
     from huggingface_hub import errors
 
     at = f"{repo}@{revision}" if revision else repo
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        folder = Path(download_dir or error.filename or Path.home())
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        folder = Path(download_dir or getattr(error, "filename", None) or Path.home())
         free = shutil.disk_usage(folder if folder.exists() else Path.home()).free
         return CapacityError(f"no space left for {repo}: {free / 1e9:.1f} GB free at {folder}; free some, or give "
                              "--download-dir on another disk; complete files are kept")

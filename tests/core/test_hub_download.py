@@ -228,9 +228,15 @@ def test_no_network_and_no_cache_is_one_line(tmp_path: Path) -> None:
     assert (code, offline) == (1, err)
 
 
-def test_a_full_disk_says_what_is_free_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, RuntimeError("Data processing error: No space left on device")])
+def test_a_full_disk_says_what_is_free_and_where(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object, **keywords: object) -> str:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     listing = SimpleNamespace(siblings=[])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *arguments, **keywords: listing)

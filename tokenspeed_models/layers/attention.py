@@ -53,7 +53,7 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Map x [T, hidden] at int64 positions [T] to [T, hidden]."""
-        q, k, v = torch.split(self.qkv(x).view(x.shape[0], *self._heads), self._split, dim=1)
+        q, k, v = self.qkv(x).view(x.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
         if self.norm_weights is None:
             self._rotate(q, k, positions, self.cos_sin, False)
         else:
