@@ -17,7 +17,9 @@ class RunnerConfig:
     `checkpoint_path` is a directory; `hf_config` its config.json with overrides applied. `dtype` is
     "float32", "bfloat16" or "float16"; `device` is "auto", "cpu", "cuda" or "cuda:N". `max_num_tokens` is
     the most query tokens of a step, `max_num_seqs` the number of slots. Memory is in bytes;
-    `max_total_tokens` and `kv_cache_memory` override the computed size of the pool.
+    `max_total_tokens` and `kv_cache_memory` override the computed size of the pool. `num_threads` is for the
+    CPU; None leaves torch's own choice (the physical cores, or OMP_NUM_THREADS). Where other processes keep
+    cores busy, one thread fewer than cores is far better than one too many: every op ends in a barrier.
     """
 
     checkpoint_path: str
@@ -39,3 +41,4 @@ class RunnerConfig:
     max_total_tokens: int | None = None
     preferences: tuple[Preference, ...] = ()
     seed: int = 0
+    num_threads: int | None = None

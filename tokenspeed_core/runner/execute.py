@@ -36,8 +36,7 @@ class _Launched:
 class LocalRunner:
     """A `Runner` on one device. All methods but `describe` are called from one thread at a time.
 
-    On the CPU, `forward` and `sample` compute before they return, with as many threads as torch chose
-    (the physical cores, or OMP_NUM_THREADS). On CUDA they only launch.
+    On the CPU, `forward` and `sample` compute before they return. On CUDA they only launch.
     """
 
     def __init__(self, assembly: Assembly, num_pages: int) -> None:

@@ -35,6 +35,8 @@ def build(config: RunnerConfig, catalog: Catalog, progress: Progress) -> LocalRu
     device = resolve_device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     assembly = _assemble_and_load(config, catalog, device, progress)
     if device.type == "cpu":
         return LocalRunner(assembly, _wanted_pages(assembly) or _host_pages(assembly))
