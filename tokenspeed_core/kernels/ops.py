@@ -49,9 +49,9 @@ class OpContract:
     """What an op means, for those who call it and those who implement it.
 
     `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` names arguments
-    written in place; `errors` says when an implementation may raise; `reference` and `inputs` are
-    "module:function": the meaning of the op, and a generator of inputs for a problem. `parts` names the ops
-    that a fused op composes.
+    written in place; `rows` names those with a leading axis of independent rows; `errors` says when an
+    implementation may raise; `reference` and `inputs` are "module:function": the meaning of the op, and a
+    generator of inputs for a problem. `parts` names the ops that a fused op composes.
     """
 
     name: str
@@ -62,6 +62,7 @@ class OpContract:
     inputs: str
     tolerances: tuple[Tolerance, ...]
     mutates: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     errors: str = "none: shapes are the caller's duty, checked when the model is built"
     api: int = field(default=1)
@@ -104,13 +105,14 @@ _CONTRACTS = (
         "(x [..., N], weight [N], eps: float) -> y [..., N]: normalised in float32, cast, times weight",
         {"size": "elements normalised together, N"},
         "tokenspeed_kernels.reference.norm:rms_norm", "tokenspeed_core.testing.inputs:rms_norm", _ROUNDING,
+        rows=("x",),
     ),
     OpContract(
         "add_rms_norm", "norm",
         "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = its rms_norm",
         {"size": "elements normalised together, N"},
         "tokenspeed_kernels.reference.norm:add_rms_norm", "tokenspeed_core.testing.inputs:add_rms_norm",
-        _ROUNDING, mutates=("residual",), parts=("rms_norm",),
+        _ROUNDING, mutates=("residual",), rows=("x", "residual"), parts=("rms_norm",),
     ),
     OpContract(
         "rope", "rope",
@@ -119,7 +121,7 @@ _CONTRACTS = (
         "(0, R/2), (1, R/2 + 1), …",
         _HEADS,
         "tokenspeed_kernels.reference.rope:rope", "tokenspeed_core.testing.inputs:rope", _ROUNDING,
-        mutates=("q", "k"),
+        mutates=("q", "k"), rows=("q", "k", "positions"),
     ),
     OpContract(
         "qk_norm_rope", "rope",
@@ -127,20 +129,21 @@ _CONTRACTS = (
         "cos_sin float32 [P, R], interleaved: bool) -> None: rms_norm of each head, then rope",
         _HEADS,
         "tokenspeed_kernels.reference.rope:qk_norm_rope", "tokenspeed_core.testing.inputs:qk_norm_rope",
-        _ROUNDING, mutates=("q", "k"), parts=("rms_norm", "rope"),
+        _ROUNDING, mutates=("q", "k"), rows=("q", "k", "positions"), parts=("rms_norm", "rope"),
     ),
     OpContract(
         "silu_mul", "activation",
         "(x [T, 2N]) -> y [T, N]: silu of the first half times the second",
         {"size": "elements of the result's rows, N"},
         "tokenspeed_kernels.reference.activation:silu_mul", "tokenspeed_core.testing.inputs:silu_mul",
-        _ROUNDING,
+        _ROUNDING, rows=("x",),
     ),
     OpContract(
         "linear", "linear",
         "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
         {"in_size": "input features I", "out_size": "output features O"},
         "tokenspeed_kernels.reference.linear:linear", "tokenspeed_core.testing.inputs:linear", _DOTS,
+        rows=("x",),
     ),
     OpContract(
         "moe_route", "moe",
@@ -148,6 +151,7 @@ _CONTRACTS = (
         "over all experts in float32, then the k likeliest, likeliest first, the lower id first among equals",
         _MOE,
         "tokenspeed_kernels.reference.moe:moe_route", "tokenspeed_core.testing.inputs:moe_route", _ROUNDING,
+        rows=("logits",),
     ),
     OpContract(
         "moe_experts", "moe",
@@ -155,6 +159,7 @@ _CONTRACTS = (
         "-> y [T, N]: the sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
         {**_MOE, "hidden_size": "features of a token, N", "intermediate_size": "features in an expert, I"},
         "tokenspeed_kernels.reference.moe:moe_experts", "tokenspeed_core.testing.inputs:moe_experts", _DOTS,
+        rows=("x", "weights", "ids"),
     ),
     OpContract(
         "write_kv", "cache",
@@ -162,7 +167,7 @@ _CONTRACTS = (
         "is block * block_size + offset, and -1 is skipped; caches are strided on B",
         _KV,
         "tokenspeed_kernels.reference.cache:write_kv", "tokenspeed_core.testing.inputs:write_kv", _EXACT,
-        mutates=("k_cache", "v_cache"),
+        mutates=("k_cache", "v_cache"), rows=("k", "v", "slots"),
     ),
     OpContract(
         "attention", "attention",
@@ -174,13 +179,14 @@ _CONTRACTS = (
             "scale": "factor of the scores",
             "window": "positions seen, its own included; None: all",
         },
-        "tokenspeed_kernels.reference.attention:attention", "tokenspeed_core.testing.inputs:attention", _DOTS,
+        "tokenspeed_kernels.reference.attention:attention", "tokenspeed_core.testing.attention:make_scene", _DOTS,
     ),
     OpContract(
         "greedy", "sampling",
         "(logits [S, V]) -> ids int64 [S]: the largest, the lowest id among equals",
         _SAMPLING,
         "tokenspeed_kernels.reference.sampling:greedy", "tokenspeed_core.testing.inputs:greedy", _EXACT,
+        rows=("logits",),
     ),
     OpContract(
         "sample", "sampling",
@@ -190,6 +196,7 @@ _CONTRACTS = (
         "passes a uniform number that seed and position alone determine",
         _SAMPLING,
         "tokenspeed_kernels.reference.sampling:sample", "tokenspeed_core.testing.inputs:sample", _EXACT,
+        rows=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions"),
     ),
 )
 

@@ -151,7 +151,7 @@ class Selector:
             if not self._module_exists(module)
         )
         hardware = _hardware_refusals(spec.capability, self._platform)
-        return (*hardware, *missing, *_problem_refusals(spec.capability, problem, self._needs))
+        return (*hardware, *missing, *problem_refusals(spec.capability, problem, self._needs))
 
     def _refused(
         self, contract: OpContract, problem: Problem, names: tuple[str, ...], source: str,
@@ -227,7 +227,10 @@ def _hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterab
         )
 
 
-def _problem_refusals(capability: Capability, problem: Problem, needs: frozenset[str]) -> Iterable[Reason]:
+def problem_refusals(
+    capability: Capability, problem: Problem, needs: frozenset[str] = frozenset()
+) -> Iterable[Reason]:
+    """Yield every reason why a capability does not cover a problem served with the features `needs`."""
     for axis, allowed in (
         ("dtype", capability.dtypes),
         ("kv_dtype", capability.kv_dtypes),

@@ -1,7 +1,7 @@
 """Inputs for the common ops, by problem: seeded, awkwardly strided if asked, with poison where nobody reads.
 
 Each generator takes the problem, a number of tokens (rows), a device, a torch.Generator on the CPU and
-whether to make inputs non-contiguous; it returns the keyword arguments of the kernel.
+whether to make inputs non-contiguous; it returns the arguments of the kernel by name, in their order.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ def rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool)
 def qk_norm_rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
     """As rope, with weights [D]."""
     size = problem["head_size"]
+    given = rope(problem, num, at, seed, strided)
+    q, k = given.pop("q"), given.pop("k")
     weights = {name: _weight(size, problem, at, seed) for name in ("q_weight", "k_weight")}
-    return {**rope(problem, num, at, seed, strided), **weights, "eps": EPS}
+    return {"q": q, "k": k, **weights, "eps": EPS, **given}
 
 
 def silu_mul(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:

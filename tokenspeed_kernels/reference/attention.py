@@ -46,6 +46,7 @@ class TorchAttention:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         self._pieces: list[_Piece] = []
+        self._idle: list[slice] = []
 
     def prepare(self, step: AttentionStep) -> None:
         """Split the step into pieces; a leading run of one-token rows of like length makes one piece."""
@@ -55,15 +56,19 @@ class TorchAttention:
         num_decodes = next((i for i, n in enumerate(num_queries) if n != 1 or lens[i] == 0), len(lens))
         if num_decodes > 1 and max(lens[:num_decodes]) * num_decodes > 2 * sum(lens[:num_decodes]) + 4096:
             num_decodes = 0
-        self._pieces = []
+        self._pieces, self._idle = [], []
         if num_decodes > 1:
             self._pieces.append(self._decodes(step, lens[:num_decodes]))
         for row in range(num_decodes if num_decodes > 1 else 0, len(lens)):
-            if num_queries[row] and lens[row]:
+            if lens[row] == 0:
+                self._idle.append(slice(starts[row], starts[row + 1]))
+            elif num_queries[row]:
                 self._pieces += self._row(step.block_table[row], starts[row], num_queries[row], lens[row])
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend piece by piece. q, out [T, H, D]; caches [B, block_size, K, D]."""
+        """Attend piece by piece; padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
+        for tokens in self._idle:
+            out[tokens] = 0.0
         for piece in self._pieces:
             k, v = self._gather(k_cache, piece), self._gather(v_cache, piece)
             if piece.num_rows > 1:

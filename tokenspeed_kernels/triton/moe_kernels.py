@@ -24,7 +24,7 @@ def route(
     ids = tl.zeros([BLOCK_K], dtype=tl.int32)
     for j in tl.static_range(TOP_K):
         best = tl.max(left, axis=0)
-        chosen = tl.min(tl.where(left == best, expert, BLOCK_E), axis=0)
+        chosen = tl.min(tl.where(left == best, expert, E - 1), axis=0)  # a NaN row stays within the experts
         weights = tl.where(rank == j, best, weights)
         ids = tl.where(rank == j, chosen, ids)
         left = tl.where(expert == chosen, -1.0, left)
