@@ -10,7 +10,8 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nox
@@ -26,6 +27,10 @@ PLUGINS = [
     "plugins/tokenspeed-models-mistral",
 ]
 OURS = [CORE, *PLUGINS]
+ALONE = {  # tests in this tree that need one distribution, and the core, alone
+    "tokenspeed_kernels": ["tests/cpu/test_kernels_reference.py"],
+    "tokenspeed_models": ["tests/cpu/test_models_describe.py", "tests/cpu/test_models_placement.py"],
+}
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
 
 nox.options.default_venv_backend = "none"
@@ -87,20 +92,21 @@ def core_alone(session: nox.Session) -> None:
 
 
 def plugin_alone(session: nox.Session, folder: str) -> None:
-    """Install a plugin's wheel, and of ours only what it declares; its tests pass outside the tree."""
+    """Install a plugin's wheel, and of ours only what it declares; it loads, and its own tests pass."""
     python = environment(session, f"{Path(folder).name}-alone", shares_base=True)
     run(session, python, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(WHEELS), wheel(folder))
-    outside(session, python, f"{folder}/tests" if (ROOT / folder / "tests").is_dir() else "tests/wheels")
+    own = [f"{folder}/tests"] if (ROOT / folder / "tests").is_dir() else []
+    outside(session, python, "tests/wheels", *own, *ALONE.get(folder, ()))
 
 
-def outside(session: nox.Session, python: str, tests: str) -> None:
-    """Run a copy of some tests in a folder from which this tree cannot be imported."""
-    copy = NOX / "outside"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(ROOT / tests, copy / tests, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", copy)
-    with session.chdir(copy):
-        test(session, python, "-m", "not tree", tests)
+def outside(session: nox.Session, python: str, *tests: str) -> None:
+    """Run copies of some tests in a folder from which this tree cannot be imported."""
+    with tempfile.TemporaryDirectory(prefix="tokenspeed-") as copy:
+        for folder in {str(Path(path).parent) if path.endswith(".py") else path for path in tests}:
+            shutil.copytree(ROOT / folder, Path(copy, folder), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        with session.chdir(copy):
+            test(session, python, "-m", "not tree", *tests)
 
 
 def test(session: nox.Session, python: str, *arguments: str, **variables: str) -> None:
@@ -114,7 +120,10 @@ def everything(session: nox.Session) -> str:
     """Return the Python that has this tree, editable, and everything it needs."""
     third_party(session)
     editable = [part for folder in OURS for part in ("-e", f"./{folder}")]
-    return environment(session, "all", "--no-deps", "--no-build-isolation", *editable, shares_base=True)
+    manifests = [(ROOT / folder / "pyproject.toml").read_text() for folder in OURS]
+    return environment(
+        session, "all", "--no-deps", "--no-build-isolation", *editable, shares_base=True, made_of=manifests
+    )
 
 
 def third_party(session: nox.Session) -> str:
@@ -123,13 +132,16 @@ def third_party(session: nox.Session) -> str:
     return environment(session, "base", TORCH, *sorted(set(declared())), *tools)
 
 
-def environment(session: nox.Session, name: str, *packages: str, shares_base: bool = False) -> str:
-    """Make an environment, again where one of the manifests or `packages` changed; return its Python.
+def environment(
+    session: nox.Session, name: str, *packages: str, shares_base: bool = False, made_of: Sequence[str] = ()
+) -> str:
+    """Make an environment and return its Python; one whose packages are there already stays.
 
-    One without packages is made afresh each time. One that shares sees what is installed in `.nox/base`.
+    One without packages is made afresh each time, and one with other `packages` or `made_of` than before.
+    One that shares sees what is installed in `.nox/base`, pip included.
     """
     home, python = NOX / name, NOX / name / "bin" / "python"
-    stamp, wanted = home / "stamp", hashlib.sha256("\n".join([*packages, *manifests()]).encode()).hexdigest()
+    stamp, wanted = home / "stamp", hashlib.sha256("\n".join([*packages, *made_of]).encode()).hexdigest()
     if packages and stamp.is_file() and stamp.read_text() == wanted:
         return str(python)
     shutil.rmtree(home, ignore_errors=True)
@@ -142,11 +154,6 @@ def environment(session: nox.Session, name: str, *packages: str, shares_base: bo
         run(session, str(python), "-m", "pip", "install", "-q", *packages)
         stamp.write_text(wanted)
     return str(python)
-
-
-def manifests() -> Iterator[str]:
-    """Return the text of every file that says what is installed."""
-    return ((ROOT / folder / "pyproject.toml").read_text() for folder in [".", *OURS])
 
 
 def declared() -> Iterator[str]:
