@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint directory: tokenizer.json, with the conventions of tokenizer_config.json."""
+"""The tokenizer of a checkpoint directory: tokenizer.json, and the special tokens' names beside it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ class Tokenizer:
     """Encodes text, decodes tokens, and makes a detokenizer for each sequence. Safe to share by threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-        """`config` is tokenizer_config.json; it decides what stands before and after a bare prompt."""
+        """`config` is tokenizer_config.json; it names the special tokens."""
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = _named_tokens(config)
         _add_missing(backend, self.special_tokens.values())
-        self._before, self._after, self._uses_own_ends = self._ends(config)
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
         steps = [step["type"] for step in decoder.get("decoders", [decoder])]
         self._is_byte_level = steps == ["ByteLevel"]
@@ -68,17 +67,6 @@ class Tokenizer:
         self._kinds = _Memo(self._kind)
         self._kinds_shown = _Memo(lambda i: Kind.NOTHING if i in self._special_ids else self._kinds[i])
 
-    def _ends(self, config: dict[str, Any]) -> tuple[list[int], list[int], bool]:
-        """Return the ids around a bare prompt, where the configuration says, and whether it says so."""
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            return [], [], False
-        ends: list[list[int]] = []
-        for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-            token = self.special_tokens.get(name) if config.get(flag) else None
-            token_id = None if token is None else self.token_id(token)
-            ends.append([] if token_id is None else [token_id])
-        return ends[0], ends[1], True
-
     @property
     def vocab_size(self) -> int:
         """Ids that have a token; a model's vocabulary may be padded beyond it."""
@@ -87,14 +75,11 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> I32:
         """Return the ids of a text, int32 [tokens].
 
-        `add_special_tokens` is for bare prompts; a rendered chat template has its own. About 1 ms for
+        `add_special_tokens` is for bare prompts: tokenizer.json says which stand around them (its post-processor
+        alone; transformers 5 ignores add_bos_token likewise). A rendered chat template has its own. About 1 ms for
         1,000 tokens, without holding the interpreter's lock. Raises UnicodeEncodeError on lone surrogates.
         """
-        own = add_special_tokens and not self._uses_own_ends
-        ids = self._backend.encode(text, add_special_tokens=own).ids
-        if add_special_tokens and self._uses_own_ends:
-            ids = [*self._before, *ids, *self._after]
-        return np.array(ids, np.int32)
+        return np.array(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of all tokens at once."""

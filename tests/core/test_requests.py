@@ -1,0 +1,72 @@
+"""Requests become what the engine is told: defaults filled in, bounds checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.messages import Submit, to_engine
+from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
+from tokenspeed_core.sampling import SamplingParams
+from tokenspeed_core.wire import pack
+
+LIMITS = Limits(max_model_len=100, num_kv_tokens=80, vocab_size=50)
+DEFAULTS = Defaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1, eos_token_ids=(7, 9))
+
+
+def build(prompt: list[int], limits: Limits = LIMITS, **params: Any) -> Submit:
+    return build_submit(4, SamplingParams(**params), np.array(prompt, np.int32), limits, DEFAULTS)
+
+
+def test_what_is_left_open_takes_the_models_own_values_and_survives_the_wire() -> None:
+    submit = to_engine.unpack(pack(build([1, 2])))
+    assert (submit.temperature, submit.top_p, submit.top_k, submit.min_p) == (0.6, 0.9, 20, 0.0)
+    assert submit.max_tokens == 78
+    assert submit.stop_token_ids.tolist() == [7, 9]
+    assert (submit.seed, submit.logprobs) == (None, -1)
+
+
+def test_what_is_asked_for_wins() -> None:
+    submit = build([1], temperature=0, top_k=-1, stop_token_ids=(3,), logit_bias={5: 2}, ignore_eos=True, logprobs=0)
+    assert (submit.temperature, submit.top_k, submit.logprobs) == (0.0, 0, 0)
+    assert submit.stop_token_ids.tolist() == [3]
+    assert (submit.bias_ids.tolist(), submit.bias_values.tolist()) == ([5], [2.0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "said"),
+    [
+        ([], {}, "prompt", "at least 1"),
+        ([1] * 80, {}, "prompt", "80 tokens, and the KV cache holds 80 tokens: send at most 79"),
+        ([1] * 70, {"max_tokens": 11}, "max_tokens", "together 81.*at most 10"),
+        ([1, 50], {}, "prompt", "token id 50 at position 1: ids of this model are 0 to 49"),
+        ([-1], {}, "prompt", "-1"),
+        ([1], {"logit_bias": {50: 1}}, "logit_bias", "50"),
+        ([1], {"stop_token_ids": (99,)}, "stop_token_ids", "99"),
+    ],
+)
+def test_what_cannot_be_served_names_the_field_and_the_bound(
+    prompt: list[int], params: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(BadRequestError, match=said) as caught:
+        build(prompt, **params)
+    assert caught.value.param == param
+
+
+def test_the_models_context_is_named_where_it_is_the_bound() -> None:
+    with pytest.raises(BadRequestError, match="context is 100 tokens"):
+        build([1] * 100, Limits(100, 1000, 50))
+
+
+def test_a_generation_config_gives_defaults_and_ends() -> None:
+    generation = {"temperature": 0.6, "top_k": None, "eos_token_id": [1, 2], "do_sample": True, "pad_token_id": 3}
+    assert Defaults.of(generation, (2, 5)) == Defaults(temperature=0.6, eos_token_ids=(2, 5, 1))
+    assert Defaults.of({"eos_token_id": 4}, ()).eos_token_ids == (4,)
+
+
+def test_a_bad_generation_config_says_which_key() -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p is 3"):
+        Defaults.of({"top_p": 3.0}, ())

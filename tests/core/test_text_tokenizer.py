@@ -1,0 +1,70 @@
+"""Loading a tokenizer, and what stands around a bare prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.text import load_tokenizer
+
+
+def write(folder: Path, config: dict[str, Any], processor: Any = None) -> Path:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "<s>": 3, "</s>": 4}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if processor is not None:
+        backend.post_processor = processor
+    backend.enable_truncation(2)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+ENDS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "expected"),
+    [
+        (ENDS, None, [1, 2, 1]),
+        (ENDS, BOS, [3, 1, 2, 1]),
+        ({**ENDS, "add_bos_token": True}, None, [1, 2, 1]),
+        ({**ENDS, "add_bos_token": False}, BOS, [3, 1, 2, 1]),
+    ],
+)
+def test_a_bare_prompt_has_the_ends_that_tokenizer_json_says(
+    tmp_path: Path, config: dict[str, Any], processor: Any, expected: list[int]
+) -> None:
+    tokenizer = load_tokenizer(write(tmp_path, config, processor))
+    assert tokenizer.encode("a b a", add_special_tokens=True).tolist() == expected
+    assert tokenizer.encode("a b a", add_special_tokens=False).tolist() == [1, 2, 1]
+
+
+def test_special_tokens_are_known_by_role_and_left_out_of_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path, ENDS))
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer.decode([3, 1, 2, 4]) == "a b"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("tokenizer.model", "only tokenizer.model"), ("vocab.json", "only vocab.json"), ("readme", "no tokenizer at all")],
+)
+def test_a_folder_without_tokenizer_json_says_what_to_do(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{said}.*save_pretrained.*--skip-tokenizer-init"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    write(tmp_path, ENDS)
+    (tmp_path / name).write_text("[")
+    with pytest.raises(CheckpointError, match=name):
+        load_tokenizer(tmp_path)
