@@ -1,0 +1,180 @@
+"""The kernel benchmark's cases, as data: shapes of served models, with the bytes and operations they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_core.kernels.spec import KernelSpec
+
+BF16 = 2  # bytes
+H, K, D, N, INNER, V = 32, 8, 128, 4096, 12288, 151936  # qwen3-8b
+E, TOP_K, MOE_N, MOE_I = 128, 8, 2048, 768  # qwen3-30b-a3b
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement. `bind(spec)` returns a call without arguments that computes and returns a tensor.
+
+    `num_bytes` is the least that must move, each input read and each output written once; `num_flops` the
+    products that must be computed.
+    """
+
+    op: str
+    name: str
+    bind: Callable[[KernelSpec], Callable[[], Tensor]]
+    num_bytes: float
+    num_flops: float = 0.0
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Yield all cases, each making its inputs when it is reached."""
+    yield from _attention(device)
+    for num in (64, 8192):
+        yield from _rows(device, num)
+    for num in (64, 256):
+        yield from _sampling(device, num)
+    for num in (64, 8192):
+        yield from _experts(device, num)
+
+
+def attention_step(
+    num_queries: list[int], seq_lens: list[int], device: torch.device
+) -> tuple[AttentionStep, int]:
+    """Return a step whose blocks are scattered over a pool, and the pool's number of blocks."""
+    counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
+    table = torch.zeros((len(seq_lens), max(counts)), dtype=torch.int32)
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    for row, blocks in enumerate(order.split(counts)):
+        table[row, : len(blocks)] = blocks
+    starts = (0, *accumulate(num_queries))
+    step = AttentionStep(
+        num_rows=len(seq_lens), num_tokens=starts[-1], max_num_query=max(num_queries),
+        max_seq_len=max(seq_lens),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device), block_table=table.to(device),
+        host_query_start=starts, host_seq_lens=tuple(seq_lens),
+    )
+    return step, sum(counts)
+
+
+def attention_case(name: str, num_queries: list[int], seq_lens: list[int], device: torch.device) -> Case:
+    """Return an attention case of qwen3-8b's heads; causal products count once, not their masked half."""
+    phase = "decode" if max(num_queries) == 1 else "prefill"
+    problem = AttentionProblem(phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None)
+    seen = sum(n * length - n * (n - 1) / 2 for n, length in zip(num_queries, seq_lens, strict=True))
+    num_bytes = 2 * sum(seq_lens) * K * D * BF16 + 2 * sum(num_queries) * H * D * BF16
+
+    def bind(spec: KernelSpec) -> Callable[[], Tensor]:
+        step, num_blocks = attention_step(num_queries, seq_lens, device)
+        arena = torch.randn((num_blocks, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
+        q = torch.randn((step.num_tokens, H, D), dtype=torch.bfloat16, device=device)
+        out = torch.empty_like(q)
+        limits = AttentionLimits(step.num_rows, step.num_tokens, max(seq_lens), step.block_table.shape[1])
+        kernel = spec.factory()(problem, limits, device)
+        kernel.prepare(step)
+
+        def attend() -> Tensor:
+            kernel.forward(q, arena[:, 0], arena[:, 1], out)
+            return out
+
+        return attend
+
+    return Case("attention", name, bind, num_bytes, 4 * D * H * seen)
+
+
+def _attention(device: torch.device) -> Iterator[Case]:
+    yield attention_case("decode 64 x 2048", [1] * 64, [2048] * 64, device)
+    yield attention_case("decode 256 x 640", [1] * 256, [640] * 256, device)
+    yield attention_case("decode 1 x 32768", [1], [32768], device)
+    yield attention_case("decode 16, 128 to 16384", [1] * 16, [128] * 8 + [16384] * 8, device)
+    yield attention_case("prefill 8 x 4096", [4096] * 8, [4096] * 8, device)
+    yield attention_case("prefill 2048 after 14336", [2048], [16384], device)
+    yield attention_case("mixed 63 x 2048 + 2048", [1] * 63 + [2048], [2048] * 64, device)
+
+
+def _case(
+    op: str, name: str, problem: dict[str, Any], arguments: list[Any], num_bytes: float, num_flops: float = 0.0
+) -> Case:
+    def bind(spec: KernelSpec) -> Callable[[], Tensor]:
+        kernel = spec.factory()({**problem, "dtype": problem.get("dtype", "bfloat16")})
+
+        def call() -> Tensor:
+            result = kernel(*arguments)
+            if isinstance(result, tuple):
+                return torch.as_tensor(result[0])
+            return torch.as_tensor(arguments[0] if result is None else result)
+
+        return call
+
+    return Case(op, name, bind, num_bytes, num_flops)
+
+
+def _rows(device: torch.device, num: int) -> Iterator[Case]:
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    x, weight = rand(num, N), rand(N)
+    yield _case("rms_norm", f"{num} x {N}", {"size": N}, [x, weight, 1e-6], 2 * num * N * BF16)
+    residual = rand(num, N)
+    yield _case(
+        "add_rms_norm", f"{num} x {N}", {"size": N}, [x * 1e-3, residual, weight, 1e-6], 4 * num * N * BF16
+    )
+    qkv = rand(num, H + 2 * K, D)
+    q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
+    positions = torch.arange(num, device=device)
+    angles = torch.arange(num, device=device)[:, None] / 10000 ** (torch.arange(D // 2, device=device) / D * 2)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    heads = {"num_heads": H, "num_kv_heads": K, "head_size": D, "rotary_size": D}
+    moved = num * (2 * (H + K) * D * BF16 + D * 4)
+    yield _case("rope", f"{num} x {H}+{K}", heads, [q, k, positions, table, False], moved)
+    norms = [rand(D), rand(D), 1e-6]
+    yield _case("qk_norm_rope", f"{num} x {H}+{K}", heads, [q, k, *norms, positions, table, False], moved)
+    yield _case("silu_mul", f"{num} x {INNER}", {"size": INNER}, [rand(num, 2 * INNER)], 3 * num * INNER * BF16)
+    arena = torch.zeros((num // BLOCK_SIZE + 1, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
+    slots = torch.randperm(num, device=device)
+    cache = {"num_kv_heads": K, "head_size": D, "block_size": BLOCK_SIZE, "kv_dtype": "bfloat16"}
+    yield _case("write_kv", f"{num}", cache, [k, v, arena[:, 0], arena[:, 1], slots], 4 * num * K * D * BF16)
+
+
+def _sampling(device: torch.device, num: int) -> Iterator[Case]:
+    logits = torch.randn((num, V), device=device) * 2
+    problem = {"vocab_size": V}
+    narrow = logits.to(torch.bfloat16)
+    yield _case("greedy", f"{num} x {V}", problem, [narrow], num * V * BF16)
+
+    def filters(top_k: int, top_p: float) -> list[Tensor]:
+        columns = ((0.7, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (0.0, torch.float32))
+        filled = [torch.full((num,), value, dtype=dtype, device=device) for value, dtype in columns]
+        seeds = torch.arange(num, device=device)
+        return [logits, *filled, seeds, seeds]
+
+    wide = {**problem, "dtype": "float32"}
+    yield _case("sample", f"{num} x {V} plain", wide, filters(0, 1.0), num * V * 4)
+    yield _case("sample", f"{num} x {V} k=50", wide, filters(50, 1.0), num * V * 4)
+    yield _case("sample", f"{num} x {V} k=50 p=.9", wide, filters(50, 0.9), num * V * 4)
+
+
+def _experts(device: torch.device, num: int) -> Iterator[Case]:
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device) * float(shape[-1] ** -0.5)
+
+    problem = {"num_experts": E, "top_k": TOP_K, "hidden_size": MOE_N, "intermediate_size": MOE_I}
+    logits = rand(num, E)
+    routing = {"num_experts": E, "top_k": TOP_K}
+    yield _case("moe_route", f"{num} x {E}", routing, [logits, TOP_K, True], num * (E * BF16 + TOP_K * 8))
+    ids = torch.rand((num, E), device=device).argsort(dim=1)[:, :TOP_K].to(torch.int32)
+    weights = torch.full((num, TOP_K), 1 / TOP_K, device=device)
+    arguments = [rand(num, MOE_N), rand(E, 2 * MOE_I, MOE_N), rand(E, MOE_N, MOE_I), weights, ids]
+    used = E * (1 - (1 - TOP_K / E) ** num)
+    yield _case(
+        "moe_experts", f"{num} tokens", problem, arguments,
+        used * 3 * MOE_N * MOE_I * BF16 + 2 * num * MOE_N * BF16, 6 * num * TOP_K * MOE_N * MOE_I,
+    )
