@@ -18,7 +18,7 @@ import torch
 from tokenspeed_core.kernels.attention import AttentionStep
 from tokenspeed_core.models import Model
 from tokenspeed_core.runner.attention import AttentionGroup
-from tokenspeed_core.runner.inputs import GroupInputs, slot_mapping
+from tokenspeed_core.runner.inputs import GroupInputs
 from tokenspeed_core.runner.link import Link, PinnedRing
 from tokenspeed_core.runner.rows import DeviceRows
 from tokenspeed_core.runner.sampler import Rows, note
@@ -40,7 +40,8 @@ def capture_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | N
 class _Bucket:
     """The graphs of one number of rows, and its parts of the shared buffers.
 
-    `slots` int64 [n], `words` int64 and `values` int32 [n * groups] are parts of `staged`, which one copy fills.
+    `slots` int64 [n], `words` int64 and `values` int32 [n * groups], and `advance` int32 [n] (0 for padding)
+    are parts of `staged`, which one copy fills.
     """
 
     num_rows: int
@@ -48,6 +49,7 @@ class _Bucket:
     slots: torch.Tensor
     words: torch.Tensor
     values: torch.Tensor
+    advance: torch.Tensor
     inputs: tuple[GroupInputs, ...]
     begin: torch.cuda.CUDAGraph
     forward: torch.cuda.CUDAGraph
@@ -66,15 +68,14 @@ class DecodeGraphs:
         self._rows, self._groups, self._model, self._greedy, self._link = rows, groups, model, greedy, link
         self._sizes, self._block_size, self._max_model_len = tuple(sizes), block_size, max_model_len
         num_words = largest * len(groups)
-        self._staged = torch.zeros(largest + num_words + -(-num_words // 2), dtype=torch.int64, device=device)
+        self._staged = torch.zeros(_staged_words(largest, num_words), dtype=torch.int64, device=device)
         self._ring = PinnedRing(self._staged.nbytes)
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
         self._tables = [torch.zeros_like(table[:1]).repeat(largest, 1) for table in rows.tables]
         self._mappings = [torch.zeros(largest, dtype=torch.int64, device=device) for _ in groups]
-        self._token_ids, self._positions, self._new_positions = torch.zeros(
-            3, largest, dtype=torch.int64, device=device
-        )
+        self._heads = torch.zeros(2 * largest, dtype=torch.int64, device=device)
+        self._new_positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._ids = torch.zeros(largest, dtype=torch.int32, device=device)
         self._logits: torch.Tensor | None = None
         self._buckets: dict[int, _Bucket] = {}
@@ -144,8 +145,9 @@ class DecodeGraphs:
         host[n : n + len(words)] = words
         host[n + len(words) : n + most] = self._rows.layout.column("seq_len") + padding
         packed = host[n + most :].view(np.int32)
+        packed[:] = 0
         packed[: len(values)] = values
-        packed[len(values) :] = 0
+        packed[most : most + len(slots)] = 1
 
     def _prepare(self, bucket: _Bucket) -> None:
         for group, inputs in zip(self._groups, bucket.inputs, strict=True):
@@ -169,7 +171,8 @@ class DecodeGraphs:
 
     def _bucket(self, size: int) -> _Bucket:
         most = size * len(self._groups)
-        staged = self._staged[: size + most + -(-most // 2)]
+        staged = self._staged[: _staged_words(size, most)]
+        packed = staged[size + most :].view(torch.int32)
         inputs = tuple(
             GroupInputs(
                 mapping[:size],
@@ -183,32 +186,45 @@ class DecodeGraphs:
             for table, mapping in zip(self._tables, self._mappings, strict=True)
         )
         return _Bucket(
-            size, staged, staged[:size], staged[size : size + most],
-            staged[size + most :].view(torch.int32)[:most], inputs,
+            size, staged, staged[:size], staged[size : size + most], packed[:most], packed[most : most + size], inputs,
             torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(),
         )
 
     def _begin(self, bucket: _Bucket) -> None:
-        """Write the changed words, read the slots, and move their lengths on; padding stays at length 0."""
+        """Write the changed words, read the slots, and move their lengths on; padding stays at length 0.
+
+        Every line is a kernel of a microsecond or two: there are as few as torch allows.
+        """
         rows, n, slots = self._rows, bucket.num_rows, bucket.slots
         rows.state.index_copy_(0, bucket.words, bucket.values)
-        before = rows.seq_len[slots]
-        seq_lens = torch.mul(before + 1, slots != rows.layout.padding_slot, out=self._seq_lens[:n])
+        heads = rows.heads.index_select(1, slots)
+        _, positions = self._inputs(n).copy_(heads)
+        seq_lens = torch.add(heads[1], bucket.advance, out=self._seq_lens[:n])
         rows.seq_len.index_copy_(0, slots, seq_lens)
-        positions = self._positions[:n].copy_(before)
         self._new_positions[:n].copy_(seq_lens)
-        self._token_ids[:n].copy_(rows.last_token[slots])
+        block = torch.div(positions, self._block_size, rounding_mode="floor").unsqueeze(1)
+        offset = positions % self._block_size
         for table, gathered, mapping in zip(rows.tables, self._tables, self._mappings, strict=True):
             torch.index_select(table, 0, slots, out=gathered[:n])
-            mapping[:n].copy_(slot_mapping(table, slots, positions, self._block_size))
+            page = gathered[:n].gather(1, block).squeeze(1)
+            torch.add(offset, page, alpha=self._block_size, out=mapping[:n])
+
+    def _inputs(self, size: int) -> torch.Tensor:
+        """Return the buffer of token ids and positions, int64 [2, size]."""
+        return self._heads[: 2 * size].view(2, size)
 
     def _forward(self, bucket: _Bucket) -> None:
         n = bucket.num_rows
         for group, inputs in zip(self._groups, bucket.inputs, strict=True):
             group.begin(inputs)
-        logits = self._model.logits(self._model.forward(self._token_ids[:n], self._positions[:n]))
+        logits = self._model.logits(self._model.forward(*self._inputs(n)))
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         self._logits[:n].copy_(logits)
         self._ids[:n].copy_(note(self._rows, bucket.slots, logits, self._greedy[logits.dtype](logits)))
+
+
+def _staged_words(num_rows: int, num_words: int) -> int:
+    """Return the int64 words of a bucket's upload: slots and words, then values and advances of half a word."""
+    return num_rows + num_words + -(-(num_words + num_rows) // 2)
 

@@ -144,10 +144,10 @@ def note(state: DeviceRows, slots: torch.Tensor, logits: torch.Tensor, chosen: t
     A row has no finite logit exactly when the one chosen is not finite, whatever the kernel made of it.
     """
     chosen = chosen.clamp(0, logits.shape[1] - 1)
-    finite = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
+    size = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).abs()
     ids = chosen.to(torch.int32)
     state.last_token.index_copy_(0, slots, ids)
-    return torch.where(finite, ids, -1)
+    return torch.where(size < float("inf"), ids, -1)
 
 
 def _logprobs(raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, width: int) -> RawLogprobs:
