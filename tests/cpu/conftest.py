@@ -39,9 +39,23 @@ def tiny_config(catalog: Catalog) -> Callable[..., RunnerConfig]:
     return lambda **changes: RunnerConfig(**{**defaults, **changes})
 
 
+@pytest.fixture(scope="session")
+def make_runner(catalog: Catalog, tiny_config: Callable[..., RunnerConfig]) -> Callable[..., LocalRunner]:
+    """Return a builder of runners whose weights are large enough that tokens depend on all that came before."""
+
+    def make(**changes: Any) -> LocalRunner:
+        runner = build(tiny_config(**changes), catalog, lambda what, done, total: None)
+        for slot in runner._model.weight_map():  # type: ignore[attr-defined]
+            if slot.kind != "norm":
+                slot.target.mul_(12.0)
+        return runner
+
+    return make
+
+
 @pytest.fixture(scope="module")
-def shared_runner(catalog: Catalog, tiny_config: Callable[..., RunnerConfig]) -> LocalRunner:
-    return build(tiny_config(), catalog, lambda what, done, total: None)
+def shared_runner(make_runner: Callable[..., LocalRunner]) -> LocalRunner:
+    return make_runner()
 
 
 @pytest.fixture

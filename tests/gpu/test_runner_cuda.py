@@ -47,7 +47,11 @@ def make() -> Callable[..., LocalRunner]:
             "load_format": "dummy", "max_model_len": 1024, "max_num_seqs": 20, "max_num_tokens": 512,
             "max_total_tokens": 32768, "block_size": 16,
         }
-        return build(RunnerConfig(**{**fields, **changes}), catalog, lambda what, done, total: None)
+        runner = build(RunnerConfig(**{**fields, **changes}), catalog, lambda what, done, total: None)
+        for slot in runner._model.weight_map():  # type: ignore[attr-defined]
+            if slot.kind != "norm":
+                slot.target.mul_(6.0)  # so that tokens depend on all that came before
+        return runner
 
     return made
 
@@ -90,7 +94,9 @@ def serve(runner: LocalRunner, num_rows: int, count: int, params: list[dict[str,
     maker.step(runner, chunks={name: maker.sequences[name].num_prompt for name in names})
     for _ in range(count - 1):
         maker.step(runner, decodes=names)
-    return [maker.sequences[name].output for name in names]
+    outputs = [maker.sequences[name].output for name in names]
+    assert len(set(outputs[0])) > count // 3, "the model must not be constant"
+    return outputs
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 16])
