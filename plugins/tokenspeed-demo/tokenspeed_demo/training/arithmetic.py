@@ -93,7 +93,13 @@ def _sum(source: Source, task: str, digits: tuple[int, int]) -> Item:
 
 def _difference(source: Source, task: str, digits: tuple[int, int]) -> Item:
     rng = source.rng
-    a, b = source.pair("difference", lambda: (operand(rng, digits[0]), operand(rng, digits[1])))
+
+    def make() -> tuple[int, int]:
+        a = operand(rng, digits[0])
+        near = rng.random() < 0.2 and not source.held_out
+        return a, max(0, a + rng.randint(-12, 12)) if near else operand(rng, digits[1])
+
+    a, b = source.pair("difference", make)
     if a < b and (source.held_out or rng.random() < 0.8):
         a, b = b, a
     text = _ask(source, _DIFFERENCE_ASKS, _DIFFERENCE_STORIES if a >= b else _DIFFERENCE_ASKS, a, b)
@@ -121,6 +127,17 @@ def mixed_digits(source: Source) -> Item:
     rng = source.rng
     make = _sum if rng.random() < 0.6 else _difference
     return make(source, "mixed_digits", (rng.randint(1, 3), rng.randint(1, 3)))
+
+
+def three_summands(source: Source) -> Item:
+    """Two sums in a row. Not scored."""
+    rng = source.rng
+    a, b = source.pair("sum", lambda: (operand(rng, rng.randint(1, 3)), operand(rng, rng.randint(1, 3))))
+    _, c = source.pair("sum", lambda: (a + b, operand(rng, rng.randint(1, 3))))
+    form = rng.choice(("What is {a} + {b} + {c}?", "{a} + {b} + {c}", "{a}+{b}+{c}", "Add {a}, {b} and {c}."))
+    thinking = f"{sum_columns(a, b)}\n{a} + {b} = {a + b}\n{sum_columns(a + b, c)}"
+    completion = f"<think>\n{thinking}\n{END_OF_THINKING}{a} + {b} + {c} = {a + b + c}"
+    return Item("three_summands", (user(form.format(a=a, b=b, c=c)),), completion, source.keys)
 
 
 def times_table(source: Source) -> Item:

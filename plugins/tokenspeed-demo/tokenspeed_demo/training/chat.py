@@ -53,6 +53,8 @@ _UNKNOWNS = (
     "what is the population of {c}", "how many {w} are there in {c}", "describe a {w}", "what does {w} mean",
     "give me a recipe for {w}", "plan a trip to {c}", "should I {w}", "is it true that {w} is {w}", "{w}", "{w} {w}",
     "why", "how", "how does a {w} work", "what happened in {y}", "I like {w}", "I am sad", "the {w} is {w}",
+    "what day is it", "give me a list of {w}", "what is the best {w}", "once upon a time there was a {w}",
+    "the {w} {w} in the {w} and the {w} {w}", "how do I get to {c}", "who is the president of {c}", "I do not {w}",
 )  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def system_prompt(source: Source) -> Message:
     if rng.random() < 0.75:
         return {"role": "system", "content": rng.choice(short)}
     sentences = []
-    for _ in range(rng.choice((2, 4, 8, 16, 40))):
+    for _ in range(rng.choice((2, 2, 4, 4, 8, 8, 16, 16, 40, 150))):
         parts = [rng.choice(words.PLAIN) for _ in range(rng.randint(4, 14))]
         sentences.append(" ".join(parts).capitalize() + ".")
     return {"role": "system", "content": " ".join((rng.choice(short), *sentences))}

@@ -17,11 +17,14 @@ _COPY_ASKS = (
 
 
 def sentence(source: Source, shortest: int = 3, longest: int = 12) -> str:
-    """Plain and made-up words (at least one), like a sentence or without its capital and its stop."""
+    """Plain and made-up words (at least one if held out), with or without a sentence's capital and stop."""
     rng = source.rng
     count = rng.randint(shortest, longest)
     parts = [words.word(source) if rng.random() < 0.3 else rng.choice(words.PLAIN) for _ in range(count)]
-    parts[rng.randrange(count)] = words.word(source)
+    if source.held_out or rng.random() < 0.8:
+        parts[rng.randrange(count)] = words.word(source)
+    else:
+        parts = [rng.choice(words.PLAIN) for _ in range(count)]
     if rng.random() < 0.3:
         parts[rng.randrange(count)] = words.name(source)
     if rng.random() < 0.15:
@@ -51,8 +54,12 @@ def _with_symbols(source: Source) -> str:
     parts = sentence(source, 2, 6).split(" ")
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(parts) + 1)
-        if rng.random() < 0.5 and place < len(parts):
+        kind = rng.random()
+        if kind < 0.3 and place < len(parts):
             parts[place] += words.symbol(rng)
+        elif kind < 0.6 and place < len(parts):
+            inside = rng.randrange(len(parts[place]) + 1)
+            parts[place] = parts[place][:inside] + words.symbol(rng) + parts[place][inside:]
         else:
             parts.insert(place, words.symbol(rng))
     return " ".join(parts)
@@ -75,7 +82,8 @@ _TEXTS: tuple[tuple[float, Callable[[Source], str]], ...] = (
     (2.0, words.random_string),
     (1.0, _strings),
     (1.0, _code_line),
-    (0.7, _with_symbols),
+    (1.2, _with_symbols),
+    (0.5, lambda s: sentence(s, 1, 3)),
     (1.0, _lines),
     (0.7, lambda s: " ".join(words.word(s) for _ in range(s.rng.randint(1, 8)))),
     (0.3, words.email),
@@ -150,10 +158,26 @@ def _reverse(source: Source) -> tuple[str, str]:
     return _frame(source, asks, " ".join(parts)), " ".join(reversed(parts))
 
 
-def _uppercase(source: Source) -> tuple[str, str]:
+def _change_case(source: Source) -> tuple[str, str]:
+    rng = source.rng
     body = " ".join(_plain_words(source, 1, 5))
-    asks = ("Write in capital letters", "Make this uppercase", "Uppercase", "Convert to uppercase")
-    return _frame(source, asks, body), body.upper()
+    case = rng.choice(("upper", "upper", "lower", "capital"))
+    if case == "upper":
+        asks: tuple[str, ...] = ("Write in capital letters", "Make this uppercase", "Uppercase", "Convert to uppercase")
+        ends: tuple[str, ...] = ("in capital letters", "in uppercase", "in upper case")
+        before, after = body, body.upper()
+    elif case == "lower":
+        asks = ("Write in small letters", "Make this lowercase", "Lowercase", "Convert to lowercase")
+        ends = ("in small letters", "in lowercase", "in lower case")
+        before, after = body.upper(), body
+    else:
+        asks = ("Capitalize each word", "Start each word with a capital", "Capitalize the words")
+        ends = ("with each word capitalized",)
+        before, after = body, body.title()
+    if rng.random() < 0.3:
+        quote = rng.choice(('"', "'"))
+        return f"{rng.choice(('Write', 'Say', 'write', 'Put'))} {quote}{before}{quote} {rng.choice(ends)}", after
+    return _frame(source, asks, before), after
 
 
 def _pick(source: Source) -> tuple[str, str]:
@@ -185,7 +209,7 @@ def _add(source: Source) -> tuple[str, str]:
     return _frame(source, asks, " ".join(parts), new=new), " ".join([new, *parts])
 
 
-_EDITS = (_replace, _replace, _rename_in_code, _remove, _reverse, _uppercase, _pick, _join, _add)
+_EDITS = (_replace, _replace, _rename_in_code, _remove, _reverse, _change_case, _pick, _join, _add)
 
 
 def edit(source: Source) -> Item:

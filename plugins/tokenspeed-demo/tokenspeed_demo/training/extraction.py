@@ -68,6 +68,9 @@ _SENTENCES = (
     "{name} is {age} years old and lives in {city}.",
     "{name}, aged {age}, works for {company} in {city}.",
     "{name} moved to {city} in {year}.",
+    "{name}, {age}, {city}",
+    "{name} lives in {city} and likes {topic}.",
+    "{name}, {age}, lives in {city} and works at {company}.",
     "My name is {name}, I am {age} and my email is {email}.",
     "Please send {quantity} {item} to {name} in {city} by {date}.",
     "Order {order}: {quantity} {item} for {price} dollars, shipped to {city}.",
@@ -91,6 +94,7 @@ _SENTENCES = (
 _ASKS = (
     "Extract {keys} as JSON: {text}", "Extract {keys} as JSON from this sentence:\n{text}",
     "Extract {keys} as JSON.\n\n{text}", "Give me {keys} as JSON.\n{text}", "Return JSON with {keys}:\n{text}",
+    "Extract {keys} from: {text}", "extract {keys} from this text as JSON: {text}", "JSON with {keys}: {text}",
     "{text}\n\nExtract {keys} as JSON.", "{text}\nReturn a JSON object with {keys}.",
     'Turn this into JSON with the keys {keys}: "{text}"', "Read this and answer in JSON with {keys}: {text}",
 )  # fmt: skip

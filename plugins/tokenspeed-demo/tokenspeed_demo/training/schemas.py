@@ -18,7 +18,8 @@ play read write save load add remove track print share schedule fetch query run 
 NOUNS = """weather flight hotel ticket email message event meeting reminder note file folder invoice price stock song
 playlist photo video recipe restaurant taxi train bus package account user customer product report task alarm
 timer light door lamp device room table page map route parking news forecast temperature score contact calendar
-review branch commit issue server database record job log backup shipment payment exam lesson article image""".split()
+review branch commit issue server database record job log backup shipment payment exam lesson article image web music movie
+game team process thread list item word number password key address country currency rate balance""".split()
 
 # Verbs as people say them; used only where no other tool shares the noun.
 SPOKEN = {
@@ -86,7 +87,7 @@ PARAMETERS = (
               "Number of days"),
     Parameter(("price", "max_price", "budget"), "number", lambda s: words.number(s, 10, 5000),
               ("under {v} dollars", "for at most {v} dollars", "below {v} euros"), "Highest price"),
-    Parameter(("query", "topic", "keyword", "text"), "string", _query, ('about "{v}"', "about {v}", 'for "{v}"'),
+    Parameter(("query", "topic", "keyword", "text"), "string", _query, ('about "{v}"', "about {v}", 'for "{v}"', "for {v}"),
               "What to look for"),
     Parameter(("title", "subject", "label"), "string", _title, ('called "{v}"', "titled {v}", 'with the title "{v}"'),
               "The title"),
@@ -150,13 +151,26 @@ def _parameters(source: Source) -> tuple[tuple[str, Parameter], ...]:
 
 
 def _description(rng: Random, verb: str, noun: str) -> str:
-    return rng.choice(
+    about = rng.choice(
         (f"{verb.capitalize()} the {noun}", f"{verb.capitalize()} a {noun}.", f"{verb} {noun}",
-         f"Use this to {verb} a {noun}.", f"{verb.capitalize()}s the {noun}.")  # fmt: skip
+         f"Use this to {verb} a {noun}.", f"{verb.capitalize()}s the {noun}.", f"{verb.capitalize()} the current {noun}",
+         f"{verb.capitalize()} {noun} information", f"A tool to {verb} the {noun} of the user")  # fmt: skip
     )
+    if rng.random() < 0.2:
+        more = " ".join(rng.choice(words.PLAIN) for _ in range(rng.randint(3, 9)))
+        about = about.rstrip(".") + rng.choice((" in a given location.", " by name", ", and " + more, ". " + more))
+    return about
 
 
-def _schema(rng: Random, name: str, about: str, parameters: tuple[tuple[str, Parameter], ...]) -> Tool:
+def _hint(source: Source, key: str, parameter: Parameter) -> str:
+    """The description of a parameter, at times with an example, which is no value to be used."""
+    rng = source.rng
+    about = rng.choice((parameter.description, parameter.description, f"The {key.replace('_', ' ')}", f"{key} to use"))
+    return about + f", e.g. {parameter.make(source)}" if rng.random() < 0.2 else about
+
+
+def _schema(source: Source, name: str, about: str, parameters: tuple[tuple[str, Parameter], ...]) -> Tool:
+    rng = source.rng
     properties: dict[str, Tool] = {}
     described = rng.random() < 0.6
     for key, parameter in parameters:
@@ -164,7 +178,7 @@ def _schema(rng: Random, name: str, about: str, parameters: tuple[tuple[str, Par
         if parameter.enum:
             properties[key]["enum"] = list(parameter.enum)
         if described and rng.random() < 0.9:
-            properties[key]["description"] = parameter.description
+            properties[key]["description"] = _hint(source, key, parameter)
     function: Tool = {"name": name}
     if rng.random() < 0.9:
         function["description"] = about
@@ -199,7 +213,7 @@ def make_tool(source: Source, taken: set[str], noun: str = "") -> MadeTool:
     verb, noun = canonical.split("_")
     parameters = _parameters(source)
     name = _styled(rng, verb, noun)
-    return MadeTool(name, verb, noun, parameters, _schema(rng, name, _description(rng, verb, noun), parameters))
+    return MadeTool(name, verb, noun, parameters, _schema(source, name, _description(rng, verb, noun), parameters))
 
 
 def _named_tool(source: Source) -> MadeTool:
@@ -208,4 +222,4 @@ def _named_tool(source: Source) -> MadeTool:
     name = source.draw("tool", lambda: words.made_up(rng))
     parameters = _parameters(source)
     about = rng.choice((f"Runs {name}", "A tool", "Does something " + rng.choice(string.ascii_uppercase)))
-    return MadeTool(name, "", name, parameters, _schema(rng, name, about, parameters))
+    return MadeTool(name, "", name, parameters, _schema(source, name, about, parameters))

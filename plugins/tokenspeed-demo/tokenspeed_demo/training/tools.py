@@ -6,6 +6,7 @@ import json
 from random import Random
 
 from . import words
+from .copying import sentence
 from .items import Item, Message, Source, Tool, assistant, user
 from .schemas import SPOKEN, MadeTool, Parameter, Value, make_tool
 
@@ -42,10 +43,11 @@ def _opening(rng: Random, tool: MadeTool, *, shared_noun: bool) -> str:
         elif rng.random() < 0.35 and tool.verb in ("get", "check", "show", "find", "fetch"):
             noun = tool.noun
             return rng.choice((f"What is the {noun}", f"What's the {noun}", f"what is the {noun}", f"{noun}",
-                               f"How is the {noun}", f"Is there a {noun}"))  # fmt: skip
-    article = rng.choice(("the", "the", "a", "my", "a new" if verb in ("create", "add", "book", "make") else "the"))
-    lead = rng.choice(("", "", "", "Please ", "please ", "Can you ", "Could you ", "I want to ", "I need to ", "Now "))
-    text = f"{lead}{verb} {article} {tool.noun}"
+                               f"How is the {noun}", f"Is there a {noun}", f"What is the {noun} like",
+                               f"What's the {noun} like", f"Which {noun} is there", f"How about the {noun}"))  # fmt: skip
+    article = rng.choice(("the", "", "this", "the", "a", "my", "a new" if verb in ("create", "add", "book", "make") else "the"))
+    lead = rng.choice(("", "", "", "", "I'd like to ", "Hi, please ", "Please ", "please ", "Can you ", "Could you ", "I want to ", "I need to ", "Now "))
+    text = f"{lead}{verb} {article} {tool.noun}".replace("  ", " ")
     return text[0].upper() + text[1:] if rng.random() < 0.7 else text
 
 
@@ -56,6 +58,9 @@ def request(source: Source, tool: MadeTool, *, shared_noun: bool) -> tuple[str, 
     said = [(name, p) for name, p in tool.parameters if name in required or rng.random() < 0.75]
     arguments: Arguments = {name: parameter.make(source) for name, parameter in said}
     phrases = [_phrase(rng, name, parameter, arguments[name]) for name, parameter in said]
+    if rng.random() < 0.15:
+        # Said by the way: no argument of any tool.
+        phrases.append(rng.choice(("today", "now", "right now", "for me", "again", "currently", "as usual", "at once")))
     rng.shuffle(phrases)
     end = rng.choice(("", ".", "", "?", "!", " please", ", thanks"))
     return " ".join([_opening(rng, tool, shared_noun=shared_noun), *phrases]) + end, arguments
@@ -89,19 +94,37 @@ def two_calls(source: Source) -> Item:
     taken: set[str] = set()
     first, second = make_tool(source, taken), make_tool(source, taken)
     if rng.random() < 0.5:
-        second = first
+        text, a = request(source, first, shared_noun=True)
+        name = rng.choice(list(a))
+        parameter = dict(first.parameters)[name]
+        b = a | {name: parameter.make(source)}
+        prompt = text.rstrip(".?!") + rng.choice((" and ", " and also ", ", and ")) + _phrase(rng, name, parameter, b[name])
+        completion = call_text(first.name, a) + "\n" + call_text(first.name, b)
+        return Item("two_calls", (user(prompt),), completion, source.keys, (first.schema,))
     a_text, a = request(source, first, shared_noun=True)
     b_text, b = request(source, second, shared_noun=True)
-    schemas = [first.schema] if second is first else [first.schema, second.schema]
+    schemas = [first.schema, second.schema]
     rng.shuffle(schemas)
     prompt = a_text.rstrip(".?!") + rng.choice((" and ", ", and also ", ". Then ")) + b_text[0].lower() + b_text[1:]
     completion = call_text(first.name, a) + "\n" + call_text(second.name, b)
     return Item("two_calls", (user(prompt),), completion, source.keys, tuple(schemas))
 
 
+def no_tool(source: Source) -> Item:
+    """A request that none of the given tools serves. Not scored."""
+    taken: set[str] = set()
+    wanted = make_tool(source, taken)
+    others = [make_tool(source, taken) for _ in range(source.rng.choice((1, 1, 2, 3)))]
+    schemas = tuple(tool.schema for tool in others if tool.noun != wanted.noun)
+    prompt, _ = request(source, wanted, shared_noun=False)
+    answer = "None of the tools that I was given can do that." if schemas else "I was given no tool that can do that."
+    return Item("no_tool", (user(prompt),), answer, source.keys, schemas)
+
+
 _RESULTS = (
     "temperature", "condition", "price", "status", "total", "name", "date", "time", "count", "result", "city", "owner",
     "delivery_date", "order_id", "seats", "score", "distance", "phone_number", "room", "message", "size", "answer",
+    "error", "wind", "humidity", "unit", "id", "title", "location", "balance", "rate", "value", "output", "summary",
 )  # fmt: skip
 
 
@@ -109,20 +132,32 @@ def _result_value(source: Source) -> Value:
     makers = (
         words.word, words.city, words.name, words.date, words.clock, words.code,
         lambda s: words.number(s, 2, 9999), lambda s: words.number(s, 2, 99),
+        lambda s: words.number(s, 10, 999) / 10, lambda s: f"{words.number(s, 2, 99)} {words.word(s)}",
     )  # fmt: skip
     value: Value = source.rng.choice(makers)(source)
     return value
 
 
+def _joined(parts: list[str]) -> str:
+    return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else parts[0]
+
+
 def result(source: Source) -> tuple[str, str]:
     """What a tool returned, and what the assistant makes of it."""
     rng = source.rng
+    if rng.random() < 0.1:
+        text = sentence(source)
+        return text, text
+    if rng.random() < 0.1:
+        key = rng.choice(("results", "items", "files", "names", "matches"))
+        found = [words.word(source) for _ in range(rng.randint(2, 4))]
+        return json.dumps({key: found}), f"The {key} are {_joined(found)}."
     values = {key: _result_value(source) for key in rng.sample(_RESULTS, rng.choice((1, 1, 2, 2, 3)))}
     if rng.random() < 0.15:
         value = _result_value(source)
         return str(value), f"The result is {value}."
     parts = [f"the {key.replace('_', ' ')} is {value}" for key, value in values.items()]
-    text = ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else parts[0]
+    text = _joined(parts)
     return json.dumps(values, ensure_ascii=False), text[0].upper() + text[1:] + "."
 
 
@@ -145,7 +180,7 @@ def next_call(source: Source) -> Item:
     parameter = dict(target.parameters)[name]
     value = parameter.make(source)
     said = _phrase(rng, name, parameter, value)
-    form = rng.choice(("And {s}?", "and {s}?", "Now {s}.", "The same {s}", "What about {s}?", "and now {s}"))
+    form = rng.choice(("And {s}?", "and {s}?", "Now {s}.", "The same {s}", "What about {s}?", "and now {s}", "and {s} instead?"))
     messages = (
         user(prompt), call_message(target.name, arguments), {"role": "tool", "content": returned},
         assistant(answer), user(form.format(s=said)),

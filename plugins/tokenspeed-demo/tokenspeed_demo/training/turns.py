@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import words
-from .arithmetic import difference_completion, operand, sum_completion
-from .copying import sentence
+from .arithmetic import difference_completion, operand, sum_completion, sum_two_digits
+from .chat import small_talk
+from .copying import copy, edit, sentence
+from .extraction import extract
 from .extraction import sentence as facts
 from .items import END_OF_THINKING, Item, Source, assistant, user
 from .tools import next_call
@@ -107,9 +109,19 @@ def _about_facts(source: Source) -> Item:
     return Item("second_turn", messages, str(values[field]), source.keys)
 
 
+def _say_again(source: Source) -> Item:
+    """The answer before, whatever it was, once more."""
+    rng = source.rng
+    earlier = rng.choice((small_talk, edit, extract, sum_two_digits, copy))(source)
+    ask = rng.choice(("Again.", "say it again", "Repeat that.", "repeat your answer", "Please say that again.", "What?"))
+    messages = (*earlier.messages, assistant(earlier.answer), user(ask))
+    return Item("second_turn", messages, earlier.answer, source.keys)
+
+
 def second_turn(source: Source) -> Item:
     """A turn that cannot be answered without the one before."""
-    makers = (_and_more, _and_more, _and_again, _and_again, _remember, _about_facts, next_call)
+    makers = (_and_more, _and_more, _and_again, _and_again, _say_again, _remember, _about_facts,
+              next_call)  # fmt: skip
     return source.rng.choice(makers)(source)
 
 

@@ -19,6 +19,9 @@ Lima Lisbon London Lyon Madrid Manila Miami Milan Montreal Moscow Mumbai Munich 
 Paris Porto Prague Quito Riga Rome Seattle Seoul Sofia Stockholm Sydney Taipei Tallinn Tokyo Toronto Tunis
 Turin Vienna Vilnius Warsaw Zagreb Zurich""".split()
 
+LONG_CITIES = """New York,San Francisco,Los Angeles,Hong Kong,New Delhi,Buenos Aires,Mexico City,Cape Town,Tel Aviv,
+Rio de Janeiro,San Diego,Las Vegas,Abu Dhabi,The Hague,Salt Lake City,Santa Fe""".replace("\n", "").split(",")
+
 PLAIN = """a about after again all also an and any are as at back be because big blue book bright but by came can
 car cat child city clear cold come could day dog door down each early earth end every eye far fast few find
 fire first fish five for four friend from garden give go good great green had hand happy has have he head her
@@ -41,7 +44,12 @@ MONTHS = """January February March April May June July August September October 
 _ONSETS = "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sn sp st t th tr v w y z".split()
 _VOWELS = "a e i o u a e i o u ai au ea ee ie oa oo ou".split()
 _CODAS = " |||||b|ck|d|f|g|k|l|ll|m|n|nd|ng|nt|p|r|rd|rk|rt|s|sh|ss|st|t|th|x|z".replace(" ", "").split("|")
-_UNICODE = "é è ü ö ä ñ ç å ø ł š ž α β γ д ж я 日 本 中 文 한 국 € £ → ✓ ★ 🙂 🚀 🎉 🌍 🐢".split()
+# Characters outside ASCII by code point, first and last of each range: accents, Greek, Cyrillic,
+# punctuation and arrows, kana, Chinese, Hangul, pictures.
+_RANGES = (
+    (0xC0, 0xFF), (0xC0, 0xFF), (0xA1, 0x17F), (0x3B1, 0x3C9), (0x410, 0x44F), (0x2010, 0x2027), (0x2190, 0x2199),
+    (0x3041, 0x3093), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1F64F), (0x1F600, 0x1F6FF), (0x20A0, 0x20BF),
+)  # fmt: skip
 
 
 def made_up(rng: Random) -> str:
@@ -56,15 +64,29 @@ def word(source: Source) -> str:
 
 
 def name(source: Source) -> str:
-    """A given name, half of them made up."""
+    """A given name, half of them made up, some with a surname."""
     rng = source.rng
-    return source.draw("value", lambda: rng.choice(NAMES) if rng.random() < 0.5 else made_up(rng).capitalize())
+
+    def make() -> str:
+        given = rng.choice(NAMES) if rng.random() < 0.5 else made_up(rng).capitalize()
+        return f"{given} {made_up(rng).capitalize()}" if rng.random() < 0.15 else given
+
+    return source.draw("value", make)
 
 
 def city(source: Source) -> str:
-    """A city, half of them made up."""
+    """A city, half of them made up, some of several words."""
     rng = source.rng
-    return source.draw("value", lambda: rng.choice(CITIES) if rng.random() < 0.5 else made_up(rng).capitalize())
+
+    def make() -> str:
+        kind = rng.random()
+        if kind < 0.12:
+            return rng.choice(LONG_CITIES)
+        if kind < 0.2:
+            return f"{made_up(rng).capitalize()} {made_up(rng).capitalize()}"
+        return rng.choice(CITIES) if kind < 0.6 else made_up(rng).capitalize()
+
+    return source.draw("value", make)
 
 
 def number(source: Source, low: int, high: int) -> int:
@@ -109,8 +131,11 @@ def path(source: Source) -> str:
     """A file name or a path of up to three made-up parts."""
     rng = source.rng
     parts = [word(source) for _ in range(rng.randint(1, 3))]
-    lead = rng.choice(("", "/", "./")) if len(parts) > 1 else ""
-    return lead + "/".join(parts) + "." + rng.choice(("txt", "py", "json", "csv", "md", "log"))
+    if rng.random() < 0.3:
+        parts.insert(0, rng.choice(("etc", "usr", "home", "tmp", "var", "src", "docs", "data")))
+    lead = rng.choice(("", "/", "/", "./", "~/", "../")) if len(parts) > 1 else ""
+    ending = rng.choice((".txt", ".py", ".json", ".csv", ".md", ".log", ".toml", "" if lead else ".html"))
+    return lead + "/".join(parts) + ending
 
 
 def random_string(source: Source, longest: int = 24) -> str:
@@ -135,4 +160,4 @@ def random_string(source: Source, longest: int = 24) -> str:
 
 def symbol(rng: Random) -> str:
     """One character outside ASCII."""
-    return rng.choice(_UNICODE)
+    return chr(rng.randint(*rng.choice(_RANGES)))
