@@ -216,7 +216,7 @@ def test_a_pt_file_with_code_runs_none_of_it(tmp_path: Path, as_zip: bool) -> No
     if as_zip:
         torch.save({"x": Payload(tmp_path / "owned")}, file)
     else:
-        file.write_bytes(pickle.dumps({"x": Payload(tmp_path / "owned")}))
+        file.write_bytes(pickle.dumps({"x": Payload(tmp_path / "owned")}, protocol=2))
     with pytest.raises(ValueError, match="damaged, or holds more than tensors; use safetensors"):
         list(read_pt(str(tmp_path), llama(), quiet))
     assert not (tmp_path / "owned").exists()
