@@ -29,7 +29,8 @@ PLUGINS = [
 OURS = [CORE, *PLUGINS]
 ALONE = {  # tests in this tree that need one distribution, and the core, alone
     "tokenspeed_kernels": ["tests/cpu/test_kernels_reference.py"],
-    "tokenspeed_models": ["tests/cpu/test_models_describe.py", "tests/cpu/test_models_placement.py"],
+    "tokenspeed_models": ["tests/cpu/test_models_placement.py"],
+    "plugins/tokenspeed-models-mistral": ["tests/cpu/test_models_describe.py"],
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from tokenspeed_core.errors import ConfigError, PluginError
+from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins import hookspecs
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
@@ -21,12 +20,10 @@ logger = logging.getLogger("tokenspeed.plugins")
 
 
 class Hooks:
-    """The hook modules of one process, in the catalog's order."""
+    """The hook modules of one process, in the catalog's order, each with a plugin manager of its own."""
 
     def __init__(self) -> None:
-        self._manager = pluggy.PluginManager("tokenspeed")
-        self._manager.add_hookspecs(hookspecs)
-        self._names: list[str] = []
+        self._managers: dict[str, pluggy.PluginManager] = {}
 
     @classmethod
     def load(cls, catalog: Catalog) -> Hooks:
@@ -40,24 +37,26 @@ class Hooks:
 
     def register(self, module: object, name: str) -> None:
         """Add an object with hook implementations. Raises PluginError for a hook that does not exist."""
+        manager = pluggy.PluginManager("tokenspeed")
+        manager.add_hookspecs(hookspecs)
         try:
-            self._manager.register(module, name)
-            self._manager.check_pending()
+            manager.register(module, name)
+            manager.check_pending()
         except pluggy.PluginValidationError as error:
             raise PluginError(f"hooks of {name}: {error}") from error
-        self._names.append(name)
+        self._managers[name] = manager
 
     def has(self, hook: str) -> bool:
         """Say whether anybody implements a hook, so that records need not be built for nobody."""
-        return bool(getattr(self._manager.hook, hook).get_hookimpls())
+        return any(getattr(manager.hook, hook).get_hookimpls() for manager in self._managers.values())
 
     def adjust(self, config: Config) -> Config:
         """Return the configuration with the plugins' changes to what the user left open.
 
         Raises ConfigError, naming the plugin, where a change is out of bounds.
         """
-        for name, call in self._each("adjust_config"):
-            for changes in call(config=config):
+        for name, manager in self._managers.items():
+            for changes in manager.hook.adjust_config(config=config):
                 config = _apply(config, name, changes)
         return config
 
@@ -71,25 +70,16 @@ class Hooks:
 
     def add_middleware(self, app: Any) -> None:
         """Let the plugins add middleware to the server. What one raises ends the start."""
-        self._manager.hook.add_middleware(app=app)
-
-    def _each(self, hook: str) -> list[tuple[str, Callable[..., list[Any]]]]:
-        others = {
-            name: [self._manager.get_plugin(other) for other in self._names if other != name]
-            for name in self._names
-        }
-        return [(name, self._manager.subset_hook_caller(hook, others[name])) for name in self._names]
+        for manager in self._managers.values():
+            manager.hook.add_middleware(app=app)
 
     def _observe(self, hook: str, record: RequestRecord | StepRecord) -> None:
-        if not self.has(hook):
-            return
-        for name, call in self._each(hook):
+        for name, manager in list(self._managers.items()):
             try:
-                call(record=record)
+                getattr(manager.hook, hook)(record=record)
             except Exception:  # an observer may raise anything, and must not harm what it observes
                 logger.exception("hooks of %s failed in %s and are switched off", name, hook)
-                self._manager.unregister(name=name)
-                self._names.remove(name)
+                del self._managers[name]
 
 
 def _apply(config: Config, name: str, changes: Any) -> Config:
@@ -103,7 +93,4 @@ def _apply(config: Config, name: str, changes: Any) -> Config:
             logger.warning(
                 "plugin %s would change %s, which %s sets: left", name, setting, config.origin(setting)
             )
-    try:
-        return rebuild(config, allowed, f"plugin {name}")
-    except ConfigError as error:
-        raise ConfigError(f"plugin {name}: {error}") from error
+    return rebuild(config, allowed, f"plugin {name}")
