@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +45,9 @@ class LocalRunner:
         self._device = assembly.build.device
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the weights were copied on another stream
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._thread: int | None = None
+            self._use_stream()
         self._launched: dict[int, _Launched] = {}
         self.block_size = assembly.block_size
         self.page_bytes = assembly.pool.page_bytes
@@ -82,6 +82,7 @@ class LocalRunner:
         self._arena = torch.zeros(0, dtype=torch.uint8)
         for layer in self._assembly.build.layers:
             layer.k_cache = layer.v_cache = self._arena
+        self._use_stream()
         self._arena = torch.zeros((num_pages + 1, self.page_bytes), dtype=torch.uint8, device=self._device)
         bind_arena(self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.dtype)
         self.num_pages = num_pages
@@ -99,16 +100,14 @@ class LocalRunner:
 
     def forget(self) -> None:
         """Make all slots as new. Nothing may be in flight."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._launched.clear()
         if self._graphs is not None:
             self._graphs.invalidate()
         with torch.inference_mode():
+            self._use_stream()
             self._rows.reset(padding_page=self.num_pages)
         self._traits.reset()
         self._sampler = self._new_sampler()
-        if self._stream is not None:
-            torch.cuda.synchronize(self._device)  # the reset may have run on another thread's stream
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step. Raises StepFailed."""
@@ -183,10 +182,9 @@ class LocalRunner:
         )
 
     def _use_stream(self) -> None:
-        """Make the runner's stream current; torch keeps the current stream per thread."""
-        if self._stream is not None and self._thread != threading.get_ident():
+        """Make the runner's stream this thread's current one (cheaper than a context, and harms nobody)."""
+        if self._stream is not None:
             torch.cuda.set_stream(self._stream)
-            self._thread = threading.get_ident()
 
     def _forward(self, plan: StepPlan) -> _Launched:
         if plan.slot_inits is not None:
