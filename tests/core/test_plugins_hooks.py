@@ -99,12 +99,12 @@ def test_records_are_wanted_only_where_somebody_observes() -> None:
     assert seen == [REQUEST]
 
 
-def test_middleware_is_added_in_order() -> None:
-    app: list[str] = []
-    hooks = registered(one=plugin(add_middleware=lambda app: app.append("one")),
-                       two=plugin(add_middleware=lambda app: app.append("two")))
-    hooks.add_middleware(app)
-    assert app == ["one", "two"]
+def test_middleware_wraps_in_order_and_a_plugin_may_leave_the_app_as_it_is() -> None:
+    hooks = registered(one=plugin(add_middleware=lambda app: f"one({app})"),
+                       two=plugin(add_middleware=lambda app: None),
+                       three=plugin(add_middleware=lambda app: f"three({app})"))
+    assert hooks.add_middleware("app") == "three(one(app))"
+    assert registered().add_middleware("app") == "app"
 
 
 def test_a_hook_that_does_not_exist_or_takes_other_arguments_is_refused() -> None:

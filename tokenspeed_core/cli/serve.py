@@ -13,6 +13,8 @@ from tokenspeed_core.cli.settings import with_settings
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.plugins import Catalog, Selection
+from tokenspeed_core.plugins.hooks import Hooks
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")]
 ConfigFile = Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")]
@@ -40,8 +42,10 @@ def serve(
     flags: dict[str, Any],
 ) -> int:
     """Serve until told to stop; return the exit status."""
-    resolved = configure(positional, flags, config)
-    logging.basicConfig(level=resolved.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    asked = configure(positional, flags, config)
+    logging.basicConfig(level=asked.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    catalog = Catalog.discover(Selection.read(no_plugins=asked.no_plugins), strict=asked.strict_plugins)
+    resolved = Hooks.load(catalog).adjust(asked)
     if dry_run:
         from tokenspeed_core.engine.launch import dry_run as explain
 

@@ -68,10 +68,12 @@ class Hooks:
         """Tell the plugins of a step."""
         self._observe("observe_step", record)
 
-    def add_middleware(self, app: Any) -> None:
-        """Let the plugins add middleware to the server. What one raises ends the start."""
+    def add_middleware(self, app: Any) -> Any:
+        """Return the server's ASGI app in the wrappings of the plugins. What one raises ends the start."""
         for manager in self._managers.values():
-            manager.hook.add_middleware(app=app)
+            for wrapped in manager.hook.add_middleware(app=app):
+                app = wrapped
+        return app
 
     def _observe(self, hook: str, record: RequestRecord | StepRecord) -> None:
         for name, manager in list(self._managers.items()):

@@ -58,5 +58,5 @@ def observe_step(record: StepRecord) -> None:
 
 
 @hookspec
-def add_middleware(app: Any) -> None:
-    """Add ASGI middleware or routes to the server's FastAPI app, before it starts."""
+def add_middleware(app: Any) -> Any:
+    """Return an ASGI app that wraps the server's own (`app`), or None to leave it as it is."""
