@@ -137,3 +137,15 @@ def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
 def test_requirements_list_every_distribution() -> None:
     listed = set(re.findall(r"^-e \./(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     assert listed == {str(folder.relative_to(ROOT)) for folder in DISTRIBUTIONS}
+
+
+def test_the_import_contracts_name_every_module_of_the_core() -> None:
+    core = {f"tokenspeed_core.{path.stem}" for path in (ROOT / "tokenspeed_core").iterdir()
+            if (path.is_dir() and any(path.glob("*.py"))) or (path.suffix == ".py" and path.stem != "__init__")}
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    api, torch = linter["contracts"][2:4]
+    assert set(api["forbidden_modules"]) == core - {"tokenspeed_core.api", "tokenspeed_core.testing"}
+    assert set(torch["source_modules"]) == core - {"tokenspeed_core.runner", "tokenspeed_core.testing"}
+    assert set(linter["root_packages"]) == {
+        folder.name.replace("-", "_") for folder in DISTRIBUTIONS
+    }
