@@ -244,3 +244,16 @@ def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
     assert main(["greet", "--loud", "world", "--help"]) == 5
     assert capsys.readouterr().out == "hello --loud world --help\n"
     monkeypatch.delitem(sys.modules, "greeter_module")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("tokenspeed pl", "plugins"), ("tokenspeed serve --max-n", "--max-num-seqs"),
+     ("tokenspeed serve --attention-backend.d", "--attention-backend.decode")],
+)
+def test_the_shell_completes_commands_and_flags(typed: str, expected: str) -> None:
+    environ = {**os.environ, "_TOKENSPEED_COMPLETE": "complete_bash", "COMP_WORDS": typed,
+               "COMP_CWORD": str(typed.count(" "))}
+    code = "import sys; from tokenspeed_core.cli import main; sys.exit(main([]))"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [expected]
