@@ -40,7 +40,6 @@ def add_generating_routes(app: fastapi.FastAPI) -> None:
             completion = _merged(components, "CompletionRequest", CompletionRequest, SamplingParams)
             completion["properties"]["prompt"] = _PROMPT
             chat = _merged(components, "ChatRequest", ChatRequest, SamplingParams, ChatLogprobs, ChatLimits)
-            chat["properties"]["tool_choice"] = {"enum": ["none", "auto"], "default": "auto"}
             for path, name in (("/v1/completions", completion), ("/v1/chat/completions", chat)):
                 schema["paths"][path] = {"post": _operation(path, name["title"])}
             app.openapi_schema = schema
@@ -61,6 +60,9 @@ def _merged(components: dict[str, Any], name: str, *kinds: type[BaseModel]) -> d
         merged["required"] += schema.get("required", [])
     stop = merged["properties"]["stop"]
     merged["properties"]["stop"] = {"anyOf": [dict(stop["items"]), stop]}
+    for field, schema in merged["properties"].items():
+        if field not in merged["required"]:  # null is a field left out
+            merged["properties"][field] = {"anyOf": [schema, {"type": "null"}]}
     components[name] = merged
     return merged
 
