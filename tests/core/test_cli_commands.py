@@ -194,7 +194,7 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def entry(name: str, kind: str = "models", status: Status = Status.OK, reason: str = "") -> Entry:
-    return Entry(kind, name, "m:S", 1, "some-plugin", "1.0", "editable /a/long/path/to/it", "", status, reason)
+    return Entry(kind, name, "m:S", 1, "tokenspeed-models-of-a-stranger", "1.0", "editable /a/long/path/to/it", "", status, reason)
 
 
 def test_the_table_of_plugins_fits_the_terminal_and_gives_reasons() -> None:
@@ -204,11 +204,20 @@ def test_the_table_of_plugins_fits_the_terminal_and_gives_reasons() -> None:
     )
     lines = table(entries, 80).splitlines()
     assert lines[0].split() == ["NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN"]
-    assert all(len(line) <= 80 for line in lines[:3])
-    assert lines[-1] == "some-plugin ops (x): needs api 2 of ops"
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert lines[-1] == "tokenspeed-models-of-a-stranger ops (x): needs api 2 of ops"
     wide = table(entries, 1000)
     assert "Family0, Family1," in wide
     assert "/a/long/path/to/it" in wide
+
+
+def test_a_command_without_words_helps_or_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert main(["plugins"]) == 0
+    without = capsys.readouterr().out
+    assert main(["plugins", "list"]) == 0
+    assert capsys.readouterr().out == without != ""
 
 
 def test_plugins_are_listed_for_machines_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ COMMANDS: dict[str, Command] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `tokenspeed` with these arguments (the process's own when None); return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = next((word for word in words if not word.startswith("-")), None)
     try:
         if command in COMMANDS and COMMANDS[command].takes_settings:
@@ -74,7 +74,6 @@ def build(command: str | None) -> typer.Typer:
     app = typer.Typer(
         name="tokenspeed",
         help="Fast inference of language models, built of plugins.",
-        no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"]},

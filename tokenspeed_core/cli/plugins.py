@@ -13,24 +13,25 @@ import typer
 from tokenspeed_core.plugins import Catalog, Entry, Selection, Status
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
-PROVIDES, ORIGIN = 4, 6  # the columns that shrink to fit a terminal
-NARROWEST = 12
+NARROWEST = {4: 12, 6: 9, 0: 17, 2: 13}  # columns that shrink to fit a terminal, in this order, how far
+KEEPS_END = (0, 2)  # names of one beginning differ in their ends
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the group of commands."""
-    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+    group = typer.Typer(help=text, rich_markup_mode=None, invoke_without_command=True)
     group.callback()(_group)
     group.command("list", help="List the installed plugins, importing none.")(list_plugins)
     app.add_typer(group, name=name)
 
 
-def _group() -> None:
-    """Make `list` a subcommand, though it is the only one."""
+def _group(context: typer.Context) -> int:
+    """List where no subcommand is named."""
+    return 0 if context.invoked_subcommand else list_plugins()
 
 
 def list_plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
     no_plugins: Annotated[bool, typer.Option("--no-plugins", help="as serve with this flag sees it")] = False,
 ) -> int:
     """Print a line per distribution, kind and status, then the reasons of what is not usable."""
@@ -51,7 +52,7 @@ def table(entries: tuple[Entry, ...], width: int) -> str:
     ]
     rows = [HEADER, *(_row(group) for group in groups)]
     widths = _fit([max(len(row[column]) for row in rows) for column in range(len(HEADER))], width)
-    lines = ["  ".join(_cut(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(_cut(row[i], w, i in KEEPS_END).ljust(w) for i, w in enumerate(widths)).rstrip() for row in rows]
     reasons = dict.fromkeys(
         f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {group[0].reason}"
         for group in groups
@@ -68,15 +69,17 @@ def _row(group: list[Entry]) -> tuple[str, ...]:
 
 
 def _fit(widths: list[int], available: int) -> list[int]:
-    """Shrink what may shrink, the wider first, until a line fits."""
+    """Shrink what may shrink until a line fits."""
     widths = list(widths)
     while sum(widths) + 2 * (len(widths) - 1) > available:
-        widest = max(PROVIDES, ORIGIN, key=lambda column: widths[column])
-        if widths[widest] <= NARROWEST:
+        wide = next((column for column, least in NARROWEST.items() if widths[column] > least), None)
+        if wide is None:
             break
-        widths[widest] -= 1
+        widths[wide] -= 1
     return widths
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _cut(text: str, width: int, keeps_end: bool) -> str:
+    if len(text) <= width:
+        return text
+    return "..." + text[3 - width :] if keeps_end else text[: width - 3] + "..."
