@@ -13,8 +13,8 @@ import typer
 from tokenspeed_core.plugins import Catalog, Entry, Selection, Status
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
-NARROWEST = {4: 12, 6: 9, 0: 17, 2: 13}  # columns that shrink to fit a terminal, in this order, how far
-KEEPS_END = (0, 2)  # names of one beginning differ in their ends
+GAP = "  "
+NARROWEST = ((6, 20), (4, 10), (6, 0), (0, 18), (2, 12))  # what shrinks to fit a terminal: column, how far
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -44,7 +44,7 @@ def list_plugins(
 
 
 def table(entries: tuple[Entry, ...], width: int) -> str:
-    """Lay the entries out in at most `width` columns where the fixed columns leave room."""
+    """Lay the entries out in at most `width` columns; where that is too narrow, ORIGIN is left to --json."""
     if not entries:
         return "no plugins are installed; pip install tokenspeed-core[default] brings the usual ones"
     groups = [
@@ -52,7 +52,7 @@ def table(entries: tuple[Entry, ...], width: int) -> str:
     ]
     rows = [HEADER, *(_row(group) for group in groups)]
     widths = _fit([max(len(row[column]) for row in rows) for column in range(len(HEADER))], width)
-    lines = ["  ".join(_cut(row[i], w, i in KEEPS_END).ljust(w) for i, w in enumerate(widths)).rstrip() for row in rows]
+    lines = [GAP.join(_cut(cell, w).ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
     reasons = dict.fromkeys(
         f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {group[0].reason}"
         for group in groups
@@ -69,17 +69,17 @@ def _row(group: list[Entry]) -> tuple[str, ...]:
 
 
 def _fit(widths: list[int], available: int) -> list[int]:
-    """Shrink what may shrink until a line fits."""
-    widths = list(widths)
-    while sum(widths) + 2 * (len(widths) - 1) > available:
-        wide = next((column for column, least in NARROWEST.items() if widths[column] > least), None)
-        if wide is None:
+    """Shrink or drop columns until a line fits, or nothing more may go."""
+    for column, least in NARROWEST:
+        surplus = sum(widths) + len(GAP) * (len(widths) - 1) - available
+        if surplus <= 0:
             break
-        widths[wide] -= 1
+        if least == 0:
+            widths = widths[:column]
+        elif widths[column] > least:
+            widths[column] = max(least, widths[column] - surplus)
     return widths
 
 
-def _cut(text: str, width: int, keeps_end: bool) -> str:
-    if len(text) <= width:
-        return text
-    return "..." + text[3 - width :] if keeps_end else text[: width - 3] + "..."
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
