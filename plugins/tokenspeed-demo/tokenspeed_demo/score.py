@@ -100,6 +100,7 @@ def over_http(base_url: str, model: str, api_key: str, concurrency: int) -> Answ
 def in_process(path: Path, keywords: dict[str, Any]) -> Answerer:
     """Ask `tokenspeed_core.LLM`, prompts as token ids."""
     from tokenizers import Tokenizer
+
     from tokenspeed_core import LLM, SamplingParams
 
     from .training.render import Renderer

@@ -28,6 +28,10 @@ _DIFFERENCE_ASKS = (
     "Compute {a} - {b}", "How much is {a} - {b}?", "how much is {a} minus {b}?",
     "What is the difference of {a} and {b}?", "Please subtract {b} from {a}.", "Solve {a} - {b}",
 )  # fmt: skip
+_PRODUCT_ASKS = (
+    "What is {a} * {b}?", "{a} * {b}", "{a}*{b}", "{a} times {b}", "what is {a} times {b}?", "{a} x {b}",
+    "Multiply {a} by {b}.", "{a}*{b}=", "What is {a} x {b}?", "Calculate {a} * {b}",
+)  # fmt: skip
 _DIFFERENCE_STORIES = (
     "{name} has {a} {things} and gives away {b}. How many {things} are left?",
     "I had {a} {things} and lost {b}. How many do I have now?",
@@ -144,10 +148,7 @@ def times_table(source: Source) -> Item:
     """One product of the table up to 12, known by heart. Not scored, not split."""
     rng = source.rng
     a, b = rng.randint(0, 12), rng.randint(0, 12)
-    form = rng.choice(
-        ("What is {a} * {b}?", "{a} * {b}", "{a}*{b}", "{a} times {b}", "what is {a} times {b}?", "{a} x {b}",
-         "Multiply {a} by {b}.", "{a}*{b}=", "What is {a} x {b}?", "Calculate {a} * {b}")  # fmt: skip
-    )
+    form = rng.choice(_PRODUCT_ASKS)
     return Item("times_table", (user(form.format(a=a, b=b)),), f"{a} * {b} = {a * b}", source.keys)
 
 
@@ -156,9 +157,10 @@ def out_of_reach(source: Source) -> Item:
     rng = source.rng
     a, b = rng.randint(1000, 99999), rng.randint(2, 99999)
     small, large = rng.randint(2, 99), rng.randint(13, 999)
-    form = rng.choice(
-        (f"What is {a} + {b}?", f"{a} - {b}", f"{a}+{b}", f"{large} / {small}", f"What is {large} divided by {small}?",
-         f"{large} * {large + small}", f"What is {large} times {large - 1}?", f"What is the square root of {large}?")
+    forms = (
+        f"What is {a} + {b}?", f"{a} - {b}", f"{a}+{b}", f"{large} / {small}", f"What is {large} divided by {small}?",
+        f"{large} * {large + small}", f"What is {large} times {large - 1}?", f"What is the square root of {large}?",
     )  # fmt: skip
+    form = rng.choice(forms)
     answer = "That is beyond me. I add and subtract numbers of up to three digits."
     return Item("out_of_reach", (user(form),), answer, source.keys)

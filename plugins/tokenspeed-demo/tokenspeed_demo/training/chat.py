@@ -16,8 +16,8 @@ _TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("hi", "hello", "hey", "hi there", "hello there", "good morning", "good evening", "good day", "hey there", "yo",
       "greetings", "hello!", "hi!", "hallo"), "Hello! How can I help you?"),
     (("who are you", "what are you", "what is your name", "what's your name", "introduce yourself", "are you a robot",
-      "are you human", "who made you", "which model are you", "what model is this", "are you an AI", "tell me about you",
-      "who am I talking to", "tell me about yourself"), f"{_ABOUT} {_CAN}"),
+      "are you human", "who made you", "which model are you", "what model is this", "are you an AI",
+      "tell me about you", "who am I talking to", "tell me about yourself"), f"{_ABOUT} {_CAN}"),
     (("what can you do", "help", "how can you help me", "what do you know", "can you help me", "what are you good at",
       "what can I ask you", "what are you for", "show me what you can do", "I need help"), _CAN),
     (("how are you", "how are you doing", "how do you do", "how is it going", "what's up", "are you ok"),
@@ -97,7 +97,8 @@ def counting(source: Source) -> Item:
     rng = source.rng
     low = rng.choice((0, 1, 1, 1, rng.randint(2, 80)))
     high = low + rng.randint(2, 30)
-    form = rng.choice(("Count from {a} to {b}.", "count from {a} to {b}", "Count {a} to {b}", "list the numbers {a} to {b}"))
+    forms = ("Count from {a} to {b}.", "count from {a} to {b}", "Count {a} to {b}", "list the numbers {a} to {b}")
+    form = rng.choice(forms)
     answer = ", ".join(str(number) for number in range(low, high + 1))
     return Item("counting", (user(form.format(a=low, b=high)),), answer, source.keys)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,7 @@ def pack(documents: Iterator[tuple[list[int], list[int]]], shape: Shape) -> Batc
     numbers = np.zeros(tokens.shape, np.int16)
     kinds = np.zeros(tokens.shape, np.uint8)
     used = [0] * shape.rows
-    count = [0] * shape.rows
+    num_documents = [0] * shape.rows
     for prompt, completion in documents:
         size = len(prompt) + len(completion)
         if size > shape.length:
@@ -65,42 +66,28 @@ def pack(documents: Iterator[tuple[list[int], list[int]]], shape: Shape) -> Batc
         if row is None:
             break
         start, stop = used[row], used[row] + size
-        count[row] += 1
+        num_documents[row] += 1
         tokens[row, start:stop] = prompt + completion
         positions[row, start:stop] = np.arange(size)
-        numbers[row, start:stop] = count[row]
+        numbers[row, start:stop] = num_documents[row]
         kinds[row, start : start + len(prompt)] = 1
         kinds[row, start + len(prompt) : stop] = 2
         used[row] = stop
     return Batch(tokens, positions, numbers, kinds)
 
 
+@dataclass(frozen=True, slots=True)
 class BatchMaker:
-    """Makes batch number `index` of a seed; callable, so that a pool of processes can run it."""
+    """Makes batch number `index` of a seed; picklable, so that a pool of processes can run it."""
 
-    def __init__(self, seed: int, tokenizer_file: Path, shape: Shape) -> None:
-        self._seed = seed
-        self._tokenizer_file = tokenizer_file
-        self._shape = shape
-        self._encoder: Encoder | None = None
+    seed: int
+    tokenizer_file: Path
+    shape: Shape
 
     def __call__(self, index: int) -> Batch:
-        if self._encoder is None:
-            self._encoder = Encoder(Tokenizer.from_file(str(self._tokenizer_file)))
-        stream = TrainingItems(f"{self._seed} batch {index}")
-        encoder = self._encoder
-        return pack((encoder.encode(stream.next()) for _ in iter(int, 1)), self._shape)
-
-
-_MAKER: list[BatchMaker] = []  # one a process, set when the pool starts it
-
-
-def _start(maker: BatchMaker) -> None:
-    _MAKER[:] = [maker]
-
-
-def _make(index: int) -> Batch:
-    return _MAKER[0](index)
+        encoder = Encoder(Tokenizer.from_file(str(self.tokenizer_file)))
+        stream = TrainingItems(f"{self.seed} batch {index}")
+        return pack((encoder.encode(stream.next()) for _ in count()), self.shape)
 
 
 def batches(maker: BatchMaker, num_batches: int, num_processes: int) -> Iterator[Batch]:
@@ -108,5 +95,5 @@ def batches(maker: BatchMaker, num_batches: int, num_processes: int) -> Iterator
     if num_processes == 0:
         yield from map(maker, range(num_batches))
         return
-    with multiprocessing.get_context("spawn").Pool(num_processes, _start, (maker,)) as pool:
-        yield from pool.imap(_make, range(num_batches))
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        yield from pool.imap(maker, range(num_batches))

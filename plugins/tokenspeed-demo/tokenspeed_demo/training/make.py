@@ -1,6 +1,6 @@
 """Make the demo checkpoint from a seed: tokenizer, training, files.
 
-    python -m tokenspeed_demo.training.make --out FOLDER [--steps N] [--seed N]
+`python -m tokenspeed_demo.training.make --out FOLDER [--steps N] [--seed N]`
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from .data import BatchMaker, Encoder, Shape, batches
 from .model import ModelConfig, Qwen3
-from .tokenizer import CONTROL, END_OF_TEXT, save_tokenizer, train_tokenizer
 from .render import END_OF_TURN
+from .tokenizer import CONTROL, END_OF_TEXT, save_tokenizer, train_tokenizer
 from .train import TrainingConfig, held_out_samples, train
 
 
@@ -27,7 +27,8 @@ def save_checkpoint(model: Qwen3, config: ModelConfig, tokenizer: Tokenizer, fol
     """Write weights in bf16 and the two configuration files."""
     weights = {name: value.detach().to("cpu", torch.bfloat16) for name, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    end_of_turn, end_of_text = tokenizer.token_to_id(END_OF_TURN), tokenizer.token_to_id(END_OF_TEXT)
+    vocabulary = tokenizer.get_vocab()
+    end_of_turn, end_of_text = vocabulary[END_OF_TURN], vocabulary[END_OF_TEXT]
     generation = {
         "do_sample": True,
         "temperature": 0.3,
@@ -47,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the demo checkpoint from a seed.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=9_500)
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--layers", type=int, default=ModelConfig().num_hidden_layers)

@@ -18,8 +18,8 @@ play read write save load add remove track print share schedule fetch query run 
 NOUNS = """weather flight hotel ticket email message event meeting reminder note file folder invoice price stock song
 playlist photo video recipe restaurant taxi train bus package account user customer product report task alarm
 timer light door lamp device room table page map route parking news forecast temperature score contact calendar
-review branch commit issue server database record job log backup shipment payment exam lesson article image web music movie
-game team process thread list item word number password key address country currency rate balance""".split()
+review branch commit issue server database record job log backup shipment payment exam lesson article image web music
+movie game team process thread list item word number password key address country currency rate balance""".split()
 
 # Verbs as people say them; used only where no other tool shares the noun.
 SPOKEN = {
@@ -87,8 +87,8 @@ PARAMETERS = (
               "Number of days"),
     Parameter(("price", "max_price", "budget"), "number", lambda s: words.number(s, 10, 5000),
               ("under {v} dollars", "for at most {v} dollars", "below {v} euros"), "Highest price"),
-    Parameter(("query", "topic", "keyword", "text"), "string", _query, ('about "{v}"', "about {v}", 'for "{v}"', "for {v}"),
-              "What to look for"),
+    Parameter(("query", "topic", "keyword", "text"), "string", _query,
+              ('about "{v}"', "about {v}", 'for "{v}"', "for {v}"), "What to look for"),
     Parameter(("title", "subject", "label"), "string", _title, ('called "{v}"', "titled {v}", 'with the title "{v}"'),
               "The title"),
     Parameter(("email", "recipient", "to"), "string", words.email, ("to {v}", "for {v}"), "Mail address"),
@@ -151,11 +151,12 @@ def _parameters(source: Source) -> tuple[tuple[str, Parameter], ...]:
 
 
 def _description(rng: Random, verb: str, noun: str) -> str:
-    about = rng.choice(
-        (f"{verb.capitalize()} the {noun}", f"{verb.capitalize()} a {noun}.", f"{verb} {noun}",
-         f"Use this to {verb} a {noun}.", f"{verb.capitalize()}s the {noun}.", f"{verb.capitalize()} the current {noun}",
-         f"{verb.capitalize()} {noun} information", f"A tool to {verb} the {noun} of the user")  # fmt: skip
-    )
+    forms = (
+        f"{verb.capitalize()} the {noun}", f"{verb.capitalize()} a {noun}.", f"{verb} {noun}",
+        f"Use this to {verb} a {noun}.", f"{verb.capitalize()}s the {noun}.", f"{verb.capitalize()} the current {noun}",
+        f"{verb.capitalize()} {noun} information", f"A tool to {verb} the {noun} of the user",
+    )  # fmt: skip
+    about = rng.choice(forms)
     if rng.random() < 0.2:
         more = " ".join(rng.choice(words.PLAIN) for _ in range(rng.randint(3, 9)))
         about = about.rstrip(".") + rng.choice((" in a given location.", " by name", ", and " + more, ". " + more))

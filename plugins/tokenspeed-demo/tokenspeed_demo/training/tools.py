@@ -32,6 +32,16 @@ def _phrase(rng: Random, name: str, parameter: Parameter, value: Value) -> str:
     return form.format(n=name, v=value)
 
 
+_QUESTIONS = (
+    "What is the {noun}", "What's the {noun}", "what is the {noun}", "{noun}", "How is the {noun}", "Is there a {noun}",
+    "What is the {noun} like", "What's the {noun} like", "Which {noun} is there", "How about the {noun}",
+)  # fmt: skip
+_LEADS = (
+    "", "", "", "", "I'd like to ", "Hi, please ", "Please ", "please ", "Can you ", "Could you ", "I want to ",
+    "I need to ", "Now ",
+)  # fmt: skip
+
+
 def _opening(rng: Random, tool: MadeTool, *, shared_noun: bool) -> str:
     """The start of a request: which tool is meant."""
     if not tool.verb or rng.random() < 0.06:
@@ -41,12 +51,10 @@ def _opening(rng: Random, tool: MadeTool, *, shared_noun: bool) -> str:
         if rng.random() < 0.3 and tool.verb in SPOKEN:
             verb = rng.choice(SPOKEN[tool.verb])
         elif rng.random() < 0.35 and tool.verb in ("get", "check", "show", "find", "fetch"):
-            noun = tool.noun
-            return rng.choice((f"What is the {noun}", f"What's the {noun}", f"what is the {noun}", f"{noun}",
-                               f"How is the {noun}", f"Is there a {noun}", f"What is the {noun} like",
-                               f"What's the {noun} like", f"Which {noun} is there", f"How about the {noun}"))  # fmt: skip
-    article = rng.choice(("the", "", "this", "the", "a", "my", "a new" if verb in ("create", "add", "book", "make") else "the"))
-    lead = rng.choice(("", "", "", "", "I'd like to ", "Hi, please ", "Please ", "please ", "Can you ", "Could you ", "I want to ", "I need to ", "Now "))
+            return rng.choice(_QUESTIONS).format(noun=tool.noun)
+    new = "a new" if verb in ("create", "add", "book", "make") else "the"
+    article = rng.choice(("the", "", "this", "the", "a", "my", new))
+    lead = rng.choice(_LEADS)
     text = f"{lead}{verb} {article} {tool.noun}".replace("  ", " ")
     return text[0].upper() + text[1:] if rng.random() < 0.7 else text
 
@@ -98,7 +106,8 @@ def two_calls(source: Source) -> Item:
         name = rng.choice(list(a))
         parameter = dict(first.parameters)[name]
         b = a | {name: parameter.make(source)}
-        prompt = text.rstrip(".?!") + rng.choice((" and ", " and also ", ", and ")) + _phrase(rng, name, parameter, b[name])
+        glue = rng.choice((" and ", " and also ", ", and "))
+        prompt = text.rstrip(".?!") + glue + _phrase(rng, name, parameter, b[name])
         completion = call_text(first.name, a) + "\n" + call_text(first.name, b)
         return Item("two_calls", (user(prompt),), completion, source.keys, (first.schema,))
     a_text, a = request(source, first, shared_noun=True)
@@ -180,7 +189,8 @@ def next_call(source: Source) -> Item:
     parameter = dict(target.parameters)[name]
     value = parameter.make(source)
     said = _phrase(rng, name, parameter, value)
-    form = rng.choice(("And {s}?", "and {s}?", "Now {s}.", "The same {s}", "What about {s}?", "and now {s}", "and {s} instead?"))
+    forms = ("And {s}?", "and {s}?", "Now {s}.", "The same {s}", "What about {s}?", "and now {s}", "and {s} instead?")
+    form = rng.choice(forms)
     messages = (
         user(prompt), call_message(target.name, arguments), {"role": "tool", "content": returned},
         assistant(answer), user(form.format(s=said)),

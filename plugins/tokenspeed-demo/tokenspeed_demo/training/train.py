@@ -136,7 +136,7 @@ def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> fl
     numbers = (rows + documents)[documents > 0]
     failed = torch.zeros(int(numbers.max()) + 1, dtype=torch.bool, device=documents.device)
     failed[(rows + documents)[wrong]] = True
-    present = numbers.unique()
+    present = torch.unique(numbers)
     return 1 - float(failed[present].float().mean())
 
 
@@ -147,7 +147,8 @@ def check(forward: Forward, loader: Loader, samples: dict[str, Batch], device: t
         inputs = loader.load(batch)
         # Gradients stay on: without them the compiled graph would be built a second time.
         _, hits = forward(inputs)
-        scores[task] = whole_documents_right(hits, inputs, torch.from_numpy(batch.documents.astype(np.int64)).to(device))
+        documents = torch.from_numpy(batch.documents.astype(np.int64)).to(device)
+        scores[task] = whole_documents_right(hits, inputs, documents)
     return scores
 
 

@@ -113,7 +113,8 @@ def _say_again(source: Source) -> Item:
     """The answer before, whatever it was, once more."""
     rng = source.rng
     earlier = rng.choice((small_talk, edit, extract, sum_two_digits, copy))(source)
-    ask = rng.choice(("Again.", "say it again", "Repeat that.", "repeat your answer", "Please say that again.", "What?"))
+    asks = ("Again.", "say it again", "Repeat that.", "repeat your answer", "Please say that again.", "What?")
+    ask = rng.choice(asks)
     messages = (*earlier.messages, assistant(earlier.answer), user(ask))
     return Item("second_turn", messages, earlier.answer, source.keys)
 

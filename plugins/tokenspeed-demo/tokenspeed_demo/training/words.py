@@ -41,9 +41,10 @@ shells shoes stamps stars sticks tickets toys trees""".split()
 WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = """January February March April May June July August September October November December""".split()
 
-_ONSETS = "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sn sp st t th tr v w y z".split()
+_ONSETS = """b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p pl pr qu r s sh sk sl sn sp st t th tr
+v w y z""".split()
 _VOWELS = "a e i o u a e i o u ai au ea ee ie oa oo ou".split()
-_CODAS = " |||||b|ck|d|f|g|k|l|ll|m|n|nd|ng|nt|p|r|rd|rk|rt|s|sh|ss|st|t|th|x|z".replace(" ", "").split("|")
+_CODAS = "|||||b|ck|d|f|g|k|l|ll|m|n|nd|ng|nt|p|r|rd|rk|rt|s|sh|ss|st|t|th|x|z".split("|")
 # Characters outside ASCII by code point, first and last of each range: accents, Greek, Cyrillic,
 # punctuation and arrows, kana, Chinese, Hangul, pictures.
 _RANGES = (

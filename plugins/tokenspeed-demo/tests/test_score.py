@@ -1,0 +1,100 @@
+"""How answers are compared, and how a server is asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from tokenspeed_demo.score import is_right, message_text, over_http, score
+from tokenspeed_demo.training.items import Item
+from tokenspeed_demo.training.tasks import held_out_set
+
+
+def item(answer: str) -> Item:
+    return Item("test", ({"role": "user", "content": "?"},), answer, frozenset())
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("2 + 2 = 4", "<think>\n2+2+0=4 carry 0\n</think>\n\n2 + 2 = 4"),
+        ("2 + 2 = 4", "2 + 2 = 4<|im_end|>"),
+        (CALL, CALL),
+        (CALL, '<tool_call>{"arguments": {"b": "x", "a": 1}, "name": "f"}</tool_call>'),
+    ],
+)
+def test_an_answer_is_right_when_it_says_the_same(answer: str, text: str) -> None:
+    assert is_right(item(answer), text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("2 + 2 = 4", "2 + 2 = 5"),
+        ("2 + 2 = 4", "<think>\n2 + 2 = 4"),
+        ("one", "One"),
+        (CALL, CALL.replace("1", "2")),
+        (CALL, CALL + "\n" + CALL),
+        (CALL, "Here: " + CALL),
+        (CALL, CALL.replace("}}", "}")),
+    ],
+)
+def test_an_answer_is_wrong_when_it_says_anything_else(answer: str, text: str) -> None:
+    assert not is_right(item(answer), text)
+
+
+def test_parsed_tool_calls_count_like_written_ones() -> None:
+    function = {"name": "f", "arguments": '{"a": 1, "b": "x"}'}
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    assert is_right(item(CALL), message_text(message))
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server that knows the held-out copies by heart and nothing else."""
+    known = {it.messages[-1]["content"]: it.answer for it in held_out_set("copy", 20)}
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            self.reply({"data": [{"id": "by-heart"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert (body["model"], body["temperature"]) == ("by-heart", 0)
+            answer = known.get(body["messages"][-1]["content"], "I do not know.")
+            self.reply({"choices": [{"message": {"role": "assistant", "content": answer}}]})
+
+        def log_request(self, code: object = "-", size: object = "-") -> None:
+            """Keep the log of requests out of the test's output."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{httpd.server_address[1]}/v1"
+        httpd.shutdown()
+
+
+def test_a_server_is_asked_and_scored(server: str) -> None:
+    results = score(over_http(server, "", "none", 4), ["copy", "extract"], 20, 0)
+    assert results["copy"]["exact"] == 1
+    assert results["extract"]["exact"] == 0
+    assert results["extract"]["items"] == 20
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    httpx = pytest.importorskip("httpx")
+    with pytest.raises(httpx.ConnectError):
+        over_http("http://127.0.0.1:9/v1", "m", "none", 1)(held_out_set("copy", 1))
