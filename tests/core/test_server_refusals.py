@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,13 +204,20 @@ def test_a_sequence_that_the_engine_fails_is_a_500_of_its_own(client: httpx.Clie
     refusal(client.post("/v1/completions", json=body), 500)
 
 
-def test_a_long_header_and_a_bad_request_line_do_not_end_the_server(server: Running, client: httpx.Client) -> None:
+def test_headers_without_an_end_are_cut_off(server: Running, client: httpx.Client) -> None:
+    with raw_connection(server) as raw, pytest.raises(OSError, match=r"reset|[Bb]roken"):
+        raw.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 64_000_000)
+
+
+def test_what_is_no_http_is_a_400(server: Running, client: httpx.Client) -> None:
+    with raw_connection(server) as raw:
+        raw.sendall(b"GARBAGE\r\n\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def raw_connection(server: Running) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    for line in (b"GARBAGE\r\n\r\n", b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000 + b"\r\n\r\n"):
-        raw = http.client.HTTPConnection(host, int(port), timeout=5)
-        raw.connect()
-        raw.sock.sendall(line)
-        raw.close()
+    return socket.create_connection((host, int(port)), timeout=5)
 
 
 def test_parameters_reach_the_engine_resolved(server: Running, client: httpx.Client) -> None:

@@ -73,6 +73,7 @@ def _http_config(app: App | None, launch: Launch) -> uvicorn.Config:
         app or (lambda: None), lifespan="off", log_config=None,
         log_level="debug" if is_verbose else "warning",  # at "info" it narrates its own start
         access_log=launch.log_level in ("debug", "info"), server_header=False, date_header=False, ws="none",
+        http="h11",  # bounds a request's head; with httptools headers without end fill the memory
         timeout_keep_alive=75, timeout_graceful_shutdown=FLUSH_SECONDS,
     )
     logging.getLogger("uvicorn.access").setLevel(launch.log_level.upper())

@@ -1,0 +1,287 @@
+"""The link to the engine: columns reach their readers, health follows the pulse, one fault stays one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from tokenspeed_core.messages import Abort, Failed, Finish, Outputs, Pulse, Ready, Refused, Submit, to_engine
+from tokenspeed_core.requests import Defaults, Limits, build_submit
+from tokenspeed_core.sampling import SamplingParams
+from tokenspeed_core.server.engine_link import STALL_SECONDS, EngineLink, State, TokenColumns
+from tokenspeed_core.server.errors import ApiError
+from tokenspeed_core.wire import pack
+
+
+@dataclass
+class Reader:
+    """Collects what a sequence gets; may end it by itself, or break."""
+
+    ends_at: int = 1000
+    breaks: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenColumns | None] = field(default_factory=list)
+    finish: int = 0
+    error: ApiError | None = None
+
+    def take(self, token_ids: Any, finish: int, num_cached: int, logprobs: TokenColumns | None) -> bool:
+        if self.breaks:
+            raise ZeroDivisionError
+        self.tokens += token_ids
+        self.logprobs.append(logprobs)
+        self.finish = finish
+        return len(self.tokens) >= self.ends_at or bool(finish)
+
+    def fail(self, error: ApiError) -> None:
+        self.error = error
+
+
+class Peer:
+    """The engine's end of the socket, in the test's hands."""
+
+    def __init__(self, address: str) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self.socket.linger = 0
+        self.socket.connect(address)
+
+    def send(self, *messages: Any) -> None:
+        for message in messages:
+            self.socket.send(message if isinstance(message, bytes) else pack(message))
+
+    def receive(self) -> Any:
+        assert self.socket.poll(2000), "the link sent nothing"
+        return to_engine.unpack(self.socket.recv())
+
+
+def outputs(rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int, ...] = (), width: int = 0) -> Outputs:
+    """Return a step's output; log-probabilities are those of tokens that are easy to recognise."""
+    told = [token for row in logprob_rows for token in list(rows.values())[row]]
+    return Outputs(
+        np.array(list(rows), np.int64), np.array([len(t) for t in rows.values()], np.int32),
+        np.array([i for tokens in rows.values() for i in tokens], np.int32),
+        np.full(len(rows), finish, np.int32), np.zeros(len(rows), np.int32), np.array(logprob_rows, np.int32),
+        width, np.array([-i for i in told], np.float32), np.ones(len(told), np.int32),
+        np.array([i + k for i in told for k in range(width)], np.int32),
+        np.array([-i - k for i in told for k in range(width)], np.float32),
+    )
+
+
+def pulse(num_steps: int, num_running: int = 0) -> Pulse:
+    return Pulse(num_steps, num_running, 0, 10, 10, 0, False)
+
+
+READY = Ready(100, 8, 1000, 50, "{}")
+
+
+def submit(link: EngineLink, *readers: Reader) -> int:
+    params = SamplingParams(n=len(readers))
+    request = build_submit(
+        link.take_ids(len(readers)), params, np.array([1], np.int32), Limits.of(READY), Defaults()
+    )
+    link.submit(request, readers)
+    return request.request_id
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 3
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def linked(folder: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[EngineLink, Peer]]:
+    address = f"ipc://{folder}/s"
+    link = EngineLink(address, clock)
+    peer = Peer(address)
+    peer.send(READY)
+    await link.ready
+    try:
+        yield link, peer
+    finally:
+        link.close()
+        peer.socket.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+
+    asyncio.run(main())
+
+
+def test_each_reader_gets_its_own_tokens_and_log_probabilities(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            readers = [Reader(), Reader(), Reader()]
+            first = submit(link, *readers)
+            assert isinstance(peer.receive(), Submit)
+            rows = {first + 2: [5, 6, 7], 999: [1], first: [8], first + 1: []}
+            peer.send(outputs(rows, logprob_rows=(0, 2), width=2))
+            await until(lambda: readers[0].tokens)
+            assert [reader.tokens for reader in readers] == [[8], [], [5, 6, 7]]
+            assert readers[1].logprobs == [None]
+            columns = readers[2].logprobs[0]
+            assert columns == TokenColumns([-5, -6, -7], [[5, 6], [6, 7], [7, 8]], [[-5, -6], [-6, -7], [-7, -8]])
+
+    run(test)
+
+
+def test_a_reader_that_ends_or_breaks_is_aborted_and_the_others_go_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            ending, breaking, other = Reader(ends_at=1), Reader(breaks=True), Reader()
+            first = submit(link, ending, breaking, other)
+            peer.receive()
+            peer.send(outputs({first: [1], first + 1: [2], first + 2: [3]}))
+            abort = await to_thread(peer)
+            assert isinstance(abort, Abort)
+            assert abort.sequence_ids.tolist() == [first, first + 1]
+            assert breaking.error is not None
+            assert other.tokens == [3]
+            assert other.error is None
+
+    run(test)
+
+
+async def to_thread(peer: Peer) -> Any:
+    return await asyncio.to_thread(peer.receive)
+
+
+def test_a_finished_sequence_is_not_aborted(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            reader, running = Reader(), Reader()
+            first = submit(link, reader, running)
+            peer.receive()
+            peer.send(outputs({first: [1]}, finish=Finish.LENGTH))
+            await until(lambda: reader.finish)
+            link.abort([first, first + 1, 12345])
+            abort = await to_thread(peer)
+            assert abort.sequence_ids.tolist() == [first + 1]
+
+    run(test)
+
+
+def test_a_refusal_reaches_the_request_with_its_status(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            for reason, status in (("queue_full", 429), ("too_long", 400), ("bad_request", 400)):
+                reader = Reader()
+                peer.send(Refused(submit(link, reader), reason, "no"))
+                await until(lambda reader=reader: reader.error)
+                assert reader.error is not None
+                assert reader.error.status == status
+
+    run(test)
+
+
+def test_health_follows_the_pulse(tmp_path: Path) -> None:
+    now = [0.0]
+
+    async def test() -> None:
+        async with linked(tmp_path, lambda: now[0]) as (link, peer):
+
+            async def hear(message: Pulse) -> None:
+                peer.send(message)
+                await until(lambda: link.pulse is not None and link.pulse.num_steps == message.num_steps
+                            and link.pulse.num_running == message.num_running)
+
+            await hear(pulse(1))
+            now[0] += 100
+            assert "not been heard of" in (link.why_unhealthy() or "")
+            await hear(pulse(2, 3))
+            assert link.why_unhealthy() is None
+            for _ in range(3):
+                now[0] += STALL_SECONDS / 2
+                peer.send(pulse(2, 3))
+                await asyncio.sleep(0.05)
+            assert "has not stepped" in (link.why_unhealthy() or "")
+            await hear(pulse(3, 3))
+            assert link.why_unhealthy() is None
+
+    run(test)
+
+
+def test_an_idle_engine_may_stand_still_for_ever(tmp_path: Path) -> None:
+    now = [0.0]
+
+    async def test() -> None:
+        async with linked(tmp_path, lambda: now[0]) as (link, peer):
+            for _ in range(5):
+                now[0] += STALL_SECONDS - 1
+                peer.send(pulse(7))
+                await asyncio.sleep(0.05)
+                assert link.why_unhealthy() is None
+
+    run(test)
+
+
+@pytest.mark.parametrize("reason", ["failed", "process"])
+def test_death_reaches_everyone_once_with_the_first_reason(tmp_path: Path, reason: str) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            readers = [Reader(), Reader()]
+            for reader in readers:
+                submit(link, reader)
+            if reason == "failed":
+                peer.send(Failed("out of memory; lower --gpu-memory-utilization"))
+            else:
+                link.die("out of memory")
+            assert (await link.dead).startswith("out of memory")
+            link.die("later")
+            assert all(reader.error is not None for reader in readers)
+            assert link.state is State.DEAD
+            assert link.why_unhealthy() == "the engine is dead"
+            with pytest.raises(ApiError):
+                submit(link, Reader())
+            link.abort([1, 2])
+
+    run(test)
+
+
+def test_what_the_engine_said_last_wins_over_how_its_process_ended(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            peer.send(Failed("the disk is full"))
+            time.sleep(0.1)  # the message is in the socket, the loop has not run
+            link.die("exited with status 1")
+            assert await link.dead == "the disk is full"
+
+    run(test)
+
+
+def test_bytes_that_are_no_message_are_skipped(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            reader = Reader()
+            first = submit(link, reader)
+            peer.send(b"", b"\x93", pack(Abort(np.array([1], np.int64))), outputs({first: [4]}))
+            await until(lambda: reader.tokens)
+
+    run(test)
+
+
+def test_a_flood_of_messages_arrives_whole_while_requests_go_out(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            reader = Reader(ends_at=10**9)
+            first = submit(link, reader)
+            for i in range(2000):
+                peer.send(outputs({first: [i % 50]}))
+                if i % 100 == 0:
+                    submit(link, Reader())
+                    await asyncio.sleep(0)
+            await until(lambda: len(reader.tokens) == 2000)
+            assert reader.tokens == [i % 50 for i in range(2000)]
+
+    run(test)
