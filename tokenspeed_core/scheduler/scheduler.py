@@ -265,7 +265,9 @@ class Scheduler:
             slots, num_query = slots[runs], num_query[runs]
         start = rows.num_bound[slots] - 1
         for i in np.flatnonzero(start + num_query > rows.capacity[slots]):
-            has_room = self._extend(draft, int(slots[i]), int(start[i]), int(start[i] + num_query[i]))
+            # Drafts may be rejected: only the tokens that the host has seen are certainly there.
+            certain = int(rows.num_known[slots[i]]) - 1
+            has_room = self._extend(draft, int(slots[i]), certain, int(start[i] + num_query[i]))
             assert has_room, "the policy let a row run without pages"
         rows.num_bound[slots] += num_query
         draft.decodes(slots, num_query, start)

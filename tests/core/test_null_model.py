@@ -1,0 +1,446 @@
+"""The whole scheduler, KV manager and step loop on the null model, against its sequential oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
+from tokenspeed_core.kv.lease import ABSENT
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.messages import Finish, Outputs, Submit
+from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Sending
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from tokenspeed_core.step import I32, LateInputs, StepFailed, StepPlan, StepResult
+from tokenspeed_core.testing.null import NullModel, NullRunner
+from tokenspeed_core.wire import Codec, pack
+
+MODEL = NullModel()
+MASKED = 9   # the priority by which a request of these tests asks for a mask
+FULL = FullAttention("full", 1, 1, 1)
+WINDOW = SlidingWindow("window", 1, 1, 1, MODEL.window)
+STATE = RecurrentState("state", 1, 8)
+GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
+    "full": (FULL,), "full and window": (FULL, WINDOW), "window and state": (WINDOW, STATE),
+    "full and state": (FULL, STATE),
+}
+_INT, _FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+def allowed(last: int, token: int) -> bool:
+    """The grammar of these tests."""
+    return (last + token) % 3 != 0
+
+
+def request(request_id: int, prompt: list[int], **changes: object) -> Submit:
+    fields: dict[str, object] = dict(
+        request_id=request_id, prompt=np.asarray(prompt, np.int32), n=1, max_tokens=8, temperature=0.0, top_k=0,
+        top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, seed=None,
+        logprobs=-1, bias_ids=_INT, bias_values=_FLOAT, stop_token_ids=_INT, priority=0, cache_salt="",
+    )
+    return Submit(**(fields | changes))  # type: ignore[arg-type]
+
+
+class Replayed:
+    """A runner whose every plan also travels as bytes to a second runner, which must answer the same."""
+
+    def __init__(self, first: NullRunner, second: NullRunner) -> None:
+        self.first, self.second = first, second
+        self.codec = Codec(StepPlan, LateInputs, StepResult)
+
+    def forward(self, plan: StepPlan) -> None:
+        self.first.forward(plan)
+        self.second.forward(self.codec.unpack(pack(plan)))
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        self.first.sample(step_id, late)
+        self.second.sample(step_id, None if late is None else self.codec.unpack(pack(late)))
+
+    def is_done(self, step_id: int) -> bool:
+        return self.first.is_done(step_id)
+
+    def collect(self, step_id: int) -> StepResult:
+        try:
+            result = self.first.collect(step_id)
+        except StepFailed:
+            with pytest.raises(StepFailed):
+                self.second.collect(step_id)
+            raise
+        other = self.codec.unpack(pack(self.second.collect(step_id)))
+        assert np.array_equal(result.token_ids, other.token_ids)
+        assert np.array_equal(result.num_tokens, other.num_tokens)
+        return result
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None:
+        return None
+
+
+class Masks:
+    """Late inputs that depend on the step before: what the grammar allows after the last known token."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def _rows(self, plan: StepPlan) -> list[int]:
+        rows = self.scheduler.rows
+        return [i for i, slot in enumerate(plan.slots) if plan.wants_logits[i] and rows.priority[slot] == MASKED]
+
+    def wants(self, plan: StepPlan) -> bool:
+        return bool(self._rows(plan))
+
+    def late(self, plan: StepPlan) -> LateInputs:
+        indices = self._rows(plan)
+        bits = np.zeros((len(indices), MODEL.vocab_size), np.bool_)
+        for i, row in enumerate(indices):
+            last = int(self.scheduler.rows.known(int(plan.slots[row]))[-1])
+            bits[i] = [allowed(last, token) for token in range(MODEL.vocab_size)]
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return LateInputs(np.asarray(indices, np.int32), 1, words.ravel())
+
+
+@dataclass
+class World:
+    """An engine on the null model, and what its sequences got."""
+
+    groups: tuple[CacheGroupSpec, ...] = GROUPS["full"]
+    num_pages: int = 40
+    block_size: int = 4
+    chunk_size: int = 16
+    max_num_seqs: int = 6
+    max_model_len: int = 48
+    depth: int = 2
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    num_drafts: int = 0
+    sends: bool = False
+    fail_at: frozenset[int] = frozenset()
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, Finish] = field(default_factory=dict)
+    requests: dict[int, Submit] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kv = KVManager(self.groups, self.block_size, self.num_pages, prefix_caching=self.prefix_caching)
+        limits = SchedulerLimits(
+            self.max_num_seqs, self.max_model_len, self.chunk_size, 16, 100, MODEL.vocab_size,
+        )
+        self.rng = np.random.default_rng(0)
+        self.scheduler = Scheduler(
+            limits, kv, POLICIES[self.policy](), drafts=self._drafts if self.num_drafts else None,
+            sends=(lambda sequence: sequence.sequence_id % 2 == 0) if self.sends else None,
+        )
+        runners = [
+            NullRunner(MODEL, self.groups, self.num_pages, self.block_size, self.max_num_seqs, self.max_model_len,
+                       seed=1, fail_at=self.fail_at)
+            for _ in range(2)
+        ]
+        self.runner = runners[0]
+        self.engine = Engine(
+            self.scheduler, Replayed(*runners), depth=self.depth, late_source=Masks(self.scheduler),
+        )
+
+    def _drafts(self, slots: I32, room: I32) -> I32:
+        drafts = np.minimum(self.rng.integers(0, self.num_drafts + 1, len(slots)), room).astype(np.int32)
+        return np.where(self.scheduler.rows.priority[slots] == MASKED, 0, drafts).astype(np.int32)
+
+    def submit(self, submit: Submit, awaits: str | None = None) -> None:
+        refused = self.scheduler.submit(submit, awaits=awaits)
+        assert refused is None, refused
+        for i in range(submit.n):
+            self.requests[submit.request_id + i] = submit
+            self.tokens[submit.request_id + i] = []
+
+    def take(self, outputs: list[Outputs]) -> None:
+        for out in outputs:
+            at = 0
+            for i, sequence_id in enumerate(out.sequence_ids.tolist()):
+                num = int(out.num_tokens[i])
+                if num and not self.tokens[sequence_id]:
+                    self.cached[sequence_id] = int(out.num_cached_tokens[i])
+                self.tokens[sequence_id] += out.token_ids[at : at + num].tolist()
+                at += num
+                if out.finish[i]:
+                    assert sequence_id not in self.finish, "a sequence ended twice"
+                    self.finish[sequence_id] = Finish(int(out.finish[i]))
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+
+    def run(self, most: int = 3000) -> None:
+        for _ in range(most):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def check(self, sequence_id: int) -> None:
+        """Compare what a sequence got so far with the oracle."""
+        submit, got = self.requests[sequence_id], self.tokens[sequence_id]
+        grammar = allowed if submit.priority == MASKED else None
+        expected = MODEL.expected(submit.prompt.tolist(), len(got), grammar)
+        assert got == expected, f"sequence {sequence_id} got {got}, not {expected}"
+        stops = [i for i, token in enumerate(got) if token in submit.stop_token_ids]
+        assert not stops or (stops[0] == len(got) - 1 and self.finish.get(sequence_id) is Finish.STOP)
+        if self.finish.get(sequence_id) is Finish.LENGTH:
+            assert len(got) == submit.max_tokens
+        assert len(got) <= submit.max_tokens
+
+
+prompts = st.builds(
+    lambda base, cut, tail: [(base * 5 + i) % 60 for i in range(cut)] + tail,
+    st.integers(0, 2), st.integers(1, 22), st.lists(st.integers(0, 59), max_size=4),
+)
+
+
+arrivals = st.fixed_dictionaries({
+    "prompt": prompts, "n": st.sampled_from([1, 1, 3]), "max_tokens": st.integers(1, 20),
+    "stop_token_ids": st.sampled_from([_INT, np.asarray([5, 11, 17], np.int32)]),
+    "cache_salt": st.sampled_from(["", "", "b"]), "priority": st.sampled_from([0, 1, 2, MASKED]),
+    "awaits": st.sampled_from([False, False, True]),
+})
+
+
+class NullMachine(RuleBasedStateMachine):
+    """Any order of arrivals, steps, aborts, transfers and resets keeps every promise."""
+
+    @initialize(
+        groups=st.sampled_from(sorted(GROUPS)), num_pages=st.integers(26, 60), chunk=st.sampled_from([-1, 5, 16, 64]),
+        depth=st.integers(1, 3), policy=st.sampled_from(["fcfs", "priority"]), caching=st.booleans(),
+        drafts=st.integers(0, 4), sends=st.booleans(),
+    )
+    def start(
+        self, groups: str, num_pages: int, chunk: int, depth: int, policy: str, caching: bool, drafts: int, sends: bool,
+    ) -> None:
+        self.world = World(
+            groups=GROUPS[groups], num_pages=num_pages, chunk_size=chunk, depth=depth, policy=policy,
+            prefix_caching=caching, num_drafts=drafts, sends=sends,
+        )
+        self.next_id = 0
+        self.transfers: dict[int, tuple[list[int], np.ndarray]] = {}
+        self.pins: list[list[int]] = []
+
+    @rule(arrivals=st.lists(arrivals, min_size=1, max_size=5))
+    def arrive(self, arrivals: list[dict[str, Any]]) -> None:
+        for fields in arrivals:
+            awaits = "a grammar" if fields["awaits"] else None
+            fields = {name: value for name, value in fields.items() if name != "awaits"}
+            self.world.submit(request(self.next_id, **fields), awaits)
+            self.next_id += fields["n"]
+
+    @rule(num=st.integers(1, 12))
+    def steps(self, num: int) -> None:
+        for _ in range(num):
+            self.world.step()
+            self._start_transfers()
+
+    @rule(which=st.integers(0, 1000))
+    def abort(self, which: int) -> None:
+        live = [i for i in self.world.tokens if self.world.scheduler.state(i) is not None]
+        if live:
+            victim = live[which % len(live)]
+            was_sending = isinstance(self.world.scheduler.state(victim), Sending)
+            self.world.scheduler.abort([victim])
+            assert was_sending or self.world.scheduler.state(victim) is None
+
+    @rule()
+    def inputs_come(self) -> None:
+        for sequence_id in list(self.world.tokens):
+            if isinstance(self.world.scheduler.state(sequence_id), AwaitingInput):
+                self.world.scheduler.input_ready(sequence_id)
+
+    @rule(which=st.integers(0, 1000))
+    @precondition(lambda self: bool(self.transfers))
+    def transfer_ends(self, which: int) -> None:
+        sequence_id = sorted(self.transfers)[which % len(self.transfers)]
+        self._end_transfer(sequence_id)
+
+    @rule(which=st.integers(0, 1000))
+    def pin(self, which: int) -> None:
+        """A tier reads a running sequence's pages, whatever becomes of the sequence meanwhile."""
+        leases = [lease for lease in self.world.scheduler._leases if lease is not None]
+        if leases and len(self.pins) < 2:
+            pages = leases[which % len(leases)].pages()[-2:]
+            self.world.scheduler.kv.pool.pin(pages)
+            self.pins.append(pages)
+
+    @rule()
+    @precondition(lambda self: bool(self.pins))
+    def unpin(self) -> None:
+        self.world.scheduler.kv.pool.unpin(self.pins.pop())
+
+    @rule()
+    def reset(self) -> None:
+        self.world.engine.reset_prefix_cache()
+
+    @invariant()
+    def every_page_is_in_one_state(self) -> None:
+        if hasattr(self, "world"):
+            pool = self.world.scheduler.kv.pool
+            assert pool.audit().total == pool.num_pages
+
+    @invariant()
+    def every_token_is_the_oracles(self) -> None:
+        if hasattr(self, "world"):
+            for sequence_id in self.world.tokens:
+                self.world.check(sequence_id)
+
+    def _start_transfers(self) -> None:
+        for sequence_id in self.world.scheduler.sending():
+            if sequence_id not in self.transfers:
+                state = self.world.scheduler.state(sequence_id)
+                assert isinstance(state, Sending)
+                pages = [page for table in state.blocks.tables for page in table if page != ABSENT]
+                self.transfers[sequence_id] = (pages, self.world.runner.tokens[pages].copy())
+
+    def _end_transfer(self, sequence_id: int) -> None:
+        pages, before = self.transfers.pop(sequence_id)
+        after = self.world.runner.tokens[pages]
+        written = self.world.scheduler.num_in_flight > 0   # a surplus token may still land in the last block
+        assert written or np.array_equal(before[:-1], after[:-1]), "a block changed while it was being sent"
+        self.world.scheduler.transfer_done(sequence_id)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        while self.pins:
+            self.unpin()
+        self.inputs_come()
+        for _ in range(400):
+            self._start_transfers()
+            for sequence_id in list(self.transfers):
+                self._end_transfer(sequence_id)
+            if not self.world.engine.has_work and not self.world.scheduler.sending():
+                break
+            self.world.step()
+        assert not self.world.engine.has_work, "sequences starve"
+        for sequence_id in self.world.tokens:
+            self.world.check(sequence_id)
+            assert self.world.scheduler.state(sequence_id) is None
+        self.world.step()
+        counts = self.world.scheduler.kv.counts()
+        assert (counts.held, counts.fenced) == (0, 0), "something is held when idle"
+
+
+TestAnyHistoryEqualsTheOracle = NullMachine.TestCase
+TestAnyHistoryEqualsTheOracle.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck),
+)
+
+
+def test_requests_that_arrive_together_compute_their_common_prefix_once() -> None:
+    world = World(num_pages=200, chunk_size=64, max_num_seqs=32, max_model_len=64)
+    prefix = [(i * 7) % 60 for i in range(40)]
+    for i in range(32):
+        world.submit(request(i, [*prefix, i, 63 - i % 3], max_tokens=2))
+    planned = 0
+    forward = world.runner.forward
+
+    def counting(plan: StepPlan) -> None:
+        nonlocal planned
+        planned += len(plan.token_ids)
+        forward(plan)
+
+    world.runner.forward = counting  # type: ignore[method-assign]
+    world.run()
+    assert planned == 40 + 32 * 2
+    assert sorted(world.cached.values()) == [0] + [40] * 31
+    for i in range(32):
+        world.check(i)
+
+
+def test_a_tiny_pool_preempts_and_changes_no_token() -> None:
+    world = World(num_pages=14, max_model_len=40, max_num_seqs=4, prefix_caching=False)
+    for i in range(4):
+        world.submit(request(i, [i, i + 1, i + 2], max_tokens=30))
+    world.run()
+    assert world.scheduler.num_preemptions > 0
+    for i in range(4):
+        world.check(i)
+        assert world.finish[i] is Finish.LENGTH
+
+
+def test_an_aborted_sequence_is_planned_no_more_and_frees_its_blocks_a_step_later() -> None:
+    world = World()
+    world.submit(request(0, [1, 2, 3], max_tokens=30))
+    for _ in range(4):
+        world.step()
+    slot = int(np.flatnonzero(world.scheduler.rows.sequence_id == 0)[0])
+    world.scheduler.abort([0])
+    assert world.scheduler.state(0) is None
+    assert world.scheduler.rows.sequence_id[slot] == -1
+    world.step()
+    counts = world.scheduler.kv.counts()
+    assert (counts.held, counts.fenced) == (0, 0)
+    assert not world.engine.has_work
+
+
+def test_a_failed_step_ends_its_sequences_and_withdraws_their_blocks() -> None:
+    world = World(fail_at=frozenset({1}), chunk_size=64)
+    prompt = list(range(20))
+    world.submit(request(0, prompt))
+    world.run()
+    assert world.finish == {0: Finish.ERROR}
+    world.submit(request(1, prompt))
+    world.run()
+    assert world.cached[1] == 0, "a block of the failed step was found in the cache"
+    world.check(1)
+    assert world.finish[1] is Finish.LENGTH
+
+
+def test_a_replica_with_nothing_to_do_runs_the_group_steps_empty() -> None:
+    busy, idle = World(), World()
+    busy.submit(request(0, [1, 2, 3, 4], max_tokens=5))
+    for _ in range(40):
+        drafts = [world.scheduler.plan() for world in (busy, idle)]
+        if drafts[0] is None and not busy.scheduler.num_in_flight:
+            break
+        counts = np.asarray([draft.num_tokens if draft else 0 for draft in drafts], np.int32)
+        for world, draft in zip((busy, idle), drafts, strict=True):
+            world.take(world.engine.launch(draft or world.scheduler.empty(), counts))
+            world.take([world.engine.collect()])
+    busy.check(0)
+    assert busy.finish == {0: Finish.LENGTH}
+    assert len(idle.runner.group_counts) == len(busy.runner.group_counts) >= 5
+    assert all(np.array_equal(a, b) for a, b in zip(
+        busy.runner.group_counts, idle.runner.group_counts, strict=True))
+
+
+def test_higher_priority_goes_first_and_takes_pages_from_lower() -> None:
+    world = World(policy="priority", max_num_seqs=1)
+    world.submit(request(0, [1, 2, 3], max_tokens=3, priority=2))
+    world.submit(request(1, [1, 2, 4], max_tokens=3, priority=2))
+    world.submit(request(2, [1, 2, 5], max_tokens=3, priority=0))
+    order: list[int] = []
+    while world.engine.has_work:
+        world.step()
+        order += [i for i in world.finish if i not in order]
+    assert order[0] == 2
+
+
+@pytest.mark.parametrize(("prompt", "most", "reason"), [
+    ([], 4, "bad_request"), ([64], 4, "bad_request"), ([-1], 4, "bad_request"), ([1] * 40, 20, "too_long"),
+])
+def test_a_request_that_can_never_run_is_refused_at_once(prompt: list[int], most: int, reason: str) -> None:
+    refused = World().scheduler.submit(request(7, prompt, max_tokens=most))
+    assert refused is not None
+    assert (refused.request_id, refused.reason) == (7, reason)
+
+
+def test_a_full_queue_refuses() -> None:
+    world = World()
+    for i in range(100):
+        world.submit(request(i, [1, 2]))
+    refused = world.scheduler.submit(request(100, [1, 2]))
+    assert refused is not None
+    assert refused.reason == "queue_full"

@@ -1,0 +1,179 @@
+"""From a configuration to a running engine: checkpoint, family, kernels, memory, scheduler."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.errors import CapacityError, ConfigError
+from tokenspeed_core.kernels.select import Preference
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.messages import Ready
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.selection import Selection
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler, SchedulerLimits
+
+if TYPE_CHECKING:
+    from tokenspeed_core.kernels.plan import KernelPlan
+
+Progress = Callable[[str, int, int], None]
+log = logging.getLogger("tokenspeed.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What is decided before anything is loaded: nothing in it is "auto" that can be known yet."""
+
+    config: Config
+    checkpoint: ResolvedCheckpoint
+    runner: RunnerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running engine, its limits as the API workers hear them, and why its kernels run."""
+
+    engine: Engine
+    ready: Ready
+    kernel_plan: KernelPlan
+    checkpoint: ResolvedCheckpoint
+
+
+def discover(config: Config) -> Catalog:
+    """Return the catalog that a configuration allows. Raises PluginError."""
+    return Catalog.discover(Selection.read(no_plugins=config.no_plugins), strict=config.strict_plugins)
+
+
+def resolve(config: Config, catalog: Catalog, *, num_threads: int | None = None) -> Resolved:
+    """Find the checkpoint and settle what follows from it.
+
+    Raises CheckpointError, PluginError or ConfigError, each in one line that says what to do.
+    """
+    checkpoint = resolve_checkpoint(
+        config.model, catalog, revision=config.revision, download_dir=config.download_dir,
+        hf_overrides=config.hf_overrides, load_format=config.load_format,
+    )
+    info = checkpoint.info
+    max_model_len = config.max_model_len or info.max_model_len
+    if max_model_len > info.max_model_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: {checkpoint.name} was made for {info.max_model_len} tokens; give at "
+            "most that, or change the model's own length with --hf-overrides"
+        )
+    settled = config.resolved(
+        max_model_len=max_model_len, dtype=info.dtype if config.dtype == "auto" else config.dtype,
+    )
+    limits = scheduler_limits(settled, max_model_len, info.vocab_size)
+    runner = RunnerConfig(
+        checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
+        model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,
+        max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, max_num_tokens=limits.max_num_tokens,
+        block_size=config.block_size, enforce_eager=config.enforce_eager,
+        max_cudagraph_capture_size=config.max_cudagraph_capture_size,
+        cudagraph_capture_sizes=config.cudagraph_capture_sizes,
+        gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
+        max_total_tokens=config.max_total_tokens, preferences=preferences(config), seed=config.seed,
+        num_threads=num_threads,
+    )
+    return Resolved(settled, checkpoint, runner)
+
+
+def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queued: int | None = None) -> Started:
+    """Load the model, size the pool, and put the engine together.
+
+    Raises what `resolve` does, SelectionError, and CapacityError where memory is too small.
+    """
+    from tokenspeed_core.runner.local import build
+
+    config, info = resolved.config, resolved.checkpoint.info
+    runner = build(resolved.runner, catalog, progress)
+    kv = KVManager(
+        info.cache_groups, runner.block_size, runner.num_pages, prefix_caching=config.enable_prefix_caching,
+    )
+    max_model_len = _fitting_len(resolved, kv.most_tokens())
+    limits = scheduler_limits(config, max_model_len, info.vocab_size, max_queued)
+    scheduler = Scheduler(limits, kv, POLICIES[config.schedule_policy]())
+    described = runner.describe()
+    engine = Engine(scheduler, runner, depth=1 if str(described["device"]).startswith("cpu") else 2)
+    report = {
+        "model": resolved.checkpoint.name, "architecture": info.architecture,
+        "plugins": [f"{e.distribution} {e.version}: {e.kind} {e.name}" for e in catalog.all()],
+        "kernel_plan": json.loads(runner.kernel_plan.to_json()),
+    }
+    log.info("%s", runner.kernel_plan.table())
+    log.info(
+        "%s on %s in %s: %d pages of %d tokens, sequences of up to %d tokens",
+        resolved.checkpoint.name, described["device"], config.dtype, runner.num_pages, runner.block_size,
+        max_model_len,
+    )
+    ready = Ready(
+        max_model_len, config.max_num_seqs, kv.most_tokens(), info.vocab_size, json.dumps(report),
+    )
+    return Started(engine, ready, runner.kernel_plan, resolved.checkpoint)
+
+
+def dry_run(config: Config) -> str:
+    """Resolve everything and load nothing; return the report for people."""
+    from tokenspeed_core.runner.local import plan_only
+
+    catalog = discover(config)
+    resolved = resolve(config, catalog)
+    plan, memory = plan_only(resolved.runner, catalog)
+    info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
+    settled = resolved.config
+    changed = [
+        f"  {name}: {getattr(settled, name)} ({settled.origin(name)})"
+        for name in type(settled).model_fields if settled.origin(name) != "default" and name != "api_key"
+    ]
+    parts = [
+        f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
+        "settings", *changed,
+        "memory", *(f"  {name}: {'known after start' if n is None else f'{n:,}'}" for name, n in memory.items()),
+        plan.table(),
+        "collectives: none (one process)",
+    ]
+    return "\n".join(parts)
+
+
+def scheduler_limits(
+    config: Config, max_model_len: int, vocab_size: int, max_queued: int | None = None,
+) -> SchedulerLimits:
+    """Return the scheduler's constants for a configuration."""
+    return SchedulerLimits(
+        config.max_num_seqs, max_model_len, config.chunked_prefill_size, config.max_prefill_tokens,
+        config.max_queued_requests if max_queued is None else max_queued, vocab_size, config.seed,
+    )
+
+
+def preferences(config: Config) -> tuple[Preference, ...]:
+    """Return what the user asked of backends, narrowed wishes first."""
+    found: list[Preference] = []
+    for family in ("attention", "moe", "sampling"):
+        choice = getattr(config, f"{family}_backend")
+        found += [Preference(family, names, key) for key, names in choice.narrowed]
+        if not choice.is_auto():
+            found.append(Preference(family, choice.default))
+    return tuple(found)
+
+
+def _fitting_len(resolved: Resolved, most_tokens: int) -> int:
+    """Return the longest sequence that both the model and the pool allow."""
+    config = resolved.config
+    wanted = config.max_model_len or resolved.checkpoint.info.max_model_len
+    if wanted <= most_tokens:
+        return wanted
+    if config.origin("max_model_len") != "auto":
+        raise CapacityError(
+            f"--max-model-len {wanted} does not fit: the KV cache holds {most_tokens} tokens; give at most that, or "
+            "a larger --kv-cache-memory or --gpu-memory-utilization"
+        )
+    log.warning("the KV cache holds %d tokens, fewer than the model's %d: sequences end there", most_tokens, wanted)
+    return most_tokens

@@ -1,0 +1,216 @@
+"""`LLM`: the engine in the caller's own process, for batches, tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import discover, resolve, start
+from tokenspeed_core.engine.outputs import Logprob, RequestOutput, SequenceOutput
+from tokenspeed_core.engine.progress import StartProgress
+from tokenspeed_core.errors import TokenSpeedError
+from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.messages import Finish, Outputs, Submit
+from tokenspeed_core.plugins.hooks import Hooks
+from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
+from tokenspeed_core.sampling import SamplingParams
+from tokenspeed_core.step import I32
+from tokenspeed_core.text import Assembler, Tokenizer, load_tokenizer
+
+Prompt = str | Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Output:
+    """A sequence while it is generated."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish = Finish.NOT
+    num_cached: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    assembler: Assembler | None = None   # only where stop strings must be watched for
+    text: str = ""
+
+
+class LLM:
+    """A model ready to generate. Keywords are the flags of `tokenspeed serve`, with underscores.
+
+    >>> with LLM() as llm:                                             # doctest: +SKIP
+    ...     llm.generate(["Hello"], SamplingParams(max_tokens=8))[0].outputs[0].text
+    """
+
+    kernel_plan: KernelPlan
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        """Load a model: a path, a hub id, or nothing for the bundled demo.
+
+        Raises ConfigError, CheckpointError, PluginError, SelectionError or CapacityError.
+        """
+        asked = Config.from_keywords(**settings) if model is None else Config.from_keywords(model=model, **settings)
+        catalog = discover(asked)
+        config = Hooks.load(catalog).adjust(asked)
+        with StartProgress() as progress:
+            started = start(resolve(config, catalog), catalog, progress.report, max_queued=2**31 - 1)
+        self._engine, self.kernel_plan = started.engine, started.kernel_plan
+        self._limits = Limits.of(started.ready)
+        checkpoint = started.checkpoint
+        self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
+        self.tokenizer: Tokenizer | None = None
+        folder = checkpoint.path if config.tokenizer is None else config.tokenizer
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(folder)
+        self._next_id = 0
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate from texts or `{"prompt_token_ids": [...]}`; one result per prompt, in their order.
+
+        Raises BadRequestError, before anything runs, for a prompt or parameters that cannot be served.
+        """
+        given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = _per_prompt(sampling_params, len(given))
+        submits = [self._submit_for(prompt, each) for prompt, each in zip(given, params, strict=True)]
+        sequences = {
+            submit.request_id + i: self._new_output(each)
+            for submit, each in zip(submits, params, strict=True) for i in range(submit.n)
+        }
+        for submit in submits:
+            refused = self._engine.submit(submit)
+            if refused is not None:
+                self._engine.abort(sequences)
+                raise BadRequestError(refused.message)
+        try:
+            while self._engine.has_work:
+                for outputs in self._engine.step():
+                    self._take(sequences, outputs)
+        except BaseException:   # Ctrl-C included: what runs must not run on in the next call
+            self._engine.abort(sequences)
+            while self._engine.has_work:
+                self._engine.step()
+            raise
+        return [
+            self._result(prompt, submit, each, sequences)
+            for prompt, submit, each in zip(given, submits, params, strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of every cached block."""
+        self._engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free the device. Safe to call twice."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _submit_for(self, prompt: Prompt, params: SamplingParams) -> Submit:
+        if params.stop and self.tokenizer is None:
+            raise BadRequestError("stop strings need a tokenizer, and this LLM was made without one", "stop")
+        request_id, self._next_id = self._next_id, self._next_id + params.n
+        return build_submit(request_id, params, self._ids(prompt), self._limits, self._defaults)
+
+    def _ids(self, prompt: Prompt) -> I32:
+        if isinstance(prompt, Mapping):
+            ids = prompt.get("prompt_token_ids")
+            if ids is not None:
+                if any(not isinstance(i, int) or not 0 <= i < self._limits.vocab_size for i in ids):
+                    raise BadRequestError(
+                        f"prompt_token_ids must be integers from 0 to {self._limits.vocab_size - 1}", "prompt_token_ids"
+                    )
+                return np.asarray(ids, np.int32)
+            prompt = prompt.get("prompt", prompt)
+        if not isinstance(prompt, str):
+            raise BadRequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}", "prompt")
+        if self.tokenizer is None:
+            raise BadRequestError("a text needs a tokenizer, and this LLM was made without one", "prompt")
+        return self.tokenizer.encode(prompt, add_special_tokens=True)
+
+    def _new_output(self, params: SamplingParams) -> _Output:
+        return _Output(assembler=self._assembler(params) if params.stop else None)
+
+    def _assembler(self, params: SamplingParams) -> Assembler:
+        assert self.tokenizer is not None
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        return Assembler(detokenizer, params.stop, params.include_stop_str_in_output)
+
+    def _take(self, sequences: dict[int, _Output], outputs: Outputs) -> None:
+        tokens, at = outputs.token_ids.tolist(), 0
+        columns = zip(
+            outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist(),
+            outputs.num_cached_tokens.tolist(), strict=True,
+        )
+        for sequence_id, num_tokens, finish, num_cached in columns:
+            output, new = sequences[sequence_id], tokens[at : at + num_tokens]
+            at += num_tokens
+            if output.finish:
+                continue   # what came after a stop string
+            output.token_ids += new
+            output.finish = Finish(finish)
+            output.num_cached = output.num_cached or num_cached
+            if output.assembler is not None:
+                output.text += output.assembler.feed(new, finish)
+                if output.assembler.finish_reason == "stop" and not finish:
+                    output.finish = Finish.STOP
+                    self._engine.abort([sequence_id])
+        if len(outputs.logprob_rows):
+            _take_logprobs(sequences, outputs)
+
+    def _result(
+        self, prompt: Prompt, submit: Submit, params: SamplingParams, sequences: dict[int, _Output],
+    ) -> RequestOutput:
+        outputs = [
+            self._finished(i, sequences[submit.request_id + i], params) for i in range(submit.n)
+        ]
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        num_cached = sequences[submit.request_id].num_cached
+        return RequestOutput(text, submit.prompt.tolist(), outputs, num_cached)
+
+    def _finished(self, index: int, output: _Output, params: SamplingParams) -> SequenceOutput:
+        text: str | None = None
+        if output.assembler is not None:
+            text = output.text
+        elif self.tokenizer is not None:
+            text = self._assembler(params).feed(output.token_ids, output.finish)
+        if output.finish is Finish.ERROR:
+            raise TokenSpeedError("a step failed on the device; what it ran was ended (the log has the cause)")
+        logprobs = output.logprobs if params.logprobs is not None else None
+        return SequenceOutput(index, output.token_ids, text, output.finish.name.lower(), logprobs)
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num: int,
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num
+    if len(params) != num:
+        raise BadRequestError(f"{num} prompts and {len(params)} sampling_params: give one, or one for each")
+    return params
+
+
+def _take_logprobs(sequences: dict[int, _Output], outputs: Outputs) -> None:
+    """Add log-probabilities: one entry per token of the listed rows."""
+    width = outputs.logprob_width
+    top_ids = outputs.logprob_top_ids.reshape(-1, width).tolist()
+    top_values = outputs.logprob_top_values.reshape(-1, width).tolist()
+    ends = np.cumsum(outputs.num_tokens)
+    for i, row in enumerate(outputs.logprob_rows.tolist()):
+        output = sequences[int(outputs.sequence_ids[row])]
+        chosen = int(outputs.token_ids[ends[row] - 1])
+        entry = {
+            token: Logprob(value, rank + 1)
+            for rank, (token, value) in enumerate(zip(top_ids[i], top_values[i], strict=True)) if token >= 0
+        }
+        entry[chosen] = Logprob(float(outputs.logprob_chosen[i]), int(outputs.logprob_ranks[i]))
+        output.logprobs.append(entry)
