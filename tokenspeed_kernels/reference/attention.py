@@ -23,6 +23,7 @@ class _Piece:
     scores; without one, `causal` says whether the last query sees the last key and so on back.
     """
 
+    is_decode: bool
     tokens: slice
     num_rows: int
     length: int
@@ -57,9 +58,9 @@ class TorchAttention:
         if num_decodes > 1 and max(lens[:num_decodes]) * num_decodes > 2 * sum(lens[:num_decodes]) + 4096:
             num_decodes = 0
         self._pieces, self._idle = [], []
-        if num_decodes > 1:
+        if num_decodes:
             self._pieces.append(self._decodes(step, lens[:num_decodes]))
-        for row in range(num_decodes if num_decodes > 1 else 0, len(lens)):
+        for row in range(num_decodes, len(lens)):
             if lens[row] == 0:
                 self._idle.append(slice(starts[row], starts[row + 1]))
             elif num_queries[row]:
@@ -71,10 +72,8 @@ class TorchAttention:
             out[tokens] = 0.0
         for piece in self._pieces:
             k, v = self._gather(k_cache, piece), self._gather(v_cache, piece)
-            if piece.num_rows > 1:
-                self._attend_rows(q[piece.tokens], k, v, out[piece.tokens], piece)
-            else:
-                self._attend_row(q[piece.tokens], k, v, out[piece.tokens], piece)
+            attend = self._attend_rows if piece.is_decode else self._attend_row
+            attend(q[piece.tokens], k, v, out[piece.tokens], piece)
 
     def _decodes(self, step: AttentionStep, lens: list[int]) -> _Piece:
         """Plan rows of one query each as one batch of padded rows."""
@@ -82,9 +81,9 @@ class TorchAttention:
         first = [self._first_block(length - 1) for length in lens]
         count = [-(-length // size) - skipped for length, skipped in zip(lens, first, strict=True)]
         num_blocks = max(count)
-        if min(lens) == max(lens) == num_blocks * size and self._problem.window is None:
+        if min(lens) == max(lens) and self._problem.window is None:
             table = step.block_table[:num_rows, :num_blocks]
-            return _Piece(slice(0, num_rows), num_rows, lens[0], table.flatten(), None, None, False)
+            return _Piece(True, slice(0, num_rows), num_rows, lens[0], table.flatten(), None, None, False)
         columns = torch.tensor([first, count, lens], device=self._device).unsqueeze(-1)
         block = torch.arange(num_blocks, device=self._device)
         block = columns[0] + torch.where(block < columns[1], block, 0)  # a missing block repeats the first
@@ -95,7 +94,7 @@ class TorchAttention:
             hidden |= seen < columns[2] - self._problem.window
         unwritten = (source >= columns[2]).flatten().nonzero().squeeze(1)
         return _Piece(
-            tokens=slice(0, num_rows), num_rows=num_rows, length=num_blocks * size,
+            is_decode=True, tokens=slice(0, num_rows), num_rows=num_rows, length=num_blocks * size,
             blocks=step.block_table[:num_rows].gather(1, block).flatten(),
             unwritten=unwritten if unwritten.numel() else None,
             mask=self._mask(hidden)[:, None, None], causal=False,
@@ -121,7 +120,7 @@ class TorchAttention:
                 mask = self._mask(hidden if window is None else hidden | (keys <= query - window))
             planned.append(
                 _Piece(
-                    tokens=slice(start + begin, start + end), num_rows=1, length=stop - skipped * size,
+                    is_decode=False, tokens=slice(start + begin, start + end), num_rows=1, length=stop - skipped * size,
                     blocks=table[skipped : -(-stop // size)], unwritten=None,
                     mask=mask, causal=mask is None and num_queries > 1,
                 )
@@ -139,20 +138,19 @@ class TorchAttention:
 
     def _gather(self, cache: Tensor, piece: _Piece) -> Tensor:
         """Return [rows, length, K, D] of the cache, zero where nothing was written."""
-        gathered = cache.index_select(0, piece.blocks).flatten(0, 1)
+        _, _, num_heads, head_size = cache.shape
+        gathered = cache.index_select(0, piece.blocks)
         if piece.unwritten is not None:
-            gathered.index_fill_(0, piece.unwritten, 0.0)
-        rows = gathered.view(piece.num_rows, -1, *gathered.shape[1:])
-        return rows[:, : piece.length].to(self._dtype)
+            gathered.view(-1, num_heads, head_size).index_fill_(0, piece.unwritten, 0.0)
+        return gathered.view(piece.num_rows, -1, num_heads, head_size)[:, : piece.length].to(self._dtype)
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, piece: _Piece) -> None:
         """One query a row: the query heads of a key head stand where queries do, so nothing is repeated."""
-        num_kv_heads = self._problem.num_kv_heads
+        shape = (q.shape[0], self._problem.num_kv_heads, -1, q.shape[2])
         attended = functional.scaled_dot_product_attention(
-            q.view(q.shape[0], num_kv_heads, -1, q.shape[2]), k.transpose(1, 2), v.transpose(1, 2),
-            attn_mask=piece.mask, scale=self._problem.scale,
+            q.view(shape), k.transpose(1, 2), v.transpose(1, 2), attn_mask=piece.mask, scale=self._problem.scale
         )
-        out.copy_(attended.flatten(1, 2))
+        out.view(shape).copy_(attended)
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, piece: _Piece) -> None:
         """Many queries of one row: the query heads of a key head are a batch over the same, expanded keys."""

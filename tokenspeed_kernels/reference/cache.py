@@ -17,7 +17,7 @@ def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
     block_size: int = problem["block_size"]
 
     def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        if int(slots.min()) < 0 if slots.numel() else False:
+        if slots.numel() and slots.min() < 0:
             kept = slots >= 0
             k, v, slots = k[kept], v[kept], slots[kept]
         index = (slots // block_size, slots % block_size)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 
@@ -31,8 +30,8 @@ def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
 
 
 def _norm_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    return torch.rms_norm(x, weight.shape, weight, eps)
 
 
 def _norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return functional.rms_norm(x.to(torch.float32), weight.shape, None, eps).to(x.dtype).mul_(weight)
+    return torch.rms_norm(x.to(torch.float32), weight.shape, None, eps).to(x.dtype).mul_(weight)

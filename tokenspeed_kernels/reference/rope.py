@@ -22,33 +22,67 @@ def rope(problem: Problem) -> Rope:
     rotary_size: int = problem["rotary_size"]
 
     def rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
-        angles = cos_sin.index_select(0, positions).to(q.dtype).unsqueeze(1)
-        cos, sin = angles.chunk(2, dim=-1)
-        for heads in (q, k):
-            _rotate_(heads[..., :rotary_size], cos, sin, interleaved)
+        cos, sin = _angles(positions, cos_sin, q.dtype)
+        joined = _joined(q, k)
+        for heads in (q, k) if joined is None else (joined,):
+            turned = heads[..., :rotary_size]
+            _rotate(turned.clone(), turned, cos, sin, interleaved)
 
     return rotate
 
 
 def qk_norm_rope(problem: Problem) -> NormRope:
-    """Return the composition of `rms_norm` over each head of q and k and `rope`, in place."""
-    norm, rotate = rms_norm({"dtype": problem["dtype"], "size": problem["head_size"]}), rope(problem)
+    """Return the composition of `rms_norm` over each head of q and k and `rope`, in place.
+
+    Heads of q and k that lie side by side, as one projection gives them, are normed and rotated as one.
+    """
+    norm = rms_norm({"dtype": problem["dtype"], "size": problem["head_size"]})
+    num_heads, num_kv_heads = problem["num_heads"], problem["num_kv_heads"]
+    head_size, rotary_size = problem["head_size"], problem["rotary_size"]
+    ones = torch.ones(head_size, dtype=getattr(torch, problem["dtype"]))
 
     def norm_rotate(
         q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float,
         positions: Tensor, cos_sin: Tensor, interleaved: bool,
     ) -> None:
-        q.copy_(norm(q, q_weight, eps))
-        k.copy_(norm(k, k_weight, eps))
-        rotate(q, k, positions, cos_sin, interleaved)
+        cos, sin = _angles(positions, cos_sin, q.dtype)
+        joined = _joined(q, k)
+        if joined is None:
+            pairs = [(q, norm(q, q_weight, eps)), (k, norm(k, k_weight, eps))]
+        else:
+            weights = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
+            pairs = [(joined, norm(joined, ones.to(q.device), eps).mul_(weights))]
+        for heads, normed in pairs:
+            if rotary_size < head_size:
+                heads[..., rotary_size:] = normed[..., rotary_size:]
+                heads, normed = heads[..., :rotary_size], normed[..., :rotary_size]
+            _rotate(normed, heads, cos, sin, interleaved)
 
     return norm_rotate
 
 
-def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Rotate the pairs of x [T, heads, R] in place by cos, sin [T, 1, R/2]."""
-    half = x.shape[-1] // 2
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    rotated = torch.addcmul(first * cos, second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(rotated)
+def _angles(positions: Tensor, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [T, 1, R/2] of the positions."""
+    cos, sin = cos_sin.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, dim=-1)
+    return cos, sin
+
+
+def _joined(q: Tensor, k: Tensor) -> Tensor | None:
+    """Return one view [T, H + K, D] of q and k if k's heads follow q's in memory, else None."""
+    strides = q.stride()
+    follows = k.data_ptr() == q.data_ptr() + q.shape[1] * strides[1] * q.element_size()
+    if not follows or k.stride() != strides or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+        return None
+    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), strides)
+
+
+def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Rotate the pairs of x [T, heads, R] by cos, sin [T, 1, R/2] into `out`, which is other memory."""
+    if interleaved:
+        first, second, a, b = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
+    else:
+        (first, second), (a, b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=a)
+    a.addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=b)
+    b.addcmul_(first, sin)

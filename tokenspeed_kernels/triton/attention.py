@@ -58,8 +58,8 @@ class TritonAttention:
         self._num_groups = problem.num_heads // problem.num_kv_heads
         self._block_d = max(16, triton.next_power_of_2(problem.head_size))
         wide = problem.dtype == "float32" or self._block_d > 128
-        self._decode = decode_tiling or Tiling(16, 32 if wide else 64, 4, 2 if wide else 3)
-        self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 64, 8, 3))
+        self._decode = decode_tiling or Tiling(16, 32 if wide else 64, 2, 2)
+        self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
         self._wanted_programs = PROGRAMS_OF_MULTIPROCESSOR * _num_multiprocessors(device)
         self._max_splits = min(MAX_SPLITS, -(-limits.max_model_len // MIN_KEYS_OF_SPLIT))
         self._max_decode_rows = MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
