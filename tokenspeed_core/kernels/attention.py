@@ -65,7 +65,11 @@ class AttentionStep:
 
 
 class AttentionKernel(Protocol):
-    """A bound attention backend: `prepare` once a step and group, `forward` once a layer."""
+    """A bound attention backend: `prepare` once a step and group, `forward` once a layer.
+
+    A backend whose `prepare` touches nothing on the device may have an attribute `prepares_on_host = True`:
+    then a captured step is replayed without calling it again.
+    """
 
     def prepare(self, step: AttentionStep) -> None:
         """Do the per-step work. Called outside graphs; fills buffers that `forward` reads."""

@@ -12,22 +12,30 @@ import torch
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.runner.assemble import Assembly
 from tokenspeed_core.runner.attention import bind_arena
-from tokenspeed_core.runner.graphs import DecodeGraphs
+from tokenspeed_core.runner.graphs import DecodeGraphs, DecodeLaunch
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, InputMaker
 from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
-from tokenspeed_core.runner.rows import DeviceRows, RowLayout, SlotTraits, check_supported, most_blocks
+from tokenspeed_core.runner.rows import (
+    DRAWS,
+    SPECIAL,
+    DeviceRows,
+    RowLayout,
+    SlotTraits,
+    check_supported,
+    most_blocks,
+)
 from tokenspeed_core.runner.sampler import RawLogprobs, Rows, Sampler, host_logprobs
 from tokenspeed_core.step import LateInputs, StepFailed, StepPlan, StepResult
 
 
 @dataclass(slots=True, eq=False)
 class _Launched:
-    """A step between its forward and its collection. `ids` are set where the forward sampled already."""
+    """A step between its forward and its collection. `decode` is set where graphs ran, and sampled greedily."""
 
     plan: StepPlan
     logits: torch.Tensor | None
     rows: Rows | None
-    ids: torch.Tensor | None = None
+    decode: DecodeLaunch | None = None
     fetch: Fetch | None = None
     logprobs: RawLogprobs | None = None
 
@@ -55,7 +63,7 @@ class LocalRunner:
         self._model = assembly.model
         assembly.build.bind_attention(assembly.attention, assembly.limits, assembly.block_size)
         self._groups = tuple(assembly.build.groups.values())
-        self._link: Link = HostLink() if self._stream is None else CudaLink(self._device)
+        self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
         self._traits = SlotTraits(self.config.max_num_seqs + 1)
         layout = RowLayout(
             self.config.max_num_seqs + 1, most_blocks(self.config.max_model_len, self.block_size),
@@ -93,8 +101,8 @@ class LocalRunner:
         with torch.inference_mode():
             self._use_stream()
             self._graphs = DecodeGraphs(
-                self._rows, self._groups, self._model, self._assembly.greedy, self._link, sizes=sizes,
-                block_size=self.block_size, max_model_len=self.config.max_model_len,
+                self._rows, self._groups, self._model, self._assembly.greedy, self._assembly.sample, self._link,
+                sizes=sizes, block_size=self.block_size, max_model_len=self.config.max_model_len,
             )
             self._graphs.capture(progress)
 
@@ -194,7 +202,8 @@ class LocalRunner:
             return _Launched(plan, None, None)
         if self._graphs is not None:
             if self._graphs.fits(plan):
-                return _Launched(plan, *self._graphs.run(plan))
+                decode = self._graphs.run(plan)
+                return _Launched(plan, decode.logits, decode.rows, decode)
             self._graphs.invalidate()
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
@@ -213,15 +222,21 @@ class LocalRunner:
                 self._arena.index_copy_(0, dst, self._arena[src])
 
     def _sample(self, step: _Launched, rows: Rows, late: LateInputs | None) -> None:
-        if step.ids is not None and late is None and self._sampler.is_plain(rows.slots):
-            step.fetch = self._link.fetch((step.ids,))
-            return
+        if step.decode is not None and late is None:
+            asked = self._traits.asked(rows.slots)
+            if not asked & SPECIAL:
+                if asked & DRAWS:
+                    step.decode.draw()
+                step.fetch = self._link.fetch_ids(step.decode.ids)
+                return
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None
         step.logprobs = sampled.logprobs
-        extra = () if sampled.logprobs is None else sampled.logprobs.tensors()
-        step.fetch = self._link.fetch((sampled.ids, *extra))
+        if sampled.logprobs is None:
+            step.fetch = self._link.fetch_ids(sampled.ids)
+        else:
+            step.fetch = self._link.fetch((sampled.ids, *sampled.logprobs.tensors()))
 
 
 def _failed(step_id: int, what: str, error: Exception) -> StepFailed:

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: inputs from the slots' state, forward, greedy tokens and the next state.
 
-One pair of graphs per bucket of rows. Between the two, attention backends prepare (their contract says:
-outside graphs, with the step's lengths on the device). Rows up to the bucket are padding.
+Per bucket of rows one graph, or two where attention backends prepare between them (outside graphs, with the
+step's lengths on the device), and one more that draws tokens from the logits. Rows up to the bucket are padding.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from tokenspeed_core.runner.attention import AttentionGroup
 from tokenspeed_core.runner.inputs import GroupInputs
 from tokenspeed_core.runner.link import Link, PinnedRing
 from tokenspeed_core.runner.rows import DeviceRows
-from tokenspeed_core.runner.sampler import Rows, note
+from tokenspeed_core.runner.sampler import Kernel, Rows, draw, note
 from tokenspeed_core.step import I32, I64, StepPlan
 
 _STEP = 8
@@ -51,8 +51,21 @@ class _Bucket:
     values: torch.Tensor
     advance: torch.Tensor
     inputs: tuple[GroupInputs, ...]
-    begin: torch.cuda.CUDAGraph
-    forward: torch.cuda.CUDAGraph
+    graphs: list[torch.cuda.CUDAGraph]
+    draw: torch.cuda.CUDAGraph
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeLaunch:
+    """A launched decode step of S rows: logits [S, V] and tokens int32 [S], greedy until `draw` is called.
+
+    All are views of buffers that the next step overwrites (behind this one on the stream).
+    """
+
+    logits: torch.Tensor
+    rows: Rows
+    ids: torch.Tensor
+    draw: Callable[[], None]
 
 
 class DecodeGraphs:
@@ -60,12 +73,15 @@ class DecodeGraphs:
 
     def __init__(
         self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model,
-        greedy: Mapping[torch.dtype, Callable[..., torch.Tensor]], link: Link, *, sizes: Sequence[int], block_size: int,
+        greedy: Mapping[torch.dtype, Kernel], sample: Kernel, link: Link, *, sizes: Sequence[int], block_size: int,
         max_model_len: int,
     ) -> None:
         """Allocate the buffers that all buckets share, for the largest of `sizes`."""
         device, largest = rows.state.device, sizes[-1]
-        self._rows, self._groups, self._model, self._greedy, self._link = rows, groups, model, greedy, link
+        self._rows, self._groups, self._model, self._link = rows, groups, model, link
+        self._greedy, self._sample = greedy, sample
+        kernels = [bound.decode for group in groups for bound in group.kernels.values()]
+        self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in kernels)
         self._sizes, self._block_size, self._max_model_len = tuple(sizes), block_size, max_model_len
         num_words = largest * len(groups)
         self._staged = torch.zeros(_staged_words(largest, num_words), dtype=torch.int64, device=device)
@@ -81,6 +97,7 @@ class DecodeGraphs:
         self._buckets: dict[int, _Bucket] = {}
         self._uploaded: tuple[int, bytes] | None = None
         self._plan_rows = np.arange(largest, dtype=np.int32)
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,22 +121,24 @@ class DecodeGraphs:
         """Note that the slots' state changed by another way, so that nothing uploaded may be assumed."""
         self._uploaded = None
 
-    def run(self, plan: StepPlan) -> tuple[torch.Tensor, Rows, torch.Tensor]:
-        """Launch a step that fits; return logits [S, V], its rows, and their greedy tokens int32 [S].
-
-        All are views of buffers that the next run overwrites (behind this one on the stream).
-        """
+    def run(self, plan: StepPlan) -> DecodeLaunch:
+        """Launch a step that fits."""
         num_rows = plan.num_rows
         bucket = self._buckets[self._sizes[bisect_left(self._sizes, num_rows)]]
         self._upload(bucket, plan)
-        bucket.begin.replay()
-        self._prepare(bucket)
-        bucket.forward.replay()
-        assert self._logits is not None, "a bucket was captured"
-        rows = Rows(
-            self._plan_rows[:num_rows], plan.slots, bucket.slots[:num_rows], self._new_positions[:num_rows]
-        )
-        return self._logits[:num_rows], rows, self._ids[:num_rows]
+        bucket.graphs[0].replay()
+        if self._needs_prepare:
+            self._prepare(bucket)
+            bucket.graphs[1].replay()
+        if num_rows not in self._views:
+            assert self._logits is not None, "a bucket was captured"
+            self._views[num_rows] = (
+                self._logits[:num_rows], bucket.slots[:num_rows], self._new_positions[:num_rows],
+                self._ids[:num_rows],
+            )
+        logits, slots, positions, ids = self._views[num_rows]
+        rows = Rows(self._plan_rows[:num_rows], plan.slots, slots, positions)
+        return DecodeLaunch(logits, rows, ids, bucket.draw.replay)
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
         """Bring slots and changed words to the device; nothing if the device has them already."""
@@ -160,14 +179,24 @@ class DecodeGraphs:
         none = np.zeros(0, np.int32)
         self._fill(bucket, host, none, none.astype(np.int64), none)
         bucket.staged.copy_(torch.from_numpy(host))
-        self._begin(bucket)
-        self._forward(bucket)  # compiles, and lets libraries allocate, what a capture must not
+        stages = [self._begin, self._forward, self._draw]
+        for stage in stages:  # compiles, and lets libraries allocate, what a capture must not
+            stage(bucket)
         torch.cuda.synchronize()
-        for graph, body in ((bucket.begin, self._begin), (bucket.forward, self._forward)):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            body(bucket)
-            graph.capture_end()
-        return bucket
+        if self._needs_prepare:
+            bucket.graphs.append(self._record(pool, bucket, self._begin))
+            bucket.graphs.append(self._record(pool, bucket, self._forward))
+        else:
+            bucket.graphs.append(self._record(pool, bucket, self._begin, self._forward))
+        return replace(bucket, draw=self._record(pool, bucket, self._draw))
+
+    def _record(self, pool: Any, bucket: _Bucket, *stages: Callable[[_Bucket], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        for stage in stages:
+            stage(bucket)
+        graph.capture_end()
+        return graph
 
     def _bucket(self, size: int) -> _Bucket:
         most = size * len(self._groups)
@@ -187,7 +216,7 @@ class DecodeGraphs:
         )
         return _Bucket(
             size, staged, staged[:size], staged[size : size + most], packed[:most], packed[most : most + size], inputs,
-            torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(),
+            [], torch.cuda.CUDAGraph(),
         )
 
     def _begin(self, bucket: _Bucket) -> None:
@@ -222,6 +251,13 @@ class DecodeGraphs:
             self._logits = torch.empty_like(logits)
         self._logits[:n].copy_(logits)
         self._ids[:n].copy_(note(self._rows, bucket.slots, logits, self._greedy[logits.dtype](logits)))
+
+    def _draw(self, bucket: _Bucket) -> None:
+        assert self._logits is not None, "the forward comes first"
+        n, slots = bucket.num_rows, bucket.slots
+        logits = self._logits[:n]
+        chosen = draw(self._rows, self._sample, logits, slots, self._new_positions[:n])
+        self._ids[:n].copy_(note(self._rows, slots, logits, chosen))
 
 
 def _staged_words(num_rows: int, num_words: int) -> int:

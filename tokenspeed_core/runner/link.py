@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tokenspeed_core.step import I32
+
 _ALIGNMENT = 16
 _DEPTH = 4  # two steps in flight, each with a plan and a late input
 _SMALLEST = 1 << 16
@@ -36,6 +38,9 @@ class Link(Protocol):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Start to copy tensors to the host, as they are once the work launched so far is done."""
 
+    def fetch_ids(self, ids: torch.Tensor) -> Fetch:
+        """Do as `fetch` for one tensor int32 [R]."""
+
 
 class _Arrived:
     def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
@@ -59,12 +64,17 @@ class HostLink:
         """Copy now."""
         return _Arrived([tensor.numpy().copy() for tensor in tensors])
 
+    def fetch_ids(self, ids: torch.Tensor) -> Fetch:
+        """Copy now."""
+        return _Arrived([ids.numpy().copy()])
+
 
 class PinnedRing:
     """Pinned host buffers in rotation, each guarded by an event on the stream that reads or writes it."""
 
     def __init__(self, num_bytes: int, depth: int = _DEPTH) -> None:
         """Allocate `depth` buffers of `num_bytes`."""
+        self._views: list[dict[int, tuple[torch.Tensor, I32]]] = [{} for _ in range(depth)]
         self._tensors = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth)]
         self._arrays = [tensor.numpy() for tensor in self._tensors]
         self._events = [torch.cuda.Event() for _ in range(depth)]  # type: ignore[no-untyped-call]
@@ -75,21 +85,36 @@ class PinnedRing:
 
         Grows the buffer where it is too small, which waits for the device.
         """
-        index = self._next
-        self._next = (index + 1) % len(self._tensors)
-        self._events[index].synchronize()
+        index = self._turn()
         if len(self._arrays[index]) < num_bytes:
             self._tensors[index] = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=True)
             self._arrays[index] = self._tensors[index].numpy()
+            self._views[index].clear()
         return self._tensors[index], self._arrays[index], self._events[index]
+
+    def take_ids(self, count: int) -> tuple[torch.Tensor, I32, torch.cuda.Event]:
+        """Do as `take` for int32 [count], of which each buffer keeps its views: a decode step fetches no more."""
+        index = self._turn()
+        views = self._views[index]
+        if count not in views:
+            part = self._tensors[index][: 4 * count].view(torch.int32)
+            views[count] = (part, part.numpy())
+        return *views[count], self._events[index]
+
+    def _turn(self) -> int:
+        index = self._next
+        self._next = (index + 1) % len(self._tensors)
+        self._events[index].synchronize()
+        return index
 
 
 class CudaLink:
-    """The link to a CUDA device, over the current stream."""
+    """The link to a CUDA device, over a stream, which must be the current one at every call."""
 
-    def __init__(self, device: torch.device, num_bytes: int = _SMALLEST) -> None:
+    def __init__(self, stream: torch.cuda.Stream, num_bytes: int = _SMALLEST) -> None:
         """Allocate pinned buffers for uploads of `num_bytes`; larger ones make them grow."""
-        self._device = device
+        self._stream = stream
+        self._device = stream.device
         self._up = PinnedRing(num_bytes)
         self._down = PinnedRing(_SMALLEST, depth=2 * _DEPTH)
 
@@ -101,11 +126,18 @@ class CudaLink:
             host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
         buffer.copy_(pinned[:total], non_blocking=True)
-        event.record()
+        event.record(self._stream)
         return [
             buffer[offset : offset + array.nbytes].view(_TORCH[array.dtype.name]).view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)
         ]
+
+    def fetch_ids(self, ids: torch.Tensor) -> Fetch:
+        """Start to copy int32 [R], with as few calls as there can be."""
+        pinned, host, event = self._down.take_ids(len(ids))
+        pinned.copy_(ids, non_blocking=True)
+        event.record(self._stream)
+        return _CudaFetch(event, [(host, "int32", host.shape)])
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Start the copies and note an event behind them."""
@@ -116,7 +148,7 @@ class CudaLink:
             end = offset + tensor.numel() * tensor.element_size()
             pinned[offset:end].view(tensor.dtype).copy_(tensor.reshape(-1), non_blocking=True)
             parts.append((host[offset:end], _NUMPY[tensor.dtype], tuple(tensor.shape)))
-        event.record()
+        event.record(self._stream)
         return _CudaFetch(event, parts)
 
 

@@ -123,32 +123,40 @@ class DeviceRows:
         return self.state[start : start + self.layout.num_slots]
 
 
+DRAWS, SPECIAL = 1, 2
+"""What a slot's sequence asks of sampling: a random draw; anything that is done to single rows."""
+
+
 class SlotTraits:
     """What the host remembers of each slot, to choose the sampling path without asking the device."""
 
     def __init__(self, num_slots: int) -> None:
         """Start with slots that are greedy and plain."""
-        self.draws = np.zeros(num_slots, bool)
+        self.asks = np.zeros(num_slots, np.uint8)
         self.penalised = np.zeros(num_slots, bool)
         self.biased = np.zeros(num_slots, bool)
         self.num_logprobs = np.full(num_slots, -1, np.int32)
-        self.special = np.zeros(num_slots, bool)
 
     def reset(self) -> None:
         """Make all slots greedy and plain."""
-        self.draws[:] = self.penalised[:] = self.biased[:] = self.special[:] = False
+        self.asks[:] = 0
+        self.penalised[:] = self.biased[:] = False
         self.num_logprobs[:] = -1
 
     def update(self, inits: SlotInits) -> None:
         """Take the traits of the sequences that get a slot."""
         slots = inits.slots
-        self.draws[slots] = inits.temperature > 0
         self.penalised[slots] = (
             (inits.presence_penalty != 0) | (inits.frequency_penalty != 0) | (inits.repetition_penalty != 1)
         )
         self.biased[slots] = np.diff(inits.bias_starts) > 0
         self.num_logprobs[slots] = inits.logprobs
-        self.special[slots] = self.penalised[slots] | self.biased[slots] | (inits.logprobs >= 0)
+        special = self.penalised[slots] | self.biased[slots] | (inits.logprobs >= 0)
+        self.asks[slots] = DRAWS * (inits.temperature > 0) + SPECIAL * special
+
+    def asked(self, slots: I32) -> int:
+        """Return DRAWS and SPECIAL, or'ed over some slots."""
+        return int(np.bitwise_or.reduce(self.asks[slots]))
 
 
 def ragged(starts: I32, index: int) -> slice:

@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_core.runner.adjust import Biases, TokenCounts, mask
 from tokenspeed_core.runner.link import Link
-from tokenspeed_core.runner.rows import DeviceRows, SlotTraits
+from tokenspeed_core.runner.rows import DRAWS, SPECIAL, DeviceRows, SlotTraits
 from tokenspeed_core.step import I32, LateInputs, SlotInits, StepLogprobs
 
 Kernel = Callable[..., torch.Tensor]
@@ -83,18 +83,15 @@ class Sampler:
         if len(biased):
             self._biases.begin(inits, biased, self._link)
 
-    def is_plain(self, slots: I32) -> bool:
-        """Say whether all rows are greedy and nothing else is asked of them."""
-        return not (self._traits.draws[slots].any() or self._traits.special[slots].any())
-
     def __call__(self, logits: torch.Tensor, rows: Rows, late: LateInputs | None) -> Sampled:
         """Choose a token for each row of logits [R, V], and make it the last token of its slot.
 
         May write into `logits`.
         """
         traits = self._traits
-        if late is None and not traits.special[rows.slots].any():
-            return Sampled(self._choose(logits, rows), None)
+        asked = traits.asked(rows.slots)
+        if late is None and not asked & SPECIAL:
+            return Sampled(self._choose(logits, rows, asked), None)
         wanted = traits.num_logprobs[rows.slots]
         asking = np.flatnonzero(wanted >= 0)
         penalised = np.flatnonzero(traits.penalised[rows.slots])
@@ -109,7 +106,7 @@ class Sampler:
             self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
         if late is not None:
             self._mask(logits, rows, late)
-        ids = self._choose(logits, rows)
+        ids = self._choose(logits, rows, asked)
         if len(penalised):
             counted = ids[penalised_rows].to(torch.int64).clamp_(min=0)
             self._counts.add(rows.device_slots[penalised_rows], counted)
@@ -118,17 +115,13 @@ class Sampler:
         plan_rows = rows.plan_rows[asking].astype(np.int32)
         return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, int(wanted.max())))
 
-    def _choose(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, rows: Rows, asked: int) -> torch.Tensor:
         """Run a kernel and note its tokens; ids int32 [R]."""
-        state, slots = self._state, rows.device_slots
-        if self._traits.draws[rows.slots].any():
-            chosen = self._sample(
-                logits.float(), state.temperature[slots], state.top_k[slots], state.top_p[slots],
-                state.min_p[slots], state.seed[slots], rows.new_positions,
-            )
+        if asked & DRAWS:
+            chosen = draw(self._state, self._sample, logits, rows.device_slots, rows.new_positions)
         else:
             chosen = self._greedy[logits.dtype](logits)
-        return note(state, slots, logits, chosen)
+        return note(self._state, rows.device_slots, logits, chosen)
 
     def _mask(self, logits: torch.Tensor, rows: Rows, late: LateInputs) -> None:
         if late.num_positions != 1:
@@ -136,6 +129,16 @@ class Sampler:
         place = np.searchsorted(rows.plan_rows, late.rows)
         words = late.mask.reshape(len(late.rows), -1)
         mask(logits, *self._link.send((place.astype(np.int64), words)))
+
+
+def draw(
+    state: DeviceRows, sample: Kernel, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Run the op `sample` with the slots' parameters; returns int64 [R]."""
+    return sample(
+        logits.float(), state.temperature[slots], state.top_k[slots], state.top_p[slots], state.min_p[slots],
+        state.seed[slots], positions,
+    )
 
 
 def note(state: DeviceRows, slots: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

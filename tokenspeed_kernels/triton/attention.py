@@ -48,6 +48,8 @@ class TritonAttention:
     Where the host knows the rows, the leading ones of one token go through the decode launch.
     """
 
+    prepares_on_host = True
+
     def __init__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device,
         decode_tiling: Tiling | None = None, prefill_tiling: Tiling | None = None,
