@@ -117,21 +117,25 @@ class KVManager:
 
     def acquire(self, match: Match) -> BlockLease | None:
         """Hold a hit's pages, and a working state per recurrent group. None (and no change) without room."""
-        working = self.pool.take(sum(group.is_recurrent for group in self.groups)) if self.has_recurrent else []
-        if working is None:
+        num_working = sum(group.is_recurrent for group in self.groups)
+        if num_working + match.num_idle > self.pool.num_available:
             return None
+        # The hit first: taking pages may evict, and must not evict what the hit consists of.
+        for group_pages in match.pages:
+            for _, page in group_pages:
+                self.pool.share(page)
+        working = self.pool.take(num_working)
+        assert working is not None, "pages counted as available were not"
         tables: list[list[int]] = []
         for i, group in enumerate(self.groups):
             if group.is_recurrent:
                 page = working.pop()
                 tables.append([page])
-                for _, source in match.pages[i]:
-                    self.pool.share(source)  # until the copy is on its way
-                    self._now.append(_Copy(i, source, page, kept=source, digest=None))
+                # A checkpoint is held only until the copy of it is on its way.
+                self._now += [_Copy(i, source, page, source, digest=None) for _, source in match.pages[i]]
                 continue
             table = [ABSENT] * (match.num_tokens // self.block_size)
             for index, page in match.pages[i]:
-                self.pool.share(page)
                 table[index] = page
             tables.append(table)
         return BlockLease(tables, capacity=match.num_tokens, num_named=match.num_tokens)
