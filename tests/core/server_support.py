@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from tokenspeed_core.requests import Defaults
+from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
 from tokenspeed_core.server.service import ModelText, Options, Service
@@ -76,6 +78,10 @@ class Running:
         """Return what the fake engine wrote down."""
         return [line.split(" ", 1)[1] for line in self.log.read_text().splitlines()]
 
+    def said(self) -> str:
+        """Return the server's own log."""
+        return Path(f"{self.log}.server").read_text()
+
     def engine_pid(self) -> int:
         """Return the fake engine's process id."""
         return int(self.log.read_text().split(" ", 1)[0])
@@ -131,6 +137,7 @@ def running(
 def main(argument: str) -> int:
     """Run the server that `running` starts."""
     setup = Setup(**json.loads(argument))
+    logging.basicConfig(level=logging.INFO, filename=f"{setup.log}.server")
     tokenizer = make_tokenizer() if setup.has_tokenizer else None
     template = None if tokenizer is None else ChatTemplate(TEMPLATE, tokenizer.special_tokens)
     text = ModelText(tokenizer, template, Defaults(temperature=0.7, eos_token_ids=(0,)))
@@ -141,7 +148,7 @@ def main(argument: str) -> int:
         print("ready", flush=True)
 
     return serve(Launch(
-        bound, Options(**{"model_name": "fake", **setup.options}), lambda: text,
+        bound, Options(**{"model_name": "fake", "observers": (log_request,), **setup.options}), lambda: text,
         {"vocab_size": 400, "log": setup.log, **setup.engine}, "", log_level="warning",
         engine_command=[sys.executable, str(HERE / "fake_engine.py")], on_ready=ready,
     ))

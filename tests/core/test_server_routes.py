@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_support import Running, make_tokenizer, running
+from server_support import Running, make_tokenizer, running, wait_until
 
 TOKENIZER = make_tokenizer()
 
@@ -203,6 +203,15 @@ def test_a_model_may_be_left_out_and_its_report_is_public(client: httpx.Client) 
     assert client.get("/v1/plugins").json() == {"plan": []}
     assert client.get("/version").json()["version"]
     assert client.get("/openapi.json").json()["paths"].keys() >= {"/v1/completions", "/v1/chat/completions"}
+
+
+def test_each_request_that_ends_is_a_line_in_the_log(server: Running, client: httpx.Client) -> None:
+    body = {"prompt": [70, 71, 72], "max_tokens": 3}
+    whole = client.post("/v1/completions", json=body).json()["id"]
+    streamed = events(client, "/v1/completions", body)[0]["id"]
+    for each in (whole, streamed):
+        line = f"{each}: length; 3 prompt tokens (2 cached), 3 output tokens"
+        wait_until(lambda line=line: line in server.said(), 2, line)
 
 
 def test_tokens_wait_for_the_stream_interval(tmp_path_factory: pytest.TempPathFactory) -> None:

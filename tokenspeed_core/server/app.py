@@ -1,9 +1,10 @@
-"""The ASGI application: one gate for every route, the hot routes beside it, the rest in FastAPI."""
+"""The ASGI application: one gate before every route, the hot routes by hand, the rest in FastAPI."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Awaitable, Callable
 from hmac import compare_digest
 from typing import Any
 
@@ -21,23 +22,30 @@ from tokenspeed_core.server.service import Body, Service
 _HOT: dict[str, type[Body]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 _OPEN = "/health"  # the one route that needs no key: load balancers have none
 
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
 log = logging.getLogger(__name__)
 
 
-class App:
-    """Checks the key on every route, known or not, then hands over."""
+class Gate:
+    """The outermost layer: checks the key on every route, known or not, and answers for what breaks inside."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._cold = cold_app(service)
-        key = service.options.api_key
-        self._expected = None if key is None else f"Bearer {key}".encode()
+    def __init__(self, inner: AsgiApp, api_key: str | None) -> None:
+        self._inner = inner
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event of ASGI."""
         if scope["type"] != "http":
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["path"] != _OPEN and not self._is_allowed(scope):
+            error = ApiError(
+                401, "missing or wrong API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+            await send_error(send, error)
             return
         has_begun = False
 
@@ -47,30 +55,33 @@ class App:
             await send(message)
 
         try:
-            await self._serve(scope, receive, noting_send)
+            await self._inner(scope, receive, noting_send)
         except Exception:  # a bug in one request must not reach the others, and its client must be told
             log.exception("%s %s failed", scope["method"], scope["path"])
             if has_begun:
                 raise
             await send_error(send, ApiError(500, "the server failed on this request; its log says why"))
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _is_allowed(self, scope: Scope) -> bool:
+        return self._expected is None or compare_digest(header(scope, b"authorization"), self._expected)
+
+
+class Routes:
+    """The two hot routes in bare ASGI, and everything else in FastAPI."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._cold = cold_app(service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
         path = scope["path"]
-        if path != _OPEN and not self._is_allowed(scope):
-            error = ApiError(
-                401, "missing or wrong API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-            await send_error(send, error)
-        elif path not in _HOT:
+        if path not in _HOT:
             await self._cold(scope, receive, send)
         elif scope["method"] != "POST":
             await send_error(send, ApiError(405, f"{path} takes POST only", headers={"allow": "POST"}))
         else:
             await generate(self._service, _HOT[path], scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        return self._expected is None or compare_digest(header(scope, b"authorization"), self._expected)
 
 
 def cold_app(service: Service) -> fastapi.FastAPI:

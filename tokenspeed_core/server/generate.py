@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.requests import BadRequestError
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.server.events import DONE
@@ -42,8 +43,8 @@ async def generate(service: Service, kind: type[Body], scope: Scope, receive: Re
             finally:
                 watch.cancel()
                 service.link.abort(ids)
-                if service.options.logs_requests:
-                    _log(reply, job, time.monotonic() - started)
+                for observe in service.options.observers:
+                    observe(_record(reply, started))
     except ClientGoneError:
         return
     except BadRequestError as error:
@@ -135,11 +136,21 @@ def _request_id(reply: Reply) -> tuple[bytes, bytes]:
     return b"x-request-id", reply.dialect.id.encode()
 
 
-def _log(reply: Reply, job: Job, seconds: float) -> None:
-    reasons = ",".join(answer.finish_reason for answer in reply.answers if answer.finish_reason)
-    end = "client left" if reply.is_abandoned else reply.error.message if reply.error else reasons
+def _record(reply: Reply, started: float) -> RequestRecord:
+    """Return what came of a request that began at `started`."""
+    first, usage = reply.first_token_at, reply.usage
+    reason = "abort" if reply.is_abandoned else "error" if reply.error else reply.answers[0].finish_reason
+    return RequestRecord(
+        reply.dialect.id, usage.num_prompt, usage.num_cached or 0, usage.num_output, reason,
+        None if first is None else first - started, time.monotonic() - started,
+    )
+
+
+def log_request(record: RequestRecord) -> None:
+    """Write one line about a request that ended."""
+    first = "none" if record.time_to_first_token is None else f"{record.time_to_first_token:.3f} s"
     log.info(
-        "%s: %d prompt and %d output tokens in %.3f s: %s; %s",
-        reply.dialect.id, reply.usage.num_prompt, reply.usage.num_output, seconds, end or "done",
-        job.params.model_dump(exclude_defaults=True),
+        "%s: %s; %d prompt tokens (%d cached), %d output tokens, first after %s, all in %.3f s",
+        record.request_id, record.finish_reason, record.num_prompt_tokens, record.num_cached_tokens,
+        record.num_output_tokens, first, record.duration,
     )

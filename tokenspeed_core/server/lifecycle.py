@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from tokenspeed_core.errors import EngineDeadError
-from tokenspeed_core.server.app import App
+from tokenspeed_core.server.app import AsgiApp, Gate, Routes
 from tokenspeed_core.server.engine_link import EngineLink
 from tokenspeed_core.server.engine_process import EngineProcess, PrivateFolder
 from tokenspeed_core.server.service import ModelText, Options, Service
@@ -38,6 +38,7 @@ class Launch:
     log_level: str = "info"
     engine_command: Sequence[str] | None = None
     on_ready: Callable[[Service], None] = lambda service: None
+    wrap: Callable[[AsgiApp], AsgiApp] = lambda app: app  # plugins' middleware, behind the key's check
 
 
 class _Http(uvicorn.Server):
@@ -67,7 +68,7 @@ def serve(launch: Launch) -> int:
         return runner.run(_Life(launch).run())
 
 
-def _http_config(app: App | None, launch: Launch) -> uvicorn.Config:
+def _http_config(app: AsgiApp | None, launch: Launch) -> uvicorn.Config:
     is_verbose = launch.log_level == "debug"
     config = uvicorn.Config(
         app or (lambda: None), lifespan="off", log_config=None,
@@ -98,7 +99,8 @@ class _Life:
         engine = EngineProcess(folder.path, self._launch.engine_command)
         link = EngineLink(engine.address)
         service = Service(self._launch.options, link)
-        http = _Http(_http_config(App(service), self._launch))
+        app = Gate(self._launch.wrap(Routes(service)), self._launch.options.api_key)
+        http = _Http(_http_config(app, self._launch))
         serving = asyncio.create_task(http.serve(sockets=[self._launch.socket]))
         try:
             await engine.start(self._launch.engine_config, self._launch.catalog_digest)

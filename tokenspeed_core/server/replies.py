@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Reply:
         self.num_open = 0
         self.error: ApiError | None = None
         self.is_abandoned = False  # the client is gone
+        self.first_token_at: float | None = None  # on the monotonic clock, in seconds
         self._ready: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -105,6 +107,8 @@ class Choice:
     ) -> bool:
         """Add tokens. Return whether the sequence is at its end, whatever the engine thinks."""
         reply, assembler = self._reply, self._assembler
+        if reply.first_token_at is None:
+            reply.first_token_at = time.monotonic()
         if num_cached and self._is_first_of_prompt and reply.usage.num_cached is not None:
             reply.usage.num_cached += num_cached
         if logprobs is not None and reply.shape.num_logprobs >= 0:
@@ -159,11 +163,12 @@ class Choice:
             return
         text = "".join(self._text) + text
         reply.usage.num_output += self._assembler.num_tokens
+        self._answer.finish_reason = reason
         if reply.shape.is_stream:
             self._emit(text, reason)
         else:
             answer = self._answer
-            answer.text, answer.finish_reason = text, reason
+            answer.text = text
             answer.logprobs, answer.token_ids = self._logprobs, self._token_ids
         reply.end_choice()
 

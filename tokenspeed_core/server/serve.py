@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.hooks import Hooks
+from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.requests import Defaults
+from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
 from tokenspeed_core.server.service import ModelText, Options, Service
@@ -30,6 +34,8 @@ def run(config: Config) -> int:
     bound = listen(config.host, config.port)
     try:
         catalog = Catalog.discover(Selection.read(no_plugins=config.no_plugins), strict=config.strict_plugins)
+        hooks = Hooks.load(catalog)
+        config = hooks.adjust(config)
         checkpoint = resolve_checkpoint(
             config.model, catalog, revision=config.revision, download_dir=config.download_dir,
             hf_overrides=config.hf_overrides, load_format=config.load_format,
@@ -40,7 +46,7 @@ def run(config: Config) -> int:
             stream_interval=config.stream_interval,
             reports_cached_tokens=config.enable_cache_report,
             has_priorities=config.schedule_policy == "priority",
-            logs_requests=config.enable_log_requests,
+            observers=_observers(config, hooks),
         )
         for_engine = config.resolved(model=str(checkpoint.path), api_key=None)
         return serve(Launch(
@@ -51,11 +57,18 @@ def run(config: Config) -> int:
             catalog_digest=catalog.digest(),
             log_level=config.log_level_http or config.log_level,
             on_ready=partial(_announce, bound),
+            wrap=hooks.add_middleware,
         ))
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         bound.close()
+
+
+def _observers(config: Config, hooks: Hooks) -> tuple[Callable[[RequestRecord], None], ...]:
+    """Return who hears of each request that ended."""
+    log = (log_request,) if config.enable_log_requests else ()
+    return (*log, hooks.observe_request) if hooks.has("observe_request") else log
 
 
 def load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokenspeed_core.messages import Ready
+from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.server.engine_link import EngineLink, State
@@ -41,7 +42,7 @@ class Options:
     stream_interval: int = 1
     reports_cached_tokens: bool = True
     has_priorities: bool = False
-    logs_requests: bool = False
+    observers: tuple[Callable[[RequestRecord], None], ...] = ()  # told of each request that ended
     max_body_bytes: int = 32 * 1024 * 1024
 
 

@@ -1,0 +1,53 @@
+"""The gate stands before everything, plugins' middleware too, and answers for what breaks behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tokenspeed_core.server.app import Gate
+
+
+async def wide_open(scope: Any, receive: Any, send: Any) -> None:
+    """A plugin's middleware with a route of its own."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"secret"})
+
+
+async def broken(scope: Any, receive: Any, send: Any) -> None:
+    raise ZeroDivisionError
+
+
+def get(app: Any, path: str = "/x", **headers: str) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(ask())
+
+
+def test_middleware_of_plugins_is_behind_the_key() -> None:
+    gate = Gate(wide_open, "k")
+    assert get(gate).status_code == 401
+    assert get(gate, authorization="Bearer k").text == "secret"
+
+
+def test_what_breaks_is_a_500_that_tells_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:
+    response = get(Gate(broken, None))
+    assert response.status_code == 500
+    assert "ZeroDivision" not in response.text
+    assert "ZeroDivision" in caplog.text
+
+
+def test_a_websocket_is_closed() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(Gate(wide_open, None)({"type": "websocket", "path": "/"}, None, send))  # type: ignore[arg-type]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
