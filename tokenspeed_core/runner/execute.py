@@ -57,6 +57,7 @@ class LocalRunner:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._use_stream()
         self._launched: dict[int, _Launched] = {}
+        self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self.block_size = assembly.block_size
         self.page_bytes = assembly.pool.page_bytes
         self.num_pages = 0
@@ -131,6 +132,7 @@ class LocalRunner:
         """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
         step = self._launched[step_id]
         if step.rows is None:
+            step.fetch = self._link.fetch_ids(self._nothing)  # so that `collect` waits for the forward
             return
         try:
             with torch.inference_mode():
@@ -149,12 +151,13 @@ class LocalRunner:
         """Wait for the oldest launched step. Raises StepFailed. A token of -1: its row had no finite logit."""
         step = self._launched.pop(step_id)
         num_tokens = np.zeros(step.plan.num_rows, np.int32)
-        if step.fetch is None or step.rows is None:
-            return StepResult(step_id, num_tokens, np.zeros(0, np.int32), None)
+        assert step.fetch is not None, "a step is sampled before it is collected"
         try:
             ids, *logprobs = step.fetch.wait()
         except Exception as error:  # as in forward
             raise _failed(step_id, "execution", error) from error
+        if step.rows is None:
+            return StepResult(step_id, num_tokens, ids, None)
         num_tokens[step.rows.plan_rows] = 1
         raw = step.logprobs
         return StepResult(step_id, num_tokens, ids, None if raw is None else host_logprobs(raw, logprobs))
