@@ -15,6 +15,8 @@ Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tens
 
 BLOCK = 2048
 MAX_PARTS = 32
+CAPACITY = 16384  # tokens of a row's head
+ENOUGH = 0.9999  # of the probability: one row in ten thousand is then searched whole
 
 
 def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
@@ -45,18 +47,38 @@ def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
 def sample(problem: Problem) -> Sample:
     """Return `sample(logits [S, V], temperature, top_k, top_p, min_p, seeds, positions) -> ids int64 [S]`."""
     size: int = problem["vocab_size"]
-    block = min(BLOCK, triton.next_power_of_2(size))
+    block = min(1024, triton.next_power_of_2(size))
+    part = block * triton.cdiv(triton.cdiv(size, block), MAX_PARTS)
+    num_parts = triton.cdiv(size, part)
+    parted = {
+        "V": size, "BLOCK": block, "NUM_PARTS": num_parts, "BLOCK_PARTS": triton.next_power_of_2(num_parts)
+    }
 
     def sample_rows(
         logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
         seeds: Tensor, positions: Tensor,
     ) -> Tensor:
-        ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        if logits.shape[0]:
-            code.sample[(logits.shape[0],)](
-                logits, temperature, top_k, top_p, min_p, seeds, positions, ids, logits.stride(0),
-                V=size, BLOCK=block, num_warps=16 if block == BLOCK else 4,
-            )
+        num_rows, device, stride = logits.shape[0], logits.device, logits.stride(0)
+        ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+        if num_rows == 0:
+            return ids
+        grid = (num_rows, num_parts)
+        parts = torch.empty(grid, dtype=torch.float32, device=device)
+        counts = torch.empty((*grid, 8), dtype=torch.int32, device=device)
+        masses = torch.empty((*grid, 8), dtype=torch.float32, device=device)
+        values = torch.empty((num_rows, CAPACITY), dtype=torch.float32, device=device)
+        head_ids = torch.empty((num_rows, CAPACITY), dtype=torch.int32, device=device)
+        sizes = torch.empty(num_rows, dtype=torch.int32, device=device)
+        code.highest_of_parts[grid](logits, parts, stride, V=size, PART=part, BLOCK=block)
+        code.tally[grid](logits, temperature, parts, counts, masses, stride, PART=part, num_warps=8, **parted)
+        code.gather_head[grid](
+            logits, temperature, top_k, parts, counts, masses, values, head_ids, sizes, stride,
+            PART=part, CAPACITY=CAPACITY, ENOUGH=ENOUGH, **parted,
+        )
+        code.sample[(num_rows,)](
+            logits, temperature, top_k, top_p, min_p, seeds, positions, parts, masses, values, head_ids, sizes,
+            ids, stride, CAPACITY=CAPACITY, num_warps=8, **parted,
+        )
         return ids
 
     return sample_rows

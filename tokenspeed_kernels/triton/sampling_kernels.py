@@ -1,5 +1,8 @@
 """Triton code of sampling without sorting: thresholds are found by eight-way search over the logits' order.
 
+First the whole device looks at all rows: the highest logit, how many tokens lie above some depths below it,
+and a copy of the few that matter, a row's *head*. Then one program a row searches the head, or the whole row.
+
 A float32 becomes a *key*, an int32 in the same order. A cut of the sorted distribution is a key and how many
 of the tokens with that very key, lowest ids first, still belong to it; both counts and probabilities above a
 key fall as it rises, so each cut is a search.
@@ -10,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_LOWEST = tl.constexpr(-2147483648)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -44,15 +46,15 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _load(row_ptr, first, V: tl.constexpr, BLOCK: tl.constexpr):
+def _load(ptr, first, size, BLOCK: tl.constexpr):
     index = first + tl.arange(0, BLOCK)
-    return tl.load(row_ptr + index, mask=index < V, other=float("-inf")), index < V
+    return tl.load(ptr + index, mask=index < size, other=float("-inf")), index < size
 
 
 @triton.jit
 def _search(
-    row_ptr, low, high, goal, highest, inverse,
-    V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, REACHED: tl.constexpr,
+    ptr, size, low, high, goal, highest, inverse,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, REACHED: tl.constexpr,
 ):
     """Return the smallest key in (low, high] above which the measure is less than goal (REACHED: no more).
 
@@ -65,8 +67,8 @@ def _search(
         threshold = low + (high - low) * way // 8
         compared = threshold.to(tl.int32)
         sums = tl.zeros([8, BLOCK], dtype=tl.float32)
-        for first in tl.range(0, V, BLOCK):
-            x, inside = _load(row_ptr, first, V, BLOCK)
+        for first in tl.range(0, size, BLOCK):
+            x, inside = _load(ptr, first, size, BLOCK)
             above = (_keys(x)[None, :] > compared[:, None]) & inside[None, :]
             if COUNT:
                 sums += tl.where(above, 1.0, 0.0)
@@ -80,17 +82,17 @@ def _search(
         lower = tl.max(tl.where(enough, low, threshold), axis=0)
         high = tl.min(tl.where(enough, threshold, high), axis=0)
         low = tl.minimum(lower, high)
-    return high
+    return high.to(tl.int32)
 
 
 @triton.jit
-def _above(row_ptr, key, highest, inverse, V: tl.constexpr, BLOCK: tl.constexpr):
+def _above(ptr, size, key, highest, inverse, BLOCK: tl.constexpr):
     """Return the probability and number of tokens above a key, and the number at it."""
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     num_above = tl.zeros([BLOCK], dtype=tl.int32)
     num_equal = tl.zeros([BLOCK], dtype=tl.int32)
-    for first in tl.range(0, V, BLOCK):
-        x, inside = _load(row_ptr, first, V, BLOCK)
+    for first in tl.range(0, size, BLOCK):
+        x, inside = _load(ptr, first, size, BLOCK)
         keys = _keys(x)
         above = (keys > key) & inside
         mass += tl.where(above, tl.exp((x - highest) * inverse), 0.0)
@@ -100,81 +102,204 @@ def _above(row_ptr, key, highest, inverse, V: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _find(row_ptr, key, nth, otherwise, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the id of the nth token, from 0 and in order of id, whose key it is."""
-    found = otherwise
+def _find(ptr, size, key, nth, BLOCK: tl.constexpr):
+    """Return the place of the nth token, from 0 and in order of place, whose key it is; 0 if there is none."""
+    found = tl.zeros([], dtype=tl.int32)
     seen = tl.zeros([], dtype=tl.int32)
-    for first in tl.range(0, V, BLOCK):
-        x, inside = _load(row_ptr, first, V, BLOCK)
+    for first in tl.range(0, size, BLOCK):
+        x, inside = _load(ptr, first, size, BLOCK)
         equal = ((_keys(x) == key) & inside).to(tl.int32)
         here = tl.sum(equal, axis=0)
         if (seen <= nth) & (nth < seen + here):
             rank = seen + tl.cumsum(equal, axis=0) - 1
-            index = first + tl.arange(0, BLOCK)
-            found = tl.sum(tl.where((equal == 1) & (rank == nth), index, 0), axis=0)
+            place = first + tl.arange(0, BLOCK)
+            found = tl.sum(tl.where((equal == 1) & (rank == nth), place, 0), axis=0)
         seen += here
     return found
 
 
 @triton.jit
-def sample(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, ids_ptr, stride,
-    V: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """Grid (rows): the token at a uniform number in the sorted distribution cut by top-k, top-p and min-p."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride
+def _highest(parts_ptr, row, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    part = tl.arange(0, BLOCK_PARTS)
+    return tl.max(
+        tl.load(parts_ptr + row * NUM_PARTS + part, mask=part < NUM_PARTS, other=float("-inf")), axis=0
+    )
+
+
+@triton.jit
+def _warmth(temperature_ptr, row):
+    """Return the temperature, 1 for greedy rows: they only need the order."""
     temperature = tl.load(temperature_ptr + row)
+    return tl.where(temperature > 0.0, temperature, 1.0)
+
+
+@triton.jit
+def _depths(temperature):
+    """Return eight distances below the highest logit: 1 to 15 nats of the tempered distribution, then all."""
+    step = tl.arange(0, 8).to(tl.float32)
+    return tl.where(step == 7.0, float("inf"), temperature * (1.0 + step + step * step * 0.225))
+
+
+@triton.jit
+def highest_of_parts(
+    logits_ptr, parts_ptr, stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (rows, parts): the largest logit of each part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * PART
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    for first in tl.range(0, V, BLOCK):
-        x, _ = _load(row_ptr, first, V, BLOCK)
+    for first in tl.range(start, start + PART, BLOCK):
+        x, _ = _load(logits_ptr + row * stride, first, V, BLOCK)
         best = tl.maximum(best, x)
-    highest = tl.max(best, axis=0)
+    tl.store(parts_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, axis=0))
+
+
+@triton.jit
+def tally(
+    logits_ptr, temperature_ptr, parts_ptr, counts_ptr, masses_ptr, stride,
+    V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Grid (rows, parts): tokens and probability of a part above each depth, [rows, parts, 8]."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * PART
+    temperature = _warmth(temperature_ptr, row)
+    highest = _highest(parts_ptr, row, NUM_PARTS, BLOCK_PARTS)
+    floors = highest - _depths(temperature)
+    counts = tl.zeros([8, BLOCK], dtype=tl.int32)
+    masses = tl.zeros([8, BLOCK], dtype=tl.float32)
+    for first in tl.range(start, start + PART, BLOCK):
+        x, inside = _load(logits_ptr + row * stride, first, V, BLOCK)
+        above = (x[None, :] > floors[:, None]) & inside[None, :]
+        counts += above.to(tl.int32)
+        masses += tl.where(above, tl.exp((x - highest) / temperature)[None, :], 0.0)
+    at = (row * NUM_PARTS + tl.program_id(1)) * 8 + tl.arange(0, 8)
+    tl.store(counts_ptr + at, tl.sum(counts, axis=1))
+    tl.store(masses_ptr + at, tl.sum(masses, axis=1))
+
+
+@triton.jit
+def gather_head(
+    logits_ptr, temperature_ptr, top_k_ptr, parts_ptr, counts_ptr, masses_ptr, values_ptr, ids_ptr, sizes_ptr,
+    stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, CAPACITY: tl.constexpr, ENOUGH: tl.constexpr,
+):
+    """Grid (rows, parts): copy the head of a row, its tokens above one depth, in order of id.
+
+    The depth is the least that holds ENOUGH of the probability and top-k tokens, else the greatest that fits.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    mine = tl.program_id(1)
+    part = tl.arange(0, BLOCK_PARTS)
+    depth = tl.arange(0, 8)
+    at = (row * NUM_PARTS + part)[:, None] * 8 + depth[None, :]
+    counts = tl.load(counts_ptr + at, mask=(part < NUM_PARTS)[:, None], other=0)
+    masses = tl.load(masses_ptr + at, mask=(part < NUM_PARTS)[:, None], other=0.0)
+    totals = tl.sum(counts, axis=0)
+    held = tl.sum(masses, axis=0)
+    top_k = tl.load(top_k_ptr + row)
+    good = (held >= ENOUGH * tl.max(held, axis=0)) & (totals >= top_k)
+    least = tl.min(tl.where(good, depth, 7), axis=0)
+    greatest = tl.max(tl.where(totals <= CAPACITY, depth, -1), axis=0)
+    chosen = tl.minimum(least, greatest)
+    picked = depth == chosen
+    size = tl.sum(tl.where(picked, totals, 0), axis=0)
+    if mine == 0:
+        tl.store(sizes_ptr + row, size)
+    before = tl.where((part < mine)[:, None] & picked[None, :], counts, 0)
+    place = tl.sum(tl.sum(before, axis=1), axis=0)
+    temperature = _warmth(temperature_ptr, row)
+    floors = _highest(parts_ptr, row, NUM_PARTS, BLOCK_PARTS) - _depths(temperature)
+    floor = tl.sum(tl.where(picked, floors, 0.0), axis=0)
+    if size > 0:
+        for first in tl.range(mine * PART, mine * PART + PART, BLOCK):
+            x, inside = _load(logits_ptr + row * stride, first, V, BLOCK)
+            above = ((x > floor) & inside).to(tl.int32)
+            to = row * CAPACITY + place + tl.cumsum(above, axis=0) - 1
+            tl.store(values_ptr + to, x, mask=above == 1)
+            tl.store(ids_ptr + to, first + tl.arange(0, BLOCK), mask=above == 1)
+            place += tl.sum(above, axis=0)
+
+
+@triton.jit
+def sample(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
+    parts_ptr, masses_ptr, values_ptr, head_ids_ptr, sizes_ptr, ids_ptr, stride,
+    V: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """Grid (rows): the token at a uniform number in the sorted distribution cut by top-k, top-p and min-p.
+
+    Searches a row's head; only if a cut or the number itself lies beyond it, the whole row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    is_greedy = tl.load(temperature_ptr + row) <= 0.0
+    temperature = _warmth(temperature_ptr, row)
+    inverse = 1.0 / temperature
+    top_k = tl.where(is_greedy, 1, tl.load(top_k_ptr + row))
+    top_p = tl.where(is_greedy, 1.0, tl.load(top_p_ptr + row))
+    min_p = tl.where(is_greedy, 0.0, tl.load(min_p_ptr + row))
+    highest = _highest(parts_ptr, row, NUM_PARTS, BLOCK_PARTS)
     high = _keys(highest)
-    token = _find(row_ptr, high, 0, 0, V, BLOCK)
-    if temperature > 0.0:
-        inverse = 1.0 / temperature
-        cut = _keys(highest - _FAR * temperature)
+    u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    part = tl.arange(0, BLOCK_PARTS)
+    all_mass = tl.sum(
+        tl.load(masses_ptr + (row * NUM_PARTS + part) * 8 + 7, mask=part < NUM_PARTS, other=0.0), axis=0
+    )
+
+    ptr = values_ptr + row * CAPACITY
+    size = tl.load(sizes_ptr + row)
+    token = tl.zeros([], dtype=tl.int32)
+    attempt = 0
+    if size == 0:
+        attempt = 1
+    while attempt < 2:
+        if attempt == 1:
+            ptr = logits_ptr + row * stride
+            size = tl.full([], V, dtype=tl.int32)
+        lowest = _keys(highest - _FAR * temperature)
+        held, num_held, _ = _above(ptr, size, lowest - 1, highest, inverse, BLOCK)
+        inside = True
+        cut = lowest
         num_ties = V
-        total, _, _ = _above(row_ptr, cut - 1, highest, inverse, V, BLOCK)
-        top_k = tl.load(top_k_ptr + row)
+        total = tl.maximum(all_mass, held)
         if (top_k > 0) & (top_k < V):
-            goal = top_k.to(tl.float32)
-            lowest = tl.full([], _LOWEST, tl.int64)
-            key = _search(row_ptr, lowest, high, goal, highest, inverse, V, BLOCK, True, False)
-            mass, num_above, _ = _above(row_ptr, key.to(tl.int32), highest, inverse, V, BLOCK)
-            if key >= cut:
-                cut = key.to(tl.int32)
-                num_ties = top_k - num_above
-                total = mass + num_ties * tl.exp((_value(key) - highest) * inverse)
-        top_p = tl.load(top_p_ptr + row)
+            inside = inside & (num_held >= top_k)
+            key = _search(ptr, size, lowest - 1, high, top_k.to(tl.float32), highest, inverse, BLOCK, True, False)
+            mass, num_above, num_equal = _above(ptr, size, key, highest, inverse, BLOCK)
+            cut = key
+            num_ties = tl.minimum(top_k - num_above, num_equal)
+            total = mass + num_ties * tl.exp((_value(key) - highest) * inverse)
         if top_p < 1.0:
             goal = top_p * total
-            key = _search(row_ptr, cut - 1, high, goal, highest, inverse, V, BLOCK, False, False)
-            mass, _, num_equal = _above(row_ptr, key.to(tl.int32), highest, inverse, V, BLOCK)
+            inside = inside & (goal <= held)
+            key = _search(ptr, size, cut - 1, high, goal, highest, inverse, BLOCK, False, False)
+            mass, _, num_equal = _above(ptr, size, key, highest, inverse, BLOCK)
             p = tl.exp((_value(key) - highest) * inverse)
-            kept = tl.minimum(tl.maximum(tl.ceil((goal - mass) / p), 1.0), num_equal.to(tl.float32))
-            if key > cut:
-                num_ties = kept.to(tl.int32)
-            else:
-                num_ties = tl.minimum(num_ties, kept.to(tl.int32))
-            cut = key.to(tl.int32)
+            kept = tl.minimum(tl.maximum(tl.ceil((goal - mass) / p), 1.0), num_equal.to(tl.float32)).to(tl.int32)
+            num_ties = tl.where(key > cut, kept, tl.minimum(num_ties, kept))
+            cut = key
             total = mass + num_ties * p
-        min_p = tl.load(min_p_ptr + row)
         if min_p > 0.0:
             key = _keys(highest + tl.log(min_p) * temperature)
             if key > cut:
                 cut = key
                 num_ties = V
-                total, _, _ = _above(row_ptr, cut - 1, highest, inverse, V, BLOCK)
-        target = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * total
-        key = _search(row_ptr, cut - 1, high, target, highest, inverse, V, BLOCK, False, True)
-        mass, _, num_equal = _above(row_ptr, key.to(tl.int32), highest, inverse, V, BLOCK)
-        nth = ((target - mass) / tl.exp((_value(key) - highest) * inverse)).to(tl.int32)
-        last = num_equal - 1
-        if key == cut:
-            last = tl.minimum(last, num_ties - 1)
-        token = _find(row_ptr, key.to(tl.int32), tl.maximum(tl.minimum(nth, last), 0), token, V, BLOCK)
+                total, num_above, _ = _above(ptr, size, cut - 1, highest, inverse, BLOCK)
+                inside = inside & (num_above < num_held)
+        target = u * total
+        inside = inside & (target < held)
+        if inside | (attempt == 1):
+            key = _search(ptr, size, cut - 1, high, target, highest, inverse, BLOCK, False, True)
+            mass, _, num_equal = _above(ptr, size, key, highest, inverse, BLOCK)
+            nth = ((target - mass) / tl.exp((_value(key) - highest) * inverse)).to(tl.int32)
+            last = tl.where(key == cut, tl.minimum(num_equal, num_ties), num_equal) - 1
+            token = _find(ptr, size, key, tl.maximum(tl.minimum(nth, last), 0), BLOCK)
+            if attempt == 0:
+                token = tl.load(head_ids_ptr + row * CAPACITY + token)
+            attempt = 2
+        else:
+            attempt = 1
     tl.store(ids_ptr + row, token.to(tl.int64))
 
 
