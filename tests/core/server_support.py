@@ -19,6 +19,7 @@ import httpx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.requests import Defaults
 from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
@@ -60,6 +61,7 @@ class Setup:
     engine: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     has_tokenizer: bool = True
+    text_fails: bool = False
 
 
 @dataclass
@@ -110,11 +112,11 @@ def is_alive(pid: int) -> bool:
 @contextmanager
 def running(
     folder: Path, *, engine: dict[str, Any] | None = None, options: dict[str, Any] | None = None,
-    has_tokenizer: bool = True, waits: bool = True,
+    has_tokenizer: bool = True, text_fails: bool = False, waits: bool = True,
 ) -> Iterator[Running]:
     """Run a server until the block ends."""
     log = folder / f"engine-{time.monotonic_ns()}.log"
-    setup = Setup(str(log), engine or {}, options or {}, has_tokenizer)
+    setup = Setup(str(log), engine or {}, options or {}, has_tokenizer, text_fails)
     process = subprocess.Popen(
         [sys.executable, str(HERE / "server_support.py"), json.dumps(asdict(setup))],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)},
@@ -142,13 +144,19 @@ def main(argument: str) -> int:
     template = None if tokenizer is None else ChatTemplate(TEMPLATE, tokenizer.special_tokens)
     text = ModelText(tokenizer, template, Defaults(temperature=0.7, eos_token_ids=(0,)))
     bound = listen("127.0.0.1", 0)
+
+    def load_text() -> ModelText:
+        if setup.text_fails:
+            raise CheckpointError("no tokenizer")
+        return text
+
     print(url(bound), flush=True)
 
     def ready(service: Service) -> None:
         print("ready", flush=True)
 
     return serve(Launch(
-        bound, Options(**{"model_name": "fake", "observers": (log_request,), **setup.options}), lambda: text,
+        bound, Options(**{"model_name": "fake", "observers": (log_request,), **setup.options}), load_text,
         {"vocab_size": 400, "log": setup.log, **setup.engine}, "", log_level="warning",
         engine_command=[sys.executable, str(HERE / "fake_engine.py")], on_ready=ready,
     ))

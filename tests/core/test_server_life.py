@@ -17,6 +17,7 @@ import pytest
 from server_support import Running, is_alive, running, wait_until
 
 from tokenspeed_core.errors import CapacityError, ConfigError
+from tokenspeed_core.server.engine_process import PrivateFolder
 from tokenspeed_core.server.listen import listen
 
 SLOW = {"step_seconds": 0.03}
@@ -58,6 +59,19 @@ def test_until_the_engine_is_ready_requests_get_a_503(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     with running(tmp_path, engine={"fails": "no such weights"}, waits=False) as server:
         assert ended(server) == 1
+
+
+def test_a_tokenizer_that_cannot_be_loaded_ends_the_server_and_its_engine(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"start_seconds": 30}, text_fails=True, waits=False) as server:
+        assert server.process.wait(10) == 1
+        if server.log.exists():  # the engine may have been ended before it wrote a line
+            assert not is_alive(server.engine_pid())
+        assert not list(tmp_path.glob("*tokenspeed-*"))
+
+
+def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="TMPDIR"):
+        PrivateFolder(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

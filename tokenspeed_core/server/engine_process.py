@@ -17,6 +17,8 @@ from typing import Any
 
 import msgpack
 
+from tokenspeed_core.errors import CapacityError
+
 _PREFIX = "tokenspeed-"
 _MAX_FOLDER = 80  # characters; a socket's path may have 107
 
@@ -29,14 +31,21 @@ class PrivateFolder:
     """
 
     def __init__(self, parent: Path | None = None) -> None:
+        """Raises CapacityError where no folder can be made."""
         base = parent or Path(tempfile.gettempdir())
         if parent is None and len(str(base)) > _MAX_FOLDER:
             base = Path("/tmp")
         _sweep(base)
-        hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getuid()}-", dir=base))  # mode 0700
-        self._lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = hidden.rename(base / hidden.name[1:])  # swept only from now on, when it is locked
+        try:
+            hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getuid()}-", dir=base))  # mode 0700
+            self._lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path = hidden.rename(base / hidden.name[1:])  # swept only from now on, when it is locked
+        except OSError as error:
+            raise CapacityError(
+                f"cannot make a folder for the engine's socket in {base}: {error.strerror}; free space there, "
+                "or name another with TMPDIR"
+            ) from error
 
     def remove(self) -> None:
         """Delete the folder. Safe to call twice."""

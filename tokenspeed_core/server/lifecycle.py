@@ -63,15 +63,13 @@ class _Http(uvicorn.Server):
 
 def serve(launch: Launch) -> int:
     """Serve until told to stop; return the exit status. Raises EngineDeadError when the engine dies."""
-    config = _http_config(None, launch)
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_Life(launch).run())
+    return asyncio.run(_Life(launch).run())
 
 
-def _http_config(app: AsgiApp | None, launch: Launch) -> uvicorn.Config:
+def _http_config(app: AsgiApp, launch: Launch) -> uvicorn.Config:
     is_verbose = launch.log_level == "debug"
     config = uvicorn.Config(
-        app or (lambda: None), lifespan="off", log_config=None,
+        app, lifespan="off", log_config=None,
         log_level="debug" if is_verbose else "warning",  # at "info" it narrates its own start
         access_log=launch.log_level in ("debug", "info"), server_header=False, date_header=False, ws="none",
         http="h11",  # bounds a request's head; with httptools headers without end fill the memory
@@ -96,6 +94,12 @@ class _Life:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         folder = PrivateFolder()
+        try:
+            return await self._run_in(folder)
+        finally:
+            folder.remove()
+
+    async def _run_in(self, folder: PrivateFolder) -> int:
         engine = EngineProcess(folder.path, self._launch.engine_command)
         link = EngineLink(engine.address)
         service = Service(self._launch.options, link)
@@ -113,7 +117,6 @@ class _Life:
             await engine.stop()
             service.close()
             link.close()
-            folder.remove()
 
     async def _live(
         self, service: Service, engine: EngineProcess, http: _Http, serving: asyncio.Task[None]
