@@ -35,9 +35,10 @@ def start(arguments: argparse.Namespace) -> LocalRunner:
         RunnerConfig(
             checkpoint_path="", hf_config=config, model_spec=spec, model_info=info, dtype=arguments.dtype or info.dtype,
             device=arguments.device, load_format="dummy", max_model_len=min(8192, info.max_model_len),
-            max_num_seqs=max(arguments.rows), max_num_tokens=8192, block_size=arguments.block_size,
+            max_num_seqs=max(arguments.rows) + 1, max_num_tokens=8192, block_size=arguments.block_size,
             enforce_eager=arguments.eager, cudagraph_capture_sizes=tuple(arguments.rows),
-            max_total_tokens=max(arguments.rows) * (arguments.context + arguments.steps * 4 + 64),
+            max_total_tokens=max(arguments.rows) * (arguments.context + arguments.steps * (4 + len(arguments.chunk)) + 64)
+            + arguments.steps * (sum(arguments.chunk) + 1024),
         ),
         catalog,
         lambda what, done, total: None,
@@ -57,9 +58,15 @@ def prefilled(runner: LocalRunner, num_rows: int, context: int, temperature: flo
     return maker, names
 
 
-def decode(runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, in_flight: int) -> dict[str, float]:
-    """Run decode steps; return milliseconds a step and microseconds of launching, both as medians or means."""
-    plans = [maker.plan(names) for _ in range(steps)]
+def decode(
+    runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, in_flight: int, chunk: int = 0
+) -> dict[str, float]:
+    """Run decode steps, each beside a new prompt of `chunk` tokens; return the mean step and the median launch."""
+    plans = []
+    for index in range(steps):
+        if chunk:
+            maker.add(f"chunk{index}", [index % 1000] * chunk, len(names))
+        plans.append(maker.plan(names, {f"chunk{index}": chunk} if chunk else None))
     flying: list[StepPlan] = []
     host: list[float] = []
     begin = time.perf_counter()
@@ -101,6 +108,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--chunk", type=int, nargs="*", default=[], help="also mix in prompts of these lengths")
     parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes a second")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--device", default="auto")
@@ -114,6 +122,11 @@ def main() -> None:
     for num_rows in arguments.rows:
         for temperature in arguments.temperature:
             print(json.dumps(measure(runner, arguments, num_rows, temperature)), flush=True)
+    for num_rows in arguments.rows if arguments.trace else ():  # last: tracing slows all launches after it
+        maker, names = prefilled(runner, num_rows, arguments.context, 0.0)
+        decode(runner, maker, names, 5, 1)
+        share = device_share(runner, maker, names, 10)
+        print(json.dumps({"rows": num_rows, **{key: round(value, 3) for key, value in share.items()}}), flush=True)
 
 
 def measure(runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, temperature: float) -> dict[str, Any]:
@@ -130,8 +143,14 @@ def measure(runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, t
         "step_ms": round(both["ms"], 3), "sync_ms": round(alone["ms"], 3), "host_us": round(both["host_us"], 1),
         "tokens_per_s": round(num_rows / both["ms"] * 1e3),
         "floor_ms": round(1e3 * (weights + past) / arguments.bandwidth, 3),
-        **({k: round(v, 3) for k, v in device_share(runner, maker, names, 10).items()} if arguments.trace else {}),
+        **{f"chunk_{chunk}": _mixed(runner, maker, names, arguments.steps, chunk) for chunk in arguments.chunk},
     }
+
+
+def _mixed(runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, chunk: int) -> dict[str, float]:
+    decode(runner, maker, names, 2, 1, chunk)
+    found = decode(runner, maker, names, steps, 2, chunk)
+    return {"step_ms": round(found["ms"], 3), "host_us": round(found["host_us"], 1)}
 
 
 if __name__ == "__main__":
