@@ -231,5 +231,8 @@ def test_without_a_tokenizer_ids_go_in_and_out(tmp_path_factory: pytest.TempPath
         assert (choice["token_ids"], choice["text"]) == ([5, 6, 7, 5], "")
         parts = events(client, "/v1/completions", body)
         assert [i for event in parts for i in event["choices"][0]["token_ids"]] == [5, 6, 7, 5]
-        refused = client.post("/v1/completions", json={"prompt": "text"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        for change, param in (({"prompt": "text"}, "prompt"), ({"stop": "text"}, "stop")):
+            refused = client.post("/v1/completions", json={**body, **change})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        messages = {"messages": [{"role": "user", "content": "hi"}]}
+        assert client.post("/v1/chat/completions", json=messages).status_code == 400

@@ -27,6 +27,7 @@ class StreamOptions(_Body):
     """What a stream carries beside text."""
 
     include_usage: bool = Field(False, description="end with an event that has the usage")
+    include_obfuscation: Literal[False] = False
 
 
 class _Request(_Body):

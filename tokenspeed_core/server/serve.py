@@ -6,6 +6,7 @@ import json
 import shlex
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -98,8 +99,9 @@ def _announce(bound: socket.socket, service: Service) -> None:
     )
     route = "chat/completions" if is_chat else "completions"
     key = "" if options.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
-    print(
-        f"TokenSpeed serves {options.model_name} at {base}\n"
-        f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
-        flush=True,
-    )
+    with suppress(BrokenPipeError):  # who reads this may have gone; the server stays
+        print(
+            f"TokenSpeed serves {options.model_name} at {base}\n"
+            f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
+            flush=True,
+        )

@@ -143,6 +143,8 @@ class Service:
                 f"{len(job.prompts)} prompts with n={params.n} make more than {MAX_SEQUENCES_PER_REQUEST} sequences",
                 "n",
             )
+        if params.stop and serving.text.tokenizer is None:
+            raise BadRequestError("stop strings need a tokenizer: this server runs with --skip-tokenizer-init", "stop")
         submits = []
         for prompt in job.prompts:
             submit = build_submit(
