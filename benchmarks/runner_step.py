@@ -37,12 +37,17 @@ def start(arguments: argparse.Namespace) -> LocalRunner:
             device=arguments.device, load_format="dummy", max_model_len=min(8192, info.max_model_len),
             max_num_seqs=max(arguments.rows) + 1, max_num_tokens=8192, block_size=arguments.block_size,
             enforce_eager=arguments.eager, cudagraph_capture_sizes=tuple(arguments.rows),
-            max_total_tokens=max(arguments.rows) * (arguments.context + arguments.steps * (4 + len(arguments.chunk)) + 64)
-            + arguments.steps * (sum(arguments.chunk) + 1024),
+            max_total_tokens=_pool_tokens(arguments),
         ),
         catalog,
         lambda what, done, total: None,
     )
+
+
+def _pool_tokens(arguments: argparse.Namespace) -> int:
+    """Return a pool for all rows with all their steps, and for the prompts mixed in."""
+    each = arguments.context + arguments.steps * (4 + len(arguments.chunk)) + 64
+    return max(arguments.rows) * each + arguments.steps * (sum(arguments.chunk) + 1024)
 
 
 def prefilled(runner: LocalRunner, num_rows: int, context: int, temperature: float) -> tuple[PlanMaker, list[str]]:
