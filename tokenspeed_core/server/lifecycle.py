@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -145,7 +146,10 @@ class _Life:
     async def _open(self, service: Service) -> None:
         """Load the text side while the engine loads, then begin to take requests."""
         text = await asyncio.to_thread(self._launch.load_text)
-        service.open(text, await asyncio.shield(service.link.ready))
+        ready = await asyncio.shield(service.link.ready)
+        gc.collect()
+        gc.freeze()  # what was made so far stays: no collection during a stream need look at it again
+        service.open(text, ready)
         self._launch.on_ready(service)
 
     async def _drain(self, service: Service, watch: asyncio.Task[None]) -> bool:
