@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
 import socket
 import threading
@@ -205,6 +207,34 @@ def test_a_client_that_leaves_is_aborted_at_once(tmp_path: Path, path: str, stre
             client.post(f"/v1/{path}", json=body, timeout=0.5 if not streams else httpx.Timeout(20, read=0.001))
         server.wait_for("abort 1", 2)
         server.wait_for("abort 2", 2)
+
+
+def test_after_many_clients_that_leave_at_any_moment_nothing_runs(tmp_path: Path) -> None:
+    rng = random.Random(0)
+
+    async def ask(client: httpx.AsyncClient, number: int) -> bool:
+        is_chat = number % 2
+        body: dict[str, Any] = {"max_tokens": 400, "stream": number % 3 > 0, "n": 1 + number % 3}
+        body |= {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hello"}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        await asyncio.sleep(rng.random() * 0.5)
+        try:
+            async with asyncio.timeout(rng.random() * 0.3):
+                await client.post(path, json=body)
+        except TimeoutError:
+            return True
+        return False
+
+    async def ask_all(url: str) -> list[bool]:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
+            return await asyncio.gather(*[ask(client, number) for number in range(80)])
+
+    with running(tmp_path, engine={"step_seconds": 0.05}) as server:
+        assert sum(asyncio.run(ask_all(server.url))) > 70, "hardly anybody left, so this says nothing"
+        server.process.terminate()  # one sequence that nobody ended would run for 20 s
+        assert ended(server, 5) == 0
+        submitted = [line for line in server.notes() if line.startswith("submit")]
+        assert len(submitted) > 20
 
 
 def test_a_port_in_use_says_by_whom() -> None:
