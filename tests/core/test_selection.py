@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.select import Preference, SelectionError, Selector
+from tokenspeed_core.kernels.select import Preference, Selector
 from tokenspeed_core.kernels.spec import AxisLimit, Capability, InstalledKernel, KernelSpec, PlatformInfo
 
 CPU = PlatformInfo("cpu")

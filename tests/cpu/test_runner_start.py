@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError
-from tokenspeed_core.kernels.select import Preference, SelectionError
+from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, SelectionError
+from tokenspeed_core.kernels.select import Preference
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.graphs import capture_sizes

@@ -12,16 +12,13 @@ from typing import Protocol
 import numpy as np
 
 from tokenspeed_core.engine.pace import Pace
+from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
 from tokenspeed_core.scheduler.planning import Draft
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.step import I32, LateInputs, Runner, StepFailed, StepPlan
 
 MAX_FAILURES = 3   # failed steps in a row, after which the device is given up
-
-
-class EngineDeadError(RuntimeError):
-    """The device fails step after step; the process should end."""
 
 
 class LateSource(Protocol):

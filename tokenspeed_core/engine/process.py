@@ -16,11 +16,11 @@ import msgpack
 import zmq
 
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.engine import Engine, EngineDeadError
+from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.launch import discover, resolve, start
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.errors import TokenSpeedError
-from tokenspeed_core.messages import Abort, Drain, Failed, Pulse, Refused, ResetPrefixCache, Submit, to_engine
+from tokenspeed_core.messages import Abort, Drain, Failed, Pulse, ResetPrefixCache, Submit, to_engine
 from tokenspeed_core.wire import pack
 
 PULSE_SECONDS = 1.0
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     socket.connect(f"ipc://{data['socket']}")
     try:
         _serve(data, socket, options.parent_fd)
-    except (TokenSpeedError, EngineDeadError) as error:
+    except TokenSpeedError as error:
         socket.send(pack(Failed(str(error))))
         socket.close(linger=2000)
         return 1

@@ -8,16 +8,13 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
+from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp, Reason, Verdict
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
 
 _FLAGS = {"dtype": "--dtype", "kv_dtype": "--kv-cache-dtype", "block_size": "--block-size"}
-
-
-class SelectionError(ValueError):
-    """No kernel can be taken for a problem; the message has every candidate's reasons."""
 
 
 @dataclass(frozen=True, slots=True)

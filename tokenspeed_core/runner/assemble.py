@@ -13,7 +13,7 @@ from tokenspeed_core.kernels.attention import AttentionLimits
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.plan import KernelPlan
-from tokenspeed_core.kernels.select import SelectionError, Selector
+from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Model
 from tokenspeed_core.plugins.catalog import Catalog
@@ -76,8 +76,6 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
     family: Callable[[Any, ModelBuild], Model] = load_target(config.model_spec.load)
     try:
         model = family(config.hf_config, build)
-    except SelectionError:
-        raise
     except ValueError as error:
         raise CheckpointError(f"{config.checkpoint_path}: {error}") from error
     block_size = solve_block_size(build, config.block_size, selector)

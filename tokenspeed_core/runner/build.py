@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.errors import CheckpointError, SelectionError
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
 from tokenspeed_core.kernels.plan import KernelPlan
-from tokenspeed_core.kernels.select import Choice, SelectionError, Selector
+from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.models import ModelInfo
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, BoundKernels
 
