@@ -18,8 +18,9 @@ from tokenspeed_core.kv.lease import ABSENT
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Finish, Outputs, Submit
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Sending
+from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
-from tokenspeed_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.step import I32, LateInputs, StepFailed, StepPlan, StepResult
 from tokenspeed_core.testing.null import NullModel, NullRunner
 from tokenspeed_core.wire import Codec, pack
@@ -270,7 +271,7 @@ class NullMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def pin(self, which: int) -> None:
         """A tier reads a running sequence's pages, whatever becomes of the sequence meanwhile."""
-        leases = [lease for lease in self.world.scheduler._leases if lease is not None]
+        leases = self.world.scheduler.roster.leases()
         if leases and len(self.pins) < 2:
             pages = leases[which % len(leases)].pages()[-2:]
             self.world.scheduler.kv.pool.pin(pages)

@@ -18,8 +18,9 @@ from tokenspeed_core.messages import Ready
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
-from tokenspeed_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from tokenspeed_core.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan

@@ -56,6 +56,7 @@ class KVManager:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.has_recurrent = any(group.is_recurrent for group in groups)
+        self.pages_per_block = sum(not group.is_recurrent for group in groups)
         self.pool = PagePool(num_pages, self._forget)
         self._prefix_caching = prefix_caching
         self._index: list[dict[bytes, int]] = [{} for _ in groups]
@@ -109,9 +110,8 @@ class KVManager:
 
     def most_tokens(self) -> int:
         """Return the longest sequence that could have the whole pool to itself."""
-        per_block = sum(not group.is_recurrent for group in self.groups)
         pages = self.pool.num_pages - sum(group.is_recurrent for group in self.groups)
-        return pages // per_block * self.block_size if per_block else 2**31 - 1
+        return pages // self.pages_per_block * self.block_size if self.pages_per_block else 2**31 - 1
 
     # -- taking ---------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class PagePool:
         self._fences: deque[tuple[int, int]] = deque()
         self._num_fenced = 0
         self._launched = 0
-        self._retired = 0
+        self.retired = 0   # the last step that is over
         self.num_pages = num_pages
 
     def counts(self) -> PageCounts:
@@ -138,7 +138,7 @@ class PagePool:
 
     def retire(self, step_id: int) -> None:
         """Note that all steps up to this one are over; their fenced pages become cached or free."""
-        self._retired = step_id
+        self.retired = step_id
         while self._fences and self._fences[0][0] <= step_id:
             stamp, page = self._fences.popleft()
             if self._refs[page] == 0 and self._stamps[page] == stamp and not self._pins[page]:
@@ -149,7 +149,7 @@ class PagePool:
         """Decide what holds a page back that nobody holds: a transfer, a step in flight, or nothing."""
         if self._pins[page]:
             return
-        if self._launched > self._retired:
+        if self._launched > self.retired:
             if self._stamps[page] != self._launched:
                 self._stamps[page] = self._launched
                 self._fences.append((self._launched, page))

@@ -93,7 +93,7 @@ class NullRunner:
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Compute the step; its result waits for `collect`."""
         plan = self._plan
-        assert plan is not None and plan.step_id == step_id  # noqa: PT018
+        assert plan is not None and plan.step_id == step_id
         masks = self._masks(late)
         chunks = self._write_chunks(plan)
         rows: list[list[int]] = []

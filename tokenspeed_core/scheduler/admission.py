@@ -1,0 +1,96 @@
+"""Admission: what is refused at the door, and how those who wait get a slot, blocks and a first chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.messages import Refused, Submit
+from tokenspeed_core.scheduler.lifecycle import Preempted, Waiting
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.planning import Draft
+from tokenspeed_core.scheduler.policy import Candidate, Policy, Room
+from tokenspeed_core.scheduler.roster import Entry, Roster
+from tokenspeed_core.scheduler.rows import Rows
+from tokenspeed_core.scheduler.running import Running
+
+
+class Admission:
+    """Admits the first of the queue, one after another, while the policy finds room for them."""
+
+    def __init__(
+        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, rows: Rows, roster: Roster, running: Running,
+    ) -> None:
+        """Share the scheduler's parts."""
+        self._limits, self._kv, self._policy = limits, kv, policy
+        self._rows, self._roster, self._running = rows, roster, running
+
+    def refusal(self, request: Submit) -> Refused | None:
+        """Say why a request can never run or may not queue; None if it may. Changes nothing."""
+        limits, num_prompt, num_waiting = self._limits, len(request.prompt), self._roster.num_waiting
+        most = min(limits.max_model_len, self._kv.most_tokens())
+        if not num_prompt or request.prompt.min() < 0 or request.prompt.max() >= limits.vocab_size:
+            what = f"token ids must lie in [0, {limits.vocab_size})" if num_prompt else "the prompt is empty"
+            return Refused(request.request_id, "bad_request", what)
+        if num_prompt + request.max_tokens > most or request.max_tokens < 1:
+            return Refused(
+                request.request_id, "too_long",
+                f"{num_prompt} prompt tokens and {request.max_tokens} to generate exceed the {most} that fit",
+            )
+        if request.n > limits.max_queued - num_waiting:
+            message = f"{num_waiting} sequences wait already; the queue takes {limits.max_queued}"
+            return Refused(request.request_id, "queue_full", message)
+        return None
+
+    def plan(self, draft: Draft, budget: int, max_chunk: int | None, num_in_flight: int) -> None:
+        """Admit those who wait, with `budget` tokens for their first chunks."""
+        roster = self._roster
+        late: list[Entry] = []
+        while budget > 0 and roster.can_admit:
+            state = roster.first()
+            if state is None:
+                break
+            if state.sequence.last_step > self._kv.pool.retired:
+                late.append(roster.pop())  # a token of it is still in flight
+                continue
+            spent = self._admit(draft, state, self._room(draft, budget, max_chunk, num_in_flight))
+            if not spent:
+                break
+            budget -= spent
+        for entry in late:
+            roster.put_back(entry)
+
+    def _admit(self, draft: Draft, state: Waiting | Preempted, room: Room) -> int:
+        """Give the first its slot, blocks and first chunk. Returns the tokens planned; 0: no room."""
+        sequence, kv = state.sequence, self._kv
+        sequence.chain.extend(sequence.tokens)
+        match = kv.match(sequence.chain, len(sequence.tokens))
+        candidate = Candidate(
+            len(sequence.tokens), match.num_tokens,
+            kv.pages_needed(match.num_tokens, min(len(sequence.tokens) + 1, sequence.max_len)), match.num_idle,
+        )
+        num_tokens = self._policy.admit(candidate, room)
+        lease = kv.acquire(match) if num_tokens else None
+        if lease is None:
+            self._roster.stuck()
+            return 0
+        self._roster.pop()
+        slot = self._roster.admit(state, lease, match.num_tokens)
+        draft.occupy(slot, sequence, lease)
+        before = draft.num_tokens
+        self._running.plan_chunk(draft, slot, num_tokens)
+        return max(1, draft.num_tokens - before)
+
+    def _room(self, draft: Draft, budget: int, max_chunk: int | None, num_in_flight: int) -> Room:
+        rows, kv, counts = self._rows, self._kv, self._kv.counts()
+        prefilling = rows.prefilling()
+        short = rows.target[prefilling] + 1 - rows.capacity[prefilling]
+        promised = int(np.maximum(-(-short // kv.block_size), 0).sum()) * kv.pages_per_block
+        num_decoding = len(rows.decoding())
+        if not self._limits.is_chunking and not draft.num_chunks:
+            budget = self._limits.max_model_len  # a prompt beyond the budget runs alone
+        return Room(
+            budget, self._limits.chunk(num_decoding, max_chunk), self._limits.is_chunking,
+            counts.free + counts.cached, promised, num_decoding,
+            is_alone=not self._roster.num_running and not num_in_flight and not counts.fenced,
+        )

@@ -1,0 +1,118 @@
+"""Planning the rows that hold a slot: what the policy sees of them, and its decision put into the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.scheduler.lifecycle import Prefilling, PromptPlanned
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.planning import Draft
+from tokenspeed_core.scheduler.policy import Decision, Limits, Policy, View
+from tokenspeed_core.scheduler.roster import Roster
+from tokenspeed_core.scheduler.rows import Rows
+from tokenspeed_core.step import I32
+
+Drafts = Callable[[I32, I32], I32]  # (slots, most drafts each) -> drafts each
+
+
+class Running:
+    """Plans decodes and chunks. A step in which all rows decode touches no Python object per sequence."""
+
+    def __init__(
+        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, rows: Rows, roster: Roster, drafts: Drafts | None,
+    ) -> None:
+        """Share the scheduler's parts. `drafts` gives decode rows drafts to verify."""
+        self._limits, self._kv, self._policy = limits, kv, policy
+        self._rows, self._roster, self._drafts = rows, roster, drafts
+
+    def plan(self, draft: Draft, budget: int, max_chunk: int | None) -> int:
+        """Add the running sequences' rows to a draft and preempt whom the policy names. Returns the tokens used."""
+        view, counts = self._view(), self._kv.counts()
+        chunk = self._limits.chunk(view.num_decodes, max_chunk)
+        limits = Limits(budget, chunk, self._limits.is_chunking, counts.free + counts.cached, counts.fenced)
+        decision = self._policy.decide(view, limits)
+        for victim in decision.victims:
+            self._roster.preempt(int(view.slots[victim]))
+        self._plan_decodes(draft, view, decision)
+        for i in range(view.num_decodes, len(view.slots)):
+            if decision.num_query[i]:
+                self.plan_chunk(draft, int(view.slots[i]), int(decision.num_query[i]))
+        return draft.num_tokens
+
+    def plan_chunk(self, draft: Draft, slot: int, num_tokens: int) -> None:
+        """Plan the next `num_tokens` known tokens of a slot, or as many as there are pages for."""
+        rows, kv = self._rows, self._kv
+        start, target = int(rows.num_planned[slot]), int(rows.target[slot])
+        pages_per_block = max(1, kv.pages_per_block)
+        fits = int(rows.capacity[slot]) + kv.pool.num_available // pages_per_block * kv.block_size
+        end = min(start + num_tokens, fits)
+        aligned = end // kv.block_size * kv.block_size
+        if kv.has_recurrent and aligned > start and (end < target or aligned < target):
+            end = aligned  # a state can be kept only where a block ends
+        if end <= start or not self._extend(draft, slot, start, end):
+            return
+        is_last = end == target
+        state = self._roster.at(slot)
+        assert isinstance(state, Prefilling)
+        draft.chunk(slot, start, end, is_last)
+        rows.num_planned[slot] = end
+        kv.name_blocks(state.lease.blocks, state.sequence.chain, end, is_exact=True)
+        if is_last:
+            rows.num_bound[slot] = target + 1
+            rows.named_until[slot] = state.lease.blocks.num_named
+            rows.set_decoding(slot, True)
+            self._roster.move(state, PromptPlanned())
+
+    def _view(self) -> View:
+        """Gather the rows that want to run."""
+        rows, kv = self._rows, self._kv
+        decoding = rows.decoding()
+        bound = rows.num_bound[decoding]
+        room = rows.max_len[decoding] - bound
+        able = room > 0
+        if not able.all():
+            decoding, room, bound = decoding[able], room[able], bound[able]
+        num_query = np.ones(len(decoding), np.int32)
+        if self._drafts is not None and len(decoding):
+            num_query += self._drafts(decoding, room - 1)
+        prefilling = rows.prefilling()
+        if len(prefilling):
+            slots = np.concatenate((decoding, prefilling))
+            rest = rows.target[prefilling] - rows.num_planned[prefilling]
+            end = np.concatenate((bound - 1 + num_query, rows.num_planned[prefilling] + 1))
+            wanted = np.concatenate((num_query, rest))
+        else:
+            slots, wanted, end = decoding, num_query, bound - 1 + num_query
+        short = end - rows.capacity[slots]
+        pages = np.maximum(-(-short // kv.block_size), 0) * kv.pages_per_block
+        held = np.zeros(len(slots), np.int32)
+        if int(pages.sum()) > kv.pool.num_available:
+            held = np.asarray([len(self._roster.lease(int(slot)).pages()) for slot in slots], np.int32)
+        return View(slots, len(decoding), wanted, pages, held, rows.priority[slots], rows.arrival[slots])
+
+    def _plan_decodes(self, draft: Draft, view: View, decision: Decision) -> None:
+        rows, num = self._rows, view.num_decodes
+        slots, num_query = view.slots[:num], decision.num_query[:num]
+        runs = num_query > 0
+        if not runs.all():
+            slots, num_query = slots[runs], num_query[runs]
+        start = rows.num_bound[slots] - 1
+        for i in np.flatnonzero(start + num_query > rows.capacity[slots]):
+            # Drafts may be rejected: only the tokens that the host has seen are certainly there.
+            certain = int(rows.num_known[slots[i]]) - 1
+            has_room = self._extend(draft, int(slots[i]), certain, int(start[i] + num_query[i]))
+            assert has_room, "the policy let a row run without pages"
+        rows.num_bound[slots] += num_query
+        draft.decodes(slots, num_query, start)
+
+    def _extend(self, draft: Draft, slot: int, start: int, end: int) -> bool:
+        lease = self._roster.lease(slot)
+        growth = self._kv.extend(lease, start, end)
+        if growth is None:
+            return False
+        self._rows.capacity[slot] = lease.capacity
+        draft.grow(slot, growth.entries)
+        return True
