@@ -144,10 +144,10 @@ def test_a_dry_run_explains_and_does_not_serve(
     served: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = types.ModuleType("tokenspeed_core.engine.launch")
-    module.dry_run = lambda config: {"block_size": config.block_size}  # type: ignore[attr-defined]
+    module.dry_run = lambda config: f"block_size {config.block_size}"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tokenspeed_core.engine.launch", module)
     assert main(["serve", "--dry-run", "--block-size", "16"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"block_size": 16}
+    assert capsys.readouterr().out == "block_size 16\n"
     assert served == []
 
 

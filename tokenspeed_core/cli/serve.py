@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from typing import Annotated, Any
@@ -44,14 +43,12 @@ def serve(
     """Serve until told to stop; return the exit status."""
     asked = configure(positional, flags, config)
     logging.basicConfig(level=asked.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    catalog = Catalog.discover(Selection.read(no_plugins=asked.no_plugins), strict=asked.strict_plugins)
-    resolved = Hooks.load(catalog).adjust(asked)
     if dry_run:
         from tokenspeed_core.engine.launch import dry_run as explain
 
-        report = explain(resolved)
-        typer.echo(report if isinstance(report, str) else json.dumps(report, indent=2))
+        catalog = Catalog.discover(Selection.read(no_plugins=asked.no_plugins), strict=asked.strict_plugins)
+        typer.echo(explain(Hooks.load(catalog).adjust(asked)))
         return 0
     from tokenspeed_core.server.serve import run
 
-    return run(resolved)
+    return run(asked)
