@@ -30,6 +30,7 @@ from tokenspeed_core.wire import WireError, pack
 
 STALL_SECONDS = 8.0  # with the pulse's second, the health of a stuck engine fails within ten
 MESSAGES_PER_TURN = 64
+_POLLIN = int(zmq.POLLIN)  # as a plain number: flags of an enum cost microseconds
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class EngineLink:
             self._loop.call_soon(self._read)
 
     def _has_message(self) -> bool:
-        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
     def _read(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
