@@ -1,0 +1,193 @@
+"""An engine on the null model, and what its sequences got: what several tests of the core share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.messages import Finish, Outputs, Submit
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.step import I32, LateInputs, StepFailed, StepPlan, StepResult
+from tokenspeed_core.testing.null import NullModel, NullRunner
+from tokenspeed_core.wire import Codec, pack
+
+MODEL = NullModel()
+MASKED = 9   # the priority by which a request of these tests asks for a mask
+FULL = FullAttention("full", 1, 1, 1)
+WINDOW = SlidingWindow("window", 1, 1, 1, MODEL.window)
+STATE = RecurrentState("state", 1, 8)
+GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
+    "full": (FULL,), "full and window": (FULL, WINDOW), "window and state": (WINDOW, STATE),
+    "full and state": (FULL, STATE),
+}
+NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+def allowed(last: int, token: int) -> bool:
+    """The grammar of these tests."""
+    return (last + token) % 3 != 0
+
+
+def request(request_id: int, prompt: list[int], **changes: object) -> Submit:
+    fields: dict[str, object] = dict(
+        request_id=request_id, prompt=np.asarray(prompt, np.int32), n=1, max_tokens=8, temperature=0.0, top_k=0,
+        top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, seed=None,
+        logprobs=-1, bias_ids=NO_INT, bias_values=NO_FLOAT, stop_token_ids=NO_INT, priority=0, cache_salt="",
+    )
+    return Submit(**(fields | changes))  # type: ignore[arg-type]
+
+
+class Replayed:
+    """A runner whose every plan also travels as bytes to a second runner, which must answer the same."""
+
+    def __init__(self, first: NullRunner, second: NullRunner) -> None:
+        self.first, self.second = first, second
+        self.codec = Codec(StepPlan, LateInputs, StepResult)
+
+    def forward(self, plan: StepPlan) -> None:
+        self.first.forward(plan)
+        self.second.forward(self.codec.unpack(pack(plan)))
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        self.first.sample(step_id, late)
+        self.second.sample(step_id, None if late is None else self.codec.unpack(pack(late)))
+
+    def is_done(self, step_id: int) -> bool:
+        return self.first.is_done(step_id)
+
+    def collect(self, step_id: int) -> StepResult:
+        try:
+            result = self.first.collect(step_id)
+        except StepFailed:
+            with pytest.raises(StepFailed):
+                self.second.collect(step_id)
+            raise
+        other = self.codec.unpack(pack(self.second.collect(step_id)))
+        assert np.array_equal(result.token_ids, other.token_ids)
+        assert np.array_equal(result.num_tokens, other.num_tokens)
+        return result
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None:
+        return None
+
+
+class Masks:
+    """Late inputs that depend on the step before: what the grammar allows after the last known token."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def _rows(self, plan: StepPlan) -> list[int]:
+        rows = self.scheduler.rows
+        return [i for i, slot in enumerate(plan.slots) if plan.wants_logits[i] and rows.priority[slot] == MASKED]
+
+    def wants(self, plan: StepPlan) -> bool:
+        return bool(self._rows(plan))
+
+    def late(self, plan: StepPlan) -> LateInputs:
+        indices = self._rows(plan)
+        bits = np.zeros((len(indices), MODEL.vocab_size), np.bool_)
+        for i, row in enumerate(indices):
+            last = int(self.scheduler.rows.known(int(plan.slots[row]))[-1])
+            bits[i] = [allowed(last, token) for token in range(MODEL.vocab_size)]
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return LateInputs(np.asarray(indices, np.int32), 1, words.ravel())
+
+
+@dataclass
+class World:
+    """An engine on the null model, and what its sequences got."""
+
+    groups: tuple[CacheGroupSpec, ...] = GROUPS["full"]
+    num_pages: int = 40
+    block_size: int = 4
+    chunk_size: int = 16
+    max_num_seqs: int = 6
+    max_model_len: int = 48
+    depth: int = 2
+    policy: str = "fcfs"
+    prefix_caching: bool = True
+    num_drafts: int = 0
+    sends: bool = False
+    max_queued: int = 10_000
+    fail_at: frozenset[int] = frozenset()
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, Finish] = field(default_factory=dict)
+    requests: dict[int, Submit] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kv = KVManager(self.groups, self.block_size, self.num_pages, prefix_caching=self.prefix_caching)
+        limits = SchedulerLimits(
+            self.max_num_seqs, self.max_model_len, self.chunk_size, 16, self.max_queued, MODEL.vocab_size,
+        )
+        self.rng = np.random.default_rng(0)
+        self.scheduler = Scheduler(
+            limits, kv, POLICIES[self.policy](), drafts=self._drafts if self.num_drafts else None,
+            sends=(lambda sequence: sequence.sequence_id % 2 == 0) if self.sends else None,
+        )
+        runners = [
+            NullRunner(MODEL, self.groups, self.num_pages, self.block_size, self.max_num_seqs, self.max_model_len,
+                       seed=1, fail_at=self.fail_at)
+            for _ in range(2)
+        ]
+        self.runner = runners[0]
+        self.engine = Engine(
+            self.scheduler, Replayed(*runners), depth=self.depth, late_source=Masks(self.scheduler),
+        )
+
+    def _drafts(self, slots: I32, room: I32) -> I32:
+        drafts = np.minimum(self.rng.integers(0, self.num_drafts + 1, len(slots)), room).astype(np.int32)
+        return np.where(self.scheduler.rows.priority[slots] == MASKED, 0, drafts).astype(np.int32)
+
+    def submit(self, submit: Submit, awaits: str | None = None) -> None:
+        refused = self.scheduler.submit(submit, awaits=awaits)
+        assert refused is None, refused
+        for i in range(submit.n):
+            self.requests[submit.request_id + i] = submit
+            self.tokens[submit.request_id + i] = []
+
+    def take(self, outputs: list[Outputs]) -> None:
+        for out in outputs:
+            at = 0
+            for i, sequence_id in enumerate(out.sequence_ids.tolist()):
+                num = int(out.num_tokens[i])
+                if num and not self.tokens[sequence_id]:
+                    self.cached[sequence_id] = int(out.num_cached_tokens[i])
+                self.tokens[sequence_id] += out.token_ids[at : at + num].tolist()
+                at += num
+                if out.finish[i]:
+                    assert sequence_id not in self.finish, "a sequence ended twice"
+                    self.finish[sequence_id] = Finish(int(out.finish[i]))
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+
+    def run(self, most: int = 3000) -> None:
+        for _ in range(most):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def check(self, sequence_id: int) -> None:
+        """Compare what a sequence got so far with the oracle."""
+        submit, got = self.requests[sequence_id], self.tokens[sequence_id]
+        grammar = allowed if submit.priority == MASKED else None
+        expected = MODEL.expected(submit.prompt.tolist(), len(got), grammar)
+        assert got == expected, f"sequence {sequence_id} got {got}, not {expected}"
+        stops = [i for i, token in enumerate(got) if token in submit.stop_token_ids]
+        assert not stops or (stops[0] == len(got) - 1 and self.finish.get(sequence_id) is Finish.STOP)
+        if self.finish.get(sequence_id) is Finish.LENGTH:
+            assert len(got) == submit.max_tokens
+        assert len(got) <= submit.max_tokens
