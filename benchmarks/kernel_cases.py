@@ -41,7 +41,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from _rows(device, num)
     for num in (64, 256):
         yield from _sampling(device, num)
-    for num in (64, 8192):
+    for num in (1, 64, 512, 8192):
         yield from _experts(device, num)
 
 
@@ -150,14 +150,19 @@ def _sampling(device: torch.device, num: int) -> Iterator[Case]:
     narrow = logits.to(torch.bfloat16)
     yield _case("greedy", f"{num} x {V}", problem, [narrow], num * V * BF16)
 
-    def filters(top_k: int, top_p: float) -> list[Tensor]:
+    rank = torch.rand((num, V), device=device).argsort(dim=1) + 1
+    peaked = -1.2 * rank.log() + torch.randn((num, V), device=device) / 4
+
+    def filters(top_k: int, top_p: float, of: Tensor = logits) -> list[Tensor]:
         columns = ((0.7, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (0.0, torch.float32))
         filled = [torch.full((num,), value, dtype=dtype, device=device) for value, dtype in columns]
         seeds = torch.arange(num, device=device)
-        return [logits, *filled, seeds, seeds]
+        return [of, *filled, seeds, seeds]
 
     wide = {**problem, "dtype": "float32"}
-    yield _case("sample", f"{num} x {V} plain", wide, filters(0, 1.0), num * V * 4)
+    yield _case("sample", f"{num} x {V} flat", wide, filters(0, 1.0), num * V * 4)
+    yield _case("sample", f"{num} x {V} peaked", wide, filters(0, 1.0, peaked), num * V * 4)
+    yield _case("sample", f"{num} x {V} peaked p=.9", wide, filters(0, 0.9, peaked), num * V * 4)
     yield _case("sample", f"{num} x {V} k=50", wide, filters(50, 1.0), num * V * 4)
     yield _case("sample", f"{num} x {V} k=50 p=.9", wide, filters(50, 0.9), num * V * 4)
 

@@ -89,7 +89,8 @@ class TritonAttention:
         self._launches = tuple(launches)
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
+        assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
         for launch in self._launches:
             self._attend(launch, q, k_cache, v_cache, out)
 
@@ -119,7 +120,7 @@ class TritonAttention:
             launch.first_row, launch.num_rows, launch.num_splits, problem.window or 0,
             problem.scale * LOG2_E,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            *k_cache.stride()[:3], *v_cache.stride()[:3], step.block_table.stride(0),
+            *k_cache.stride()[:3], step.block_table.stride(0),
             G=self._num_groups, D=problem.head_size, BLOCK_D=self._block_d, BLOCK_SIZE=problem.block_size,
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.num_splits > 1,
             ONE_TILE=launch.one_tile, HAS_WINDOW=problem.window is not None,

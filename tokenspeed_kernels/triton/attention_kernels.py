@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def _attend_keys(
     acc, highest, total, q, position, start, stop, k_base, v_base, table,
-    k_stride_b, k_stride_s, v_stride_b, v_stride_s, window, log2_scale,
+    stride_b, stride_s, window, log2_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -29,9 +29,9 @@ def _attend_keys(
         else:
             block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
             mask = (column < D)[None, :] & (key >= 0)[:, None]
-        offset = key % BLOCK_SIZE
-        k_ptrs = k_base + block * k_stride_b + offset * k_stride_s
-        v_ptrs = v_base + block * v_stride_b + offset * v_stride_s
+        offset = block * stride_b + (key % BLOCK_SIZE) * stride_s
+        k_ptrs = k_base + offset
+        v_ptrs = v_base + offset
         if MASKED or D < BLOCK_D:
             k = tl.load(k_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
         else:
@@ -68,7 +68,7 @@ _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
     first_row, num_rows, num_splits, window, log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
+    stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
@@ -76,7 +76,8 @@ def attend(
     """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
 
     Row i's tiles start at query_start[i] // TOKENS + i, counted from `first_row`; the few surplus tiles
-    leave at once. With splits, results go to `partial` and `lse`, a program's own slice of each.
+    leave at once. k and v have the same strides. With splits, results go to `partial` and `lse`, a
+    program's own slice of each.
     """
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
@@ -130,18 +131,18 @@ def attend(
         acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        k_base = k_ptr + kv_head * k_stride_h
-        v_base = v_ptr + kv_head * v_stride_h
+        k_base = k_ptr + kv_head * stride_h
+        v_base = v_ptr + kv_head * stride_h
         table = table_ptr + row.to(tl.int64) * table_stride
         if not HAS_WINDOW:
             acc, highest, total = _attend_keys(
                 acc, highest, total, q, position, start, unmasked, k_base, v_base, table,
-                k_stride_b, k_stride_s, v_stride_b, v_stride_s, window, log2_scale,
+                stride_b, stride_s, window, log2_scale,
                 D, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, False, PRECISION,
             )
         acc, highest, total = _attend_keys(
             acc, highest, total, q, position, unmasked, stop, k_base, v_base, table,
-            k_stride_b, k_stride_s, v_stride_b, v_stride_s, window, log2_scale,
+            stride_b, stride_s, window, log2_scale,
             D, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, PRECISION,
         )
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

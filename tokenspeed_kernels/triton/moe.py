@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,7 +16,31 @@ Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 SMALL_SORT = 4096  # token-expert pairs that one program sorts
-MANY_TOKENS = 1024  # from here on tiles are large
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Pairs and columns of a tile in the two products, features of a step, warps and loads in flight."""
+
+    block_m: int
+    up_columns: int
+    down_columns: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+FEW = Tiling(16, 32, 64, 128, 4, 3)
+SOME = Tiling(64, 64, 128, 64, 4, 3)
+MANY = Tiling(128, 64, 128, 64, 8, 3)
+
+
+
+def tiling_for(pairs_per_expert: float) -> Tiling:
+    """Return the tiling by how many tokens an expert gets on average: weights or products weigh more."""
+    if pairs_per_expert <= 16:
+        return FEW
+    return SOME if pairs_per_expert <= 64 else MANY
 
 
 def moe_route(problem: Problem) -> Route:
@@ -53,22 +78,23 @@ def moe_experts(problem: Problem) -> Experts:
         if num_pairs == 0:
             return y
         pairs, counts = _sort(ids, num_experts)
-        many = x.shape[0] >= MANY_TOKENS
-        tile = {"BLOCK_M": 128 if many else 16, "num_warps": 8 if many else 4, "num_stages": 3}
-        num_tiles = num_pairs // tile["BLOCK_M"] + min(num_experts, num_pairs)
+        tiling = tiling_for(num_pairs / num_experts)
+        num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
+        block_k = min(tiling.block_k, 64) if precision == "ieee" else tiling.block_k
+        tile = {
+            "E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "BLOCK_M": tiling.block_m,
+            "BLOCK_K": block_k, "PRECISION": precision, "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
         hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-        block_n, block_k = (64 if many else 32), 64 if many or precision == "ieee" else 128
-        code.gate_up[(triton.cdiv(inner, block_n), num_tiles)](
+        code.gate_up[(triton.cdiv(inner, tiling.up_columns), num_tiles)](
             x, gate_up, hidden, pairs, counts, x.stride(0), gate_up.stride(0), gate_up.stride(1),
-            E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, N=inner, K=size,
-            BLOCK_N=block_n, BLOCK_K=block_k, PRECISION=precision, **tile,
+            TOP_K=top_k, N=inner, K=size, BLOCK_N=tiling.up_columns, **tile,
         )
         scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
-        block_n = 128 if many else 64
-        code.down[(triton.cdiv(size, block_n), num_tiles)](
+        code.down[(triton.cdiv(size, tiling.down_columns), num_tiles)](
             hidden, down, scaled, pairs, counts, weights, down.stride(0), down.stride(1),
-            E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), N=size, K=inner,
-            BLOCK_N=block_n, BLOCK_K=block_k, PRECISION=precision, **tile,
+            N=size, K=inner, BLOCK_N=tiling.down_columns, **tile,
         )
         block = min(1024, triton.next_power_of_2(size))
         code.add_pairs[(x.shape[0], triton.cdiv(size, block))](scaled, y, TOP_K=top_k, N=size, BLOCK=block)

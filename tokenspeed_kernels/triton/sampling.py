@@ -77,7 +77,7 @@ def sample(problem: Problem) -> Sample:
         )
         code.sample[(num_rows,)](
             logits, temperature, top_k, top_p, min_p, seeds, positions, parts, masses, values, head_ids, sizes,
-            ids, stride, CAPACITY=CAPACITY, num_warps=8, **parted,
+            ids, stride, CAPACITY=CAPACITY, num_warps=16, **{**parted, "BLOCK": 2 * block},
         )
         return ids
 

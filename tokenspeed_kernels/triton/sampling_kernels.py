@@ -186,7 +186,8 @@ def gather_head(
 ):
     """Grid (rows, parts): copy the head of a row, its tokens above one depth, in order of id.
 
-    The depth is the least that holds ENOUGH of the probability and top-k tokens, else the greatest that fits.
+    The depth is the least that holds the top-k tokens or, without top-k, ENOUGH of the probability; else the
+    greatest that fits.
     """
     row = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
@@ -198,7 +199,8 @@ def gather_head(
     totals = tl.sum(counts, axis=0)
     held = tl.sum(masses, axis=0)
     top_k = tl.load(top_k_ptr + row)
-    good = (held >= ENOUGH * tl.max(held, axis=0)) & (totals >= top_k)
+    limited = (top_k > 0) & (top_k < V)
+    good = tl.where(limited, totals >= top_k, held >= ENOUGH * tl.max(held, axis=0))
     least = tl.min(tl.where(good, depth, 7), axis=0)
     greatest = tl.max(tl.where(totals <= CAPACITY, depth, -1), axis=0)
     chosen = tl.minimum(least, greatest)
