@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
+from tiny_families import FAMILIES, save_reference
 
 from tokenspeed_core.checkpoint import resolve_checkpoint
 from tokenspeed_core.plugins.catalog import Catalog
@@ -15,28 +14,7 @@ from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.plans import PlanMaker
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 64, "intermediate_size": 56, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {"tie_word_embeddings": True},
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    "Qwen3": {"head_dim": 16},
-    "Qwen3Moe": {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                 "mlp_only_layers": [0]},
-    "Mistral": {"sliding_window": 9},
-}
 PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1))}
-
-
-def save_reference(family: str, folder: Path) -> Any:
-    torch.manual_seed(11)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **FAMILIES[family]})
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    reference.save_pretrained(folder)
-    return reference
 
 
 def start(folder: Path) -> tuple[LocalRunner, int]:

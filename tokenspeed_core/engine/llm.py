@@ -32,6 +32,7 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     finish: Finish = Finish.NOT
     num_cached: int = 0
+    num_logprobs: int = 0   # alternatives that its request wants; a step reports as many as any row wants
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     assembler: Assembler | None = None   # only where stop strings must be watched for
     text: str = ""
@@ -138,7 +139,9 @@ class LLM:
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
     def _new_output(self, params: SamplingParams) -> _Output:
-        return _Output(assembler=self._assembler(params) if params.stop else None)
+        return _Output(
+            num_logprobs=params.logprobs or 0, assembler=self._assembler(params) if params.stop else None,
+        )
 
     def _assembler(self, params: SamplingParams) -> Assembler:
         assert self.tokenizer is not None
@@ -201,16 +204,18 @@ def _per_prompt(
 
 def _take_logprobs(sequences: dict[int, _Output], outputs: Outputs) -> None:
     """Add log-probabilities: one entry per token of the listed rows."""
-    width = outputs.logprob_width
-    top_ids = outputs.logprob_top_ids.reshape(-1, width).tolist()
-    top_values = outputs.logprob_top_values.reshape(-1, width).tolist()
+    shape = (len(outputs.logprob_rows), outputs.logprob_width)
+    top_ids = outputs.logprob_top_ids.reshape(shape).tolist()
+    top_values = outputs.logprob_top_values.reshape(shape).tolist()
     ends = np.cumsum(outputs.num_tokens)
     for i, row in enumerate(outputs.logprob_rows.tolist()):
         output = sequences[int(outputs.sequence_ids[row])]
         chosen = int(outputs.token_ids[ends[row] - 1])
+        wanted = slice(output.num_logprobs)
         entry = {
             token: Logprob(value, rank + 1)
-            for rank, (token, value) in enumerate(zip(top_ids[i], top_values[i], strict=True)) if token >= 0
+            for rank, (token, value) in enumerate(zip(top_ids[i][wanted], top_values[i][wanted], strict=True))
+            if token >= 0
         }
         entry[chosen] = Logprob(float(outputs.logprob_chosen[i]), int(outputs.logprob_ranks[i]))
         output.logprobs.append(entry)

@@ -140,10 +140,11 @@ def _message(
     place = np.full(int(max(logprobs.rows.max(), plan_rows.max(initial=0))) + 1, -1, np.int32)
     place[plan_rows] = np.arange(len(plan_rows), dtype=np.int32)
     at = place[logprobs.rows]
-    keep = (at >= 0) & (num_tokens[at] > 0)
-    width = logprobs.width
+    keep = at >= 0
+    keep[keep] = num_tokens[at[keep]] > 0
+    shape = (len(at), logprobs.width)
     return Outputs(
-        ids, num_tokens, token_ids, finish, num_cached, at[keep], width,
+        ids, num_tokens, token_ids, finish, num_cached, at[keep], logprobs.width,
         logprobs.chosen[keep], logprobs.ranks[keep],
-        logprobs.top_ids.reshape(-1, width)[keep].ravel(), logprobs.top_values.reshape(-1, width)[keep].ravel(),
+        logprobs.top_ids.reshape(shape)[keep].ravel(), logprobs.top_values.reshape(shape)[keep].ravel(),
     )

@@ -1,0 +1,355 @@
+"""Through `LLM`, with the real scheduler and KV manager: what comes out is what transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_families import FAMILIES, save_reference
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.engine.outputs import SequenceOutput
+
+CONTEXT = 128   # of the tiny checkpoints
+NEAR = 1e-4     # logits this close are equal: either token is right
+EOS = 2
+LENGTHS = (1, 2, 4, 7, 8, 15, 16, 17, 33, 60)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one step a prompt": {},
+    "chunks of 5": {"chunked_prefill_size": 5},
+    "chunks of 16, blocks of 3": {"chunked_prefill_size": 16, "block_size": 3},
+    "no chunks": {"chunked_prefill_size": -1, "max_prefill_tokens": 20},
+    "two at once": {"max_num_seqs": 2},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "a step ahead": {"depth": 2, "chunked_prefill_size": 16},
+}
+
+Reference = Callable[[tuple[int, ...]], torch.Tensor]
+
+
+class Family:
+    """A checkpoint on disk, and the logits of transformers' model of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        model = save_reference(name, folder)
+
+        @cache
+        def logits(tokens: tuple[int, ...]) -> torch.Tensor:
+            with torch.inference_mode():
+                found: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+            return found
+
+        self.logits = logits
+
+    def start(self, depth: int = 1, **settings: Any) -> LLM:
+        """Start an engine with `depth` steps in flight; a GPU has 2."""
+        defaults: dict[str, Any] = {
+            "skip_tokenizer_init": True, "max_total_tokens": 1024, "block_size": 4, "max_num_seqs": 8,
+        }
+        llm = LLM(str(self.folder), **{**defaults, **settings})
+        llm._engine._depth = depth
+        return llm
+
+    def check_greedy(self, prompt: list[int], tokens: list[int]) -> None:
+        """Raise AssertionError at a token that transformers finds less likely than another."""
+        logits = self.logits((*prompt, *tokens))
+        for at, token in enumerate(tokens, len(prompt) - 1):
+            assert logits[at].max() - logits[at, token] <= NEAR, f"token {at + 1 - len(prompt)} after {len(prompt)}"
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    return cache(lambda name: Family(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def qwen3(families: Callable[[str], Family]) -> Family:
+    return families("Qwen3")
+
+
+@pytest.fixture(scope="module")
+def llm(qwen3: Family) -> Iterator[LLM]:
+    with qwen3.start() as started:
+        yield started
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of many lengths; some share a long beginning."""
+    random = np.random.default_rng(3)
+    shared = random.integers(3, 101, 60).tolist()
+    return [
+        shared[:length] if i % 2 else random.integers(3, 101, length).tolist() for i, length in enumerate(LENGTHS)
+    ]
+
+
+def greedy(num_tokens: int, **params: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, **params)
+
+
+def ask(llm: LLM, prompt: list[int], params: SamplingParams) -> SequenceOutput:
+    """Generate for one prompt alone."""
+    return llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0]
+
+
+def run(llm: LLM, wanted: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    """Generate for prompts together."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in wanted], params)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(
+    families: Callable[[str], Family], family: str, setting: str
+) -> None:
+    model, wanted = families(family), prompts()
+    params = [greedy(6 + 3 * i % 17) for i in range(len(wanted))]
+    with model.start(**SETTINGS[setting]) as llm:
+        for _ in range(2):   # the second time with hits
+            for prompt, tokens, each in zip(wanted, run(llm, wanted, params), params, strict=True):
+                assert len(tokens) == each.max_tokens
+                model.check_greedy(prompt, tokens)
+
+
+@pytest.mark.parametrize(("chunk", "depth"), [(16, 1), (-1, 1), (16, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_survive_preemption(
+    families: Callable[[str], Family], family: str, chunk: int, depth: int
+) -> None:
+    model, wanted = families(family), [[i] for i in range(60, 72)] + prompts()
+    small: dict[str, Any] = {"max_total_tokens": 112, "max_model_len": 100, "max_num_seqs": 16}
+    with model.start(depth, chunked_prefill_size=chunk, **small) as llm:
+        for prompt, tokens in zip(wanted, run(llm, wanted, greedy(36)), strict=True):
+            assert len(tokens) == 36
+            model.check_greedy(prompt, tokens)
+        scheduler = llm._engine.scheduler
+        assert scheduler.num_preemptions > 0, "the pool was too large for this test"
+        counts = scheduler.kv.counts()
+        assert counts.free + counts.cached == counts.total, "blocks are held when idle"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_do_not_depend_on_who_arrives_when(
+    families: Callable[[str], Family], family: str, depth: int
+) -> None:
+    model, wanted = families(family), prompts()
+    params = greedy(20)
+    with model.start(depth, chunked_prefill_size=9, max_num_seqs=4) as llm:
+        engine = llm._engine
+        got: dict[int, list[int]] = {i: [] for i in range(len(wanted))}
+        waiting = [llm._submit_for({"prompt_token_ids": prompt}, params) for prompt in wanted][::-1]
+        number_of = {submit.request_id: len(waiting) - 1 - i for i, submit in enumerate(waiting)}
+        while waiting or engine.has_work:
+            if waiting:
+                engine.submit(waiting.pop(0))   # the longest first, one a step
+            for outputs in engine.step():
+                at = 0
+                for key, num in zip(outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), strict=True):
+                    got[number_of[key]] += outputs.token_ids[at : at + num].tolist()
+                    at += num
+        for i, prompt in enumerate(wanted):
+            assert len(got[i]) == 20
+            model.check_greedy(prompt, got[i])
+
+
+def test_a_repeated_prompt_is_found_cached_and_forgotten_when_told(qwen3: Family) -> None:
+    prompt = {"prompt_token_ids": prompts()[9]}
+    with qwen3.start() as llm:
+        cached = [llm.generate(prompt, greedy(3))[0].num_cached_tokens for _ in range(2)]
+        llm.reset_prefix_cache()
+        cached.append(llm.generate(prompt, greedy(3))[0].num_cached_tokens)
+    assert cached == [0, 56, 0]   # of 60 tokens in blocks of 4, the last block's logits being needed
+
+
+def test_what_arrives_together_with_one_beginning_computes_it_once(qwen3: Family) -> None:
+    shared = prompts()[9]
+    with qwen3.start(max_num_seqs=32) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": [*shared[:40], i + 3]} for i in range(32)], greedy(4)
+        )
+    assert [output.num_cached_tokens for output in outputs] == [0] + [40] * 31
+    for output in outputs:
+        qwen3.check_greedy(output.prompt_token_ids, output.outputs[0].token_ids)
+
+
+def test_n_sequences_of_a_prompt_are_drawn_apart_and_again_alike(llm: LLM, qwen3: Family) -> None:
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    same = llm.generate(prompt, greedy(9, n=3))[0].outputs
+    assert [output.index for output in same] == [0, 1, 2]
+    assert same[0].token_ids == same[1].token_ids == same[2].token_ids
+    qwen3.check_greedy([5, 6, 7], same[0].token_ids)
+    params = SamplingParams(temperature=20, n=4, seed=9, max_tokens=12, ignore_eos=True)
+    first, second = (
+        [output.token_ids for output in llm.generate(prompt, params)[0].outputs] for _ in range(2)
+    )
+    assert first == second
+    assert len({tuple(tokens) for tokens in first}) == 4
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_company(llm: LLM) -> None:
+    wanted = prompts()
+    seeded = SamplingParams(temperature=5, top_p=0.95, top_k=50, seed=123, max_tokens=20, ignore_eos=True)
+    alone = [ask(llm, prompt, seeded).token_ids for prompt in wanted]
+    others = [seeded, greedy(20), seeded.model_copy(update={"seed": 5}), greedy(20, presence_penalty=1, logprobs=3)]
+    mixed = run(llm, wanted, [others[i % 4] for i in range(len(wanted))])
+    assert run(llm, wanted, seeded) == alone
+    assert mixed[::4] == alone[::4]
+    assert mixed[2] != alone[2], "another seed draws the same"
+
+
+def test_without_seeds_requests_draw_apart(llm: LLM) -> None:
+    params = SamplingParams(temperature=20, max_tokens=12, ignore_eos=True)
+    drawn = run(llm, [[5, 6, 7]] * 5, params)
+    assert len({tuple(tokens) for tokens in drawn}) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_log_probabilities_are_those_of_transformers(llm: LLM, qwen3: Family, temperature: float) -> None:
+    wanted = prompts()
+    asked = SamplingParams(temperature=temperature, logprobs=5, max_tokens=10, seed=1, ignore_eos=True)
+    none = asked.model_copy(update={"logprobs": 0})
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in wanted], [none if i % 3 == 2 else asked for i in range(len(wanted))]
+    )
+    for i, output in enumerate(outputs):
+        tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
+        assert entries is not None
+        expected = qwen3.logits((*output.prompt_token_ids, *tokens)).log_softmax(-1)
+        for at, (token, entry) in enumerate(zip(tokens, entries, strict=True), len(output.prompt_token_ids) - 1):
+            assert {key: value.logprob for key, value in entry.items()} == pytest.approx(
+                {key: float(expected[at, key]) for key in entry}, abs=NEAR
+            )
+            best = expected[at].topk(5)
+            assert entry[token].rank >= 1
+            if i % 3 == 2:
+                assert list(entry) == [token]
+            else:
+                assert sorted((v.logprob for v in entry.values()), reverse=True)[:5] == pytest.approx(
+                    best.values.tolist(), abs=NEAR
+                )
+                assert len(entry) == (5 if entry[token].rank <= 5 else 6)
+
+
+def test_the_chosen_tokens_log_probability_can_be_had_alone(llm: LLM) -> None:
+    output = ask(llm, [5, 6, 7], greedy(4, logprobs=0))
+    assert output.logprobs is not None
+    assert [list(entry) for entry in output.logprobs] == [[token] for token in output.token_ids]
+    assert all(entry[token].rank == 1 for entry, token in zip(output.logprobs, output.token_ids, strict=True))
+
+
+def test_log_probabilities_survive_preemption_a_step_ahead(qwen3: Family) -> None:
+    wanted = prompts()
+    with qwen3.start(depth=2, max_total_tokens=112, max_model_len=100) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in wanted], greedy(30, logprobs=0))
+        assert llm._engine.scheduler.num_preemptions
+    for output in outputs:
+        tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
+        expected = qwen3.logits((*output.prompt_token_ids, *tokens)).log_softmax(-1)[len(output.prompt_token_ids) - 1 :]
+        assert entries is not None
+        assert [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)] == pytest.approx(
+            [float(expected[i, token]) for i, token in enumerate(tokens)], abs=NEAR
+        )
+
+
+def adjusted(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
+    """Return logits as the documentation of the parameters says they change."""
+    wanted = logits.clone()
+    for token in {*prompt, *output}:
+        repetition = params.repetition_penalty or 1.0
+        wanted[token] = wanted[token] / repetition if wanted[token] > 0 else wanted[token] * repetition
+    for token in set(output):
+        wanted[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    for token, bias in params.logit_bias.items():
+        wanted[token] += bias
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"presence_penalty": 2.0}, {"frequency_penalty": 1.5}, {"frequency_penalty": -2.0},
+        {"repetition_penalty": 1.7}, {"logit_bias": {40: 9.0, 7: -100.0}},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {40: 9.0}},
+    ],
+    ids=lambda asked: " ".join(asked),
+)
+@pytest.mark.parametrize(("preempts", "depth"), [(False, 1), (True, 1), (True, 2)])
+def test_penalties_and_biases_change_the_choice_as_documented(
+    qwen3: Family, asked: dict[str, Any], preempts: bool, depth: int
+) -> None:
+    wanted = prompts()[1::2]
+    params = greedy(30, **asked)
+    with qwen3.start(depth, max_total_tokens=112 if preempts else 1024, max_model_len=100) as llm:
+        plain, got = run(llm, wanted, greedy(30)), run(llm, wanted, params)
+        assert bool(llm._engine.scheduler.num_preemptions) is preempts
+    assert plain != got
+    for prompt, tokens in zip(wanted, got, strict=True):
+        logits = qwen3.logits((*prompt, *tokens))
+        for i, token in enumerate(tokens):
+            changed = adjusted(logits[len(prompt) - 1 + i], prompt, tokens[:i], params)
+            assert changed.max() - changed[token] <= NEAR
+
+
+def test_a_stop_token_ends_a_sequence_and_is_its_last_token(llm: LLM) -> None:
+    whole = ask(llm, [5, 6, 7], greedy(30))
+    stop = whole.token_ids[9]
+    first = whole.token_ids.index(stop)
+    stopped = ask(llm, [5, 6, 7], greedy(30, stop_token_ids=(stop, 0)))
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+    assert whole.finish_reason == "length"
+
+
+def test_the_models_end_of_sequence_ends_it_unless_ignored(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100})
+    ended = ask(llm, [5, 6, 7], params)
+    assert (ended.token_ids, ended.finish_reason) == ([EOS], "stop")
+    goes_on = ask(llm, [5, 6, 7], params.model_copy(update={"ignore_eos": True}))
+    assert (goes_on.token_ids, goes_on.finish_reason) == ([EOS] * 5, "length")
+
+
+@pytest.mark.parametrize("num_prompt", [1, 60, CONTEXT - 1])
+def test_without_max_tokens_a_sequence_runs_to_the_contexts_end(llm: LLM, qwen3: Family, num_prompt: int) -> None:
+    prompt = (prompts()[9] * 3)[:num_prompt]
+    output = ask(llm, prompt, SamplingParams(temperature=0, ignore_eos=True))
+    assert len(output.token_ids) == CONTEXT - num_prompt
+    assert output.finish_reason == "length"
+    qwen3.check_greedy(prompt, output.token_ids)
+
+
+def test_stop_strings_end_the_text_before_them_wherever_events_fall() -> None:
+    with LLM(max_total_tokens=2048) as demo:
+        ask_for = "Repeat: red green blue"
+        whole = demo.generate(ask_for, greedy(24))[0].outputs[0].text
+        assert whole is not None
+        for length in (1, 2, 5):
+            stop = whole[6 : 6 + length]
+            at = whole.index(stop)
+            for keeps in (False, True):
+                params = SamplingParams(
+                    temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,), include_stop_str_in_output=keeps
+                )
+                stopped = demo.generate([ask_for, "other"], params)[0].outputs[0]
+                assert stopped.text == whole[: at + (length if keeps else 0)]
+                assert stopped.finish_reason == "stop"
+        counts = demo._engine.scheduler.kv.counts()
+        assert counts.free + counts.cached == counts.total
+
+
+def test_an_abort_while_log_probabilities_are_computed_harms_nobody(llm: LLM, qwen3: Family) -> None:
+    engine = llm._engine
+    submit = llm._submit_for({"prompt_token_ids": [5, 6, 7]}, greedy(20, logprobs=2))
+    engine.submit(submit)
+    draft = engine.scheduler.plan()
+    assert draft is not None
+    engine.launch(draft)
+    engine.abort([submit.request_id])
+    assert not len(engine.collect().sequence_ids)
+    qwen3.check_greedy([5, 6, 7], ask(llm, [5, 6, 7], greedy(4)).token_ids)
