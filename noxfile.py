@@ -129,7 +129,7 @@ def everything(session: nox.Session) -> str:
 
 def third_party(session: nox.Session) -> str:
     """Return the Python of the environment with all that is not ours."""
-    tools = [*group("build"), *group("test"), *group("lint")]
+    tools = [*group("build"), *group("test"), *group("oracle"), *group("lint")]
     return environment(session, "base", TORCH, *sorted(set(declared())), *tools)
 
 
