@@ -14,6 +14,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.graphs import capture_sizes
 from tokenspeed_core.runner.local import LocalRunner, build, plan_only
+from tokenspeed_core.runner.mixed import mixed_sizes
 from tokenspeed_core.runner.trial import TrialLimits, kinds, largest
 
 Make = Callable[..., RunnerConfig]
@@ -78,6 +79,15 @@ def test_an_unknown_device_is_refused(catalog: Catalog, tiny_config: Make) -> No
 def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny_config: Make) -> None:
     with pytest.raises(CapacityError, match="--kv-cache-memory"):
         build(replace(tiny_config(), max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
+
+
+def test_every_mixed_step_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
+    sizes = mixed_sizes(8192, 256)
+    assert max(tokens for _, tokens in sizes) == 8192
+    for decodes, tokens in ((0, 1), (256, 8192), (17, 500), (65, 33), (1, 5000)):
+        fitting = [size for size in sizes if size[0] >= decodes and size[1] >= tokens]
+        assert min(each for _, each in fitting) <= max(32, 2 * tokens)
+    assert mixed_sizes(16, 1) == ((0, 16), (1, 16))
 
 
 def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:

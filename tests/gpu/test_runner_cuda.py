@@ -157,16 +157,16 @@ def test_two_steps_in_flight_give_the_tokens_of_one_after_another(
     assert overlapped(graphs, 12, 40, params) == expected
 
 
-def test_chunks_mixed_with_decodes_change_no_token(graphs: LocalRunner) -> None:
-    expected = serve(graphs, 6, 12, PARAMS)
-    graphs.forget()
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_chunks_mixed_with_decodes_change_no_token(graphs: LocalRunner, eager: LocalRunner, size: int) -> None:
+    expected = serve(eager, 6, 12, PARAMS)
     maker = PlanMaker(graphs.block_size)
     names = start(maker, 6, PARAMS)
     while any(len(maker.sequences[name].output) < 12 for name in names):
         rows = maker.sequences
         decodes = [n for n in names if rows[n].output and len(rows[n].output) < 12]
         chunks = {
-            n: min(7, rows[n].num_prompt - rows[n].num_computed)
+            n: min(size, rows[n].num_prompt - rows[n].num_computed)
             for n in names if rows[n].num_computed < rows[n].num_prompt
         }
         maker.step(graphs, decodes, chunks)

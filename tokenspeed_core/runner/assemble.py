@@ -42,11 +42,11 @@ class Assembly:
 
     @property
     def limits(self) -> AttentionLimits:
-        """The most that a step asks of an attention backend; one row more than slots, for padding."""
+        """The most that a step asks of an attention backend; captured steps pad rows and tokens beyond a plan's."""
         config = self.config
         return AttentionLimits(
             max_num_rows=config.max_num_seqs + 1,
-            max_num_tokens=max(config.max_num_tokens, config.max_num_seqs + 1),
+            max_num_tokens=config.max_num_tokens + config.max_num_seqs + 1,
             max_model_len=config.max_model_len,
             max_num_blocks=most_blocks(config.max_model_len, self.block_size),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from tokenspeed_core.runner.attention import bind_arena
 from tokenspeed_core.runner.graphs import DecodeGraphs, DecodeLaunch
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, InputMaker
 from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
+from tokenspeed_core.runner.mixed import MixedGraphs
 from tokenspeed_core.runner.rows import (
     DRAWS,
     SPECIAL,
@@ -79,6 +81,7 @@ class LocalRunner:
         )
         self._sampler = self._new_sampler()
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self.resize(num_pages)
 
     @property
@@ -97,15 +100,29 @@ class LocalRunner:
         self.num_pages = num_pages
         self.forget()
 
-    def capture(self, sizes: Sequence[int], progress: Callable[[int, int], None]) -> None:
-        """Capture decode steps of these numbers of rows as CUDA graphs. Nothing may be in flight."""
+    def capture(
+        self, decode_sizes: Sequence[int], mixed_sizes: Sequence[tuple[int, int]],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Capture CUDA graphs for decodes of these many rows, and for steps of (decodes, chunk tokens).
+
+        Nothing may be in flight.
+        """
+        total, numbers = len(decode_sizes) + len(mixed_sizes), {
+            "block_size": self.block_size, "max_model_len": self.config.max_model_len,
+        }
         with torch.inference_mode():
             self._use_stream()
-            self._graphs = DecodeGraphs(
+            pool = torch.cuda.graph_pool_handle()
+            gc.collect()
+            mixed = MixedGraphs(self._rows, self._groups, self._model, self._link, sizes=mixed_sizes, **numbers)
+            mixed.capture(pool, lambda done, _: progress(done, total))
+            graphs = DecodeGraphs(
                 self._rows, self._groups, self._model, self._assembly.greedy, self._assembly.sample, self._link,
-                sizes=sizes, block_size=self.block_size, max_model_len=self.config.max_model_len,
+                sizes=decode_sizes, **numbers,
             )
-            self._graphs.capture(progress)
+            graphs.capture(pool, lambda done, _: progress(len(mixed_sizes) + done, total))
+        self._mixed, self._graphs = mixed, graphs
 
     def forget(self) -> None:
         """Make all slots as new. Nothing may be in flight."""
@@ -180,7 +197,7 @@ class LocalRunner:
         if self._stream is not None:
             self._stream.synchronize()
         self._launched.clear()
-        self._graphs = None
+        self._graphs = self._mixed = None
         self._arena = torch.zeros(0, dtype=torch.uint8)
         for layer in self._assembly.build.layers:
             layer.k_cache = layer.v_cache = self._arena
@@ -208,15 +225,22 @@ class LocalRunner:
                 decode = self._graphs.run(plan)
                 return _Launched(plan, decode.logits, decode.rows, decode)
             self._graphs.invalidate()
+        if self._mixed is not None and self._mixed.fits(plan):
+            mixed = self._mixed.run(plan)
+            return self._with_logits(plan, mixed.hidden, mixed.index, mixed.rows)
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
         hidden = self._model.forward(inputs.token_ids, inputs.positions)
-        if not len(inputs.rows):
-            return _Launched(plan, None, None)
-        chosen = hidden if inputs.logit_index is None else hidden[inputs.logit_index]
         rows = Rows(inputs.rows, inputs.slots, inputs.device_slots, inputs.new_positions)
-        return _Launched(plan, self._model.logits(chosen), rows)
+        return self._with_logits(plan, hidden, inputs.logit_index, rows)
+
+    def _with_logits(
+        self, plan: StepPlan, hidden: torch.Tensor, index: torch.Tensor | None, rows: Rows
+    ) -> _Launched:
+        if not len(rows.plan_rows):
+            return _Launched(plan, None, None)
+        return _Launched(plan, self._model.logits(hidden if index is None else hidden[index]), rows)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for copy in plan.block_copies:

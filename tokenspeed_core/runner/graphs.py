@@ -6,7 +6,6 @@ step's lengths on the device), and one more that draws tokens from the logits. R
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,10 +103,8 @@ class DecodeGraphs:
         """The buckets, ascending."""
         return self._sizes
 
-    def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Capture all buckets, the largest first, since it sizes the memory that they share."""
-        pool = torch.cuda.graph_pool_handle()
-        gc.collect()
+    def capture(self, pool: Any, progress: Callable[[int, int], None]) -> None:
+        """Capture all buckets into a memory pool, the largest first, since it sizes what they share."""
         for done, size in enumerate(reversed(self._sizes)):
             progress(done, len(self._sizes))
             self._buckets[size] = self._capture(size, pool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -17,6 +17,7 @@ from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.execute import LocalRunner
 from tokenspeed_core.runner.graphs import capture_sizes
 from tokenspeed_core.runner.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
+from tokenspeed_core.runner.mixed import mixed_sizes
 from tokenspeed_core.runner.platform import resolve_device
 from tokenspeed_core.runner.trial import Trial, TrialLimits, kinds, largest
 from tokenspeed_core.runner.weights import load_weights
@@ -24,6 +25,7 @@ from tokenspeed_core.runner.weights import load_weights
 __all__ = ["LocalRunner", "RunnerConfig", "build", "plan_only"]
 
 Progress = Callable[[str, int, int], None]
+_GRAPH_BYTES = 4 << 20  # a captured forward itself, and its result
 _SLACK = 256 << 20  # what libraries allocate late, and what the allocator cannot use
 
 
@@ -94,7 +96,7 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
         config.model_info.vocab_size,
     )
     runner = LocalRunner(assembly, num_pages=1)
-    budget = _measure(runner, assembly, device, largest(limits), sizes[-1] if sizes else 0)
+    budget = _measure(runner, assembly, device, largest(limits), sizes)
     try:
         runner.resize(_wanted_pages(assembly) or pages_of_device(assembly.pool, budget))
     except torch.OutOfMemoryError as error:
@@ -109,15 +111,18 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
     progress("warm-up", len(trials), len(trials))
     runner.forget()
     if sizes:
-        runner.capture(sizes, lambda done, total: progress("graphs", done, total))
+        runner.capture(
+            sizes, mixed_sizes(config.max_num_tokens, sizes[-1]),
+            lambda done, total: progress("graphs", done, total),
+        )
     runner.forget()
     return runner
 
 
 def _measure(
-    runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, most_rows: int
+    runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, sizes: Sequence[int]
 ) -> DeviceBudget:
-    """Run the largest step and see what it took."""
+    """Run the largest step and see what it took. Graphs of `sizes` take as much again: their memory is their own."""
     config = assembly.config
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -128,7 +133,8 @@ def _measure(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     vocab_size = config.model_info.vocab_size
-    graphs = 3 * most_rows * vocab_size * assembly.build.dtype.itemsize + (_SLACK if most_rows else 0)
+    num_graphs = 2 * len(sizes) + len(mixed_sizes(config.max_num_tokens, sizes[-1])) if sizes else 0
+    graphs = num_graphs * _GRAPH_BYTES + (peak if sizes else 0)
     return DeviceBudget(
         total=total, utilization=config.gpu_memory_utilization,
         others=total - free - torch.cuda.memory_reserved(device), weights=weights, peak=peak,
