@@ -46,6 +46,7 @@ class TorchAttention:
         self._problem = problem
         self._device = device
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
+        self._gathered = [torch.empty(0, device=device) for _ in range(2)]
         self._pieces: list[_Piece] = []
         self._idle: list[slice] = []
 
@@ -71,7 +72,7 @@ class TorchAttention:
         for tokens in self._idle:
             out[tokens] = 0.0
         for piece in self._pieces:
-            k, v = self._gather(k_cache, piece), self._gather(v_cache, piece)
+            k, v = self._gather(0, k_cache, piece), self._gather(1, v_cache, piece)
             attend = self._attend_rows if piece.is_decode else self._attend_row
             attend(q[piece.tokens], k, v, out[piece.tokens], piece)
 
@@ -136,10 +137,17 @@ class TorchAttention:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))
 
-    def _gather(self, cache: Tensor, piece: _Piece) -> Tensor:
-        """Return [rows, length, K, D] of the cache, zero where nothing was written."""
-        _, _, num_heads, head_size = cache.shape
-        gathered = cache.index_select(0, piece.blocks)
+    def _gather(self, which: int, cache: Tensor, piece: _Piece) -> Tensor:
+        """Return [rows, length, K, D] of the cache, zero where nothing was written.
+
+        It lies in memory that is kept between calls and grows: fresh pages would cost more than the copy.
+        """
+        _, size, num_heads, head_size = cache.shape
+        num_blocks = piece.blocks.shape[0]
+        if self._gathered[which].shape[0] < num_blocks:
+            self._gathered[which] = cache.new_empty((num_blocks, size, num_heads, head_size))
+        gathered = self._gathered[which][:num_blocks]
+        torch.index_select(cache, 0, piece.blocks, out=gathered)
         if piece.unwritten is not None:
             gathered.view(-1, num_heads, head_size).index_fill_(0, piece.unwritten, 0.0)
         return gathered.view(piece.num_rows, -1, num_heads, head_size)[:, : piece.length].to(self._dtype)
