@@ -55,7 +55,7 @@ class FakeEngine:
         self.config = config
         self.parent = parent
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self.socket.linger = 1000
+        self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.connect(f"ipc://{path}")
         self.sequences: dict[int, Sequence] = {}
         self.num_steps = 0
@@ -72,11 +72,11 @@ class FakeEngine:
         next_pulse = 0.0
         while not (self.is_draining and not self.sequences):
             wait = self.config.get("step_seconds", 0.0) if self.sequences else 0.2
-            readable, _, _ = select.select([self.parent, self.socket.getsockopt(zmq.FD)], [], [], wait)
+            readable, _, _ = select.select([self.parent, int(self.socket.getsockopt(zmq.FD))], [], [], wait)
             if self.parent in readable:
                 self.note("orphaned")
                 return
-            while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self.take(to_engine.unpack(self.socket.recv()))
             self.step()
             if time.monotonic() > next_pulse:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Peer:
 
     def __init__(self, address: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self.socket.linger = 0
+        self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
     def send(self, *messages: Any) -> None:
@@ -178,7 +179,7 @@ def test_a_refusal_reaches_the_request_with_its_status(tmp_path: Path) -> None:
             for reason, status in (("queue_full", 429), ("too_long", 400), ("bad_request", 400)):
                 reader = Reader()
                 peer.send(Refused(submit(link, reader), reason, "no"))
-                await until(lambda reader=reader: reader.error)
+                await until(partial(getattr, reader, "error"))
                 assert reader.error is not None
                 assert reader.error.status == status
 

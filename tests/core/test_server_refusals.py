@@ -168,7 +168,7 @@ def test_a_body_beyond_the_cap_is_a_413_with_and_without_a_length(server: Runnin
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/openapi.json", "/nothing", "//health", "/Health"])
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer", "Bearer secret key x", "Basic secret key", "é"])
 def test_every_route_but_health_needs_the_key(server: Running, path: str, key: str | None) -> None:
-    headers = {} if key is None else {"authorization": key.encode()}
+    headers = {} if key is None else {b"authorization": key.encode()}
     with server.client() as client:
         refusal(client.request("GET", path, headers=headers), 401)
 
