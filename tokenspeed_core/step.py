@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-I32 = NDArray[np.int32]
-I64 = NDArray[np.int64]
-F32 = NDArray[np.float32]
-Bool = NDArray[np.bool_]
+# Written out, because the wire reads its schema from them and numpy.typing's alias differs between releases.
+I32 = np.ndarray[Any, np.dtype[np.int32]]
+I64 = np.ndarray[Any, np.dtype[np.int64]]
+F32 = np.ndarray[Any, np.dtype[np.float32]]
+Bool = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
