@@ -13,12 +13,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgpack
 import numpy as np
-from numpy.typing import NDArray
 
 _DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(name) for name in ("int32", "int64", "float32", "bool", "uint8", "uint64")
 )
-_ARRAY = typing.get_origin(NDArray[np.int32])  # numpy.ndarray, or from numpy 2.5 on an alias of its own
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
@@ -103,8 +101,8 @@ class _Builder:
 def _checker(hint: Any) -> Any:
     """A function that returns a decoded value of the annotated type or raises."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is _ARRAY:
-        dtype = np.dtype(args[0] if _ARRAY is not np.ndarray else typing.get_args(args[1])[0])
+    if origin is np.ndarray:
+        dtype = np.dtype(typing.get_args(args[1])[0])
         return lambda value: _column(value, dtype)
     if origin in (types.UnionType, typing.Union):
         inner = [_checker(arg) for arg in args if arg is not type(None)]
