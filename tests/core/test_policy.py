@@ -1,0 +1,338 @@
+"""The policy keeps its promises for any view and any limits, and over many steps nobody starves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from tokenspeed_core.scheduler.policy import POLICIES, Candidate, Decision, Limits, Policy, Room, View
+
+MANY = 10_000
+PAGE = 4   # tokens, in the simulation
+
+policies = st.sampled_from([POLICIES["fcfs"](), POLICIES["priority"]()])
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """Any rows, decodes first, prompts in order of arrival, as the scheduler gives them; nobody may write."""
+    num_decodes, num_prompts = draw(st.integers(0, 6)), draw(st.integers(0, 5))
+    num = num_decodes + num_prompts
+    arrival = draw(st.permutations(range(num)))
+    arrival[num_decodes:] = sorted(arrival[num_decodes:])
+
+    def column(least: int, most: int, length: int) -> list[int]:
+        return draw(st.lists(st.integers(least, most), min_size=length, max_size=length))
+
+    view = View(
+        slots=np.asarray(draw(st.permutations(range(num))), np.int32), num_decodes=num_decodes,
+        num_query=np.asarray(column(1, 5, num_decodes) + column(1, 60, num_prompts), np.int32),
+        pages=np.asarray(column(0, 3, num), np.int32), held=np.asarray(column(0, 6, num), np.int32),
+        priority=np.asarray(column(0, 2, num), np.int32), arrival=np.asarray(arrival, np.int64),
+    )
+    for each in (view.slots, view.num_query, view.pages, view.held, view.priority, view.arrival):
+        each.setflags(write=False)
+    return view
+
+
+limits = st.builds(
+    Limits, budget=st.integers(1, 64), max_chunk=st.integers(1, 64), is_chunking=st.booleans(),
+    available_pages=st.integers(0, 12), coming_pages=st.integers(0, 6),
+)
+rooms = st.builds(
+    Room, budget=st.integers(1, 64), max_chunk=st.integers(1, 64), is_chunking=st.booleans(),
+    available_pages=st.integers(0, 30), promised_pages=st.integers(0, 20), num_decoding=st.integers(0, 6),
+    is_alone=st.booleans(),
+)
+candidates = st.builds(
+    lambda hit, rest, pages, idle: Candidate(hit + rest, hit, pages, min(idle, hit)),
+    st.integers(0, 40), st.integers(1, 60), st.integers(0, 20), st.integers(0, 10),
+)
+
+
+def order(policy: Policy, view: View) -> list[int]:
+    """Return the view's rows, the most important first, by the key of the queue."""
+    keys = [policy.key(int(p), int(a)) for p, a in zip(view.priority, view.arrival, strict=True)]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def chunks(view: View, decision: Decision) -> list[int]:
+    chunks: list[int] = decision.num_query[view.num_decodes :].tolist()
+    return chunks
+
+
+@given(policies, views(), limits)
+def test_prompts_never_exceed_what_decodes_leave_of_the_budget(policy: Policy, view: View, limits: Limits) -> None:
+    decision = policy.decide(view, replace(limits, is_chunking=True))
+    decodes = int(decision.num_query[: view.num_decodes].sum())
+    assert sum(chunks(view, decision)) <= max(0, limits.budget - decodes)
+    assert max(chunks(view, decision), default=0) <= limits.max_chunk
+    assert (decision.num_query <= view.num_query).all()
+    assert (decision.num_query >= 0).all()
+
+
+@given(policies, views(), limits)
+def test_without_chunking_a_prompt_runs_whole_or_not_and_only_one_beyond_the_budget(
+    policy: Policy, view: View, limits: Limits,
+) -> None:
+    decision = policy.decide(view, replace(limits, is_chunking=False))
+    wanted = view.num_query[view.num_decodes :].tolist()
+    got = chunks(view, decision)
+    assert all(each in (0, want) for each, want in zip(got, wanted, strict=True))
+    left = max(0, limits.budget - int(decision.num_query[: view.num_decodes].sum()))
+    assert sum(got) <= left or sum(each > 0 for each in got) <= 1
+
+
+@given(policies, views(), limits)
+def test_all_decodes_run_in_full_when_there_are_pages(policy: Policy, view: View, limits: Limits) -> None:
+    decision = policy.decide(view, replace(limits, available_pages=MANY))
+    assert np.array_equal(decision.num_query[: view.num_decodes], view.num_query[: view.num_decodes])
+    assert len(decision.victims) == 0
+
+
+@given(policies, views(), limits)
+def test_a_later_prompt_gets_tokens_only_when_those_before_it_got_all(
+    policy: Policy, view: View, limits: Limits,
+) -> None:
+    limits = replace(limits, available_pages=MANY, is_chunking=True)
+    got = chunks(view, policy.decide(view, limits))
+    wanted = np.minimum(view.num_query[view.num_decodes :], limits.max_chunk).tolist()
+    for i, each in enumerate(got):
+        if each:
+            assert got[:i] == wanted[:i]
+
+
+@given(policies, views(), limits)
+def test_rows_that_run_fit_the_pages_that_are_there_now(policy: Policy, view: View, limits: Limits) -> None:
+    decision = policy.decide(view, limits)
+    assert int(view.pages[decision.num_query > 0].sum()) <= limits.available_pages
+
+
+@given(policies, views(), limits)
+def test_no_victim_runs_and_none_is_named_twice(policy: Policy, view: View, limits: Limits) -> None:
+    decision = policy.decide(view, limits)
+    assert not decision.num_query[decision.victims].any()
+    assert len(set(decision.victims.tolist())) == len(decision.victims)
+
+
+@given(policies, views(), limits)
+def test_victims_are_the_least_important_rows_and_never_the_first(policy: Policy, view: View, limits: Limits) -> None:
+    decision = policy.decide(view, limits)
+    last_first = order(policy, view)[::-1]
+    assert decision.victims.tolist() == last_first[: len(decision.victims)]
+    assert len(decision.victims) < max(1, len(view.slots))
+
+
+@given(policies, views(), limits)
+def test_nobody_is_preempted_for_pages_that_are_on_their_way(policy: Policy, view: View, limits: Limits) -> None:
+    assume(int(view.pages.sum()) <= limits.available_pages + limits.coming_pages)
+    assert len(policy.decide(view, limits).victims) == 0
+
+
+@given(policies, views(), limits)
+def test_one_victim_fewer_would_not_have_been_enough(policy: Policy, view: View, limits: Limits) -> None:
+    victims = policy.decide(view, limits).victims.tolist()
+    assume(victims)
+    coming = limits.coming_pages + int(view.held[victims[:-1]].sum())
+    stays = [row for row in range(len(view.slots)) if row not in victims[:-1]]
+    assert int(view.pages[stays].sum()) > limits.available_pages + coming
+
+
+@given(policies, views(), limits)
+def test_the_most_important_row_gets_its_pages_now_or_as_soon_as_they_come(
+    policy: Policy, view: View, limits: Limits,
+) -> None:
+    assume(len(view.slots) > 0)
+    first, *others = order(policy, view)
+    decision = policy.decide(view, limits)
+    need = int(view.pages[first])
+    if need <= limits.available_pages:
+        is_decode = first < view.num_decodes
+        assert not is_decode or decision.num_query[first] == view.num_query[first]
+    elif need > limits.available_pages + limits.coming_pages:
+        freed = int(view.held[decision.victims].sum())
+        assert need <= limits.available_pages + limits.coming_pages + freed or len(decision.victims) == len(others)
+
+
+@given(policies, views(), limits)
+def test_the_same_view_gives_the_same_decision_and_is_not_touched(policy: Policy, view: View, limits: Limits) -> None:
+    before = view.num_query.copy()
+    once, again = policy.decide(view, limits), policy.decide(view, limits)
+    assert np.array_equal(once.num_query, again.num_query)
+    assert np.array_equal(once.victims, again.victims)
+    assert np.array_equal(view.num_query, before)
+    assert not np.shares_memory(once.num_query, view.num_query)
+
+
+@given(policies, candidates, rooms)
+def test_admission_never_takes_pages_that_running_ones_were_promised(
+    policy: Policy, candidate: Candidate, room: Room,
+) -> None:
+    room = replace(room, is_alone=False)
+    if policy.admit(candidate, room):
+        taken = candidate.pages + candidate.idle_pages
+        assert taken + room.promised_pages + room.num_decoding <= room.available_pages
+
+
+@given(policies, candidates, rooms)
+def test_an_admission_fits_the_pages_even_when_nobody_else_runs(
+    policy: Policy, candidate: Candidate, room: Room,
+) -> None:
+    if policy.admit(candidate, room):
+        assert candidate.pages + candidate.idle_pages <= room.available_pages
+
+
+@given(policies, candidates, rooms)
+def test_a_first_chunk_fits_budget_and_chunk_and_without_chunking_is_the_whole_rest(
+    policy: Policy, candidate: Candidate, room: Room,
+) -> None:
+    num, rest = policy.admit(candidate, room), candidate.num_tokens - candidate.num_hit
+    assert 0 <= num <= min(rest, room.budget)
+    if room.is_chunking:
+        assert num <= room.max_chunk
+    else:
+        assert num in (0, rest)
+
+
+@given(policies, candidates, rooms)
+def test_a_candidate_that_is_alone_and_fits_is_admitted(policy: Policy, candidate: Candidate, room: Room) -> None:
+    assume(candidate.pages + candidate.idle_pages <= room.available_pages)
+    room = replace(room, is_alone=True, is_chunking=True)
+    assert policy.admit(candidate, room) == min(candidate.num_tokens - candidate.num_hit, room.budget, room.max_chunk)
+
+
+@pytest.mark.parametrize(("name", "first"), [("fcfs", (9, 1)), ("priority", (0, 2))])
+def test_first_come_is_first_served_unless_priorities_count(name: str, first: tuple[int, int]) -> None:
+    policy = POLICIES[name]()
+    assert min([(9, 1), (0, 2), (0, 3)], key=lambda each: policy.key(*each)) == first
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence of the simulation. Lengths in tokens; `held` in pages."""
+
+    arrival: int
+    priority: int
+    num_prompt: int
+    num_output: int
+    num_made: int = 0
+    num_done: int = 0
+    target: int = 0
+    held: int = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_done >= self.target
+
+    def short(self, end: int) -> int:
+        return max(0, -(-end // PAGE) - self.held)
+
+
+class Simulation:
+    """Steps of a policy on rows that are nothing but lengths; pages that victims held come back a step later."""
+
+    def __init__(self, policy: Policy, rows: list[Row], num_pages: int, budget: int, *, is_chunking: bool) -> None:
+        self.policy, self.budget, self.is_chunking = policy, budget, is_chunking
+        self.waiting, self.running, self.finished = list(rows), list[Row](), list[Row]()
+        self.free, self.coming = num_pages, 0
+
+    def step(self) -> int:
+        """Run a step and return its query tokens."""
+        decoding = [row for row in self.running if row.is_decoding]
+        prompts = sorted((row for row in self.running if not row.is_decoding), key=lambda row: row.arrival)
+        rows = decoding + prompts
+        view = View(
+            np.arange(len(rows), dtype=np.int32), len(decoding),
+            np.asarray([1 if row.is_decoding else row.target - row.num_done for row in rows], np.int32),
+            np.asarray([row.short(row.num_done + 1) for row in rows], np.int32),
+            np.asarray([row.held for row in rows], np.int32),
+            np.asarray([row.priority for row in rows], np.int32), np.asarray([row.arrival for row in rows], np.int64),
+        )
+        decision = self.policy.decide(view, Limits(self.budget, self.budget, self.is_chunking, self.free, self.coming))
+        released = sum(self._leave(rows[victim], self.waiting) for victim in decision.victims)
+        used = 0
+        for row, num in zip(rows, decision.num_query.tolist(), strict=True):
+            used += self._run(row, num) if num else 0
+        used += self._admit(self.budget - used, any(decision.num_query[len(decoding) :]))
+        released += sum(self._leave(row, self.finished) for row in decoding if row.num_made == row.num_output)
+        self.free, self.coming = self.free + self.coming, released
+        return used
+
+    def _run(self, row: Row, num: int) -> int:
+        num = min(num, (row.held + self.free) * PAGE - row.num_done)
+        short = row.short(row.num_done + num)
+        self.free, row.held = self.free - short, row.held + short
+        row.num_made += row.is_decoding
+        row.num_done += num
+        assert self.free >= 0, "the policy gave out a page twice"
+        return num
+
+    def _admit(self, budget: int, is_prompt_running: bool) -> int:
+        used = 0
+        while self.waiting and budget > used:
+            row = min(self.waiting, key=lambda row: self.policy.key(row.priority, row.arrival))
+            known = row.num_prompt + row.num_made
+            promised = sum(each.short(each.target + 1) for each in self.running if not each.is_decoding)
+            can_exceed = not self.is_chunking and not is_prompt_running and not used
+            room = Room(
+                1000 if can_exceed else budget - used, self.budget, self.is_chunking, self.free, promised,
+                sum(each.is_decoding for each in self.running), is_alone=not self.running and not self.coming,
+            )
+            num = self.policy.admit(Candidate(known, 0, row.short(known + 1), 0), room)
+            if not num:
+                break
+            row.target = known
+            self.waiting.remove(row)
+            self.running.append(row)
+            used += self._run(row, num)
+        return used
+
+    def _leave(self, row: Row, where: list[Row]) -> int:
+        self.running.remove(row)
+        where.append(row)
+        held, row.held, row.num_done = row.held, 0, 0
+        return held
+
+
+simulated = st.lists(
+    st.builds(Row, st.just(0), st.integers(0, 2), st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(policies, simulated, st.integers(0, 20), st.integers(1, 40), st.booleans())
+@example(POLICIES["fcfs"](), [Row(0, 0, 3, 25) for _ in range(8)], 0, 8, True)
+def test_everybody_finishes_however_small_the_pool(
+    policy: Policy, rows: list[Row], spare: int, budget: int, is_chunking: bool,
+) -> None:
+    rows = [replace(row, arrival=i) for i, row in enumerate(rows)]
+    least = max(-(-(row.num_prompt + row.num_output) // PAGE) for row in rows)
+    world = Simulation(policy, rows, least + spare, budget, is_chunking=is_chunking)
+    num_idle = 0
+    while len(world.finished) < len(rows):
+        num_idle = 0 if world.step() else num_idle + 1
+        assert num_idle < 3, "there is work and nothing runs"
+    assert world.free + world.coming == least + spare
+
+
+@settings(max_examples=50, deadline=None)
+@given(simulated, st.integers(1, 40))
+def test_the_first_to_come_ends_as_if_it_were_alone(rows: list[Row], budget: int) -> None:
+    rows = [replace(row, arrival=i) for i, row in enumerate(rows)]
+    budget += len(rows)   # what decodes of others need
+    least = max(-(-(row.num_prompt + row.num_output) // PAGE) for row in rows)
+
+    def steps_until_first_ends(rows: list[Row]) -> int:
+        world = Simulation(POLICIES["fcfs"](), [replace(row) for row in rows], least, budget, is_chunking=True)
+        for count in range(1000):
+            if any(row.arrival == 0 for row in world.finished):
+                return count
+            world.step()
+        raise AssertionError("the first starves")
+
+    # Pages of others come back a step after they are taken away: at most one wait for each page of its own.
+    assert steps_until_first_ends(rows) <= steps_until_first_ends(rows[:1]) + least
