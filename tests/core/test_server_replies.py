@@ -1,0 +1,109 @@
+"""A reply is the same however the engine groups its tokens, and whether it is streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server_support import make_tokenizer
+
+from tokenspeed_core.messages import Finish
+from tokenspeed_core.server.engine_link import TokenColumns
+from tokenspeed_core.server.errors import ApiError
+from tokenspeed_core.server.events import Chat, Completion, Usage
+from tokenspeed_core.server.replies import Choice, Reply, Shape
+from tokenspeed_core.text import Assembler
+
+TOKENIZER = make_tokenizer()
+
+
+def make(shape: Shape, stops: list[str], kind: Any = Completion) -> tuple[Reply, Choice]:
+    reply = Reply(kind("m", TOKENIZER, False), shape, Usage(3, 0, 0))
+    assembler = Assembler(TOKENIZER.detokenizer(), stops)
+    return reply, reply.add_choice(assembler, is_first_of_prompt=True)
+
+
+def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1) -> None:
+    """Hand out tokens in rows of any length until either side ends it."""
+    for start, end in itertools.pairwise([0, *cuts, len(ids)]):
+        columns = TokenColumns(
+            [-0.5] * (end - start), [[i] * 3 for i in ids[start:end]], [[-0.5, -1.0, float("-inf")]] * (end - start)
+        )
+        finish = Finish.LENGTH if end == len(ids) else Finish.NOT
+        if choice.take(ids[start:end], finish, 0, columns if num_logprobs >= 0 else None):
+            return
+
+
+def events(reply: Reply) -> list[dict[str, Any]]:
+    data = asyncio.run(reply.wait()).decode()
+    return [json.loads(line.removeprefix("data: ")) for line in data.split("\n\n") if line]
+
+
+tokens = st.lists(st.integers(1, 388), min_size=1, max_size=16)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=tokens, stops=st.lists(st.sampled_from(["o", "he", "ll", "w", "a", " ", "é"]), max_size=3),
+    interval=st.integers(1, 5), width=st.integers(-1, 2), data=st.data(),
+)
+def test_rows_of_any_length_and_any_interval_make_the_same_reply(
+    ids: list[int], stops: list[str], interval: int, width: int, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=5)))
+    whole, choice = make(Shape(False, 1, width), stops)
+    feed(choice, ids, list(range(1, len(ids))), width)
+    answer = whole.answers[0]
+    streamed, choice = make(Shape(True, interval, width), stops)
+    feed(choice, ids, cuts, width)
+    parts = [event["choices"][0] for event in events(streamed)]
+    assert "".join(part["text"] for part in parts) == answer.text
+    assert parts[-1]["finish_reason"] == answer.finish_reason
+    assert streamed.usage == whole.usage
+    assert not any("�" in part["text"] for part in parts[:-1]) or "�" in answer.text
+    if width >= 0:
+        report = json.loads(whole.dialect.body(whole.answers, whole.usage, True, False))["choices"][0]["logprobs"]
+        for name, values in report.items():
+            told = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
+            assert told == values
+        assert len(report["tokens"]) == whole.usage.num_output
+
+
+def test_events_hold_as_many_tokens_as_the_interval_says() -> None:
+    reply, choice = make(Shape(True, 3), [])
+    feed(choice, [70] * 8, list(range(1, 8)))
+    assert [len(event["choices"][0]["text"]) for event in events(reply)] == [1, 3, 3, 1]
+
+
+def test_minus_infinity_is_written_as_a_number_that_json_has() -> None:
+    reply, choice = make(Shape(False, 1, 3), [], Chat)
+    feed(choice, [70], [], 3)
+    body = reply.dialect.body(reply.answers, reply.usage, True, False)
+    top = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    assert top[2]["logprob"] == -9999.0
+
+
+@pytest.mark.parametrize(("finish", "status"), [(Finish.ERROR, 500), (Finish.ABORT, 503)])
+def test_a_sequence_that_the_engine_gave_up_fails_the_request(finish: Finish, status: int) -> None:
+    reply, choice = make(Shape(True), [])
+    assert choice.take([], finish, 0, None)
+    assert reply.error is not None
+    assert reply.error.status == status
+
+
+def test_only_the_first_error_counts_and_wakes_who_waits() -> None:
+    reply, _ = make(Shape(True), [])
+
+    async def wait() -> bytes:
+        asyncio.get_running_loop().call_later(0.01, reply.fail, ApiError(429, "full"))
+        return await asyncio.wait_for(reply.wait(), 2)
+
+    assert asyncio.run(wait()) == b""
+    reply.fail(ApiError(500, "later"))
+    assert reply.error is not None
+    assert reply.error.status == 429
