@@ -294,3 +294,41 @@ def test_a_full_queue_refuses() -> None:
     refused = world.scheduler.submit(request(3, [1, 2]))
     assert refused is not None
     assert refused.reason == "queue_full"
+
+
+@pytest.mark.parametrize("finds_a_hit", [True, False])
+@pytest.mark.parametrize("num_before", [4, 8, 16, 20])
+@pytest.mark.parametrize("groups", ["full and state", "window and state"])
+def test_a_checkpoint_never_keeps_out_a_sequence_that_needs_the_whole_pool(
+    groups: str, num_before: int, finds_a_hit: bool,
+) -> None:
+    world = World(groups=GROUPS[groups], num_pages=12, max_model_len=100)
+    longest = [(i * 3) % 60 for i in range(world.scheduler.kv.most_tokens() - 1)]
+    world.submit(request(0, longest[:num_before] if finds_a_hit else longest[::-1][:num_before], max_tokens=1))
+    if finds_a_hit:
+        world.run()
+    world.submit(request(1, longest, max_tokens=1))
+    world.run(200)
+    world.check(1)
+    assert world.finish[1] is Finish.LENGTH
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 20))
+def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
+    for each in range(seed, seed + 20):
+        rng = random.Random(each)
+        world = World(
+            groups=GROUPS[rng.choice(sorted(GROUPS))], num_pages=rng.randint(5, 16), max_model_len=100,
+            chunk_size=rng.choice([-1, 3, 5, 16, 64]), depth=rng.randint(1, 3), num_drafts=rng.choice([0, 0, 4]),
+            max_num_seqs=rng.choice([1, 2, 4]),
+        )
+        most = world.scheduler.kv.most_tokens()
+        for sequence_id in range(6):
+            length = rng.choice([most, rng.randint(2, most)])
+            prompt = [(rng.choice([0, 7]) + i * 3) % 60 for i in range(rng.randint(1, length - 1))]
+            world.submit(request(sequence_id, prompt, max_tokens=length - len(prompt)))
+            for _ in range(rng.randint(0, 8)):
+                world.step()
+        world.run(1000)
+        for sequence_id in world.tokens:
+            world.check(sequence_id)

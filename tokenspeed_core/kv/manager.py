@@ -81,7 +81,7 @@ class KVManager:
         size = self.block_size
         limit = min(chain.num_tokens, (num_tokens - 1) // size * size)
         if not self._prefix_caching or limit <= 0:
-            return self._no_match()
+            return self.no_match()
         lengths: list[int] = []
         for group, index in zip(self.groups, self._index, strict=True):
             if not group.is_recurrent and group.first_needed(limit) == 0:
@@ -91,10 +91,14 @@ class KVManager:
                 lengths.append(length)
                 break
         if not lengths:
-            return self._no_match()
+            return self.no_match()
         pages = tuple(self._resume_pages(i, chain, lengths[0]) for i in range(len(self.groups)))
         idle = sum(self.pool.is_idle(page) for group_pages in pages for _, page in group_pages)
         return Match(lengths[0], pages, idle)
+
+    def no_match(self) -> Match:
+        """Return the hit of nothing, for a sequence that is to be computed from its start."""
+        return Match(0, tuple(() for _ in self.groups), 0)
 
     def pages_needed(self, start: int, end: int) -> int:
         """Return the pages that a sequence resuming at `start` takes to hold the tokens up to `end`."""
@@ -143,7 +147,7 @@ class KVManager:
     def extend(self, lease: BlockLease, start: int, end: int) -> Growth | None:
         """Make room for the tokens `[start, end)`, dropping what no query from `start` on reads.
 
-        Returns the new table entries; None (and no change) when there are too few pages.
+        Returns the new table entries; None, with no page taken, when there are too few.
         """
         lease.check()
         for group, table in zip(self.groups, lease.tables, strict=True):
@@ -195,6 +199,9 @@ class KVManager:
         """Forget the content of every block. What leases hold stays theirs, but is no longer shareable."""
         for page in list(self._names):
             self._unname(page)
+        waiting, self._next = self._now + self._next, []
+        self._now = [copy for copy in waiting if copy.digest is None]
+        self.pool.release([copy.kept for copy in waiting if copy.digest is not None])
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -239,9 +246,6 @@ class KVManager:
         self.drop_copies()
 
     # -- the index ------------------------------------------------------------------------------------
-
-    def _no_match(self) -> Match:
-        return Match(0, tuple(() for _ in self.groups), 0)
 
     def _run_length(self, chain: HashChain, index: dict[bytes, int], limit: int) -> int:
         length = 0

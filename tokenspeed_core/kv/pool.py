@@ -120,8 +120,9 @@ class PagePool:
             self._free.append(page)
 
     def pin(self, pages: Iterable[int]) -> None:
-        """Fence pages for a transfer until `unpin`."""
+        """Fence pages for a transfer until `unpin`; they must be held when it starts."""
         for page in pages:
+            assert self._refs[page] > 0, f"page {page} is pinned and nobody holds it"
             self._pins[page] += 1
 
     def unpin(self, pages: Iterable[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.kv.manager import KVManager, Match
 from tokenspeed_core.messages import Refused, Submit
 from tokenspeed_core.scheduler.lifecycle import Preempted, Waiting
 from tokenspeed_core.scheduler.limits import SchedulerLimits
@@ -13,6 +13,7 @@ from tokenspeed_core.scheduler.policy import Candidate, Policy, Room
 from tokenspeed_core.scheduler.roster import Entry, Roster
 from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.running import Running
+from tokenspeed_core.scheduler.sequence import Sequence
 
 
 class Admission:
@@ -65,11 +66,11 @@ class Admission:
         sequence, kv = state.sequence, self._kv
         sequence.chain.extend(sequence.tokens)
         match = kv.match(sequence.chain, len(sequence.tokens))
-        candidate = Candidate(
-            len(sequence.tokens), match.num_tokens,
-            kv.pages_needed(match.num_tokens, min(len(sequence.tokens) + 1, sequence.max_len)), match.num_idle,
-        )
-        num_tokens = self._policy.admit(candidate, room)
+        num_tokens = self._policy.admit(self._candidate(sequence, match), room)
+        if not num_tokens and room.is_alone:
+            # A state's checkpoint takes a page until it is copied, and that may be the one page too many.
+            match = kv.no_match()
+            num_tokens = self._policy.admit(self._candidate(sequence, match), room)
         lease = kv.acquire(match) if num_tokens else None
         if lease is None:
             self._roster.stuck()
@@ -80,6 +81,11 @@ class Admission:
         before = draft.num_tokens
         self._running.plan_chunk(draft, slot, num_tokens)
         return max(1, draft.num_tokens - before)
+
+    def _candidate(self, sequence: Sequence, match: Match) -> Candidate:
+        num_tokens = len(sequence.tokens)
+        pages = self._kv.pages_needed(match.num_tokens, min(num_tokens + 1, sequence.max_len))
+        return Candidate(num_tokens, match.num_tokens, pages, match.num_idle)
 
     def _room(self, draft: Draft, budget: int, max_chunk: int | None, num_in_flight: int) -> Room:
         rows, kv, counts = self._rows, self._kv, self._kv.counts()

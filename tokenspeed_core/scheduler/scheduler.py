@@ -127,8 +127,8 @@ class Scheduler:
             budget -= self._running.plan(draft, budget, max_chunk)
         self._admission.plan(draft, budget, max_chunk, self.num_in_flight)
         if draft.is_empty:
-            if not self.has_work:
-                self.kv.drop_copies()
+            if not self._in_flight:
+                self.kv.drop_copies()  # nothing will carry them, and they may hold the page that somebody lacks
             return None
         return draft
 
