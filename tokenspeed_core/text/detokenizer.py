@@ -78,12 +78,17 @@ class WindowDetokenizer:
     them ends, since one bad byte changes how the whole run reads.
     """
 
-    __slots__ = ("_decode", "_kinds", "_num_given", "_prefix", "_waits_for_bytes", "_window")
+    __slots__ = ("_alone", "_decode", "_kinds", "_num_given", "_prefix", "_waits_for_bytes", "_window")
 
     def __init__(
-        self, decode: Callable[[list[int]], str], kinds: Mapping[int, Kind], waits_for_bytes: bool
+        self, decode: Callable[[list[int]], str], alone: Mapping[int, str], kinds: Mapping[int, Kind],
+        waits_for_bytes: bool,
     ) -> None:
-        """`waits_for_bytes`: text that ends in a replacement character may yet become another one."""
+        """`alone` is what `decode` gives for one token, remembered by all sequences.
+
+        `waits_for_bytes`: text that ends in a replacement character may yet become another one.
+        """
+        self._alone = alone
         self._decode = decode
         self._kinds = kinds
         self._waits_for_bytes = waits_for_bytes
@@ -105,7 +110,7 @@ class WindowDetokenizer:
             return ""
         del self._window[:self._num_given]
         self._num_given = len(self._window)
-        self._prefix = self._decode(self._window)
+        self._prefix = self._alone[fresh[0]] if self._num_given == 1 else self._decode(self._window)
         return text
 
     def flush(self) -> str:

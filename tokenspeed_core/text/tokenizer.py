@@ -64,6 +64,7 @@ class Tokenizer:
         self._texts = _Memo(self._whole_text)
         self._pieces_shown = _Memo(lambda i: b"" if i in self._special_ids else self._pieces[i])
         self._texts_shown = _Memo(lambda i: "" if i in self._special_ids else self._texts[i])
+        self._alone = _Memo(lambda i: self._decode_window([i]))
         self._kinds = _Memo(self._kind)
         self._kinds_shown = _Memo(lambda i: Kind.NOTHING if i in self._special_ids else self._kinds[i])
 
@@ -92,7 +93,7 @@ class Tokenizer:
                 return ByteDetokenizer(self._pieces_shown, self._texts_shown)
             return ByteDetokenizer(self._pieces, self._texts)
         kinds = self._kinds_shown if skip_special_tokens else self._kinds
-        return WindowDetokenizer(self._decode_window, kinds, self._waits_for_bytes)
+        return WindowDetokenizer(self._decode_window, self._alone, kinds, self._waits_for_bytes)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary writes it."""
@@ -108,8 +109,7 @@ class Tokenizer:
             return token.encode() if None in codes else bytes(code for code in codes if code is not None)
         if self._kinds[token_id] is Kind.BYTE:
             return bytes([int(token[3:5], 16)])
-        alone = self._decode_window([token_id])
-        return self._decode_window([token_id, token_id])[len(alone):].encode()
+        return self._decode_window([token_id, token_id])[len(self._alone[token_id]):].encode()
 
     def _decode_window(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
