@@ -41,7 +41,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield from _rows(device, num)
     for num in (64, 256):
         yield from _sampling(device, num)
-    for num in (1, 64, 512, 8192):
+    for num in (1, 64, 256, 1024, 8192):
         yield from _experts(device, num)
 
 
@@ -95,6 +95,7 @@ def _attention(device: torch.device) -> Iterator[Case]:
     yield attention_case("decode 256 x 640", [1] * 256, [640] * 256, device)
     yield attention_case("decode 1 x 32768", [1], [32768], device)
     yield attention_case("decode 16, 128 to 16384", [1] * 16, [128] * 8 + [16384] * 8, device)
+    yield attention_case("decode 60 x 512, 4 x 32768", [1] * 64, [512] * 60 + [32768] * 4, device)
     yield attention_case("prefill 8 x 4096", [4096] * 8, [4096] * 8, device)
     yield attention_case("prefill 2048 after 14336", [2048], [16384], device)
     yield attention_case("mixed 63 x 2048 + 2048", [1] * 63 + [2048], [2048] * 64, device)

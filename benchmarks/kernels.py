@@ -167,7 +167,7 @@ def _ceilings(device: torch.device) -> Ceilings:
 
 def _line(row: Measured) -> str:
     return (
-        f"{row.op:13} {row.case:24} {row.microseconds:9.1f} us  floor {row.floor_microseconds:8.1f}  "
+        f"{row.op:13} {row.case:27} {row.microseconds:9.1f} us  floor {row.floor_microseconds:8.1f}  "
         f"torch {row.reference_microseconds:9.1f}  {row.terabytes:5.2f} TB/s {row.teraflops:6.1f} TFLOP/s  "
         f"error {row.error:.1e}"
     )

@@ -11,11 +11,14 @@ from torch import Tensor
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.triton.attention_kernels import attend, merge
 
-MIN_KEYS_OF_SPLIT = 128
+LEAST_SPLIT = 128  # keys of a split where rows are too few to fill the device
+LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
 MAX_SPLITS = 64
+FULL = 2  # programs of a multiprocessor that keep it busy
+WANTED = 4  # programs of a multiprocessor that splitting aims at
+NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles of all splits, by phase of the problem
 MAX_DECODE_ROWS = 64  # of a tile of the decode launch: more query tokens a row are a prompt
 LOG2_E = 1.4426950408889634
-PROGRAMS_OF_MULTIPROCESSOR = 4
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
 
 
@@ -38,6 +41,7 @@ class _Launch:
     num_tiles: int
     max_num_query: int
     num_splits: int
+    least: int
     one_tile: bool
     tiling: Tiling
 
@@ -62,10 +66,10 @@ class TritonAttention:
         wide = problem.dtype == "float32" or self._block_d > 128
         self._decode = decode_tiling or Tiling(16, 32 if wide else 64, 2, 2)
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
-        self._wanted_programs = PROGRAMS_OF_MULTIPROCESSOR * _num_multiprocessors(device)
-        self._max_splits = min(MAX_SPLITS, -(-limits.max_model_len // MIN_KEYS_OF_SPLIT))
+        self._num_multiprocessors = _num_multiprocessors(device)
+        self._max_model_len = limits.max_model_len
         self._max_decode_rows = MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
-        num_slots = 2 * self._wanted_programs * self._max_decode_rows
+        num_slots = NUM_SLOTS[problem.phase]
         self._partial = torch.empty((num_slots, self._block_d), dtype=torch.float32, device=device)
         self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
         self._launches: tuple[_Launch, ...] = ()
@@ -98,14 +102,19 @@ class TritonAttention:
         block_m = self._decode_rows(max_num_query)
         tiling = Tiling(block_m, self._decode.block_n, self._decode.num_warps, self._decode.num_stages)
         programs = num_rows * self._problem.num_kv_heads
-        splits = min(-(-self._wanted_programs // programs), self._max_splits)
-        return _Launch(0, num_rows, num_rows, max_num_query, splits, True, tiling)
+        if programs >= FULL * self._num_multiprocessors:
+            least, splits = LONG_SPLIT, MAX_SPLITS
+        else:
+            least, splits = LEAST_SPLIT, -(-WANTED * self._num_multiprocessors // programs)
+        room = self._lse.shape[0] // (programs * block_m)
+        splits = max(1, min(splits, -(-self._max_model_len // least), room, MAX_SPLITS))
+        return _Launch(0, num_rows, num_rows, max_num_query, splits, least, True, tiling)
 
     def _prefill_launch(self, first_row: int, step: AttentionStep) -> _Launch:
         num_rows = step.num_rows - first_row
         tokens = self._prefill.block_m // self._num_groups
         num_tiles = (step.num_tokens - first_row) // tokens + num_rows
-        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, False, self._prefill)
+        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, 0, False, self._prefill)
 
     def _decode_rows(self, num_query: int) -> int:
         """Return the rows of a tile that holds all queries of a row."""
@@ -117,7 +126,7 @@ class TritonAttention:
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
             q, k_cache, v_cache, out, self._partial, self._lse,
             step.query_start, step.seq_lens, step.block_table,
-            launch.first_row, launch.num_rows, launch.num_splits, problem.window or 0,
+            launch.first_row, launch.num_rows, launch.num_splits, launch.least, problem.window or 0,
             problem.scale * LOG2_E,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             *k_cache.stride()[:3], step.block_table.stride(0),
@@ -131,11 +140,11 @@ class TritonAttention:
             columns = min(32, self._block_d)
             grid = (launch.num_rows, problem.num_heads * launch.max_num_query, self._block_d // columns)
             merge[grid](
-                self._partial, self._lse, out, step.query_start, launch.first_row,
-                launch.num_splits, out.stride(0), out.stride(1),
+                self._partial, self._lse, out, step.query_start, step.seq_lens, launch.first_row,
+                launch.num_splits, launch.least, problem.window or 0, out.stride(0), out.stride(1),
                 G=self._num_groups, K=problem.num_kv_heads, D=problem.head_size, BLOCK_D=self._block_d,
-                BLOCK_M=tiling.block_m, COLUMNS=columns, BLOCK_SPLITS=MAX_SPLITS,
-                num_warps=2,
+                BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, HAS_WINDOW=problem.window is not None,
+                COLUMNS=columns, BLOCK_SPLITS=MAX_SPLITS, num_warps=2,
             )
 
 

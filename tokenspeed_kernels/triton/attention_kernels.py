@@ -60,14 +60,28 @@ def _attend_keys(
     return acc, highest, total
 
 
-_VARYING = ["num_rows", "first_row", "num_splits", "window"]
+@triton.jit
+def _first_key(first_query, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return the first key, rounded down, that a query position sees."""
+    if HAS_WINDOW:
+        return tl.maximum(first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+    return tl.zeros([], dtype=tl.int32)
+
+
+@triton.jit
+def _share(num_keys, num_splits, least, BLOCK_N: tl.constexpr):
+    """Return the keys that one split takes: whole steps, and no fewer than `least`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits) * BLOCK_N, least)
+
+
+_VARYING = ["num_rows", "first_row", "num_splits", "least", "window"]
 _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
-    first_row, num_rows, num_splits, window, log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
+    first_row, num_rows, num_splits, least, window, log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
     stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
@@ -76,8 +90,9 @@ def attend(
     """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
 
     Row i's tiles start at query_start[i] // TOKENS + i, counted from `first_row`; the few surplus tiles
-    leave at once. k and v have the same strides. With splits, results go to `partial` and `lse`, a
-    program's own slice of each.
+    leave at once. k and v have the same strides. With splits, a row is cut into up to `num_splits` of no
+    fewer than `least` keys; results go to `partial` and `lse`, a program's own slice of each, unless the
+    row is one piece.
     """
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
@@ -116,11 +131,11 @@ def attend(
         q = tl.load(q_ptrs[:, None] + column[None, :], mask=q_mask, other=0.0)
 
         stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
-        start = 0
-        if HAS_WINDOW:
-            start = tl.maximum(seq_len - num_queries + first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+        start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW)
+        is_whole = True
         if SPLIT:
-            share = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), num_splits) * BLOCK_N
+            share = _share(stop - start, num_splits, least, BLOCK_N)
+            is_whole = stop - start <= share
             start += split * share
             stop = tl.minimum(stop, start + share)
         unmasked = start
@@ -146,10 +161,11 @@ def attend(
             D, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, PRECISION,
         )
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        if not SPLIT:
-            out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
-            tl.store(out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
-        else:
+        if is_whole:
+            if split == 0:
+                out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
+                tl.store(out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+        elif SPLIT:
             program = (tl.program_id(0) * tl.num_programs(1) + kv_head) * num_splits + split
             slot = program.to(tl.int64) * BLOCK_M + member
             tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=q_mask)
@@ -157,19 +173,23 @@ def attend(
             tl.store(lse_ptr + slot, lse, mask=used)
 
 
-@triton.jit(do_not_specialize=["first_row", "num_splits"], do_not_specialize_on_alignment=["query_start_ptr"])
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
 def merge(
-    partial_ptr, lse_ptr, out_ptr, query_start_ptr, first_row, num_splits, out_stride_t, out_stride_h,
+    partial_ptr, lse_ptr, out_ptr, query_start_ptr, seq_lens_ptr, first_row, num_splits, least, window,
+    out_stride_t, out_stride_h,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """Grid (rows, query heads * query tokens, BLOCK_D / COLUMNS): merge the splits of one query head."""
+    """Grid (rows, query heads * query tokens, BLOCK_D / COLUMNS): merge the splits of one query head, if any."""
     row = tl.program_id(0)
     query = tl.program_id(1) // (G * K)
     head = tl.program_id(1) % (G * K)
     kv_head = head // G
     start_token = tl.load(query_start_ptr + first_row + row)
-    if query < tl.load(query_start_ptr + first_row + row + 1) - start_token:
+    num_queries = tl.load(query_start_ptr + first_row + row + 1) - start_token
+    seq_len = tl.load(seq_lens_ptr + first_row + row)
+    num_keys = seq_len - _first_key(seq_len - num_queries, window, BLOCK_N, HAS_WINDOW)
+    if (query < num_queries) & (num_keys > _share(num_keys, num_splits, least, BLOCK_N)):
         split = tl.arange(0, BLOCK_SPLITS)
         program = ((row * K + kv_head) * num_splits + split).to(tl.int64)
         slot = program * BLOCK_M + query * G + head % G

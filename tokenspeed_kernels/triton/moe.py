@@ -30,17 +30,18 @@ class Tiling:
     num_stages: int
 
 
-FEW = Tiling(16, 32, 64, 128, 4, 3)
-SOME = Tiling(64, 64, 128, 64, 4, 3)
-MANY = Tiling(128, 64, 128, 64, 8, 3)
+TILINGS = (  # the most pairs of an expert, on average, that each is for; figures in benchmarks/LOG.md
+    (8.0, Tiling(16, 32, 64, 128, 4, 3)),
+    (24.0, Tiling(32, 64, 128, 128, 4, 3)),
+    (64.0, Tiling(64, 64, 128, 64, 4, 3)),
+    (float("inf"), Tiling(128, 128, 256, 64, 8, 3)),
+)
 
 
 
 def tiling_for(pairs_per_expert: float) -> Tiling:
-    """Return the tiling by how many tokens an expert gets on average: weights or products weigh more."""
-    if pairs_per_expert <= 16:
-        return FEW
-    return SOME if pairs_per_expert <= 64 else MANY
+    """Return the tiling by how many tokens an expert gets on average: reading weights, or computing, counts."""
+    return next(tiling for most, tiling in TILINGS if pairs_per_expert <= most)
 
 
 def moe_route(problem: Problem) -> Route:
