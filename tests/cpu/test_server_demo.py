@@ -49,9 +49,19 @@ def engine_of(process: subprocess.Popen[str]) -> psutil.Process:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(tmp_path_factory.mktemp("serve")) as (url, _):
-        yield url
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    with served(tmp_path_factory.mktemp("serve")) as running:
+        yield running
+
+
+@pytest.fixture
+def server(running: tuple[str, subprocess.Popen[str]]) -> str:
+    return running[0]
+
+
+@pytest.fixture
+def engine(running: tuple[str, subprocess.Popen[str]]) -> psutil.Process:
+    return engine_of(running[1])
 
 
 def test_the_demo_adds(server: str) -> None:
@@ -107,6 +117,17 @@ def test_log_probabilities_and_n_and_stop_work_on_the_model(server: str) -> None
         for entry in choice.logprobs.content or []:
             assert entry.logprob <= 0
             assert len(entry.top_logprobs) == 2
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_when_the_clients_have_left_the_engine_rests(server: str, engine: psutil.Process, streams: bool) -> None:
+    body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": streams, "n": 4}
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(trust_env=False) as http:
+        http.post(f"{server}/v1/completions", json=body, timeout=httpx.Timeout(20, read=0.5 if not streams else 0.01))
+    time.sleep(0.3)
+    before = sum(engine.cpu_times()[:2])
+    time.sleep(2)
+    assert sum(engine.cpu_times()[:2]) - before < 0.1
 
 
 def test_a_server_drains_and_leaves_nothing_behind(tmp_path: Path) -> None:
