@@ -80,12 +80,16 @@ class Engine:
             if self._late_source is not None and self._late_source.wants(plan):
                 while self._launched:
                     outputs.append(self.collect())
-                late = self._late_source.late(plan)
+                if self.scheduler.num_in_flight:
+                    late = self._late_source.late(plan)
             self.runner.sample(plan.step_id, late)
         except StepFailed as error:
             while self._launched:
                 outputs.append(self.collect())
             outputs.append(self._failed(plan.step_id, error))
+            return outputs
+        if not self.scheduler.num_in_flight:
+            self._discard(plan.step_id)  # a step before it failed meanwhile, and ended its sequences
             return outputs
         self._launched.append(plan)
         return outputs

@@ -1,0 +1,286 @@
+"""The step loop on the null model: how far it runs ahead, what a failed step costs, and when it gives up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from null_world import MASKED, World, request
+
+from tokenspeed_core.engine import pace
+from tokenspeed_core.engine.engine import MAX_FAILURES
+from tokenspeed_core.engine.pace import LEAST_CHUNK, TARGET_SECONDS, Pace
+from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
+from tokenspeed_core.messages import Finish
+from tokenspeed_core.step import LateInputs, Runner, StepFailed, StepPlan, StepResult
+
+PLACES = ["forward", "sample", "collect"]
+
+
+class Watched:
+    """A runner that notes every call, and fails where it is told to."""
+
+    def __init__(self, runner: Runner, place: str = "", steps: frozenset[int] = frozenset()) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.most_in_flight = 0
+        self.num_closed = 0
+        self._runner, self._place, self._steps = runner, place, steps
+        self._num_in_flight = 0
+
+    def _note(self, place: str, step_id: int) -> None:
+        self.calls.append((place, step_id))
+        if place == self._place and step_id in self._steps:
+            raise StepFailed(f"{place} of step {step_id} was made to fail")
+
+    def forward(self, plan: StepPlan) -> None:
+        self._note("forward", plan.step_id)
+        self._runner.forward(plan)
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        self._note("sample", step_id)
+        self._runner.sample(step_id, late)
+        self._num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+
+    def is_done(self, step_id: int) -> bool:
+        return self._runner.is_done(step_id)
+
+    def collect(self, step_id: int) -> StepResult:
+        self._num_in_flight -= 1
+        result = self._runner.collect(step_id)
+        self._note("collect", step_id)
+        return result
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    def left_behind(self) -> set[int]:
+        """Return the steps that were sampled and never collected."""
+        sampled = {step for place, step in self.calls if place == "sample"}
+        if self._place == "sample":
+            sampled -= self._steps
+        return sampled - {step for place, step in self.calls if place == "collect"}
+
+
+def watched(world: World, place: str = "", *steps: int) -> Watched:
+    runner = Watched(world.engine.runner, place, frozenset(steps))
+    world.engine.runner = runner
+    return runner
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_as_many_steps_are_in_flight_as_the_depth_says(depth: int) -> None:
+    world = World(depth=depth)
+    runner = watched(world)
+    world.submit(request(0, [1, 2, 3], max_tokens=20))
+    world.run()
+    world.check(0)
+    assert world.finish == {0: Finish.LENGTH}
+    assert runner.most_in_flight == depth
+    assert runner.left_behind() == set()
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_collected() -> None:
+    world = World(depth=2)
+    runner = watched(world)
+    world.submit(request(0, [1, 2, 3], max_tokens=6))
+    world.run()
+    for step in range(2, 6):
+        assert runner.calls.index(("sample", step)) < runner.calls.index(("collect", step - 1))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_steps_are_collected_in_the_order_of_their_launch(depth: int) -> None:
+    world = World(depth=depth)
+    runner = watched(world)
+    for i in range(4):
+        world.submit(request(i, [1, 2, 3, i], max_tokens=5 + i))
+    world.run()
+    for place in PLACES:
+        steps = [step for each, step in runner.calls if each == place]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("step", [1, 3, 7])
+def test_a_failed_step_ends_its_own_sequences_and_nobody_elses(place: str, step: int, depth: int) -> None:
+    world = World(depth=depth, max_num_seqs=2)
+    runner = watched(world, place, step)
+    for i in range(6):
+        world.submit(request(i, [1, 2, 3, i], max_tokens=4))
+    world.run()
+    for i in range(6):
+        world.check(i)
+    failed = [i for i in range(6) if world.finish[i] is Finish.ERROR]
+    assert 1 <= len(failed) <= 4
+    assert set(world.finish.values()) == {Finish.ERROR, Finish.LENGTH}
+    assert runner.left_behind() == set()
+    world.step()
+    counts = world.scheduler.kv.counts()
+    assert (counts.held, counts.fenced) == (0, 0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_tokens_of_steps_before_a_failed_one_are_delivered(place: str) -> None:
+    world = World(depth=3)
+    watched(world, place, 5)
+    world.submit(request(0, [1, 2, 3], max_tokens=20))
+    world.run()
+    world.check(0)
+    assert len(world.tokens[0]) == 4
+    assert world.finish == {0: Finish.ERROR}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_failed_step_should_have_computed_is_not_found_in_the_cache(place: str) -> None:
+    world = World(chunk_size=64)
+    watched(world, place, 1)
+    prompt = list(range(20))
+    for sequence_id in (0, 1):
+        world.submit(request(sequence_id, prompt))
+        world.run()
+    assert world.finish == {0: Finish.ERROR, 1: Finish.LENGTH}
+    assert world.cached[1] == 0
+    world.check(1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_step_that_fails_while_a_mask_waits_for_it_takes_only_what_was_in_flight_along(step: int, depth: int) -> None:
+    world = World(depth=depth)
+    runner = watched(world, "collect", step)
+    world.submit(request(0, [1, 2, 3], max_tokens=10, priority=MASKED))
+    world.run()
+    assert world.finish == {0: Finish.ERROR}
+    world.submit(request(1, [1, 2, 3], max_tokens=10, priority=MASKED))
+    world.run()
+    world.check(1)
+    assert world.finish[1] is Finish.LENGTH
+    assert runner.left_behind() == set()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_three_failed_steps_in_a_row_end_the_engine(place: str) -> None:
+    world = World(depth=1)
+    watched(world, place, *range(1, 100))
+    for attempt in range(MAX_FAILURES):
+        world.submit(request(attempt, [1, 2, 3]))
+        if attempt < MAX_FAILURES - 1:
+            world.run()
+            assert world.finish[attempt] is Finish.ERROR
+    with pytest.raises(EngineDeadError, match=f"3 steps in a row failed; the last: {place} of step 3") as caught:
+        world.run()
+    assert isinstance(caught.value, TokenSpeedError)
+    assert isinstance(caught.value.__cause__, StepFailed)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_failures_with_a_good_step_between_them_do_not_end_the_engine(place: str) -> None:
+    world = World(depth=1)
+    watched(world, place, 1, 2, 4, 5, 7, 8)
+    for i in range(7):
+        world.submit(request(i, [1, 2, 3], max_tokens=1))
+        world.run()
+    assert [world.finish[i] is Finish.ERROR for i in range(7)] == [True, True, False, True, True, False, True]
+
+
+def test_a_reset_makes_the_engine_compute_a_prompt_again() -> None:
+    world = World()
+    for sequence_id in range(3):
+        world.submit(request(sequence_id, list(range(20))))
+        world.run()
+        if sequence_id == 1:
+            world.engine.reset_prefix_cache()
+    assert world.cached == {0: 0, 1: 16, 2: 0}
+    world.check(2)
+
+
+def test_closing_an_engine_closes_its_runner() -> None:
+    world = World()
+    runner = watched(world)
+    world.engine.close()
+    assert runner.num_closed == 1
+
+
+def test_a_step_without_work_does_nothing() -> None:
+    world = World()
+    runner = watched(world)
+    assert world.engine.step() == []
+    assert runner.calls == []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still until the test moves it."""
+    now = [100.0]
+    monkeypatch.setattr(pace, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_pace_without_a_measurement_bounds_nothing(clock: list[float]) -> None:
+    assert Pace(8192).max_chunk is None
+    small = Pace(8192)
+    small.launched()
+    clock[0] += 1
+    small.finished(8)   # too small a step to say what a token costs
+    assert small.max_chunk is None
+
+
+@pytest.mark.parametrize(("microseconds_per_token", "expected"), [
+    (1000.0, LEAST_CHUNK), (50.0, 1000), (10.0, 5000), (0.1, 8192),
+])
+def test_a_chunk_beside_decodes_takes_the_target_time(
+    clock: list[float], microseconds_per_token: float, expected: int,
+) -> None:
+    measured = Pace(8192)
+    measured.launched()
+    clock[0] += 4096 * microseconds_per_token * 1e-6
+    measured.finished(4096)
+    assert measured.max_chunk == pytest.approx(expected, abs=1)
+    assert TARGET_SECONDS == 0.05
+
+
+def test_time_without_work_is_not_counted_as_cost(clock: list[float]) -> None:
+    measured = Pace(8192)
+    for _ in range(3):
+        clock[0] += 3600
+        measured.launched()
+        clock[0] += 0.05
+        measured.finished(1000)
+    assert measured.max_chunk == pytest.approx(1000, abs=1)
+
+
+def test_a_pace_follows_the_steps_slowly(clock: list[float]) -> None:
+    measured = Pace(8192)
+    measured.launched()
+    clock[0] += 0.05
+    measured.finished(1000)
+    clock[0] += 0.10   # one step that took twice as long
+    measured.finished(1000)
+    assert measured.max_chunk == pytest.approx(1000 / 1.2, abs=1)
+
+
+def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
+    world = World(chunk_size=1024, max_model_len=1024, num_pages=900, block_size=4)
+    runner = watched(world)
+    plans: list[StepPlan] = []
+    forward = runner.forward
+
+    def slow(plan: StepPlan) -> None:
+        plans.append(plan)
+        clock[0] += float(plan.num_tokens) * 200e-6   # a chunk of 250 tokens fits the target, less than the least
+        forward(plan)
+
+    runner.forward = slow  # type: ignore[method-assign]
+    world.submit(request(0, [i % 60 for i in range(400)], max_tokens=20))
+    for _ in range(4):
+        world.step()
+    world.submit(request(1, [(i * 7) % 60 for i in range(900)], max_tokens=4))
+    world.run()
+    beside = [plan for plan in plans if plan.num_decodes and plan.num_rows > plan.num_decodes]
+    assert beside
+    assert all(int(np.max(plan.num_query_tokens)) <= LEAST_CHUNK for plan in beside)
+    world.check(1)

@@ -1,0 +1,269 @@
+"""The engine process's loop on the null model, spoken to over a socket as an API process does."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from null_world import MODEL, World, request
+
+from tokenspeed_core.engine import process
+from tokenspeed_core.engine.process import EngineLoop
+from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Refused, ResetPrefixCache, to_api
+from tokenspeed_core.wire import pack
+
+PATIENCE = 10.0   # seconds that a test waits for what must come
+
+
+@dataclass
+class Served:
+    """A loop in a thread, the API's end of its socket, and all that came out of it."""
+
+    world: World
+    socket: zmq.Socket[bytes]
+    parent: int
+    received: list[Any] = field(default_factory=list)
+    raised: list[BaseException] = field(default_factory=list)
+    num_steps: int = 0
+
+    def send(self, message: Any) -> None:
+        self.socket.send(pack(message))
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Receive until something holds."""
+        deadline = time.monotonic() + PATIENCE
+        while not until():
+            assert time.monotonic() < deadline, f"waited in vain; came: {self.received[-5:]}"
+            if self.socket.poll(20):
+                self.received.append(to_api.unpack(self.socket.recv()))
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+    def tokens(self, sequence_id: int) -> list[int]:
+        found: list[int] = []
+        for out in self.of(Outputs):
+            ends = np.cumsum(out.num_tokens)
+            for i in np.flatnonzero(out.sequence_ids == sequence_id):
+                found += out.token_ids[ends[i] - out.num_tokens[i] : ends[i]].tolist()
+        return found
+
+    def finish(self, sequence_id: int) -> Finish:
+        for out in self.of(Outputs):
+            for i in np.flatnonzero(out.sequence_ids == sequence_id):
+                if out.finish[i]:
+                    return Finish(int(out.finish[i]))
+        return Finish.NOT
+
+
+class Serving:
+    """Starts loops, and ends those that a test left running."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.running: list[tuple[Served, threading.Thread, int]] = []
+
+    def __call__(self, **changes: Any) -> Served:
+        world = World(**changes)
+        theirs, ours = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
+        address = f"inproc://engine-{len(self.running)}"
+        ours.bind(address)
+        theirs.connect(address)
+        reading, writing = os.pipe()
+        served = Served(world, ours, writing)
+        step = world.engine.step
+
+        def counted() -> list[Outputs]:
+            served.num_steps += 1
+            return step()
+
+        world.engine.step = counted  # type: ignore[method-assign]
+        loop = EngineLoop(world.engine, theirs, reading)
+
+        def run() -> None:
+            try:
+                loop.run()
+            except EngineDeadError as error:
+                served.raised.append(error)
+            finally:
+                theirs.close(linger=1000)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self.running.append((served, thread, reading))
+        return served
+
+    def has_returned(self, served: Served) -> bool:
+        (thread,) = [thread for each, thread, _ in self.running if each is served]
+        thread.join(PATIENCE)
+        return not thread.is_alive()
+
+    def orphan(self, served: Served) -> None:
+        """Close the parent's end of the pipe, as its death does."""
+        if served.parent >= 0:
+            os.close(served.parent)
+            served.parent = -1
+
+    def close(self) -> None:
+        for served, thread, reading in self.running:
+            self.orphan(served)
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "the loop outlives its parent"
+            os.close(reading)
+            served.socket.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serving]:
+    serving = Serving()
+    yield serving
+    serving.close()
+
+
+def long_request(sequence_id: int, **changes: Any) -> Any:
+    return request(sequence_id, [1, 2, 3], max_tokens=400, **changes)
+
+
+LONG = {"max_model_len": 500, "num_pages": 300}
+
+
+def test_a_request_comes_back_as_tokens_and_a_finish(serve: Serving) -> None:
+    served = serve()
+    served.send(request(0, [1, 2, 3], n=2, max_tokens=9))
+    served.wait(lambda: served.finish(0) and served.finish(1))
+    for sequence_id in (0, 1):
+        assert served.tokens(sequence_id) == MODEL.expected([1, 2, 3], 9)
+        assert served.finish(sequence_id) is Finish.LENGTH
+
+
+def test_a_request_that_cannot_run_is_refused_and_harms_nobody(serve: Serving) -> None:
+    served = serve()
+    served.send(request(0, [1, 2, 3]))
+    served.send(request(1, []))
+    served.send(request(2, [1] * 40, max_tokens=400))
+    served.wait(lambda: served.finish(0) and len(served.of(Refused)) == 2)
+    assert [(each.request_id, each.reason) for each in served.of(Refused)] == [(1, "bad_request"), (2, "too_long")]
+    assert served.tokens(0) == MODEL.expected([1, 2, 3], 8)
+
+
+def test_an_aborted_sequence_says_no_more_and_others_go_on(serve: Serving) -> None:
+    served = serve(**LONG)
+    served.send(long_request(0))
+    served.send(request(1, [3, 2, 1], max_tokens=200))
+    served.wait(lambda: served.tokens(0) and served.tokens(1))
+    served.send(Abort(np.asarray([0, 77], np.int64)))
+    served.wait(lambda: served.finish(1))
+    served.wait(lambda: served.of(Pulse)[-1].num_running == 0)
+    assert served.finish(0) is Finish.NOT
+    assert len(served.tokens(0)) < 400
+    assert served.tokens(1) == MODEL.expected([3, 2, 1], 200)
+    assert served.world.scheduler.state(0) is None
+
+
+def test_a_draining_engine_finishes_what_it_has_and_returns(serve: Serving) -> None:
+    served = serve(max_num_seqs=1)
+    for sequence_id in range(3):
+        served.send(request(sequence_id, [1, 2, sequence_id], max_tokens=20))
+    served.send(Drain())
+    served.wait(lambda: all(served.finish(i) for i in range(3)))
+    assert [served.tokens(i) for i in range(3)] == [MODEL.expected([1, 2, i], 20) for i in range(3)]
+    assert serve.has_returned(served)
+    served.wait(lambda: served.of(Pulse) and served.of(Pulse)[-1].is_draining)
+
+
+def test_an_idle_engine_drains_at_once(serve: Serving) -> None:
+    served = serve()
+    served.wait(lambda: served.of(Pulse))
+    served.send(Drain())
+    assert serve.has_returned(served)
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_an_engine_whose_parent_is_gone_returns_at_once(serve: Serving, works: bool) -> None:
+    served = serve(**LONG)
+    if works:
+        served.send(long_request(0))
+        served.wait(lambda: served.tokens(0))
+    else:
+        served.wait(lambda: served.of(Pulse))
+    start = time.monotonic()
+    serve.orphan(served)
+    assert serve.has_returned(served)
+    assert time.monotonic() - start < 0.9   # it does not wait for the next pulse
+    assert served.world.engine.has_work is works
+
+
+def test_an_idle_engine_pulses_and_sleeps_in_between(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PULSE_SECONDS", 0.1)
+    served = serve()
+    served.wait(lambda: len(served.of(Pulse)) >= 4)
+    assert served.num_steps <= 12
+    assert {each.num_running for each in served.of(Pulse)} == {0}
+
+
+def test_pulses_tell_when_work_begins_and_when_it_ends(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PULSE_SECONDS", 3600.0)
+    served = serve(max_num_seqs=2)
+    served.wait(lambda: len(served.of(Pulse)) == 1)
+    for sequence_id in range(3):
+        served.send(request(sequence_id, [1, 2, sequence_id], max_tokens=30))
+    served.wait(lambda: len(served.of(Pulse)) == 3)
+    first, begins, ends = served.of(Pulse)
+    assert (first.num_steps, first.num_running, first.num_waiting) == (0, 0, 0)
+    assert (first.num_blocks, first.num_free_blocks, first.num_cached_blocks) == (40, 40, 0)
+    assert begins.num_running >= 1
+    assert (ends.num_running, ends.num_waiting) == (0, 0)
+    assert ends.num_steps == served.world.engine.num_steps > 30
+    assert ends.num_free_blocks + ends.num_cached_blocks == 40
+    assert not ends.is_draining
+
+
+def test_a_working_engine_pulses_as_often_as_an_idle_one(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PULSE_SECONDS", 0.02)
+    served = serve(**LONG)
+    served.send(long_request(0))
+    served.wait(lambda: served.finish(0))
+    steps = [each.num_steps for each in served.of(Pulse) if each.num_running]
+    assert len(steps) >= 3
+    assert steps == sorted(set(steps)), "a pulse while the engine works tells of new steps"
+
+
+def test_a_reset_reaches_the_cache(serve: Serving) -> None:
+    served = serve()
+    cached = []
+    for sequence_id in range(3):
+        if sequence_id == 2:
+            served.send(ResetPrefixCache())
+        served.send(request(sequence_id, list(range(20))))
+        served.wait(lambda: served.finish(sequence_id))  # noqa: B023
+        cached.append(sum(int(each.num_cached_tokens.sum()) for each in served.of(Outputs)))
+    assert cached == [0, 16, 16]
+
+
+def test_a_failed_step_is_told_and_the_loop_goes_on(serve: Serving) -> None:
+    served = serve(fail_at=frozenset({2}))
+    served.send(request(0, [1, 2, 3]))
+    served.wait(lambda: served.finish(0))
+    assert served.finish(0) is Finish.ERROR
+    served.send(request(1, [1, 2, 3]))
+    served.wait(lambda: served.finish(1))
+    assert served.tokens(1) == MODEL.expected([1, 2, 3], 8)
+
+
+def test_a_loop_whose_device_is_dead_raises(serve: Serving) -> None:
+    served = serve(fail_at=frozenset(range(1, 100)))
+    for sequence_id in range(3):
+        served.send(request(sequence_id, [1, 2, 3], max_tokens=1))
+        if sequence_id < 2:
+            served.wait(lambda: served.finish(sequence_id))  # noqa: B023
+    assert serve.has_returned(served)
+    assert [str(error) for error in served.raised] == ["3 steps in a row failed; the last: a step was made to fail"]
