@@ -11,10 +11,10 @@ import pytest
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, SelectionError
 from tokenspeed_core.kernels.select import Preference
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.runner.config import RunnerConfig
-from tokenspeed_core.runner.graphs import capture_sizes
 from tokenspeed_core.runner.local import LocalRunner, build, plan_only
-from tokenspeed_core.runner.mixed import mixed_sizes
+from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.runner.trial import TrialLimits, kinds, largest
 
 Make = Callable[..., RunnerConfig]
@@ -81,19 +81,19 @@ def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny_config: 
         build(replace(tiny_config(), max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
 
 
-def test_every_mixed_step_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
-    sizes = mixed_sizes(8192, 256)
-    assert max(tokens for _, tokens in sizes) == 8192
+def test_every_step_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
+    sizes = [size for size in bucket_sizes((1, 2, 4, 256), 8192, 300) if size.num_chunks]
+    assert max(size.num_chunk_tokens for size in sizes) == 8192
     for decodes, tokens in ((0, 1), (256, 8192), (17, 500), (65, 33), (1, 5000)):
-        fitting = [size for size in sizes if size[0] >= decodes and size[1] >= tokens]
-        assert min(each for _, each in fitting) <= max(32, 2 * tokens)
-    assert mixed_sizes(16, 1) == ((0, 16), (1, 16))
+        fitting = [s.num_chunk_tokens for s in sizes if s.num_decodes >= decodes and s.num_chunk_tokens >= tokens]
+        assert min(fitting) <= max(32, 2 * tokens)
+    assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
 
 
 def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:
-    assert capture_sizes(20, None, None) == (1, 2, 4, 8, 16, 20)
-    assert capture_sizes(1000, None, None)[-2:] == (248, 256)
-    assert capture_sizes(1000, 16, None) == (1, 2, 4, 8, 16)
-    assert capture_sizes(3, None, None) == (1, 2, 3)
-    assert capture_sizes(1, None, None) == (1,)
-    assert capture_sizes(64, None, (32, 8, 128)) == (8, 32)
+    assert decode_sizes(20, None, None) == (1, 2, 4, 8, 16, 20)
+    assert decode_sizes(1000, None, None)[-2:] == (248, 256)
+    assert decode_sizes(1000, 16, None) == (1, 2, 4, 8, 16)
+    assert decode_sizes(3, None, None) == (1, 2, 3)
+    assert decode_sizes(1, None, None) == (1,)
+    assert decode_sizes(64, None, (32, 8, 128)) == (8, 32)

@@ -1,14 +1,15 @@
-"""Decode steps as CUDA graphs: inputs from the slots' state, forward, greedy tokens and the next state.
+"""Steps as CUDA graphs: inputs from the slots' state, forward, greedy tokens and the slots' next state.
 
-Per bucket of rows one graph, or two where attention backends prepare between them (outside graphs, with the
-step's lengths on the device), and one more that draws tokens from the logits. Rows up to the bucket are padding.
+Launching a forward kernel by kernel takes the host longer than the device takes to run it, up to thousands of
+tokens. So per bucket there is one graph, or two where attention backends prepare between them (outside graphs,
+with the step's lengths on the device), and per number of rows one more that draws tokens from the logits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,243 +22,273 @@ from tokenspeed_core.runner.inputs import GroupInputs
 from tokenspeed_core.runner.link import Link, PinnedRing
 from tokenspeed_core.runner.rows import DeviceRows
 from tokenspeed_core.runner.sampler import Kernel, Rows, draw, note
-from tokenspeed_core.step import I32, I64, StepPlan
+from tokenspeed_core.runner.staged import BucketSize, StagedLayout
+from tokenspeed_core.step import I64, StepPlan
 
-_STEP = 8
-_MOST = 256
-
-
-def capture_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the buckets, ascending: `wanted` ones that a step can reach, else 1, 2, 4, 8, 16, 24, …, `most`."""
-    if wanted is not None:
-        return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
-    largest = min(max_num_seqs, most or _MOST)
-    return (*(size for size in (1, 2, 4, *range(_STEP, largest, _STEP)) if size < largest), largest)
+_WORDS_OF_CHUNK = 16  # its length, its sampling parameters, and a few blocks more than its tokens fill
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Bucket:
-    """The graphs of one number of rows, and its parts of the shared buffers.
+    """A captured step: its part of the upload, its inputs (views of shared buffers), and its graphs."""
 
-    `slots` int64 [n], `words` int64 and `values` int32 [n * groups], and `advance` int32 [n] (0 for padding)
-    are parts of `staged`, which one copy fills.
-    """
-
-    num_rows: int
+    layout: StagedLayout
     staged: torch.Tensor
-    slots: torch.Tensor
-    words: torch.Tensor
-    values: torch.Tensor
-    advance: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
     inputs: tuple[GroupInputs, ...]
-    graphs: list[torch.cuda.CUDAGraph]
-    draw: torch.cuda.CUDAGraph
+    ids: torch.Tensor
+    graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeLaunch:
-    """A launched decode step of S rows: logits [S, V] and tokens int32 [S], greedy until `draw` is called.
+class GraphLaunch:
+    """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called.
 
-    All are views of buffers that the next step overwrites (behind this one on the stream).
+    `at` says where the R rows that sample stand among them, None if they are the first. All tensors are views
+    of buffers that the next step overwrites (behind this one on the stream).
     """
 
-    logits: torch.Tensor
     rows: Rows
+    logits: torch.Tensor
     ids: torch.Tensor
+    at: I64 | None
     draw: Callable[[], None]
 
 
-class DecodeGraphs:
-    """Captured decode steps. Runs on the stream that is current, which must not be the default one."""
+class StepGraphs:
+    """Captured steps. Runs on the stream that is current, which must not be the default one."""
 
     def __init__(
-        self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model,
-        greedy: Mapping[torch.dtype, Kernel], sample: Kernel, link: Link, *, sizes: Sequence[int], block_size: int,
-        max_model_len: int,
+        self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model, greedy: Mapping[torch.dtype, Kernel],
+        sample: Kernel, link: Link, *, sizes: Sequence[BucketSize], block_size: int, max_model_len: int,
     ) -> None:
-        """Allocate the buffers that all buckets share, for the largest of `sizes`."""
-        device, largest = rows.state.device, sizes[-1]
+        """Allocate the buffers that all buckets share."""
         self._rows, self._groups, self._model, self._link = rows, groups, model, link
         self._greedy, self._sample = greedy, sample
-        kernels = [bound.decode for group in groups for bound in group.kernels.values()]
+        self._block_size, self._max_model_len = block_size, max_model_len
+        self.decode_sizes = sorted(size.num_decodes for size in sizes if not size.num_chunks)
+        self._mixed_sizes = sorted(
+            (size for size in sizes if size.num_chunks), key=lambda size: (size.num_chunk_tokens, size.num_decodes)
+        )
+        self._layouts = {size: StagedLayout(size, self._num_words(size)) for size in sizes}
+        bound = [each for group in groups for each in group.kernels.values()]
+        kernels = [kernel for each in bound for kernel in (each.prefill, each.decode)]
         self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in kernels)
-        self._sizes, self._block_size, self._max_model_len = tuple(sizes), block_size, max_model_len
-        num_words = largest * len(groups)
-        self._staged = torch.zeros(_staged_words(largest, num_words), dtype=torch.int64, device=device)
+        device, num_rows = rows.state.device, max(size.num_rows for size in sizes)
+        num_tokens = max(size.num_tokens for size in sizes)
+        longest = max(layout.num_int64 for layout in self._layouts.values())
+        self._staged = torch.zeros(longest, dtype=torch.int64, device=device)
         self._ring = PinnedRing(self._staged.nbytes)
-        self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._seq_lens = torch.zeros(largest, dtype=torch.int32, device=device)
-        self._tables = [torch.zeros_like(table[:1]).repeat(largest, 1) for table in rows.tables]
-        self._mappings = [torch.zeros(largest, dtype=torch.int64, device=device) for _ in groups]
-        self._heads = torch.zeros(2 * largest, dtype=torch.int64, device=device)
-        self._new_positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._ids = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._decode_start = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._tables = [torch.zeros_like(table[:1]).repeat(num_rows, 1) for table in rows.tables]
+        self._mappings = [torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in groups]
+        self._inputs = torch.zeros(2 * num_tokens, dtype=torch.int64, device=device)
+        self._new_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._logits: torch.Tensor | None = None
-        self._buckets: dict[int, _Bucket] = {}
-        self._uploaded: tuple[int, bytes] | None = None
-        self._plan_rows = np.arange(largest, dtype=np.int32)
+        self._buckets: dict[BucketSize, _Bucket] = {}
+        self._draws: dict[int, torch.cuda.CUDAGraph] = {}
+        self._uploaded: tuple[BucketSize, bytes] | None = None
+        self._plan_rows = np.arange(num_rows, dtype=np.int32)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The buckets, ascending."""
-        return self._sizes
-
-    def capture(self, pool: Any, progress: Callable[[int, int], None]) -> None:
-        """Capture all buckets into a memory pool, the largest first, since it sizes what they share."""
-        for done, size in enumerate(reversed(self._sizes)):
-            progress(done, len(self._sizes))
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Capture all buckets, the largest first, since it sizes the memory that they share."""
+        pool = torch.cuda.graph_pool_handle()
+        ordered = sorted(self._layouts, key=lambda size: (size.num_rows, size.num_tokens), reverse=True)
+        for done, size in enumerate(ordered):
+            progress(done, len(ordered))
             self._buckets[size] = self._capture(size, pool)
-        progress(len(self._sizes), len(self._sizes))
+        progress(len(ordered), len(ordered))
 
     def fits(self, plan: StepPlan) -> bool:
-        """Say whether a step is all decodes that sample, and few enough."""
-        return plan.num_decodes == plan.num_rows <= self._sizes[-1] and bool(plan.wants_logits.all())
+        """Say whether a bucket holds a step. Decodes without chunks must all sample."""
+        chunks = plan.num_rows - plan.num_decodes
+        if chunks == 0:
+            return plan.num_rows <= self.decode_sizes[-1] and bool(plan.wants_logits.all())
+        largest = self._mixed_sizes[-1]
+        return (
+            chunks <= largest.num_chunks and plan.num_decodes <= largest.num_decodes
+            and len(plan.token_ids) <= largest.num_chunk_tokens
+        )
 
     def invalidate(self) -> None:
         """Note that the slots' state changed by another way, so that nothing uploaded may be assumed."""
         self._uploaded = None
 
-    def run(self, plan: StepPlan) -> DecodeLaunch:
+    def run(self, plan: StepPlan) -> GraphLaunch:
         """Launch a step that fits."""
-        num_rows = plan.num_rows
-        bucket = self._buckets[self._sizes[bisect_left(self._sizes, num_rows)]]
+        size = self._size(plan)
+        bucket = self._buckets[size]
         self._upload(bucket, plan)
         bucket.graphs[0].replay()
         if self._needs_prepare:
             self._prepare(bucket)
             bucket.graphs[1].replay()
+        draw_them = self._draws[size.num_rows].replay
+        if not size.num_chunks:
+            return self._decode_launch(bucket, plan, draw_them)
+        sampled = np.flatnonzero(plan.wants_logits)
+        at = np.where(sampled < plan.num_decodes, sampled, sampled - plan.num_decodes + size.num_decodes)
+        assert self._logits is not None, "a bucket was captured"
+        rows = Rows(sampled.astype(np.int32), plan.slots[sampled], bucket.columns["slots"], self._new_positions)
+        return GraphLaunch(rows, self._logits, bucket.ids, at, draw_them)
+
+    def _decode_launch(self, bucket: _Bucket, plan: StepPlan, draw_them: Callable[[], None]) -> GraphLaunch:
+        num_rows = plan.num_rows
         if num_rows not in self._views:
             assert self._logits is not None, "a bucket was captured"
             self._views[num_rows] = (
-                self._logits[:num_rows], bucket.slots[:num_rows], self._new_positions[:num_rows],
+                bucket.columns["slots"][:num_rows], self._new_positions[:num_rows], self._logits[:num_rows],
                 self._ids[:num_rows],
             )
-        logits, slots, positions, ids = self._views[num_rows]
+        slots, positions, logits, ids = self._views[num_rows]
         rows = Rows(self._plan_rows[:num_rows], plan.slots, slots, positions)
-        return DecodeLaunch(logits, rows, ids, bucket.draw.replay)
+        return GraphLaunch(rows, logits, ids, None, draw_them)
+
+    def _num_words(self, size: BucketSize) -> int:
+        """Return how many changed words a bucket's upload holds; steps with more scatter them before it."""
+        per_group = size.num_decodes + size.num_chunks + size.num_chunk_tokens // self._block_size
+        return per_group * len(self._groups) + _WORDS_OF_CHUNK * size.num_chunks
+
+    def _size(self, plan: StepPlan) -> BucketSize:
+        """Return the bucket with the fewest chunk tokens, then decodes, that holds a step."""
+        if plan.num_decodes == plan.num_rows:
+            return BucketSize(self.decode_sizes[bisect_left(self.decode_sizes, plan.num_rows)], 0, 0)
+        first = bisect_left(self._mixed_sizes, len(plan.token_ids), key=lambda size: size.num_chunk_tokens)
+        return next(size for size in self._mixed_sizes[first:] if size.num_decodes >= plan.num_decodes)
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
-        """Bring slots and changed words to the device; nothing if the device has them already."""
-        words, values = self._rows.layout.writes(plan)
-        if len(words) > len(bucket.words):
+        """Bring a plan to the device; nothing if the device has just these decodes already."""
+        layout, rows = bucket.layout, self._rows
+        words, values = rows.layout.writes(plan)
+        if len(words) > layout.num_words:
             device_words, device_values = self._link.send((words, values))
-            self._rows.state.index_copy_(0, device_words, device_values)
+            rows.state.index_copy_(0, device_words, device_values)
             words, values = words[:0], values[:0]
-        uploaded = (bucket.num_rows, plan.slots.tobytes())
-        if not len(words) and uploaded == self._uploaded:
+        uploaded = None if layout.size.num_chunks else (layout.size, plan.slots.tobytes())
+        if uploaded is not None and not len(words) and uploaded == self._uploaded:
             return
         pinned, host, event = self._ring.take(bucket.staged.nbytes)
-        self._fill(bucket, host[: bucket.staged.nbytes].view(np.int64), plan.slots, words, values)
+        layout.fill(host[: bucket.staged.nbytes].view(np.int64), plan, words, values, self._padding)
         bucket.staged.copy_(pinned[: bucket.staged.nbytes].view(torch.int64), non_blocking=True)
         event.record()
         self._uploaded = uploaded
 
-    def _fill(self, bucket: _Bucket, host: I64, slots: I32, words: I64, values: I32) -> None:
-        """Write slots, then words, then values; what is left over names the padding slot and changes nothing."""
-        n, most, padding = bucket.num_rows, len(bucket.words), self._rows.layout.padding_slot
-        host[: len(slots)] = slots
-        host[len(slots) : n] = padding
-        host[n : n + len(words)] = words
-        host[n + len(words) : n + most] = self._rows.layout.column("seq_len") + padding
-        packed = host[n + most :].view(np.int32)
-        packed[:] = 0
-        packed[: len(values)] = values
-        packed[most : most + len(slots)] = 1
+    @property
+    def _padding(self) -> tuple[int, int]:
+        """The padding slot, and the word of its length, which is 0 at all times."""
+        layout = self._rows.layout
+        return layout.padding_slot, layout.column("seq_len") + layout.padding_slot
 
     def _prepare(self, bucket: _Bucket) -> None:
         for group, inputs in zip(self._groups, bucket.inputs, strict=True):
-            for bound in group.kernels.values():
-                bound.decode.prepare(inputs.step)
+            group.begin(inputs)
 
-    def _capture(self, size: int, pool: Any) -> _Bucket:
+    def _capture(self, size: BucketSize, pool: Any) -> _Bucket:
         bucket = self._bucket(size)
-        host = np.zeros(bucket.staged.numel(), np.int64)
-        none = np.zeros(0, np.int32)
-        self._fill(bucket, host, none, none.astype(np.int64), none)
-        bucket.staged.copy_(torch.from_numpy(host))
-        stages = [self._begin, self._forward, self._draw]
+        nothing = np.zeros(self._layouts[size].num_int64, np.int64)
+        nothing[bucket.layout.wide["slots"]], nothing[bucket.layout.wide["words"]] = self._padding
+        if size.num_chunks:
+            nothing[bucket.layout.wide["token_slots"]] = self._padding[0]
+        bucket.staged.copy_(torch.from_numpy(nothing))
+        stages: list[Callable[[_Bucket], None]] = [self._begin, self._forward, self._draw]
         for stage in stages:  # compiles, and lets libraries allocate, what a capture must not
+            self._prepare(bucket)
             stage(bucket)
         torch.cuda.synchronize()
-        if self._needs_prepare:
-            bucket.graphs.append(self._record(pool, bucket, self._begin))
-            bucket.graphs.append(self._record(pool, bucket, self._forward))
-        else:
-            bucket.graphs.append(self._record(pool, bucket, self._begin, self._forward))
-        return replace(bucket, draw=self._record(pool, bucket, self._draw))
+        for captured in [stages[:1], stages[1:2]] if self._needs_prepare else [stages[:2]]:
+            bucket.graphs.append(_record(pool, bucket, captured))
+        if size.num_rows not in self._draws:
+            self._draws[size.num_rows] = _record(pool, bucket, stages[2:])
+        return bucket
 
-    def _record(self, pool: Any, bucket: _Bucket, *stages: Callable[[_Bucket], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        for stage in stages:
-            stage(bucket)
-        graph.capture_end()
-        return graph
-
-    def _bucket(self, size: int) -> _Bucket:
-        most = size * len(self._groups)
-        staged = self._staged[: _staged_words(size, most)]
-        packed = staged[size + most :].view(torch.int32)
+    def _bucket(self, size: BucketSize) -> _Bucket:
+        layout = self._layouts[size]
+        staged = self._staged[: layout.num_int64]
+        narrow = staged[layout.middle :].view(torch.int32)
+        columns = {name: staged[place] for name, place in layout.wide.items()}
+        columns |= {name: narrow[place] for name, place in layout.narrow.items()}
         inputs = tuple(
-            GroupInputs(
-                mapping[:size],
-                AttentionStep(
-                    num_rows=size, num_tokens=size, max_num_query=1, max_seq_len=self._max_model_len,
-                    query_start=self._query_start[: size + 1], seq_lens=self._seq_lens[:size],
-                    block_table=table[:size], host_query_start=None, host_seq_lens=None,
-                ),
-                size, None, None,
-            )
+            self._group_inputs(size, columns, table, mapping[: size.num_tokens])
             for table, mapping in zip(self._tables, self._mappings, strict=True)
         )
-        return _Bucket(
-            size, staged, staged[:size], staged[size : size + most], packed[:most], packed[most : most + size], inputs,
-            [], torch.cuda.CUDAGraph(),
-        )
+        return _Bucket(layout, staged, columns, inputs, self._ids[: size.num_rows])
+
+    def _group_inputs(
+        self, size: BucketSize, columns: Mapping[str, torch.Tensor], table: torch.Tensor, mapping: torch.Tensor
+    ) -> GroupInputs:
+        def part(first: int, num_rows: int, num_tokens: int, most: int, start: torch.Tensor) -> AttentionStep:
+            rows = slice(first, first + num_rows)
+            return AttentionStep(
+                num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=self._max_model_len,
+                query_start=start, seq_lens=self._seq_lens[rows], block_table=table[rows], host_query_start=None,
+                host_seq_lens=None,
+            )
+
+        decodes = part(0, size.num_decodes, size.num_decodes, 1, self._decode_start[: size.num_decodes + 1])
+        if not size.num_chunks:
+            return GroupInputs(mapping, decodes, size.num_decodes, None, None)
+        most = size.num_chunk_tokens
+        chunks = part(size.num_decodes, size.num_chunks, most, most, columns["query_start"])
+        if not size.num_decodes:
+            return GroupInputs(mapping, chunks, 0, None, None)
+        return GroupInputs(mapping, chunks, size.num_decodes, decodes, chunks)
 
     def _begin(self, bucket: _Bucket) -> None:
         """Write the changed words, read the slots, and move their lengths on; padding stays at length 0.
 
         Every line is a kernel of a microsecond or two: there are as few as torch allows.
         """
-        rows, n, slots = self._rows, bucket.num_rows, bucket.slots
-        rows.state.index_copy_(0, bucket.words, bucket.values)
+        rows, columns, size = self._rows, bucket.columns, bucket.layout.size
+        slots, num_rows = columns["slots"], size.num_rows
+        rows.state.index_copy_(0, columns["words"], columns["values"])
         heads = rows.heads.index_select(1, slots)
-        _, positions = self._inputs(n).copy_(heads)
-        seq_lens = torch.add(heads[1], bucket.advance, out=self._seq_lens[:n])
+        token_ids, positions = self._token_inputs(size)
+        if size.num_chunks:
+            token_ids.copy_(columns["ids"])
+            torch.add(rows.seq_len[columns["token_slots"]], columns["offsets"], out=positions)
+            token_ids[: size.num_decodes].copy_(heads[0, : size.num_decodes])
+        else:
+            self._token_inputs(size).copy_(heads)
+        seq_lens = torch.add(heads[1], columns["advance"], out=self._seq_lens[:num_rows])
         rows.seq_len.index_copy_(0, slots, seq_lens)
-        self._new_positions[:n].copy_(seq_lens)
-        block = torch.div(positions, self._block_size, rounding_mode="floor").unsqueeze(1)
+        self._new_positions[:num_rows].copy_(seq_lens)
+        token_slots = columns["token_slots"] if size.num_chunks else slots
+        block = torch.div(positions, self._block_size, rounding_mode="floor")
         offset = positions % self._block_size
         for table, gathered, mapping in zip(rows.tables, self._tables, self._mappings, strict=True):
-            torch.index_select(table, 0, slots, out=gathered[:n])
-            page = gathered[:n].gather(1, block).squeeze(1)
-            torch.add(offset, page, alpha=self._block_size, out=mapping[:n])
-
-    def _inputs(self, size: int) -> torch.Tensor:
-        """Return the buffer of token ids and positions, int64 [2, size]."""
-        return self._heads[: 2 * size].view(2, size)
+            torch.index_select(table, 0, slots, out=gathered[:num_rows])
+            torch.add(offset, table[token_slots, block], alpha=self._block_size, out=mapping[: size.num_tokens])
 
     def _forward(self, bucket: _Bucket) -> None:
-        n = bucket.num_rows
-        for group, inputs in zip(self._groups, bucket.inputs, strict=True):
-            group.begin(inputs)
-        logits = self._model.logits(self._model.forward(*self._inputs(n)))
+        size = bucket.layout.size
+        hidden = self._model.forward(*self._token_inputs(size))
+        if size.num_chunks:
+            hidden = hidden.index_select(0, bucket.columns["last"])
+        logits = self._model.logits(hidden)
         if self._logits is None:
-            self._logits = torch.empty_like(logits)
-        self._logits[:n].copy_(logits)
-        self._ids[:n].copy_(note(self._rows, bucket.slots, logits, self._greedy[logits.dtype](logits)))
+            self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
+        self._logits[: size.num_rows].copy_(logits)
+        bucket.ids.copy_(note(self._rows, bucket.columns["slots"], logits, self._greedy[logits.dtype](logits)))
 
     def _draw(self, bucket: _Bucket) -> None:
         assert self._logits is not None, "the forward comes first"
-        n, slots = bucket.num_rows, bucket.slots
-        logits = self._logits[:n]
-        chosen = draw(self._rows, self._sample, logits, slots, self._new_positions[:n])
-        self._ids[:n].copy_(note(self._rows, slots, logits, chosen))
+        num_rows, slots = bucket.layout.size.num_rows, bucket.columns["slots"]
+        logits = self._logits[:num_rows]
+        chosen = draw(self._rows, self._sample, logits, slots, self._new_positions[:num_rows])
+        bucket.ids.copy_(note(self._rows, slots, logits, chosen))
+
+    def _token_inputs(self, size: BucketSize) -> torch.Tensor:
+        """Return the buffer of token ids and positions, int64 [2, tokens]."""
+        return self._inputs[: 2 * size.num_tokens].view(2, size.num_tokens)
 
 
-def _staged_words(num_rows: int, num_words: int) -> int:
-    """Return the int64 words of a bucket's upload: slots and words, then values and advances of half a word."""
-    return num_rows + num_words + -(-(num_words + num_rows) // 2)
-
+def _record(pool: Any, bucket: _Bucket, stages: Sequence[Callable[[_Bucket], None]]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    for stage in stages:
+        stage(bucket)
+    graph.capture_end()
+    return graph

@@ -13,19 +13,19 @@ from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.adjust import counts_bytes
 from tokenspeed_core.runner.assemble import Assembly, assemble
+from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.execute import LocalRunner
-from tokenspeed_core.runner.graphs import capture_sizes
 from tokenspeed_core.runner.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
-from tokenspeed_core.runner.mixed import mixed_sizes
 from tokenspeed_core.runner.platform import resolve_device
+from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.runner.trial import Trial, TrialLimits, kinds, largest
 from tokenspeed_core.runner.weights import load_weights
 
 __all__ = ["LocalRunner", "RunnerConfig", "build", "plan_only"]
 
 Progress = Callable[[str, int, int], None]
-_GRAPH_BYTES = 4 << 20  # a captured forward itself, and its result
+_GRAPH_BYTES = 4 << 20  # a captured forward itself
 _SLACK = 256 << 20  # what libraries allocate late, and what the allocator cannot use
 
 
@@ -88,9 +88,10 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:
     """Try the largest step, size the arena by what it leaves, compile all kernels, capture graphs."""
     config = assembly.config
-    sizes = () if config.enforce_eager else capture_sizes(
+    decodes = () if config.enforce_eager else decode_sizes(
         config.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
     )
+    sizes = bucket_sizes(decodes, config.max_num_tokens, config.max_num_seqs) if decodes else ()
     limits = TrialLimits(
         config.max_num_seqs, config.max_num_tokens, config.max_model_len, len(config.model_info.cache_groups),
         config.model_info.vocab_size,
@@ -111,16 +112,13 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
     progress("warm-up", len(trials), len(trials))
     runner.forget()
     if sizes:
-        runner.capture(
-            sizes, mixed_sizes(config.max_num_tokens, sizes[-1]),
-            lambda done, total: progress("graphs", done, total),
-        )
+        runner.capture(sizes, lambda done, total: progress("graphs", done, total))
     runner.forget()
     return runner
 
 
 def _measure(
-    runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, sizes: Sequence[int]
+    runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, sizes: Sequence[BucketSize]
 ) -> DeviceBudget:
     """Run the largest step and see what it took. Graphs of `sizes` take as much again: their memory is their own."""
     config = assembly.config
@@ -133,8 +131,7 @@ def _measure(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     vocab_size = config.model_info.vocab_size
-    num_graphs = 2 * len(sizes) + len(mixed_sizes(config.max_num_tokens, sizes[-1])) if sizes else 0
-    graphs = num_graphs * _GRAPH_BYTES + (peak if sizes else 0)
+    graphs = len(sizes) * _GRAPH_BYTES + (peak if sizes else 0)
     return DeviceBudget(
         total=total, utilization=config.gpu_memory_utilization,
         others=total - free - torch.cuda.memory_reserved(device), weights=weights, peak=peak,

@@ -1,0 +1,37 @@
+"""Which steps are captured as graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenspeed_core.runner.staged import BucketSize
+
+_STEP = 8
+_MOST_DECODES = 256
+_MOST_CHUNKS = 64
+_FEW_TOKENS = 512  # up to here, padding decodes costs as much as the chunk itself
+_SMALLEST_CHUNK = 32
+
+
+def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """Return rows of decode steps, ascending: `wanted` ones within reach, else 1, 2, 4, 8, 16, 24, …, `most`."""
+    if wanted is not None:
+        return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
+    largest = min(max_num_seqs, most or _MOST_DECODES)
+    return (*(size for size in (1, 2, 4, *range(_STEP, largest, _STEP)) if size < largest), largest)
+
+
+def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int) -> tuple[BucketSize, ...]:
+    """Return the buckets of decodes alone, and those with chunks, by tokens: in steps of a third or a half."""
+    tokens = [_SMALLEST_CHUNK]
+    while tokens[-1] < max_num_tokens:
+        power = 1 << (tokens[-1].bit_length() - 1)
+        tokens.append(power + power // 2 if tokens[-1] == power >= 256 else 2 * power)
+    most, chunks = decodes[-1], min(_MOST_CHUNKS, max_num_seqs)
+    few = sorted({0, *(size for size in (16, 64) if size < most), most})
+    mixed = [
+        BucketSize(each, chunks, min(count, max_num_tokens))
+        for count in tokens
+        for each in (few if count <= _FEW_TOKENS else (0, most))
+    ]
+    return (*(BucketSize(each, 0, 0) for each in decodes), *mixed)
