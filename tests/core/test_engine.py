@@ -7,10 +7,11 @@ import pytest
 from null_world import MASKED, World, request
 
 from tokenspeed_core.engine import pace
-from tokenspeed_core.engine.engine import MAX_FAILURES
+from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.pace import LEAST_CHUNK, TARGET_SECONDS, Pace
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.messages import Finish
+from tokenspeed_core.plugins.hookspecs import StepRecord
 from tokenspeed_core.step import LateInputs, Runner, StepFailed, StepPlan, StepResult
 
 PLACES = ["forward", "sample", "collect"]
@@ -284,3 +285,16 @@ def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
     assert beside
     assert all(int(np.max(plan.num_query_tokens)) <= LEAST_CHUNK for plan in beside)
     world.check(1)
+
+
+def test_an_observer_hears_of_every_step_with_its_rows() -> None:
+    world = World(chunk_size=64)
+    heard: list[StepRecord] = []
+    engine = Engine(world.scheduler, world.runner, observe=heard.append)
+    world.scheduler.submit(request(0, [1, 2, 3], max_tokens=4))
+    while engine.has_work:
+        engine.step()
+    assert [record.step_id for record in heard] == list(range(1, engine.num_steps + 1))
+    assert (heard[0].num_decodes, heard[0].num_tokens) == (0, 3)
+    assert (heard[1].num_decodes, heard[1].num_tokens) == (1, 1)
+    assert all(record.duration >= 0 for record in heard)

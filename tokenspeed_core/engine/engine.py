@@ -6,7 +6,8 @@ row needs of the step before (its last token, its length) never leaves the devic
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -14,9 +15,12 @@ import numpy as np
 from tokenspeed_core.engine.pace import Pace
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
+from tokenspeed_core.plugins.hookspecs import StepRecord
 from tokenspeed_core.scheduler.planning import Draft
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.step import I32, LateInputs, Runner, StepFailed, StepPlan
+
+log = logging.getLogger("tokenspeed.engine")
 
 MAX_FAILURES = 3   # failed steps in a row, after which the device is given up
 
@@ -36,11 +40,15 @@ class Engine:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, *, depth: int = 2, late_source: LateSource | None = None,
+        observe: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        """Start idle. With `depth` 1 each step is collected before the next is planned."""
+        """Start idle. With `depth` 1 each step is collected before the next is planned.
+
+        `observe` is told of every collected step, while the next one runs.
+        """
         self.scheduler, self.runner = scheduler, runner
         self.num_steps = 0
-        self._depth, self._late_source = depth, late_source
+        self._depth, self._late_source, self._observe = depth, late_source, observe
         self._pace = Pace(scheduler.limits.budget)
         self._launched: list[StepPlan] = []
         self._num_failures = 0
@@ -106,7 +114,9 @@ class Engine:
             return self._failed(plan.step_id, error)
         self._num_failures = 0
         self.num_steps += 1
-        self._pace.finished(plan.num_tokens)
+        seconds = self._pace.finished(plan.num_tokens)
+        if self._observe is not None:
+            self._observe(StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds))
         return self.scheduler.apply(result)
 
     def reset_prefix_cache(self) -> None:
@@ -125,6 +135,7 @@ class Engine:
 
     def _failed(self, step_id: int, error: StepFailed) -> Outputs:
         """End the sequences of a failed step with an error; others go on."""
+        log.error("%s", error, exc_info=error.__cause__)
         self._num_failures += 1
         failed = self.scheduler.fail(step_id)
         if self._num_failures >= MAX_FAILURES:

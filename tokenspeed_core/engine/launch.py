@@ -16,6 +16,7 @@ from tokenspeed_core.kernels.select import Preference
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Ready
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.scheduler.limits import SchedulerLimits
@@ -93,6 +94,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queue
     Raises what `resolve` does, SelectionError, and CapacityError where memory is too small.
     """
     from tokenspeed_core.runner.local import build
+    from tokenspeed_core.runner.platform import resolve_device
 
     config, info = resolved.config, resolved.checkpoint.info
     runner = build(resolved.runner, catalog, progress)
@@ -102,8 +104,11 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queue
     max_model_len = _fitting_len(resolved, kv.most_tokens())
     limits = scheduler_limits(config, max_model_len, info.vocab_size, max_queued)
     scheduler = Scheduler(limits, kv, POLICIES[config.schedule_policy]())
-    described = runner.describe()
-    engine = Engine(scheduler, runner, depth=1 if str(described["device"]).startswith("cpu") else 2)
+    hooks = Hooks.load(catalog)
+    observe = hooks.observe_step if hooks.has("observe_step") else None
+    # On the CPU a step is over when it is launched: there is nothing to run ahead of.
+    depth = 1 if resolve_device(config.device).type == "cpu" else 2
+    engine = Engine(scheduler, runner, depth=depth, observe=observe)
     report = {
         "model": resolved.checkpoint.name, "architecture": info.architecture,
         "plugins": [f"{e.distribution} {e.version}: {e.kind} {e.name}" for e in catalog.all()],
@@ -112,7 +117,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queue
     log.info("%s", runner.kernel_plan.table())
     log.info(
         "%s on %s in %s: %d pages of %d tokens, sequences of up to %d tokens",
-        resolved.checkpoint.name, described["device"], config.dtype, runner.num_pages, runner.block_size,
+        resolved.checkpoint.name, runner.kernel_plan.platform, config.dtype, runner.num_pages, runner.block_size,
         max_model_len,
     )
     ready = Ready(

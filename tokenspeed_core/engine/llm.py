@@ -68,7 +68,8 @@ class LLM:
         self._next_id = 0
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generate from texts or `{"prompt_token_ids": [...]}`; one result per prompt, in their order.
 

@@ -30,11 +30,12 @@ class Pace:
         """Note that the device starts on a step now, having been idle."""
         self._last = perf_counter()
 
-    def finished(self, num_tokens: int) -> None:
-        """Note that a step of so many query tokens is over."""
+    def finished(self, num_tokens: int) -> float:
+        """Note that a step of so many query tokens is over; return the seconds that it took."""
         now = perf_counter()
         seconds, self._last = now - self._last, now
         if num_tokens >= _MEASURED_FROM:
             cost = seconds / num_tokens
             old = self._seconds_per_token or cost
             self._seconds_per_token = old + _WEIGHT * (cost - old)
+        return seconds

@@ -33,7 +33,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step that was collected; `duration` is in seconds, from launch to result."""
+    """A step that was collected. `duration`: seconds since its launch, or since the step before it was over."""
 
     step_id: int
     num_rows: int
