@@ -59,7 +59,7 @@ class _Faults:
         kinds = (("missing", self.missing), ("not expected", self.surplus), ("given twice", self.repeated))
         parts = [f"{kind}: {', '.join(_listing(names))}" for kind, names in kinds if names]
         if self.misshapen:
-            parts.append("; ".join(self.misshapen))
+            parts.append("; ".join(_listing(self.misshapen)))
         return "; ".join(parts)
 
 
@@ -113,7 +113,10 @@ class WeightMap:
         faults.missing.extend(pending)
         message = faults.message()
         if message:
-            raise ValueError(f"the checkpoint's weights are not those its config.json describes; {message}")
+            raise ValueError(
+                f"the checkpoint's weights are not those its config.json describes; {message}; correct config.json, "
+                "or copy or download the checkpoint again"
+            )
 
 
 def _listing(names: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import logging
 import os
@@ -24,6 +25,7 @@ from tokenspeed_core.messages import Abort, Drain, Failed, Pulse, ResetPrefixCac
 from tokenspeed_core.wire import pack
 
 PULSE_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
 log = logging.getLogger("tokenspeed.engine")
 
 
@@ -103,6 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent-fd", type=int, required=True)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the API process, which drains this one
+    _die_with_parent()
     data = msgpack.unpackb(Path(options.config).read_bytes())
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set_hwm(0)
@@ -131,6 +134,12 @@ def _serve(data: dict[str, Any], socket: zmq.Socket[bytes], parent_fd: int) -> N
         EngineLoop(started.engine, socket, parent_fd).run()
     finally:
         started.engine.close()
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process with its parent, also where it cannot look at the pipe: loading, or stuck."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _num_threads() -> int:

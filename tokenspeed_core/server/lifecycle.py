@@ -141,7 +141,8 @@ class _Life:
             return 128 + self._signals[-1]
         if is_drained:
             return 0
-        raise EngineDeadError(f"the engine died: {link.dead.result()}")
+        what = "died" if link.ready.done() else "could not start"
+        raise EngineDeadError(f"the engine {what}: {link.dead.result()}")
 
     async def _open(self, service: Service) -> None:
         """Load the text side while the engine loads, then begin to take requests."""

@@ -1,0 +1,120 @@
+"""`tokenspeed serve` as a child process, as a user starts it: the bundled demo on this machine's CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+
+COMMAND = (sys.executable, "-P", "-m", "tokenspeed_core.cli")
+DEMO: dict[str, Any] = {"model": "demo", "temperature": 0}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return what a child process gets: its temporary files where a test can count them, one thread."""
+    return {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs. `curl` is the line it printed to try it with."""
+
+    url: str
+    curl: str
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def http(self, **headers: str) -> httpx.Client:
+        """Return a client of plain HTTP."""
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=60, headers=headers)
+
+    def openai(self, api_key: str = "any") -> openai.OpenAI:
+        """Return the unmodified openai client."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0,
+            http_client=httpx.Client(trust_env=False, timeout=60),
+        )
+
+    def engine(self) -> psutil.Process:
+        """Return the engine's process."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if "engine" in " ".join(child.cmdline()))
+
+    def said(self) -> str:
+        """Return what the server wrote to stderr so far."""
+        return (self.folder / "stderr").read_text()
+
+    def sockets(self) -> list[Path]:
+        """Return the folders in which servers keep their sockets."""
+        return [*self.folder.glob("tokenspeed-*"), *self.folder.glob(".tokenspeed-*")]
+
+
+@contextmanager
+def served(folder: Path, *flags: str) -> Iterator[Served]:
+    """Run a server until the block ends; yield it once it says that it serves."""
+    with (folder / "stderr").open("w") as errors:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "--port", "0", *flags], stdout=subprocess.PIPE, stderr=errors, text=True,
+            env=environment(folder),
+        )
+    assert process.stdout is not None
+    try:
+        line, curl = process.stdout.readline(), process.stdout.readline()
+        found = re.search(r"at (http://\S+)", line)
+        assert found, f"it said {line!r} and ended with {process.poll()}: {(folder / 'stderr').read_text()}"
+        yield Served(found[1], curl.strip(), process, folder)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def said_at_its_end(folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run a command that ends by itself; return its status and what it wrote to stderr, less the progress."""
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        env={**environment(folder), **(environ or {})}, check=False,
+    )
+    return done.returncode, "".join(line for line in done.stderr.splitlines(True) if line != "weights ...\n")
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait for something. Raises AssertionError after so many seconds."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"not {what} within {seconds} s"
+        time.sleep(0.05)
+
+
+class Background:
+    """Calls a function in a thread; `result` waits for what it returned or raised."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._result: Any = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except Exception as error:  # the test looks at it
+            self._result = error
+
+    def result(self, seconds: float = 60) -> Any:
+        """Return what the call returned, or the exception that it raised."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"no end after {seconds} s"
+        return self._result

@@ -1,0 +1,394 @@
+"""`tokenspeed serve` on the demo, engine process and all: clients, signals, deaths, bad input, bad checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import tokenspeed_demo
+from serving import COMMAND, DEMO, Background, Served, environment, said_at_its_end, served, wait_until
+
+CHECKPOINT = Path(tokenspeed_demo.__file__).parent / "checkpoint"
+LONG: dict[str, Any] = {**DEMO, "prompt": "a", "extra_body": {"ignore_eos": True}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather", "description": "Get the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("serve"), "--max-num-seqs", "16") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Served) -> openai.OpenAI:
+    return server.openai()
+
+
+def say(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+# -- what clients get ---------------------------------------------------------------------------------------
+
+
+def test_the_demo_adds(sdk: openai.OpenAI) -> None:
+    answer = sdk.chat.completions.create(**DEMO, messages=say("What is 23 + 45?"))
+    assert "68" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_printed_curl_line_works_as_it_stands(server: Served) -> None:
+    assert server.curl.startswith("curl ")
+    done = subprocess.run(
+        server.curl.replace("curl ", "curl -sS --noproxy '*' ", 1), shell=True, capture_output=True, text=True,
+        timeout=60, check=True,
+    )
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == ["demo"]
+    assert sdk.models.retrieve("demo").id == "demo"
+    with server.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/version").status_code == 200
+        assert http.get("/v1/plugins").json()["architecture"] == "Qwen3ForCausalLM"
+
+
+def test_a_stream_is_the_whole_and_a_repeated_prompt_is_cached(sdk: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {**DEMO, "prompt": list(range(40, 100)), "max_tokens": 24}
+    whole = sdk.completions.create(**ask)
+    chunks = list(sdk.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 48   # whole blocks of 16, less the last token's
+    assert (usage.prompt_tokens, usage.completion_tokens) == (60, whole.usage.completion_tokens if whole.usage else 0)
+
+
+def test_a_chat_streams_in_events_that_make_up_the_whole(sdk: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {**DEMO, "messages": say("Copy this text: naïve café 日本語 🙂 done")}
+    whole = sdk.chat.completions.create(**ask)
+    chunks = list(sdk.chat.completions.create(**ask, stream=True))
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert len([text for text in texts if text]) > 3
+    assert "\ufffd" not in texts
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_tools_are_rendered_and_a_call_comes_back_as_text(sdk: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {**DEMO, "messages": say("Get the weather in Paris.")}
+    plain, tooled = (
+        sdk.chat.completions.create(**ask, **extra) for extra in ({}, {"tools": [WEATHER]})
+    )
+    assert plain.usage is not None
+    assert tooled.usage is not None
+    assert tooled.usage.prompt_tokens > plain.usage.prompt_tokens + 20
+    assert tooled.choices[0].message.tool_calls is None
+    assert '"name": "get_weather", "arguments": {"city": "Paris"}' in (tooled.choices[0].message.content or "")
+
+
+def test_log_probabilities_n_seed_and_stop_work_on_the_model(sdk: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {
+        "model": "demo", "messages": say("What is 3 + 4?"), "n": 3, "temperature": 1, "seed": 1, "logprobs": True,
+        "stop": ["</think>"],
+    }
+    first, second = (sdk.chat.completions.create(**ask, **extra) for extra in ({"top_logprobs": 2}, {}))
+    assert [c.message.content for c in first.choices] == [c.message.content for c in second.choices]
+    for choice in first.choices:
+        assert "</think>" not in (choice.message.content or "")
+        assert choice.logprobs is not None
+        for entry in choice.logprobs.content or []:
+            assert entry.logprob <= 0
+            assert len(entry.top_logprobs) == 2
+
+
+# -- many clients -------------------------------------------------------------------------------------------
+
+
+def test_forty_clients_at_once_each_get_what_they_get_alone(server: Served) -> None:
+    """More than run at once: some wait."""
+    sdk = server.openai()
+
+    def ask(number: int) -> str:
+        prompt = f"What is {number} + {number + 7}?"
+        return sdk.completions.create(**DEMO, prompt=prompt, max_tokens=12).choices[0].text
+
+    alone = [ask(number) for number in range(40)]
+    with ThreadPoolExecutor(40) as pool:
+        assert list(pool.map(ask, range(40))) == alone
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_frees_its_place(server: Served, streams: bool) -> None:
+    """All places are taken by clients that leave; the next one need not wait for their four thousand tokens."""
+    sdk = server.openai()
+    body = {**DEMO, "prompt": "a", "ignore_eos": True, "max_tokens": 4000, "n": 16, "stream": streams}
+    with server.http() as http:
+        if streams:
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                assert next(response.iter_lines()).startswith("data: ")
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=body, timeout=0.5)
+    start = time.monotonic()
+    sdk.completions.create(**DEMO, prompt="a", max_tokens=2)
+    assert time.monotonic() - start < 2
+
+
+def test_a_slow_reader_holds_up_nobody(server: Served) -> None:
+    body = json.dumps({**DEMO, "prompt": "a", "ignore_eos": True, "max_tokens": 2000, "stream": True}).encode()
+    address = httpx.URL(server.url)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((address.host, address.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        slow.sendall(head + body)
+        assert slow.recv(12) == b"HTTP/1.1 200"   # and reads no more
+        start = time.monotonic()
+        server.openai().completions.create(**DEMO, prompt="b", max_tokens=8)
+        assert time.monotonic() - start < 5
+
+
+# -- input that nobody should send --------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[int, bytes, str]] = {
+    "not JSON": (400, b"{", "JSON"),
+    "no object": (400, b"[1]", "object"),
+    "nothing": (400, b"", "JSON"),
+    "not UTF-8": (400, b'{"prompt": "\xff"}', ""),
+    "NaN": (400, b'{"prompt": "a", "temperature": NaN}', "temperature"),
+    "infinite": (400, b'{"prompt": "a", "top_p": 1e999}', "top_p"),
+    "deep": (400, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+    "unknown field": (400, b'{"prompt": "a", "temprature": 1}', "temprature"),
+    "not built yet": (400, b'{"prompt": "a", "suffix": "b"}', "suffix"),
+    "wrong model": (404, b'{"model": "gpt", "prompt": "a"}', "gpt"),
+    "empty text": (400, b'{"prompt": ""}', "prompt"),
+    "empty ids": (400, b'{"prompt": []}', "prompt"),
+    "no prompt": (400, b'{"model": "demo"}', "prompt"),
+    "id too large": (400, b'{"prompt": [99999999]}', "99999999"),
+    "huge id": (400, b'{"prompt": [99999999999999999999]}', "prompt"),
+    "negative id": (400, b'{"prompt": [-1]}', "-1"),
+    "boolean id": (400, b'{"prompt": [true]}', "prompt"),
+    "too long": (400, json.dumps({"prompt": [5] * 5000}).encode(), "4096"),
+    "text too long": (400, json.dumps({"prompt": "many words " * 50_000}).encode(), "4096"),
+    "max_tokens too large": (400, b'{"prompt": "a", "max_tokens": 100000}', "max_tokens"),
+    "max_tokens zero": (400, b'{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+    "huge n": (400, b'{"prompt": "a", "n": 1000000000}', "n"),
+    "n times prompts": (400, json.dumps({"prompt": ["a"] * 100, "n": 100}).encode(), "n"),
+    "seed too large": (400, b'{"prompt": "a", "seed": 99999999999999999999}', "seed"),
+    "empty stop": (400, b'{"prompt": "a", "stop": ""}', "stop"),
+    "bias id": (400, b'{"prompt": "a", "logit_bias": {"9999999": 1}}', "logit_bias"),
+    "bias NaN": (400, b'{"prompt": "a", "logit_bias": {"9": NaN}}', "logit_bias"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused_by_name_and_harms_nobody(server: Served, what: str) -> None:
+    status, body, names = REFUSED[what]
+    with server.http(**{"content-type": "application/json"}) as http:
+        response = http.post("/v1/completions", content=body)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert names in f"{error['message']} {error['param']}"
+        assert len(error["message"]) < 600
+        after = http.post("/v1/completions", json={**DEMO, "prompt": "a", "max_tokens": 1})
+        assert after.status_code == 200
+
+
+def test_a_body_beyond_bounds_is_cut_off(server: Served) -> None:
+    with server.http() as http:
+        response = http.post("/v1/completions", content=b'{"prompt": "' + b"a" * (40 << 20) + b'"}')
+    assert response.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100,
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 200_000 + b"\r\n\r\n",
+    ],
+    ids=["TLS", "cut", "version", "zeros", "length", "chunks", "long head"],
+)
+def test_what_is_not_http_gets_a_400_or_the_door(server: Served, raw: bytes) -> None:
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=10) as connection:
+        connection.sendall(raw)
+        try:
+            answer = connection.recv(4096)
+        except ConnectionResetError:
+            answer = b""
+    assert answer == b"" or re.match(rb"HTTP/1\.1 4\d\d", answer), answer
+    with server.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+# -- idle ---------------------------------------------------------------------------------------------------
+
+
+def test_idle_costs_under_a_hundredth_of_a_core(server: Served) -> None:
+    api = psutil.Process(server.process.pid)
+    processes = [api, *api.children(recursive=True)]
+    time.sleep(1.5)   # what the tests before have left to do
+
+    def spent() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before = spent()
+    time.sleep(10)
+    assert spent() - before < 0.1
+
+
+# -- ends ---------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_asked_for_and_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
+    with served(tmp_path, "--api-key", "secret") as server:
+        assert "secret" not in server.curl
+        assert "Authorization" in server.curl
+        for key in ("wrong", "secre", "sécret"):
+            with server.http() as http:
+                refused = http.post(
+                    "/v1/completions", json={"prompt": "a"}, headers={b"authorization": f"Bearer {key}".encode()}
+                )
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        engine = server.engine()
+        stream = server.openai("secret").completions.create(**LONG, max_tokens=400, stream=True)
+        first = next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        rest = Background(lambda: list(stream))
+        with server.http() as http:
+            wait_until(lambda: http.get("/health").status_code == 503, 5, "unhealthy while draining")
+        assert server.process.wait(60) == 0
+        assert len([first, *rest.result()]) >= 300
+        assert rest.result()[-1].choices[0].finish_reason == "length"
+        assert not engine.is_running()
+        assert not server.sockets()
+
+
+def test_ctrl_c_ends_an_idle_server_whose_port_another_could_not_take(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        port = str(httpx.URL(server.url).port)
+        status, said = said_at_its_end(tmp_path, "serve", "--port", port)
+        assert status == 2
+        assert re.fullmatch(rf"tokenspeed: .*port {port} .*in use.*--port.*\n", said), said
+        with_chat = subprocess.run(
+            [*COMMAND, "chat", "--base-url", server.url, "--temperature", "0"], input="What is 23 + 45?\nThanks\n",
+            capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=True,
+        )
+        assert "68" in with_chat.stdout.splitlines()[0] + with_chat.stdout
+        assert with_chat.stderr == ""
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(15) == 0
+        assert "Traceback" not in server.said()
+        assert not server.sockets()
+
+
+def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_along(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        engine = server.engine()
+        waiting = Background(lambda: server.openai().completions.create(**LONG, max_tokens=4000))
+        time.sleep(0.5)
+        engine.send_signal(signal.SIGSTOP)
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+            wait_until(lambda: http.get("/health").status_code == 503, 10, "unhealthy")
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 5, "the engine's end")
+        assert isinstance(waiting.result(), openai.APIConnectionError)
+        with served(tmp_path) as again:
+            assert len(again.sockets()) == 1, "the dead server's socket is still there"
+            again.engine().kill()
+            assert again.process.wait(15) == 2
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_killed_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
+    with served(tmp_path) as server:
+        sdk = server.openai()
+        waiting = Background(
+            lambda: list(sdk.completions.create(**LONG, max_tokens=4000, stream=True)) if streams
+            else sdk.completions.create(**LONG, max_tokens=4000)
+        )
+        time.sleep(0.7)
+        server.engine().kill()
+        told = waiting.result(10)
+        assert isinstance(told, openai.APIError if streams else openai.InternalServerError)
+        assert "engine died" in str(told)
+        assert server.process.wait(15) == 2
+        assert server.said().splitlines()[-1].startswith("tokenspeed: the engine died: its process ")
+        assert "Traceback" not in server.said()
+        assert not server.sockets()
+
+
+# -- starts that fail ---------------------------------------------------------------------------------------
+
+
+def spoil(folder: Path, how: str) -> None:
+    """Copy the demo's checkpoint and break it."""
+    shutil.copytree(CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if how == "wrong shape":
+        config["intermediate_size"] //= 2
+    elif how == "unknown architecture":
+        config["architectures"] = ["NonsenseForCausalLM"]
+    (folder / "config.json").write_text("{" if how == "no JSON" else json.dumps(config))
+    if how == "missing shard":
+        index = {"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "cut short":
+        with (folder / "model.safetensors").open("r+b") as weights:
+            weights.truncate(3_000_000)
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("missing shard", "model-00002-of-00002.safetensors"), ("wrong shape", "mlp.down_proj.weight has shape"),
+        ("unknown architecture", "NonsenseForCausalLM"), ("cut short", "model.safetensors"),
+        ("no JSON", "config.json"), ("no tokenizer", "tokenizer.json"),
+    ],
+)
+def test_a_bad_checkpoint_ends_in_one_line(tmp_path: Path, how: str, names: str) -> None:
+    spoil(tmp_path / "model", how)
+    status, said = said_at_its_end(tmp_path, "serve", str(tmp_path / "model"), "--port", "0", "--log-level", "warning")
+    assert status == 2
+    assert re.fullmatch(r"tokenspeed: .*\n", said), said
+    assert names in said
+    assert len(said) < 1500
+
+
+def test_a_dry_run_says_what_would_be_and_loads_nothing(tmp_path: Path) -> None:
+    spoil(tmp_path / "model", "cut short")   # whose weights cannot be read
+    done = subprocess.run(
+        [*COMMAND, "serve", str(tmp_path / "model"), "--dry-run", "--max-model-len", "512"],
+        capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=True,
+    )
+    for part in ("Qwen3ForCausalLM", "max_model_len: 512", "num_pages", "attention", "collectives"):
+        assert part in done.stdout
