@@ -13,10 +13,9 @@ import torch
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.runner.assemble import Assembly
 from tokenspeed_core.runner.attention import bind_arena
-from tokenspeed_core.runner.graphs import DecodeGraphs, DecodeLaunch
+from tokenspeed_core.runner.graphs import GraphLaunch, StepGraphs
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, InputMaker
 from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
-from tokenspeed_core.runner.mixed import MixedGraphs
 from tokenspeed_core.runner.rows import (
     DRAWS,
     SPECIAL,
@@ -27,17 +26,22 @@ from tokenspeed_core.runner.rows import (
     most_blocks,
 )
 from tokenspeed_core.runner.sampler import RawLogprobs, Rows, Sampler, host_logprobs
-from tokenspeed_core.step import LateInputs, StepFailed, StepPlan, StepResult
+from tokenspeed_core.runner.staged import BucketSize
+from tokenspeed_core.step import I64, LateInputs, StepFailed, StepPlan, StepResult
 
 
 @dataclass(slots=True, eq=False)
 class _Launched:
-    """A step between its forward and its collection. `decode` is set where graphs ran, and sampled greedily."""
+    """A step between its forward and its collection. `graph` is set where a graph ran, which sampled greedily.
+
+    `at` are the places of the sampling rows among the fetched tokens, None if all are theirs.
+    """
 
     plan: StepPlan
     logits: torch.Tensor | None
     rows: Rows | None
-    decode: DecodeLaunch | None = None
+    graph: GraphLaunch | None = None
+    at: I64 | None = None
     fetch: Fetch | None = None
     logprobs: RawLogprobs | None = None
 
@@ -80,8 +84,7 @@ class LocalRunner:
             else DeviceInputMaker(self._rows, self.block_size, split, self._link)
         )
         self._sampler = self._new_sampler()
-        self._graphs: DecodeGraphs | None = None
-        self._mixed: MixedGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self.resize(num_pages)
 
     @property
@@ -100,29 +103,17 @@ class LocalRunner:
         self.num_pages = num_pages
         self.forget()
 
-    def capture(
-        self, decode_sizes: Sequence[int], mixed_sizes: Sequence[tuple[int, int]],
-        progress: Callable[[int, int], None],
-    ) -> None:
-        """Capture CUDA graphs for decodes of these many rows, and for steps of (decodes, chunk tokens).
-
-        Nothing may be in flight.
-        """
-        total, numbers = len(decode_sizes) + len(mixed_sizes), {
-            "block_size": self.block_size, "max_model_len": self.config.max_model_len,
-        }
+    def capture(self, sizes: Sequence[BucketSize], progress: Callable[[int, int], None]) -> None:
+        """Capture steps of these sizes as CUDA graphs. Nothing may be in flight."""
+        gc.collect()
         with torch.inference_mode():
             self._use_stream()
-            pool = torch.cuda.graph_pool_handle()
-            gc.collect()
-            mixed = MixedGraphs(self._rows, self._groups, self._model, self._link, sizes=mixed_sizes, **numbers)
-            mixed.capture(pool, lambda done, _: progress(done, total))
-            graphs = DecodeGraphs(
+            graphs = StepGraphs(
                 self._rows, self._groups, self._model, self._assembly.greedy, self._assembly.sample, self._link,
-                sizes=decode_sizes, **numbers,
+                sizes=sizes, block_size=self.block_size, max_model_len=self.config.max_model_len,
             )
-            graphs.capture(pool, lambda done, _: progress(len(mixed_sizes) + done, total))
-        self._mixed, self._graphs = mixed, graphs
+            graphs.capture(progress)
+        self._graphs = graphs
 
     def forget(self) -> None:
         """Make all slots as new. Nothing may be in flight."""
@@ -175,6 +166,8 @@ class LocalRunner:
             raise _failed(step_id, "execution", error) from error
         if step.rows is None:
             return StepResult(step_id, num_tokens, ids, None)
+        if step.at is not None:
+            ids = ids[step.at]
         num_tokens[step.rows.plan_rows] = 1
         raw = step.logprobs
         return StepResult(step_id, num_tokens, ids, None if raw is None else host_logprobs(raw, logprobs))
@@ -188,7 +181,7 @@ class LocalRunner:
             "block_size": self.block_size,
             "num_pages": self.num_pages,
             "page_bytes": self.page_bytes,
-            "graph_sizes": [] if self._graphs is None else list(self._graphs.sizes),
+            "graph_sizes": [] if self._graphs is None else list(self._graphs.decode_sizes),
             "backends": {family: list(names) for family, names in self.kernel_plan.backends().items()},
         }
 
@@ -197,7 +190,7 @@ class LocalRunner:
         if self._stream is not None:
             self._stream.synchronize()
         self._launched.clear()
-        self._graphs = self._mixed = None
+        self._graphs = None
         self._arena = torch.zeros(0, dtype=torch.uint8)
         for layer in self._assembly.build.layers:
             layer.k_cache = layer.v_cache = self._arena
@@ -222,25 +215,17 @@ class LocalRunner:
             return _Launched(plan, None, None)
         if self._graphs is not None:
             if self._graphs.fits(plan):
-                decode = self._graphs.run(plan)
-                return _Launched(plan, decode.logits, decode.rows, decode)
+                graph = self._graphs.run(plan)
+                return _Launched(plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph)
             self._graphs.invalidate()
-        if self._mixed is not None and self._mixed.fits(plan):
-            mixed = self._mixed.run(plan)
-            return self._with_logits(plan, mixed.hidden, mixed.index, mixed.rows)
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
         hidden = self._model.forward(inputs.token_ids, inputs.positions)
-        rows = Rows(inputs.rows, inputs.slots, inputs.device_slots, inputs.new_positions)
-        return self._with_logits(plan, hidden, inputs.logit_index, rows)
-
-    def _with_logits(
-        self, plan: StepPlan, hidden: torch.Tensor, index: torch.Tensor | None, rows: Rows
-    ) -> _Launched:
-        if not len(rows.plan_rows):
+        if not len(inputs.rows):
             return _Launched(plan, None, None)
-        return _Launched(plan, self._model.logits(hidden if index is None else hidden[index]), rows)
+        logits = self._model.logits(hidden if inputs.logit_index is None else hidden[inputs.logit_index])
+        return _Launched(plan, logits, Rows(inputs.rows, inputs.slots, inputs.device_slots, inputs.new_positions))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for copy in plan.block_copies:
@@ -249,13 +234,19 @@ class LocalRunner:
                 self._arena.index_copy_(0, dst, self._arena[src])
 
     def _sample(self, step: _Launched, rows: Rows, late: LateInputs | None) -> None:
-        if step.decode is not None and late is None:
+        graph = step.graph
+        if graph is not None:
             asked = self._traits.asked(rows.slots)
-            if not asked & SPECIAL:
+            if late is None and not asked & SPECIAL:
                 if asked & DRAWS:
-                    step.decode.draw()
-                step.fetch = self._link.fetch_ids(step.decode.ids)
+                    graph.draw()
+                step.fetch, step.at = self._link.fetch_ids(graph.ids), graph.at
                 return
+            step.logits = graph.logits
+            if graph.at is not None:
+                (at,) = self._link.send((graph.at,))
+                step.logits = graph.logits[at]
+                rows = Rows(rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at])
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None
