@@ -1,0 +1,131 @@
+"""What the host spends on a decode step: plan, launch, apply and the packed message, with a runner that does nothing.
+
+Rows cross block boundaries at different steps, as they do when requests arrive at different times. Example:
+
+    python benchmarks/host_step.py
+    python benchmarks/host_step.py --rows 256 --profile
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import platform
+import pstats
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.kv.groups import FullAttention
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.messages import Submit
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.step import LateInputs, StepPlan, StepResult
+from tokenspeed_core.wire import pack
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 100_000
+TARGETS_US = {1: 100, 256: 400}
+NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+class IdleRunner:
+    """Answers each plan at once with the same token for every row."""
+
+    def __init__(self) -> None:
+        """Launch nothing yet."""
+        self._results: dict[int, StepResult] = {}
+
+    def forward(self, plan: StepPlan) -> None:
+        """Note the result."""
+        num_tokens = plan.wants_logits.astype(np.int32)
+        tokens = np.full(int(num_tokens.sum()), 7, np.int32)
+        self._results[plan.step_id] = StepResult(plan.step_id, num_tokens, tokens, None)
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        """Do nothing."""
+
+    def is_done(self, step_id: int) -> bool:
+        """Say yes."""
+        return True
+
+    def collect(self, step_id: int) -> StepResult:
+        """Return the result."""
+        return self._results.pop(step_id)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def request(request_id: int, num_prompt: int, max_tokens: int) -> Submit:
+    """Return a request whose prompt no other one has."""
+    prompt = np.full(num_prompt, request_id % VOCAB_SIZE, np.int32)
+    return Submit(
+        request_id=request_id, prompt=prompt, n=1, max_tokens=max_tokens, temperature=0.0, top_k=0, top_p=1.0,
+        min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, seed=None, logprobs=-1,
+        bias_ids=NO_INT, bias_values=NO_FLOAT, stop_token_ids=np.asarray([2], np.int32), priority=0, cache_salt="",
+    )
+
+
+def decoding(num_rows: int, context: int, num_steps: int) -> Engine:
+    """Return an engine in which so many sequences decode."""
+    max_len = context + BLOCK_SIZE + num_steps + 64
+    kv = KVManager((FullAttention("full", 1, 1, 1),), BLOCK_SIZE, (num_rows + 1) * (max_len // BLOCK_SIZE + 2))
+    limits = SchedulerLimits(num_rows, max_len, 1 << 20, 1 << 20, 1 << 20, VOCAB_SIZE)
+    engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]()), IdleRunner())
+    for i in range(num_rows):
+        engine.submit(request(i + 1, context + i % BLOCK_SIZE, num_steps + 32))
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.num_running == num_rows
+    return engine
+
+
+def step_times(engine: Engine, num_steps: int) -> list[float]:
+    """Return the microseconds of each step, its message to the API process packed."""
+    times = []
+    for _ in range(num_steps):
+        begin = time.perf_counter()
+        for outputs in engine.step():
+            pack(outputs)
+        times.append(1e6 * (time.perf_counter() - begin))
+    return times
+
+
+def main() -> None:
+    """Measure every number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    arguments = parser.parse_args()
+    for num_rows in arguments.rows:
+        engine = decoding(num_rows, arguments.context, arguments.steps)
+        profiler = cProfile.Profile()
+        if arguments.profile:
+            profiler.enable()
+        times = sorted(step_times(engine, arguments.steps))
+        profiler.disable()
+        print(json.dumps({
+            "rows": num_rows, "context": arguments.context, "median_us": round(statistics.median(times), 1),
+            "p10_us": round(times[len(times) // 10], 1), "p99_us": round(times[-len(times) // 100], 1),
+            "target_us": TARGETS_US.get(num_rows), "python": platform.python_version(), "numpy": np.__version__,
+        }), flush=True)
+        if arguments.profile:
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
