@@ -146,23 +146,12 @@ def test_a_request_that_kills_the_engine_is_answered(tmp_path: Path) -> None:
         assert ended(server) == 1
 
 
-@pytest.mark.parametrize("state", ["starting", "ready", "stopped"])
-def test_a_killed_server_leaves_no_engine_whatever_that_does(tmp_path: Path, state: str) -> None:
-    slow = {"start_seconds": 30} if state == "starting" else {}
-    with running(tmp_path, engine=slow, waits=state != "starting") as server:
-        wait_until(server.log.exists, 10, "the engine's process")
-        if state == "stopped":
-            os.kill(server.engine_pid(), signal.SIGSTOP)
-        server.process.kill()
-        server.process.wait()
-        wait_until(lambda: not is_alive(server.engine_pid()), 3, "the engine's end")
-
-
-def test_the_next_start_removes_the_folder_of_a_killed_server(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_engine_and_the_next_start_removes_its_folder(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         server.process.kill()
         server.process.wait()
         wait_until(lambda: not is_alive(server.engine_pid()), 3, "the engine's end")
+        assert "orphaned" in server.notes()
         assert list(tmp_path.glob("tokenspeed-*"))
     with running(tmp_path) as server:
         assert len(list(tmp_path.glob("tokenspeed-*"))) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import msgpack
 from tokenspeed_core.errors import CapacityError
 
 _PREFIX = "tokenspeed-"
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _MAX_FOLDER = 80  # characters; a socket's path may have 107
 
 
@@ -72,17 +70,6 @@ def _sweep(base: Path) -> None:
             os.close(lock)
 
 
-def _killed_with_parent() -> Callable[[], None] | None:
-    """Return what a child does first so that the kernel ends it, even stopped, when this process dies.
-
-    The pipe does that where the kernel is another, for a child that runs and listens.
-    """
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
 class EngineProcess:
     """One engine process. It ends itself when the pipe that this process holds is closed, however that is."""
 
@@ -108,7 +95,6 @@ class EngineProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, str(self._config_file), "--parent-fd", str(theirs),
                 stdin=subprocess.DEVNULL, pass_fds=(theirs,),
-                preexec_fn=_killed_with_parent(),
                 start_new_session=True,  # Ctrl-C in the terminal is for this process, which drains
             )
         finally:
