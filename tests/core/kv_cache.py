@@ -1,0 +1,85 @@
+"""A KV manager and the steps that fill it: what the tests of it share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
+from tokenspeed_core.kv.hashing import HashChain
+from tokenspeed_core.kv.lease import BlockLease
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.step import I32
+
+BLOCK = 4
+FULL = FullAttention("full", 1, 1, 1)
+WINDOW = SlidingWindow("window", 1, 1, 1, 6)   # a query reads its own token and the five before it
+STATE = RecurrentState("state", 1, 8)
+GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
+    "full": (FULL,), "window": (WINDOW,), "full and window": (FULL, WINDOW), "window and state": (WINDOW, STATE),
+    "full and state": (FULL, STATE), "all": (FULL, WINDOW, STATE),
+}
+
+
+def ids(num: int, first: int = 0) -> I32:
+    return np.arange(first, first + num, dtype=np.int32)
+
+
+@dataclass
+class Cache:
+    """A manager, and the steps that fill it."""
+
+    kv: KVManager
+    last_step: int = 0
+    copies: dict[int, list[tuple[list[int], list[int]]]] = field(default_factory=dict)   # by step
+
+    @contextmanager
+    def step(self, *, retires: bool = True) -> Iterator[int]:
+        """Plan what the body does, launch it, and let it be over at once or not."""
+        self.last_step += 1
+        step = self.last_step
+        self.kv.begin(step)
+        yield step
+        self.copies[step] = self.kv.copies()
+        self.kv.launch(step)
+        if retires:
+            self.kv.retire(step)
+
+    def chain(self, tokens: I32, salt: str = "", adapter_id: int = 0) -> HashChain:
+        chain = self.kv.chain(salt, adapter_id)
+        chain.extend(tokens)
+        return chain
+
+    def admit(self, tokens: I32, salt: str = "") -> tuple[BlockLease, HashChain, int]:
+        """Return the blocks that a sequence starts with, its chain and the length of its hit."""
+        chain = self.chain(tokens, salt)
+        match = self.kv.match(chain, len(tokens))
+        lease = self.kv.acquire(match)
+        assert lease is not None
+        return lease, chain, match.num_tokens
+
+    def fill(self, tokens: I32, salt: str = "", chunk: int = BLOCK) -> None:
+        """Compute a prompt in chunks, a step each, and let it go."""
+        lease: BlockLease | None = None
+        start = 0
+        while lease is None or start < len(tokens):
+            with self.step():
+                if lease is None:
+                    lease, chain, start = self.admit(tokens, salt)
+                end = min(start + chunk, len(tokens))
+                assert self.kv.extend(lease, start, end) is not None
+                self.kv.name_blocks(lease, chain, end, is_exact=True)
+                start = end
+        with self.step():
+            self.kv.release(lease)
+
+    def hit(self, tokens: I32, salt: str = "") -> int:
+        """Return the length of a prompt's hit."""
+        return self.kv.match(self.chain(tokens, salt), len(tokens)).num_tokens
+
+
+def cache(groups: tuple[CacheGroupSpec, ...] = (FULL,), num_pages: int = 60, *, prefix_caching: bool = True) -> Cache:
+    return Cache(KVManager(groups, BLOCK, num_pages, prefix_caching=prefix_caching))
