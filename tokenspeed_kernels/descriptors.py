@@ -55,6 +55,14 @@ TORCH_ATTENTION = (_torch("attention", "attention:attention", frozenset({"window
 TORCH_SAMPLING = (
     _torch("greedy", "sampling:greedy"),
     _torch("sample", "sampling:sample"),
+    KernelSpec(
+        op="sample",
+        backend="torch",
+        capability=Capability(
+            platforms=("cpu",), dtypes=_ANY_FLOAT, features=_ROWWISE, limits=(AxisLimit("vocab_size", 257),)
+        ),
+        load="tokenspeed_kernels.cpu.sampling:sample",
+    ),
 )
 
 _ONE_BLOCK = (AxisLimit("size", 1, 16384),)

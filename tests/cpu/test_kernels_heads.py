@@ -1,0 +1,43 @@
+"""Sampling from heads gives the reference's tokens, also where a row's token lies beyond its head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenspeed_core.api import PlatformInfo
+from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_kernels.cpu import sampling as heads
+from tokenspeed_kernels.reference import sampling as reference
+
+NUM_ROWS = 84
+
+
+@pytest.mark.parametrize(("size", "spread"), [(300, 3.0), (2000, 4.0), (2000, 0.2)])
+def test_tokens_are_those_of_a_full_sort_whatever_the_filters_and_ties(size: int, spread: float) -> None:
+    torch.manual_seed(3)
+    row = torch.arange(NUM_ROWS)
+    logits = (torch.randn(NUM_ROWS, size) * spread * 4).round() / 4
+    logits[5] = float("-inf")
+    logits[5, 7:9] = 1.0
+    logits[6] = 2.0
+    columns = (
+        torch.tensor([1.0, 0.7, 0.0, 1.5, 0.01])[row % 5],
+        torch.tensor([0, 1, 5, 40, 0, 280, 10**9], dtype=torch.int32)[row % 7],
+        torch.tensor([1.0, 0.9, 0.5, 1.0, 1e-6, 0.99])[row % 6],
+        torch.tensor([0.0, 0.0, 0.05, 1.0])[row % 4],
+        torch.randint(-(2**62), 2**62, (NUM_ROWS,)),
+        row,
+    )
+    problem = {"vocab_size": size, "dtype": "float32"}
+    found = heads.sample(problem)(logits, *columns)
+    assert torch.equal(found, reference.sample(problem)(logits, *columns))
+
+
+def test_a_cpu_takes_heads_and_other_devices_the_sort() -> None:
+    kernels = [k for k in installed_kernels(Catalog.discover()) if k.spec.backend == "torch"]
+    problem = {"vocab_size": 1536, "dtype": "float32"}
+    assert "cpu.sampling" in Selector(kernels, PlatformInfo("cpu")).select("sample", problem).spec.load
+    assert "reference" in Selector(kernels, PlatformInfo("cuda", (9, 0))).select("sample", problem).spec.load
