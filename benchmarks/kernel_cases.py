@@ -65,8 +65,13 @@ def attention_step(
     return step, sum(counts)
 
 
-def attention_case(name: str, num_queries: list[int], seq_lens: list[int], device: torch.device) -> Case:
-    """Return an attention case of qwen3-8b's heads; causal products count once, not their masked half."""
+def attention_case(
+    name: str, num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0
+) -> Case:
+    """Return an attention case of qwen3-8b's heads; causal products count once, not their masked half.
+
+    A `max_model_len` beyond the rows' own lengths shows what being ready for longer ones costs.
+    """
     phase = "decode" if max(num_queries) == 1 else "prefill"
     problem = AttentionProblem(phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None)
     seen = sum(n * length - n * (n - 1) / 2 for n, length in zip(num_queries, seq_lens, strict=True))
@@ -77,7 +82,9 @@ def attention_case(name: str, num_queries: list[int], seq_lens: list[int], devic
         arena = torch.randn((num_blocks, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
         q = torch.randn((step.num_tokens, H, D), dtype=torch.bfloat16, device=device)
         out = torch.empty_like(q)
-        limits = AttentionLimits(step.num_rows, step.num_tokens, max(seq_lens), step.block_table.shape[1])
+        limits = AttentionLimits(
+            step.num_rows, step.num_tokens, max([*seq_lens, max_model_len]), step.block_table.shape[1]
+        )
         kernel = spec.factory()(problem, limits, device)
         kernel.prepare(step)
 
@@ -92,6 +99,7 @@ def attention_case(name: str, num_queries: list[int], seq_lens: list[int], devic
 
 def _attention(device: torch.device) -> Iterator[Case]:
     yield attention_case("decode 64 x 2048", [1] * 64, [2048] * 64, device)
+    yield attention_case("decode 64 x 2048 of 40960", [1] * 64, [2048] * 64, device, max_model_len=40960)
     yield attention_case("decode 256 x 640", [1] * 256, [640] * 256, device)
     yield attention_case("decode 1 x 32768", [1], [32768], device)
     yield attention_case("decode 16, 128 to 16384", [1] * 16, [128] * 8 + [16384] * 8, device)
