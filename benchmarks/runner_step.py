@@ -1,6 +1,6 @@
 """Measures decode steps of the runner on dummy weights: step time, the host's part of it, and the device's gaps.
 
-    python benchmarks/runner_step.py qwen3-0.6b/config.json --rows 1 64 256 --context 512
+    python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 256 --context 512 --chunk 128 512
 
 Each line of output is JSON. `step_ms` is the time of a step with two in flight (what serving sees),
 `sync_ms` of one alone, `host_us` of the launching calls, `floor_ms` the bytes that a step must read (weights
@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shapes import SHAPES
+
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
@@ -26,7 +28,8 @@ from tokenspeed_core.testing.plans import PlanMaker
 
 def start(arguments: argparse.Namespace) -> LocalRunner:
     """Build a runner for a config.json with random weights."""
-    config = json.loads(Path(arguments.config).read_text())
+    shape = arguments.shape
+    config = SHAPES[shape] if shape in SHAPES else json.loads(Path(shape).read_text())
     catalog = Catalog.discover()
     spec = catalog.load(catalog.get("models", config["architectures"][0]), ModelSpec, required=True)
     assert spec is not None
@@ -108,7 +111,7 @@ def device_share(runner: LocalRunner, maker: PlanMaker, names: list[str], steps:
 def main() -> None:
     """Measure every number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config")
+    parser.add_argument("shape", help=f"one of {', '.join(SHAPES)}, or a config.json")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=50)
