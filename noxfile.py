@@ -28,7 +28,7 @@ PLUGINS = [
 ]
 OURS = [CORE, *PLUGINS]
 ALONE = {  # tests in this tree that need one distribution, and the core, alone
-    "tokenspeed_kernels": ["tests/cpu/test_kernels_reference.py"],
+    "tokenspeed_kernels": ["tests/cpu/test_kernels_reference.py", "tests/cpu/test_kernels_conformance.py"],
     "tokenspeed_models": ["tests/cpu/test_models_placement.py"],
     "plugins/tokenspeed-models-mistral": ["tests/cpu/test_models_describe.py"],
 }
@@ -82,6 +82,7 @@ def wheels(session: nox.Session) -> None:
     core_alone(session)
     for folder in PLUGINS:
         plugin_alone(session, folder)
+    together(session)
 
 
 def core_alone(session: nox.Session) -> None:
@@ -98,6 +99,14 @@ def plugin_alone(session: nox.Session, folder: str) -> None:
     run(session, python, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(WHEELS), wheel(folder))
     own = [f"{folder}/tests"] if (ROOT / folder / "tests").is_dir() else []
     outside(session, python, "tests/wheels", *own, *ALONE.get(folder, ()))
+
+
+def together(session: nox.Session) -> None:
+    """Install what `tokenspeed-core[default]` names, and use it as a user would."""
+    python = environment(session, "together", shares_base=True)
+    run(session, python, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(WHEELS),
+        "tokenspeed-core[default]")
+    outside(session, python, "tests/wheels", "tests/together")
 
 
 def outside(session: nox.Session, python: str, *tests: str) -> None:

@@ -115,7 +115,7 @@ def in_process(path: Path, keywords: dict[str, Any]) -> Answerer:
             {"prompt_token_ids": tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids}
             for item in items
         ]
-        return [output.outputs[0].text for output in llm.generate(prompts, sampling)]
+        return [output.outputs[0].text or "" for output in llm.generate(prompts, sampling)]
 
     return answer
 
