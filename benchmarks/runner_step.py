@@ -49,8 +49,9 @@ def start(arguments: argparse.Namespace) -> LocalRunner:
 
 def _pool_tokens(arguments: argparse.Namespace) -> int:
     """Return a pool for all rows with all their steps, and for the prompts mixed in."""
-    each = arguments.context + arguments.steps * (4 + len(arguments.chunk)) + 64
-    return max(arguments.rows) * each + arguments.steps * (sum(arguments.chunk) + 1024)
+    each: int = arguments.context + arguments.steps * (4 + len(arguments.chunk)) + 64
+    mixed: int = arguments.steps * (sum(arguments.chunk) + 1024)
+    return int(max(arguments.rows)) * each + mixed
 
 
 def prefilled(runner: LocalRunner, num_rows: int, context: int, temperature: float) -> tuple[PlanMaker, list[str]]:
