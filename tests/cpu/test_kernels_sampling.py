@@ -9,11 +9,12 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from tokenspeed_kernels.reference.sampling import sample, uniform
 
+Columns = tuple[Tensor, Tensor, Tensor, Tensor]
 DRAWS = 20000
 draw = sample({"vocab_size": 12, "dtype": "float32"})
 
 
-def columns(num: int, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, ...]:
+def columns(num: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Columns:
     return (
         torch.full((num,), temperature), torch.full((num,), top_k, dtype=torch.int32),
         torch.full((num,), top_p), torch.full((num,), min_p),

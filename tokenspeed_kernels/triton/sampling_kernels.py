@@ -302,6 +302,7 @@ def sample(
             attempt = 2
         else:
             attempt = 1
+    token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits have no order, but no id may leave the row
     tl.store(ids_ptr + row, token.to(tl.int64))
 
 
