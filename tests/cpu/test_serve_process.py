@@ -155,6 +155,9 @@ def test_a_client_that_leaves_frees_its_place(server: Served, streams: bool) -> 
     start = time.monotonic()
     sdk.completions.create(**DEMO, prompt="a", max_tokens=2)
     assert time.monotonic() - start < 2
+    before = sum(server.engine().cpu_times()[:2])
+    time.sleep(1)
+    assert sum(server.engine().cpu_times()[:2]) - before < 0.1, "the engine does not rest"
 
 
 def test_a_slow_reader_holds_up_nobody(server: Served) -> None:
