@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -24,19 +24,12 @@ class WireError(ValueError):
     """Bytes that are no message of the expected kinds."""
 
 
-class Message(Protocol):
-    """What the codec carries: a dataclass with a tag of its own."""
-
-    tag: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-M = TypeVar("M")
-
-
 def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return msgpack.ExtType(_CODES[value.dtype], value.tobytes())
+        code = _CODES.get(value.dtype)
+        if code is None or value.ndim != 1:
+            raise TypeError(f"cannot send an array of {value.ndim} axes of {value.dtype}")
+        return msgpack.ExtType(code, value.tobytes())
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, np.integer):
@@ -47,9 +40,12 @@ def _encode(value: Any) -> Any:
 
 
 def _decode_ext(code: int, data: bytes) -> np.ndarray[Any, Any]:
-    if code >= len(_DTYPES) or len(data) % _DTYPES[code].itemsize:
+    if not 0 <= code < len(_DTYPES) or len(data) % _DTYPES[code].itemsize:
         raise WireError(f"unknown or cut column (code {code}, {len(data)} bytes)")
-    return np.frombuffer(data, dtype=_DTYPES[code])
+    column = np.frombuffer(data, dtype=_DTYPES[code])
+    if column.dtype == np.bool_ and column.view(np.uint8).max(initial=0) > 1:
+        raise WireError("a column of booleans holds something else")
+    return column
 
 
 def pack(message: Any) -> bytes:
@@ -64,18 +60,22 @@ class Codec:
     """Decodes the messages of one protocol; whatever is not in it is refused."""
 
     def __init__(self, *kinds: type[Any]) -> None:
-        self._kinds = {kind.tag: kind for kind in kinds}
-        self._builders = {kind: _Builder(kind) for kind in kinds}
+        self._builders = {kind.tag: _Builder(kind) for kind in kinds}
 
     def unpack(self, data: bytes) -> Any:
         """Decode one message. Raises WireError on anything that does not fit a known schema."""
         try:
             value = msgpack.unpackb(data, ext_hook=_decode_ext, strict_map_key=False)
-        except (ValueError, msgpack.UnpackException) as error:
+        except WireError:
+            raise
+        except (TypeError, ValueError, msgpack.UnpackException) as error:  # TypeError: a map whose key is a list
             raise WireError(f"not msgpack: {error}") from error
-        if not isinstance(value, list) or not value or value[0] not in self._kinds:
-            raise WireError(f"unknown message {value[0] if isinstance(value, list) and value else value!r}")
-        return self._builders[self._kinds[value[0]]](value[1:])
+        tag = value[0] if isinstance(value, list) and value else None
+        builder = self._builders.get(tag) if isinstance(tag, str) else None
+        if builder is None:
+            what = repr(tag[:40]) if isinstance(tag, str) else "without a tag"
+            raise WireError(f"unknown message {what}; known: {', '.join(sorted(self._builders))}")
+        return builder(value[1:])
 
 
 class _Builder:
