@@ -82,7 +82,7 @@ def resolve(config: Config, catalog: Catalog, *, num_threads: int | None = None)
         max_cudagraph_capture_size=config.max_cudagraph_capture_size,
         cudagraph_capture_sizes=config.cudagraph_capture_sizes,
         gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
-        max_total_tokens=config.max_total_tokens, preferences=preferences(config), seed=config.seed,
+        max_total_tokens=config.max_total_tokens, preferences=preferences(config),
         num_threads=num_threads,
     )
     return Resolved(settled, checkpoint, runner)

@@ -40,5 +40,4 @@ class RunnerConfig:
     kv_cache_memory: int | None = None
     max_total_tokens: int | None = None
     preferences: tuple[Preference, ...] = ()
-    seed: int = 0
     num_threads: int | None = None
