@@ -76,6 +76,7 @@ TRITON_ROPE = (
     _triton("rope", "rope:rope"),
     _triton("qk_norm_rope", "rope:qk_norm_rope"),
 )
+TRITON_LINEAR = (_triton("linear", "linear:linear", _BASICS),)
 TRITON_ACTIVATION = (_triton("silu_mul", "activation:silu_mul"),)
 TRITON_MOE = (
     _triton("moe_route", "moe:moe_route", limits=_EXPERTS),
