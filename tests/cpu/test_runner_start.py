@@ -97,3 +97,5 @@ def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:
     assert decode_sizes(3, None, None) == (1, 2, 3)
     assert decode_sizes(1, None, None) == (1,)
     assert decode_sizes(64, None, (32, 8, 128)) == (8, 32)
+    with pytest.raises(ConfigError, match="--enforce-eager"):
+        decode_sizes(4, None, (8, 16))

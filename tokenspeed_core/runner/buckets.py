@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.runner.staged import BucketSize
 
 _STEP = 8
@@ -14,9 +15,18 @@ _SMALLEST_CHUNK = 32
 
 
 def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    """Return rows of decode steps, ascending: `wanted` ones within reach, else 1, 2, 4, 8, 16, 24, …, `most`."""
+    """Return rows of decode steps, ascending: `wanted` ones within reach, else 1, 2, 4, 8, 16, 24, …, `most`.
+
+    Raises ConfigError if none that is wanted is within reach.
+    """
     if wanted is not None:
-        return tuple(sorted({size for size in wanted if size <= max_num_seqs}))
+        sizes = tuple(sorted({size for size in wanted if size <= max_num_seqs}))
+        if not sizes:
+            raise ConfigError(
+                f"--cudagraph-capture-sizes has no size up to --max-num-seqs {max_num_seqs}; add one, or say "
+                "--enforce-eager"
+            )
+        return sizes
     largest = min(max_num_seqs, most or _MOST_DECODES)
     return (*(size for size in (1, 2, 4, *range(_STEP, largest, _STEP)) if size < largest), largest)
 
