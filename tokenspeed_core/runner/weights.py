@@ -1,9 +1,9 @@
-"""Finding the way to read a checkpoint, and reading it."""
+"""Reading a checkpoint into a model."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from pathlib import Path
 
 from tokenspeed_core.checkpoint import choose_format
 from tokenspeed_core.errors import CheckpointError
@@ -16,9 +16,8 @@ Progress = Callable[[str, int, int], None]
 
 def load_weights(model: Model, path: str, load_format: str, catalog: Catalog, progress: Progress) -> None:
     """Fill a model. `load_format` "auto" takes the format whose files are there. Raises CheckpointError."""
-    names = sorted(os.listdir(path)) if load_format == "auto" else []
-    found = choose_format(names, load_format, catalog)
-    reader: WeightReader = load_target(found.load)
+    files = [file.name for file in Path(path).iterdir()] if load_format == "auto" else []
+    reader: WeightReader = load_target(choose_format(files, load_format, catalog).load)
     try:
         model.load_weights(reader(path, model, lambda done, total: progress("weights", done, total)))
     except ValueError as error:
