@@ -18,7 +18,7 @@ from tokenspeed_core.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
 
 DEFAULT = "demo"  # the bundled checkpoint that is served where none is named
-_PREFERRED = ("safetensors", "pt")  # the order of `auto` where a checkpoint is there in several formats
+_PREFERRED = ("safetensors",)  # the order of `auto` where a checkpoint is there in several formats
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.\w+\Z")
@@ -129,8 +129,12 @@ def choose_format(names: Iterable[str], load_format: str, catalog: Catalog) -> L
     loaded = [catalog.load(entry, LoadFormat) for entry in catalog.entries("load_formats")]
     formats = {each.name: each for each in loaded if each is not None}
     for name in sorted(formats, key=lambda name: (_PREFERRED.index(name) if name in _PREFERRED else 9, name)):
-        if _weights(files, formats[name]):
+        if _weights(files, formats[name]) and not formats[name].by_name_only:
             return formats[name]
+    unasked = [name for name, each in formats.items() if each.by_name_only and _weights(files, each)]
+    if unasked:
+        raise CheckpointError(f"the only weights are pickles, which are not opened unasked; "
+                              f"if you trust where they come from, give --load-format {unasked[0]}")
     raise CheckpointError(f"there are no weight files that auto knows; --load-format is one of: "
                           f"{', '.join(sorted(formats)) or 'none installed'}")
 

@@ -61,13 +61,15 @@ class Checkpoint:
 class LoadFormat:
     """A way to read weights, entered under `tokenspeed.load_formats` by the name that users type.
 
-    `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of files
-    whose presence makes `--load-format auto` choose it; formats without a pattern need their name.
+    `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of its weight
+    files, whose presence makes `--load-format auto` choose it. A format without a pattern needs its name, and so
+    does one whose files can hold more than numbers (`by_name_only`).
     """
 
     name: str
     load: str
     detect: tuple[str, ...]
+    by_name_only: bool = False
 
 
 class WeightReader(Protocol):

@@ -34,5 +34,6 @@ PT = LoadFormat(
     name="pt",
     load="tokenspeed_models.loading.pt:read_pt",
     detect=("pytorch_model*.bin", "pytorch_model*.bin.index.json", "*.pt", "*.pth"),
+    by_name_only=True,  # they are pickles: nobody's are opened unasked, though only tensors are let out
 )
 DUMMY = LoadFormat(name="dummy", load="tokenspeed_models.loading.dummy:read_dummy", detect=())

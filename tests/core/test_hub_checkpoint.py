@@ -29,7 +29,7 @@ def describe(config: Mapping[str, Any]) -> ModelInfo:
 
 TINY = ModelSpec("TinyForCausalLM", f"{HERE}:describe", f"{HERE}:Tiny")
 SAFE = LoadFormat("safetensors", f"{HERE}:read", ("*.safetensors", "*.safetensors.index.json"))
-PT = LoadFormat("pt", f"{HERE}:read", ("*.bin", "*.bin.index.json"))
+PT = LoadFormat("pt", f"{HERE}:read", ("*.bin", "*.bin.index.json"), by_name_only=True)
 DUMMY = LoadFormat("dummy", f"{HERE}:read", ())
 
 
@@ -123,7 +123,8 @@ def test_without_a_demo_a_start_without_a_model_says_what_to_type(tmp_path: Path
 def test_auto_prefers_safetensors_and_a_name_is_taken_as_it_is(catalog: Catalog) -> None:
     both = ["model.bin", "model.safetensors"]
     assert choose_format(both, "auto", catalog) is SAFE
-    assert choose_format(both[:1], "auto", catalog) is PT
+    with pytest.raises(CheckpointError, match="--load-format pt"):
+        choose_format(both[:1], "auto", catalog)
     assert choose_format([], "dummy", catalog) is DUMMY
     with pytest.raises(CheckpointError, match="one of: dummy, pt, safetensors"):
         choose_format(["config.json"], "auto", catalog)
