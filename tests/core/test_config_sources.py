@@ -182,13 +182,13 @@ def test_a_bad_file_is_refused_in_one_line_that_names_it(
 
 
 def test_the_configuration_is_frozen_and_resolving_makes_a_new_one() -> None:
-    config = Config.from_keywords(max_num_seqs=8)
+    config = Config.from_keywords(max_num_seqs=8, max_model_len=64)
     with pytest.raises(ValidationError):
         config.port = 1
-    resolved = config.resolved(device="cpu", block_size=16)
+    resolved = config.resolved(device="cpu", block_size=16, max_model_len=64)
     assert (config.device, resolved.device, resolved.block_size) == ("auto", "cpu", 16)
-    assert [resolved.origin(name) for name in ("device", "max_num_seqs", "port")] == [
-        "auto", "Python", "default",
+    assert [resolved.origin(name) for name in ("device", "max_num_seqs", "max_model_len", "port")] == [
+        "auto", "Python", "Python", "default",
     ]
     with pytest.raises(ValidationError):
         config.resolved(block_size=0)

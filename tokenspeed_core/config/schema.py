@@ -219,9 +219,13 @@ class Config(BaseModel):
         return self._origins.get(name, "default")
 
     def resolved(self, **values: Any) -> Config:
-        """Return a new configuration in which what was "auto" has these values. Validates again."""
+        """Return a new configuration in which what was "auto" has these values. Validates again.
+
+        A value that stays as it was keeps its origin.
+        """
         merged = type(self).model_validate({**self.model_dump(), **values})
-        merged._origins.update(self._origins, **dict.fromkeys(values, "auto"))
+        settled = (name for name in values if getattr(self, name) != getattr(merged, name))
+        merged._origins.update(self._origins, **dict.fromkeys(settled, "auto"))
         return merged
 
     def to_wire(self) -> dict[str, Any]:

@@ -171,15 +171,19 @@ def preferences(config: Config) -> tuple[Preference, ...]:
 
 
 def _fitting_len(resolved: Resolved, most_tokens: int) -> int:
-    """Return the longest sequence that both the model and the pool allow."""
+    """Return the longest sequence that both the model and the pool allow.
+
+    A pool that no flag sizes holds the longest sequence, or the runner has said so.
+    """
     config = resolved.config
     wanted = config.max_model_len or resolved.checkpoint.info.max_model_len
     if wanted <= most_tokens:
         return wanted
     if config.origin("max_model_len") != "auto":
+        sized_by = "--kv-cache-memory" if config.max_total_tokens is None else "--max-total-tokens"
         raise CapacityError(
             f"--max-model-len {wanted} does not fit: the KV cache holds {most_tokens} tokens; give at most that, or "
-            "a larger --kv-cache-memory or --gpu-memory-utilization"
+            f"a larger {sized_by}"
         )
     log.warning("the KV cache holds %d tokens, fewer than the model's %d: sequences end there", most_tokens, wanted)
     return most_tokens

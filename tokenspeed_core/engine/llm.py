@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from tokenspeed_core.config import Config
+from tokenspeed_core.engine.interrupts import held_interrupts
 from tokenspeed_core.engine.launch import discover, resolve, start
 from tokenspeed_core.engine.outputs import Logprob, RequestOutput, SequenceOutput
 from tokenspeed_core.engine.progress import StartProgress
@@ -66,6 +67,7 @@ class LLM:
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(folder)
         self._next_id = 0
+        self._is_shut_down = False
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt],
@@ -73,8 +75,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate from texts or `{"prompt_token_ids": [...]}`; one result per prompt, in their order.
 
-        Raises BadRequestError, before anything runs, for a prompt or parameters that cannot be served.
+        Raises BadRequestError, before anything runs, for a prompt or parameters that cannot be served, and
+        TokenSpeedError after `shutdown` or when a step failed on the device.
         """
+        if self._is_shut_down:
+            raise TokenSpeedError("this LLM was shut down: make another")
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _per_prompt(sampling_params, len(given))
         submits = [self._submit_for(prompt, each) for prompt, each in zip(given, params, strict=True)]
@@ -82,20 +87,8 @@ class LLM:
             submit.request_id + i: self._new_output(each)
             for submit, each in zip(submits, params, strict=True) for i in range(submit.n)
         }
-        for submit in submits:
-            refused = self._engine.submit(submit)
-            if refused is not None:
-                self._engine.abort(sequences)
-                raise BadRequestError(refused.message)
-        try:
-            while self._engine.has_work:
-                for outputs in self._engine.step():
-                    self._take(sequences, outputs)
-        except BaseException:   # Ctrl-C included: what runs must not run on in the next call
-            self._engine.abort(sequences)
-            while self._engine.has_work:
-                self._engine.step()
-            raise
+        with held_interrupts() as check:
+            self._run(submits, sequences, check)
         return [
             self._result(prompt, submit, each, sequences)
             for prompt, submit, each in zip(given, submits, params, strict=True)
@@ -107,6 +100,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free the device. Safe to call twice."""
+        self._is_shut_down = True
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -123,11 +117,28 @@ class LLM:
         request_id, self._next_id = self._next_id, self._next_id + params.n
         return build_submit(request_id, params, self._ids(prompt), self._limits, self._defaults)
 
+    def _run(self, submits: list[Submit], sequences: dict[int, _Output], check: Callable[[], None]) -> None:
+        """Submit requests and step until all are done; `check` may raise KeyboardInterrupt between steps."""
+        try:
+            for submit in submits:
+                refused = self._engine.submit(submit)
+                if refused is not None:
+                    raise BadRequestError(refused.message)
+            while self._engine.has_work:
+                check()
+                for outputs in self._engine.step():
+                    self._take(sequences, outputs)
+        except BaseException:   # Ctrl-C included: what runs must not run on in the next call
+            self._engine.abort(sequences)
+            while self._engine.has_work:
+                self._engine.step()
+            raise
+
     def _ids(self, prompt: Prompt) -> I32:
-        if isinstance(prompt, Mapping):
+        if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "prompt_token_ids"}:
             ids = prompt.get("prompt_token_ids")
             if ids is not None:
-                if any(not isinstance(i, int) or not 0 <= i < self._limits.vocab_size for i in ids):
+                if not isinstance(ids, Sequence | np.ndarray) or not all(map(self._is_id, ids)):
                     raise BadRequestError(
                         f"prompt_token_ids must be integers from 0 to {self._limits.vocab_size - 1}", "prompt_token_ids"
                     )
@@ -138,6 +149,10 @@ class LLM:
         if self.tokenizer is None:
             raise BadRequestError("a text needs a tokenizer, and this LLM was made without one", "prompt")
         return self.tokenizer.encode(prompt, add_special_tokens=True)
+
+    def _is_id(self, value: Any) -> bool:
+        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        return is_whole and 0 <= value < self._limits.vocab_size
 
     def _new_output(self, params: SamplingParams) -> _Output:
         return _Output(
@@ -198,6 +213,8 @@ def _per_prompt(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num
+    if isinstance(params, Mapping) or not all(isinstance(each, SamplingParams) for each in params):
+        raise BadRequestError("sampling_params must be a SamplingParams, or a list with one for each prompt")
     if len(params) != num:
         raise BadRequestError(f"{num} prompts and {len(params)} sampling_params: give one, or one for each")
     return params

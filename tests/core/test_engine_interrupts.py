@@ -1,0 +1,79 @@
+"""Ctrl-C while `LLM` generates."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+import pytest
+
+from tokenspeed_core.engine.interrupts import held_interrupts
+
+
+def test_an_interrupt_is_held_until_the_step_is_over() -> None:
+    done = []
+
+    def generate() -> None:
+        with held_interrupts() as check:
+            check()
+            signal.raise_signal(signal.SIGINT)
+            done.append("the step")
+            check()
+            done.append("the next step")
+
+    with pytest.raises(KeyboardInterrupt):
+        generate()
+    assert done == ["the step"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_in_the_last_step_is_not_lost() -> None:
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_interrupt_raises_at_once() -> None:
+    done = []
+
+    def generate() -> None:
+        with held_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            done.append("held")
+            signal.raise_signal(signal.SIGINT)
+            done.append("held again")
+
+    with pytest.raises(KeyboardInterrupt):
+        generate()
+    assert done == ["held"]
+
+
+def test_a_program_s_own_handler_stays() -> None:
+    came = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with held_interrupts() as check:
+            signal.raise_signal(signal.SIGINT)
+            check()
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came == [signal.SIGINT]
+
+
+def test_other_threads_hold_nothing() -> None:
+    handlers = []
+
+    def hold() -> None:
+        with held_interrupts() as check:
+            check()
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]

@@ -1,0 +1,77 @@
+"""`LLM` as a program uses it, with the demo model."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.errors import CapacityError, TokenSpeedError
+from tokenspeed_core.requests import BadRequestError
+from tokenspeed_core.step import StepPlan
+
+FEW = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_total_tokens=512, max_model_len=256) as made:
+        yield made
+
+
+def test_ctrl_c_in_a_step_ends_the_call_and_the_next_one_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids
+    forward, num_steps = llm._engine.runner.forward, 0
+
+    def interrupted(plan: StepPlan) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            signal.raise_signal(signal.SIGINT)
+        forward(plan)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._engine.runner, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a b c"] * 3, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert num_steps == 3
+    assert not llm._engine.has_work
+    assert llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("ids", [[5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), [np.int32(5), 6, 7]])
+def test_token_ids_may_come_in_any_sequence(llm: LLM, ids: Any) -> None:
+    assert llm.generate({"prompt_token_ids": ids}, FEW)[0].prompt_token_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("prompt", [
+    {"prompt_token_ids": [True]}, {"prompt_token_ids": 7}, {"prompt_token_ids": "567"}, {"prompt_token_ids": [-1]},
+    {"prompt_token_ids": [1.0]}, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": []},
+    {"prompt": "a", "images": []}, {}, {"prompt": 5}, "",
+])
+def test_a_prompt_that_is_none_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(BadRequestError):
+        llm.generate([prompt], FEW)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 4}, [{"max_tokens": 4}], [FEW, FEW]])
+def test_parameters_of_another_type_or_number_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(BadRequestError, match="sampling_params"):
+        llm.generate(["a"], params)
+
+
+def test_after_its_shutdown_it_says_so() -> None:
+    llm = LLM(max_total_tokens=64, max_model_len=64)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(TokenSpeedError, match="shut down"):
+        llm.generate("a", FEW)
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_what_sizes_the_pool() -> None:
+    with pytest.raises(CapacityError, match=r"--max-model-len 100 .* 64 tokens.* larger --max-total-tokens"):
+        LLM(max_total_tokens=64, max_model_len=100)
