@@ -206,6 +206,21 @@ def test_a_pin_outlives_the_step_that_fenced_the_page() -> None:
     assert pool.take(1) == pages
 
 
+def test_a_pin_on_a_page_that_was_fenced_before_outlives_that_fence() -> None:
+    pool, _ = pool_of(1)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.launch(1)
+    pool.release(pages)
+    pool.share(pages[0])
+    pool.pin(pages)
+    pool.release(pages)
+    pool.retire(1)
+    assert pool.take(1) is None
+    pool.unpin(pages)
+    assert pool.take(1) == pages
+
+
 def test_a_page_unpinned_while_a_step_runs_waits_for_that_step() -> None:
     pool, _ = pool_of(1)
     pages = pool.take(1)
