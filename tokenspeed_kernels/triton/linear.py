@@ -33,26 +33,29 @@ class Tiling:
 
 
 @triton.jit
-def _one_row(
-    x_ptr, w_ptr, b_ptr, y_ptr, N, K: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _few_rows(
+    x_ptr, w_ptr, b_ptr, y_ptr, x_stride, y_stride, N, K: tl.constexpr,
+    M: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
     feature = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_N,), tl.float32)
+    row = tl.arange(0, M)
+    total = tl.zeros((M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         at = start + feature
         within = at < K
         w = tl.load(
             w_ptr + column[:, None].to(tl.int64) * K + at[None, :],
             mask=inside[:, None] & within[None, :], other=0.0, eviction_policy="evict_first",
-        )
-        x = tl.load(x_ptr + at, mask=within, other=0.0)
-        total += tl.sum(x[None, :].to(tl.float32) * w.to(tl.float32), axis=1)
+        ).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=within[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(x[:, None, :] * w[None, :, :], axis=2)
     if HAS_BIAS:
-        total += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + column, total.to(y_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        y_ptr + row[:, None] * y_stride + column[None, :], total.to(y_ptr.dtype.element_ty), mask=inside[None, :],
+    )
 
 
 @triton.jit
@@ -115,7 +118,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, 
         "num_warps": tiling.num_warps, "num_stages": tiling.num_stages,
     }
     if one_row:
-        _one_row[grid](x, weight, bias, y, out_size, **shape)
+        _few_rows[grid](x, weight, bias, y, x.stride(0), y.stride(0), out_size, M=1, **shape)
     else:
         _some_rows[grid](x, weight, bias, y, x.stride(0), y.stride(0), num_rows, out_size, BLOCK_M=MOST_ROWS, **shape)
     return y
