@@ -60,6 +60,11 @@ def order(policy: Policy, view: View) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
+def prompts(policy: Policy, view: View) -> list[int]:
+    """Return the view's prompts, the most important first."""
+    return [row for row in order(policy, view) if row >= view.num_decodes]
+
+
 def chunks(view: View, decision: Decision) -> list[int]:
     chunks: list[int] = decision.num_query[view.num_decodes :].tolist()
     return chunks
@@ -88,6 +93,14 @@ def test_without_chunking_a_prompt_runs_whole_or_not_and_only_one_beyond_the_bud
 
 
 @given(policies, views(), limits)
+def test_without_chunking_no_prompt_is_too_long_to_run(policy: Policy, view: View, limits: Limits) -> None:
+    assume(len(view.slots) > view.num_decodes)
+    decision = policy.decide(view, replace(limits, is_chunking=False, available_pages=MANY))
+    first = prompts(policy, view)[0]
+    assert decision.num_query[first] == view.num_query[first]
+
+
+@given(policies, views(), limits)
 def test_all_decodes_run_in_full_when_there_are_pages(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, replace(limits, available_pages=MANY))
     assert np.array_equal(decision.num_query[: view.num_decodes], view.num_query[: view.num_decodes])
@@ -95,12 +108,13 @@ def test_all_decodes_run_in_full_when_there_are_pages(policy: Policy, view: View
 
 
 @given(policies, views(), limits)
-def test_a_later_prompt_gets_tokens_only_when_those_before_it_got_all(
+def test_a_prompt_gets_tokens_only_when_more_important_ones_got_all(
     policy: Policy, view: View, limits: Limits,
 ) -> None:
     limits = replace(limits, available_pages=MANY, is_chunking=True)
-    got = chunks(view, policy.decide(view, limits))
-    wanted = np.minimum(view.num_query[view.num_decodes :], limits.max_chunk).tolist()
+    decision, rows = policy.decide(view, limits), prompts(policy, view)
+    got = decision.num_query[rows].tolist()
+    wanted = np.minimum(view.num_query[rows], limits.max_chunk).tolist()
     for i, each in enumerate(got):
         if each:
             assert got[:i] == wanted[:i]
@@ -140,6 +154,27 @@ def test_one_victim_fewer_would_not_have_been_enough(policy: Policy, view: View,
     coming = limits.coming_pages + int(view.held[victims[:-1]].sum())
     stays = [row for row in range(len(view.slots)) if row not in victims[:-1]]
     assert int(view.pages[stays].sum()) > limits.available_pages + coming
+
+
+@given(policies, views(), limits)
+def test_enough_are_preempted_for_all_who_stay_but_the_least_important(
+    policy: Policy, view: View, limits: Limits,
+) -> None:
+    assume(len(view.slots) > 0)
+    victims = policy.decide(view, limits).victims.tolist()
+    supply = limits.available_pages + limits.coming_pages + int(view.held[victims].sum())
+    stays = order(policy, view)[: len(view.slots) - len(victims)]
+    assert int(view.pages[stays].sum()) <= supply or int(view.pages[stays[:-1]].sum()) <= supply
+
+
+@given(policies, views(), limits)
+def test_nobody_takes_pages_past_a_more_important_row_that_waits_for_some(
+    policy: Policy, view: View, limits: Limits,
+) -> None:
+    decision, rows = policy.decide(view, limits), order(policy, view)
+    claimed = np.cumsum(view.pages[rows])
+    for row in np.asarray(rows, np.int64)[claimed > limits.available_pages]:
+        assert not (view.pages[row] and decision.num_query[row])
 
 
 @given(policies, views(), limits)
