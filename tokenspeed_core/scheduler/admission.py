@@ -38,6 +38,9 @@ class Admission:
                 request.request_id, "too_long",
                 f"{num_prompt} prompt tokens and {request.max_tokens} to generate exceed the {most} that fit",
             )
+        if request.n > limits.max_queued:
+            message = f"n is {request.n}, and the queue never takes more than {limits.max_queued} sequences"
+            return Refused(request.request_id, "bad_request", message)
         if request.n > limits.max_queued - num_waiting:
             message = f"{num_waiting} sequences wait already; the queue takes {limits.max_queued}"
             return Refused(request.request_id, "queue_full", message)

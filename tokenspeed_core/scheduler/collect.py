@@ -28,7 +28,7 @@ class Collected:
     finish: I32
     num_cached: I32
     result: StepResult
-    _late: list[tuple[int, int, int, Finish]] = field(default_factory=list)
+    _late: list[tuple[int, int, int, Finish, int]] = field(default_factory=list)
 
     def ended(self) -> Iterator[tuple[int, Finish]]:
         """Yield (slot, reason) of the sequences that are over."""
@@ -52,22 +52,23 @@ class Collected:
                 start = int(starts[row])
                 yield int(row), self.result.token_ids[start : start + int(counts[row])]
 
-    def add_late(self, row: int, sequence_id: int, token: int, finish: Finish) -> None:
-        """Add a token of a sequence that lost its slot."""
-        self._late.append((row, sequence_id, token, finish))
+    def add_late(self, row: int, sequence_id: int, token: int, finish: Finish, num_cached: int) -> None:
+        """Add a token of a sequence that lost its slot; a negative one is none, and only its end is told."""
+        self._late.append((row, sequence_id, token, finish, num_cached))
 
     def outputs(self) -> Outputs:
         """Return the message for the API worker."""
         ids, num_tokens, token_ids = self.sequence_ids, self.num_tokens, self.token_ids
         finish, num_cached, plan_rows = self.finish, self.num_cached, self.plan_rows
         if self._late:
-            late_rows, late_ids, late_tokens, late_finish = zip(*self._late, strict=True)
+            late_rows, late_ids, late_tokens, late_finish, late_cached = zip(*self._late, strict=True)
+            late = np.asarray(late_tokens, np.int32)
             plan_rows = np.concatenate((plan_rows, np.asarray(late_rows, np.int32)))
             ids = np.concatenate((ids, np.asarray(late_ids, np.int64)))
-            num_tokens = np.concatenate((num_tokens, np.ones(len(late_ids), np.int32)))
-            token_ids = np.concatenate((token_ids, np.asarray(late_tokens, np.int32)))
+            num_tokens = np.concatenate((num_tokens, (late >= 0).astype(np.int32)))
+            token_ids = np.concatenate((token_ids, late[late >= 0]))
             finish = np.concatenate((finish, np.asarray(late_finish, np.int32)))
-            num_cached = np.concatenate((num_cached, np.zeros(len(late_ids), np.int32)))
+            num_cached = np.concatenate((num_cached, np.asarray(late_cached, np.int32)))
         return _message(ids, num_tokens, token_ids, finish, num_cached, plan_rows, self.result.logprobs)
 
 

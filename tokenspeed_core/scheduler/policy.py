@@ -101,7 +101,8 @@ class Ordered:
         num = view.num_decodes
         budget = limits.budget - int(wanted[:num].sum())
         if num < len(wanted):
-            wanted[num:] = self._chunks(wanted[num:], budget, limits)
+            order = num + np.lexsort((view.arrival[num:], self._rank(view)[num:]))
+            wanted[order] = self._chunks(wanted[order], budget, limits)
         return Decision(wanted, victims)
 
     def admit(self, candidate: Candidate, room: Room) -> int:
@@ -118,7 +119,7 @@ class Ordered:
         return max(0, min(rest, room.budget, room.max_chunk))
 
     def _chunks(self, rest: I32, budget: int, limits: Limits) -> I32:
-        """Cut the prompts to the budget, first come, first served."""
+        """Cut the prompts, the most important first, to the budget."""
         if not limits.is_chunking:
             before = np.cumsum(rest) - rest
             return np.where(before + rest <= max(budget, int(rest[0])), rest, 0).astype(np.int32)
@@ -127,10 +128,12 @@ class Ordered:
         chunks: I32 = np.clip(budget - before, 0, cut).astype(np.int32)
         return chunks
 
+    def _rank(self, view: View) -> I32:
+        return view.priority if self.by_priority else np.zeros(len(view.slots), np.int32)
+
     def _make_room(self, view: View, limits: Limits) -> tuple[I32, I32]:
         """Give pages to the most important rows; name victims only for what is not already on its way."""
-        rank = view.priority.astype(np.int64) if self.by_priority else np.zeros(len(view.slots), np.int64)
-        order = np.lexsort((view.arrival, rank))
+        order = np.lexsort((view.arrival, self._rank(view)))
         wanted = view.num_query.copy()
         available, coming = limits.available_pages, limits.coming_pages
         victims: list[int] = []

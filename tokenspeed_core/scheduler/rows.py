@@ -49,9 +49,9 @@ class Rows:
         self.max_len[slot] = sequence.max_len
         self.priority[slot] = sequence.request.priority
         self.arrival[slot] = sequence.arrival
-        self.num_cached[slot] = 0
         if sequence.num_cached < 0:
-            sequence.num_cached = self.num_cached[slot] = num_hit
+            sequence.num_cached = num_hit
+        self.num_cached[slot] = sequence.num_cached if known == sequence.num_prompt else 0
         self._set_stop_ids(slot, sequence.request.stop_token_ids)
         self.set_decoding(slot, False)
 

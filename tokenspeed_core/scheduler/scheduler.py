@@ -184,10 +184,13 @@ class Scheduler:
             state = self.roster.get(sequence_id)
             if not isinstance(state, Preempted):
                 continue
-            for token in tokens:
-                state.sequence.append(int(token))
-                reason = _end_reason(state.sequence, int(token))
-                collected.add_late(row, sequence_id, int(token), reason)
+            sequence = state.sequence
+            for token in tokens.tolist():
+                num_cached = sequence.num_cached if len(sequence.tokens) == sequence.num_prompt else 0
+                if token >= 0:
+                    sequence.append(token)
+                reason = _end_reason(sequence, token)
+                collected.add_late(row, sequence_id, token, reason, num_cached)
                 if reason is not Finish.NOT:
                     self._end(state, reason)
                     break
