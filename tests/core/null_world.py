@@ -95,6 +95,7 @@ class Masks:
         return bool(self._rows(plan))
 
     def late(self, plan: StepPlan) -> LateInputs:
+        assert self.scheduler.num_in_flight == 1, "asked for a step that is over, or before all others are"
         indices = self._rows(plan)
         bits = np.zeros((len(indices), MODEL.vocab_size), np.bool_)
         for i, row in enumerate(indices):
