@@ -107,3 +107,11 @@ def test_only_the_first_error_counts_and_wakes_who_waits() -> None:
     reply.fail(ApiError(500, "later"))
     assert reply.error is not None
     assert reply.error.status == 429
+
+
+@pytest.mark.parametrize("finish", [Finish.NOT, Finish.ERROR])
+def test_tokens_of_a_sequence_that_did_not_end_well_are_counted_too(finish: Finish) -> None:
+    reply, choice = make(Shape(True), [])
+    choice.take([1, 2], Finish.NOT, 0, None)
+    choice.take([3], finish, 0, None)
+    assert reply.usage.num_output == 3

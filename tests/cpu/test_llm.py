@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.errors import CapacityError, TokenSpeedError
+from tokenspeed_core.errors import CapacityError, PluginError, TokenSpeedError
 from tokenspeed_core.requests import BadRequestError
 from tokenspeed_core.step import StepPlan
 
@@ -75,3 +75,9 @@ def test_after_its_shutdown_it_says_so() -> None:
 def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_what_sizes_the_pool() -> None:
     with pytest.raises(CapacityError, match=r"--max-model-len 100 .* 64 tokens.* larger --max-total-tokens"):
         LLM(max_total_tokens=64, max_model_len=100)
+
+
+@pytest.mark.parametrize("names", ["nonsense", "nonsense,auto", "torch,nonsense"])
+def test_a_backend_that_is_not_installed_is_refused_wherever_it_stands_in_a_list(names: str) -> None:
+    with pytest.raises(PluginError, match=r"no kernels.attention named 'nonsense'; installed: .*torch"):
+        LLM(attention_backend=names)

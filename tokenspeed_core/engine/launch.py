@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
+from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.errors import CapacityError, ConfigError
@@ -74,6 +74,11 @@ def resolve(config: Config, catalog: Catalog, *, num_threads: int | None = None)
         max_model_len=max_model_len, dtype=info.dtype if config.dtype == "auto" else config.dtype,
     )
     limits = scheduler_limits(settled, max_model_len, info.vocab_size)
+    wishes = preferences(config)
+    for wish in wishes:
+        for name in wish.backends:
+            if name != "auto":
+                catalog.get(f"kernels.{wish.family}", name)  # a misspelt name must not be passed over in a list
     runner = RunnerConfig(
         checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
         model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,
@@ -82,7 +87,7 @@ def resolve(config: Config, catalog: Catalog, *, num_threads: int | None = None)
         max_cudagraph_capture_size=config.max_cudagraph_capture_size,
         cudagraph_capture_sizes=config.cudagraph_capture_sizes,
         gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
-        max_total_tokens=config.max_total_tokens, preferences=preferences(config),
+        max_total_tokens=config.max_total_tokens, preferences=wishes,
         num_threads=num_threads,
     )
     return Resolved(settled, checkpoint, runner)
@@ -132,8 +137,9 @@ def dry_run(config: Config) -> str:
 
     catalog = discover(config)
     resolved = resolve(config, catalog)
-    plan, memory = plan_only(resolved.runner, catalog)
     info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
+    weights = choose_format((file.name for file in checkpoint.path.iterdir()), config.load_format, catalog)
+    plan, memory = plan_only(resolved.runner, catalog)
     settled = resolved.config
     changed = [
         f"  {name}: {getattr(settled, name)} ({settled.origin(name)})"
@@ -141,6 +147,7 @@ def dry_run(config: Config) -> str:
     ]
     parts = [
         f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
+        f"weights {weights.name}",
         "settings", *changed,
         "memory", *(f"  {name}: {'known after start' if n is None else f'{n:,}'}" for name, n in memory.items()),
         plan.table(),

@@ -111,10 +111,12 @@ class Choice:
             reply.first_token_at = time.monotonic()
         if num_cached and self._is_first_of_prompt and reply.usage.num_cached is not None:
             reply.usage.num_cached += num_cached
+        num_before = assembler.num_tokens
         if logprobs is not None and reply.shape.num_logprobs >= 0:
             text = self._feed_with_logprobs(token_ids, finish, logprobs)
         else:
             text = assembler.feed(token_ids, finish)
+        reply.usage.num_output += assembler.num_tokens - num_before
         if reply.shape.wants_ids:
             self._token_ids += token_ids
         reason = assembler.finish_reason
@@ -162,7 +164,6 @@ class Choice:
             reply.fail(ApiError(status, "the engine could not finish this request; its log says why", code=reason))
             return
         text = "".join(self._text) + text
-        reply.usage.num_output += self._assembler.num_tokens
         self._answer.finish_reason = reason
         if reply.shape.is_stream:
             self._emit(text, reason)
