@@ -65,3 +65,10 @@ def test_a_cpu_gets_a_quarter_of_its_free_memory_and_four_gib_at_most() -> None:
     assert pages_of_host(limits(1024), 800 * GIB) == 4 * GIB // limits().page_bytes - 1
     with pytest.raises(CapacityError, match="--kv-cache-memory"):
         pages_of_host(limits(), 4 * GIB)
+
+
+def test_a_pool_that_was_asked_for_is_taken_if_the_hosts_memory_holds_it() -> None:
+    pool = limits()
+    assert pages_of_host(pool, 101 * pool.page_bytes, 100) == 100
+    with pytest.raises(CapacityError, match="does not fit.*--max-total-tokens"):
+        pages_of_host(pool, 100 * pool.page_bytes, 100)

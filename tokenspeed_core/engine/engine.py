@@ -117,7 +117,11 @@ class Engine:
         seconds = self._pace.finished(plan.num_tokens)
         if self._observe is not None:
             self._observe(StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds))
-        return self.scheduler.apply(result)
+        outputs = self.scheduler.apply(result)
+        if (outputs.finish == Finish.ERROR).any():
+            ended = outputs.sequence_ids[outputs.finish == Finish.ERROR].tolist()
+            log.error("step %d gave no finite logit for the sequences %s, which end here", plan.step_id, ended)
+        return outputs
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of every cached block."""

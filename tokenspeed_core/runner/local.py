@@ -41,7 +41,7 @@ def build(config: RunnerConfig, catalog: Catalog, progress: Progress) -> LocalRu
         torch.set_num_threads(config.num_threads)
     assembly = _assemble_and_load(config, catalog, device, progress)
     if device.type == "cpu":
-        return LocalRunner(assembly, _wanted_pages(assembly) or _host_pages(assembly))
+        return LocalRunner(assembly, _host_pages(assembly))
     return _start_on_device(assembly, device, progress)
 
 
@@ -55,7 +55,7 @@ def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mappi
     weights = config.model_info.num_parameters * assembly.build.dtype.itemsize
     is_cpu = device.type == "cpu"
     total = int(psutil.virtual_memory().total) if is_cpu else torch.cuda.get_device_properties(device).total_memory
-    pages = _wanted_pages(assembly) or (_host_pages(assembly) if is_cpu else None)
+    pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
     return assembly.kernel_plan, {
         "device_bytes": total,
         "weight_bytes": weights,
@@ -156,4 +156,4 @@ def _wanted_pages(assembly: Assembly) -> int | None:
 
 
 def _host_pages(assembly: Assembly) -> int:
-    return pages_of_host(assembly.pool, int(psutil.virtual_memory().available))
+    return pages_of_host(assembly.pool, int(psutil.virtual_memory().available), _wanted_pages(assembly))

@@ -100,11 +100,20 @@ def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
     )
 
 
-def pages_of_host(limits: PoolLimits, available: int) -> int:
-    """Return a modest pool for a CPU: a quarter of the `available` bytes, 4 GiB at most.
+def pages_of_host(limits: PoolLimits, available: int, wanted: int | None = None) -> int:
+    """Return the pages of a CPU's pool: those `wanted`, else a modest number.
 
-    Never more than 256 sequences of the greatest length could use. Raises CapacityError if not one fits.
+    That is a quarter of the `available` bytes, 4 GiB at most, and no more than 256 sequences of the greatest
+    length could use. Raises CapacityError if not one fits, or what is wanted exceeds what is available: the
+    system would grant the memory all the same, and end the process when it comes to be used.
     """
+    if wanted is not None:
+        if (wanted + 1) * limits.page_bytes > available:
+            raise CapacityError(
+                f"a KV cache of {wanted * limits.page_bytes / GIB:.2f} GiB does not fit: {available / GIB:.2f} GiB of "
+                "memory are free; lower --max-total-tokens or --kv-cache-memory, or leave them out"
+            )
+        return wanted
     pages = min(available // 4, _HOST_MOST) // limits.page_bytes - 1
     if pages < limits.num_least:
         needed = (limits.num_least + 1) * limits.page_bytes
