@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from tokenspeed_core.config import Config
+from tokenspeed_core.config.schema import metadata
 from tokenspeed_core.engine.interrupts import held_interrupts
 from tokenspeed_core.engine.launch import discover, resolve, start
 from tokenspeed_core.engine.outputs import Logprob, RequestOutput, SequenceOutput
 from tokenspeed_core.engine.progress import StartProgress
-from tokenspeed_core.errors import TokenSpeedError
+from tokenspeed_core.errors import ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.messages import Finish, Outputs, Submit
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.step import I32
-from tokenspeed_core.text import Assembler, Tokenizer, load_tokenizer
+from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer, load_chat_template, load_tokenizer
 
 Prompt = str | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]]
+
+SERVER_ONLY = frozenset(
+    name for name in Config.model_fields if metadata(name)["section"] == "api" and name != "chat_template"
+) | {"log_level_http", "enable_log_requests", "enable_cache_report"}
 
 
 @dataclass(slots=True)
@@ -43,7 +50,7 @@ class LLM:
     """A model ready to generate. Keywords are the flags of `tokenspeed serve`, with underscores.
 
     >>> with LLM() as llm:                                             # doctest: +SKIP
-    ...     llm.generate(["Hello"], SamplingParams(max_tokens=8))[0].outputs[0].text
+    ...     llm.chat([{"role": "user", "content": "Hello!"}])[0].outputs[0].text
     """
 
     kernel_plan: KernelPlan
@@ -53,6 +60,9 @@ class LLM:
 
         Raises ConfigError, CheckpointError, PluginError, SelectionError or CapacityError.
         """
+        for name in settings:
+            if name in SERVER_ONLY:
+                raise ConfigError(f"{name} is about the HTTP server, which LLM has not; leave it out")
         asked = Config.from_keywords(**settings) if model is None else Config.from_keywords(model=model, **settings)
         catalog = discover(asked)
         config = Hooks.load(catalog).adjust(asked)
@@ -66,6 +76,9 @@ class LLM:
         folder = checkpoint.path if config.tokenizer is None else config.tokenizer
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(folder)
+        self._template: ChatTemplate | None = None
+        if self.tokenizer is not None:
+            self._template = load_chat_template(Path(folder), self.tokenizer.special_tokens, config.chat_template)
         self._next_id = 0
         self._is_shut_down = False
 
@@ -93,6 +106,26 @@ class LLM:
             self._result(prompt, submit, each, sequences)
             for prompt, submit, each in zip(given, submits, params, strict=True)
         ]
+
+    def chat(
+        self, messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
+
+        `tools` are shown to the model, `options` are the chat template's own (such as `enable_thinking`). Raises
+        BadRequestError where the model has no chat template, TemplateError where the template refuses.
+        """
+        if self._template is None or self.tokenizer is None:
+            raise BadRequestError("this model has no chat template; give one with chat_template, or use generate")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self._template.render(each, tools, options) for each in conversations]  # type: ignore[arg-type]
+        prompts = [
+            {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False).tolist()}
+            for text in texts
+        ]
+        return self.generate(prompts, sampling_params)
 
     def reset_prefix_cache(self) -> None:
         """Forget the content of every cached block."""

@@ -1,0 +1,68 @@
+"""`LLM` as a user of Python meets it, on the demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.requests import BadRequestError
+from tokenspeed_core.text import TemplateError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=80)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather", "description": "Get the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=1024, max_num_seqs=4) as made:
+        yield made
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_conversation_is_answered(llm: LLM) -> None:
+    (output,) = llm.chat(ask("23 + 45 ="), GREEDY)
+    assert output.outputs[0].text is not None
+    assert output.outputs[0].text.endswith("23 + 45 = 68")
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.prompt is not None
+    assert "23 + 45" in output.prompt
+
+
+def test_several_conversations_are_answered_in_their_order(llm: LLM) -> None:
+    outputs = llm.chat([ask("what is 12+30?"), ask("what is 50+11?")], GREEDY)
+    assert [str(output.outputs[0].text).split("= ")[-1] for output in outputs] == ["42", "61"]
+
+
+def test_tools_and_template_options_reach_the_prompt(llm: LLM) -> None:
+    (output,) = llm.chat(ask("What is the weather in Paris?"), GREEDY, tools=[WEATHER], enable_thinking=False)
+    assert "get_weather" in str(output.prompt)
+    assert "<tool_call>" in str(output.outputs[0].text)
+
+
+def test_an_option_that_the_template_has_not_is_refused(llm: LLM) -> None:
+    with pytest.raises(TemplateError, match="no option 'thoughts'"):
+        llm.chat(ask("hi"), GREEDY, thoughts=True)
+
+
+def test_settings_of_the_http_server_are_refused() -> None:
+    with pytest.raises(ConfigError, match="port is about the HTTP server"):
+        LLM(port=8001)
+
+
+def test_a_model_without_a_template_cannot_chat() -> None:
+    with LLM(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=2) as bare, pytest.raises(
+        BadRequestError, match="no chat template"
+    ):
+        bare.chat(ask("hi"))
