@@ -70,5 +70,5 @@ def test_a_cpu_gets_a_quarter_of_its_free_memory_and_four_gib_at_most() -> None:
 def test_a_pool_that_was_asked_for_is_taken_if_the_hosts_memory_holds_it() -> None:
     pool = limits()
     assert pages_of_host(pool, 101 * pool.page_bytes, 100) == 100
-    with pytest.raises(CapacityError, match="does not fit.*--max-total-tokens"):
+    with pytest.raises(CapacityError, match=r"does not fit.*--max-total-tokens"):
         pages_of_host(pool, 100 * pool.page_bytes, 100)
