@@ -177,7 +177,7 @@ class Config(BaseModel):
     log_level_http: LogLevel | None = _setting(
         None, "observability", "the same for the HTTP server; none: as --log-level"
     )
-    enable_log_requests: bool = _setting(False, "observability", "log each request's parameters and outcome")
+    enable_log_requests: bool = _setting(False, "observability", "log a line for each request that ended")
     enable_cache_report: bool = _setting(True, "observability", "report cached tokens in usage")
 
     no_plugins: bool = _setting(False, "running", "use TokenSpeed's own distributions only")

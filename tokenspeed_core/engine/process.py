@@ -144,7 +144,8 @@ def _die_with_parent() -> None:
 
 def _num_threads() -> int:
     """Return the threads for a model on the CPU, one core being left to the API process."""
-    return int(os.environ.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) - 1)))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number per level
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 if __name__ == "__main__":
