@@ -108,9 +108,9 @@ def _cut(
     stops = (token_ids[:, None] == rows.stop_ids[slots][row_of]).any(axis=1) | (token_ids < 0)
     if stops.any():
         position = _offsets(num_tokens)
-        for at in np.flatnonzero(stops)[::-1]:       # the first stop of a row is seen last, and counts
+        for at in np.flatnonzero(stops):   # the first of a row is seen first; the rest lies behind its end
             row = row_of[at]
-            if position[at] < kept[row] or finish[row] in (Finish.STOP, Finish.ERROR):
+            if position[at] < kept[row]:
                 failed = token_ids[at] < 0           # no finite logit: the sequence cannot go on
                 kept[row] = position[at] + (0 if failed else 1)
                 finish[row] = Finish.ERROR if failed else Finish.STOP
