@@ -22,6 +22,7 @@ from tokenspeed_core.models import (
     ModelSpec,
     WeightReader,
 )
+from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 
 __all__ = [
     "AttentionCall",
@@ -45,7 +46,10 @@ __all__ = [
     "PlatformInfo",
     "Problem",
     "RecurrentState",
+    "RequestRecord",
     "SlidingWindow",
+    "StepRecord",
     "Tolerance",
     "WeightReader",
+    "hookimpl",
 ]
