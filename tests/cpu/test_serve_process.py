@@ -310,6 +310,29 @@ def test_ctrl_c_ends_an_idle_server_whose_port_another_could_not_take(tmp_path: 
         assert not server.sockets()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_chat_that_is_ended_takes_the_server_it_started_along(tmp_path: Path, number: signal.Signals) -> None:
+    chat = subprocess.Popen(
+        [*COMMAND, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env=environment(tmp_path),
+    )
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("Hello!\n")
+    chat.stdin.flush()
+    assert chat.stdout.readline()
+    started = psutil.Process(chat.pid).children(recursive=True)
+    assert len(started) == 2
+    chat.send_signal(number)
+    assert chat.wait(10) == (128 + number if number != signal.SIGKILL else -number)
+    _, alive = psutil.wait_procs(started, 10)
+    assert not alive
+    chat.stdin.close()
+    chat.stdout.close()
+    if number != signal.SIGKILL:
+        assert not list(tmp_path.iterdir())
+
+
 def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_along(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         engine = server.engine()

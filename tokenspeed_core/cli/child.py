@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import typer
 
@@ -31,9 +33,12 @@ PR_SET_PDEATHSIG = 1
 def started_server(config: Config) -> Iterator[str]:
     """Start `tokenspeed serve` with this configuration on a free port; yield its URL; stop it at the end.
 
+    The end may be a signal to terminate or a closed terminal: they leave nothing behind either.
     Raises EngineDeadError, with the last of what the server said, when it ends before it is healthy.
     """
     port = _free_port()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     with tempfile.TemporaryDirectory(prefix="tokenspeed-chat-") as folder:
         settings = Path(folder) / "config.yaml"
         settings.touch(mode=0o600)  # it may hold the API key
@@ -76,6 +81,10 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _free_port() -> int:
