@@ -1,0 +1,122 @@
+"""A step's plan: rows in order, ragged columns that fit each other, and what the device hears of newcomers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from null_world import request
+
+from tokenspeed_core.kv.hashing import HashChain
+from tokenspeed_core.kv.lease import ABSENT, BlockLease
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.planning import Draft
+from tokenspeed_core.scheduler.rows import Rows
+from tokenspeed_core.scheduler.sequence import Sequence
+from tokenspeed_core.step import I32, StepPlan
+
+
+def ints(*values: int) -> I32:
+    return np.asarray(values, np.int32)
+
+
+def sequence(sequence_id: int, prompt: list[int], output: list[int], seed: int = 0, **changes: Any) -> Sequence:
+    submit = request(sequence_id, prompt, **changes)
+    return Sequence(sequence_id, submit, seed, sequence_id, HashChain(4, "", 0), ints(*prompt, *output))
+
+
+def drafted(rows: Rows | None = None, num_groups: int = 2) -> Draft:
+    return Draft(3, rows or Rows(6, 64), num_groups)
+
+
+def frozen(draft: Draft) -> StepPlan:
+    return draft.freeze([([], []), ([], [])], None)
+
+
+def test_decodes_stand_before_chunks_whatever_was_added_first() -> None:
+    rows = Rows(6, 64)
+    rows.tokens[4, :12] = np.arange(12)
+    rows.tokens[2, :5] = np.arange(50, 55)
+    draft = drafted(rows)
+    draft.chunk(4, 3, 8, is_last=False)
+    draft.chunk(2, 0, 5, is_last=True)
+    draft.decodes(ints(5, 1), ints(1, 3), ints(20, 30))
+    plan = frozen(draft)
+    assert plan.num_decodes == 2
+    assert plan.slots.tolist() == [5, 1, 4, 2]
+    assert plan.num_query_tokens.tolist() == [1, 3, 5, 5]
+    assert plan.num_computed_tokens.tolist() == [20, 30, 3, 0]
+    assert plan.wants_logits.tolist() == [True, True, False, True]
+    assert plan.token_ids.tolist() == [3, 4, 5, 6, 7, 50, 51, 52, 53, 54]
+    assert draft.num_new().tolist() == [1, 3, 0, 1]
+    assert draft.num_tokens == plan.num_tokens == 14
+    assert plan.group_num_tokens.tolist() == [14]
+
+
+def test_a_draft_is_empty_until_the_device_must_hear_of_it() -> None:
+    assert drafted().is_empty
+    occupied = drafted()
+    occupied.occupy(0, sequence(0, [1], []), BlockLease([[], []]))
+    assert not occupied.is_empty
+    grown = drafted()
+    grown.grow(0, (((0, 9),), ()))
+    assert not grown.is_empty
+    assert frozen(drafted()).num_rows == 0
+
+
+def test_table_entries_come_from_hits_and_from_growth_and_leave_out_absent_blocks() -> None:
+    draft = drafted()
+    draft.occupy(3, sequence(0, [1], []), BlockLease([[10, 11], [ABSENT, 12]]))
+    draft.grow(3, (((2, 13),), ()))
+    draft.grow(5, (((0, 14),), ((0, 15),)))
+    first, second = frozen(draft).block_deltas
+    assert [first.slots.tolist(), first.indices.tolist(), first.blocks.tolist()] == [
+        [3, 3, 3, 5], [0, 1, 2, 0], [10, 11, 13, 14]]
+    assert [second.slots.tolist(), second.indices.tolist(), second.blocks.tolist()] == [[3, 5], [1, 0], [12, 15]]
+
+
+def test_newcomers_columns_are_ragged_where_their_wishes_are() -> None:
+    draft = drafted()
+    biased = sequence(0, [1, 2], [], bias_ids=ints(4, 5), bias_values=np.asarray([1.5, -2], np.float32), top_k=7)
+    penalised = sequence(1, [1, 2, 3], [8, 9], presence_penalty=0.5, temperature=0.25, logprobs=3)
+    for slot, each in ((4, biased), (2, penalised), (0, sequence(2, [1], []))):
+        draft.occupy(slot, each, BlockLease([[], []]))
+    inits = frozen(draft).slot_inits
+    assert inits is not None
+    assert inits.slots.tolist() == [4, 2, 0]
+    assert inits.top_k.tolist() == [7, 0, 0]
+    assert inits.temperature.tolist() == [0.0, 0.25, 0.0]
+    assert inits.logprobs.tolist() == [-1, 3, -1]
+    assert inits.bias_starts.tolist() == [0, 2, 2, 2]
+    assert inits.bias_ids.tolist() == [4, 5]
+    assert inits.bias_values.tolist() == [1.5, -2.0]
+    assert inits.history_starts.tolist() == [0, 0, 5, 5]
+    assert inits.history_ids.tolist() == [1, 2, 3, 8, 9]   # of those with penalties only
+    assert inits.history_num_prompt.tolist() == [0, 3, 0]
+
+
+@pytest.mark.parametrize(("seed", "expected"), [
+    (0, 0), (2**63 - 1, 2**63 - 1), (-(2**63), -(2**63)), (2**63, -(2**63)), (2**63 + 5, -(2**63) + 5),
+])
+def test_seeds_that_n_carries_past_their_range_wrap_around(seed: int, expected: int) -> None:
+    draft = drafted()
+    draft.occupy(0, sequence(0, [1], [], seed), BlockLease([[], []]))
+    inits = frozen(draft).slot_inits
+    assert inits is not None
+    assert inits.seed.tolist() == [expected]
+
+
+def test_copies_of_each_group_are_carried() -> None:
+    plan = drafted().freeze([([], []), ([7], [8])], ints(3, 4))
+    assert [(copy.src.tolist(), copy.dst.tolist()) for copy in plan.block_copies] == [([], []), ([7], [8])]
+    assert plan.group_num_tokens.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(("chunk_size", "budget", "most", "beside_decodes"), [(16, 16, 16, 9), (-1, 20, 56, 9)])
+def test_limits_say_what_a_step_may_have(chunk_size: int, budget: int, most: int, beside_decodes: int) -> None:
+    limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64)
+    assert limits.is_chunking == (chunk_size > 0)
+    assert (limits.budget, limits.max_num_tokens) == (budget, most)
+    assert limits.chunk(num_decodes=2, max_chunk=9) == beside_decodes
+    assert limits.chunk(num_decodes=0, max_chunk=9) == limits.chunk(num_decodes=2, max_chunk=None) == budget
