@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tokenspeed_core.errors import PluginError
+from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.plugins import Catalog, Selection, Status
 
 Install = Callable[..., list[Distribution]]
@@ -210,3 +211,13 @@ def test_reading_the_catalog_imports_no_tensor_library() -> None:
         "print(*({'torch', 'numpy', 'pydantic', 'fastapi'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
+
+
+def test_a_descriptor_that_is_no_kernel_is_left_out_and_shown_and_ends_a_strict_start(install: Install) -> None:
+    found = install("odd", attention("odd", "types:SimpleNamespace [api1]"))
+    catalog = discover(found)
+    assert installed_kernels(catalog) == ()
+    assert [entry.status for entry in catalog.all()] == [Status.FAILED]
+    assert "is no KernelSpec of backend 'odd'" in catalog.all()[0].reason
+    with pytest.raises(PluginError, match=r"no KernelSpec of backend 'odd'.*pip uninstall odd"):
+        installed_kernels(discover(found, strict=True))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
-
-logger = logging.getLogger("tokenspeed.plugins")
 
 
 def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
     """Import the descriptors of all kernel entries and return their specs, in the catalog's order.
 
     An entry's value is a KernelSpec or a tuple of them, each with the entry's name as its backend. One that
-    is neither is logged and left out, as one whose import fails is by the catalog.
+    is neither is left out as one whose import fails is. Raises PluginError under --strict-plugins.
     """
     found: list[InstalledKernel] = []
     for kind in catalog.kinds():
@@ -28,10 +24,7 @@ def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
             if value is None:
                 continue
             if wrong:
-                logger.warning(
-                    "plugin %s %s (%s) is left out: %r is no KernelSpec of backend %r",
-                    kind, entry.name, entry.distribution, wrong[0], entry.name,
-                )
+                catalog.reject(entry, f"{wrong[0]!r} is no KernelSpec of backend {entry.name!r}")
                 continue
             found += [InstalledKernel(spec, entry.distribution) for spec in specs]
     return tuple(found)

@@ -14,7 +14,7 @@ from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp, Reason, Verdict
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
 
-_FLAGS = {"dtype": "--dtype", "kv_dtype": "--kv-cache-dtype", "block_size": "--block-size"}
+_FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
 
 
 @dataclass(frozen=True, slots=True)

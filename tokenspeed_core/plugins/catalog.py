@@ -128,12 +128,16 @@ class Catalog:
                     self._failures[entry],
                 )
         if entry in self._failures and (required or self._strict):
-            last = self._failures[entry].strip().splitlines()[-1]
-            raise PluginError(
-                f"{entry.kind} {entry.name} of {entry.distribution} {entry.version} failed to load: {last}; "
-                f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
-            )
+            raise self._failed(entry)
         return self._loaded.get(entry)
+
+    def reject(self, entry: Entry, reason: str) -> None:
+        """Note that what an entry loaded is of no use. Raises PluginError under --strict-plugins."""
+        self._loaded.pop(entry, None)
+        self._failures[entry] = reason
+        logger.warning("plugin %s %s (%s) is left out: %s", entry.kind, entry.name, entry.distribution, reason)
+        if self._strict:
+            raise self._failed(entry)
 
     def failure(self, entry: Entry) -> str | None:
         """Return the traceback of an entry whose import failed."""
@@ -158,6 +162,13 @@ class Catalog:
 
     def _usable(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.status is Status.OK and entry not in self._failures]
+
+    def _failed(self, entry: Entry) -> PluginError:
+        last = self._failures[entry].strip().splitlines()[-1]
+        return PluginError(
+            f"{entry.kind} {entry.name} of {entry.distribution} {entry.version} failed to load: {last}; "
+            f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
+        )
 
     def _rivals(self, entry: Entry) -> list[Entry]:
         if entry.status is not Status.FAILED:
