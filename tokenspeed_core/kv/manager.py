@@ -82,19 +82,19 @@ class KVManager:
         limit = min(chain.num_tokens, (num_tokens - 1) // size * size)
         if not self._prefix_caching or limit <= 0:
             return self.no_match()
-        lengths: list[int] = []
-        for group, index in zip(self.groups, self._index, strict=True):
+        partial: list[int] = []   # groups that need only some of the past
+        for i, group in enumerate(self.groups):
             if not group.is_recurrent and group.first_needed(limit) == 0:
-                limit = self._run_length(chain, index, limit)
-        for length in range(limit, 0, -size):
-            if all(self._can_resume(i, chain, length) for i in range(len(self.groups))):
-                lengths.append(length)
-                break
-        if not lengths:
+                limit = self._run_length(chain, self._index[i], limit)
+            else:
+                partial.append(i)
+        while limit > 0 and (hole := self._first_hole(partial, chain, limit)) is not None:
+            limit = hole - size   # every length from the hole to `limit` needs the block that is missing
+        if limit <= 0:
             return self.no_match()
-        pages = tuple(self._resume_pages(i, chain, lengths[0]) for i in range(len(self.groups)))
+        pages = tuple(self._resume_pages(i, chain, limit) for i in range(len(self.groups)))
         idle = sum(self.pool.is_idle(page) for group_pages in pages for _, page in group_pages)
-        return Match(lengths[0], pages, idle)
+        return Match(limit, pages, idle)
 
     def no_match(self) -> Match:
         """Return the hit of nothing, for a sequence that is to be computed from its start."""
@@ -253,9 +253,14 @@ class KVManager:
             length += self.block_size
         return length
 
-    def _can_resume(self, group: int, chain: HashChain, length: int) -> bool:
-        index = self._index[group]
-        return all(chain.at(n) in index for n in self._resume_lengths(group, length))
+    def _first_hole(self, groups: list[int], chain: HashChain, length: int) -> int | None:
+        """Return the end of the first block that some group lacks to resume at `length`; None: it can resume."""
+        for group in groups:
+            index = self._index[group]
+            for n in self._resume_lengths(group, length):
+                if chain.at(n) not in index:
+                    return n
+        return None
 
     def _resume_pages(self, group: int, chain: HashChain, length: int) -> tuple[tuple[int, int], ...]:
         index = self._index[group]

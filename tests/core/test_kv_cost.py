@@ -1,0 +1,46 @@
+"""What asking for a prefix hit costs: it happens between steps, and contexts are long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenspeed_core.kv.groups import FullAttention, SlidingWindow
+from tokenspeed_core.kv.hashing import HashChain
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.step import I32
+
+FULL = FullAttention("full", 1, 1, 1)
+BLOCK, WINDOW, NUM_BLOCKS = 4, 256, 1000
+
+
+class CountedChain(HashChain):
+    """A chain that counts what is asked of it."""
+
+    num_asked = 0
+
+    def at(self, num_tokens: int) -> bytes:
+        self.num_asked += 1
+        return super().at(num_tokens)
+
+
+def tokens() -> I32:
+    return np.arange(BLOCK * NUM_BLOCKS + 1, dtype=np.int32)
+
+
+@pytest.mark.parametrize("every", [2, 40, 60, 64, 65])
+def test_holes_in_a_window_do_not_multiply_the_cost_of_a_hit(every: int) -> None:
+    kv = KVManager((FULL, SlidingWindow("window", 1, 1, 1, WINDOW)), BLOCK, 3 * NUM_BLOCKS)
+    chain = CountedChain(BLOCK, "", 0)
+    chain.extend(tokens())
+    kv.begin(1)
+    lease = kv.acquire(kv.no_match())
+    assert lease is not None
+    assert kv.extend(lease, 0, len(tokens())) is not None
+    kv.name_blocks(lease, chain, BLOCK * NUM_BLOCKS, is_exact=True)
+    for number, page in enumerate(lease.tables[1][:NUM_BLOCKS]):
+        if number % every == every - 1:
+            kv._unname(page)   # as if it had been evicted
+    chain.num_asked = 0
+    kv.match(chain, len(tokens()))
+    assert chain.num_asked <= 6 * NUM_BLOCKS
