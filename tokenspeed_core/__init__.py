@@ -6,12 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenspeed_core.engine.llm import LLM
+    from tokenspeed_core.engine.outputs import RequestOutput, SequenceOutput
+    from tokenspeed_core.errors import TokenSpeedError
+    from tokenspeed_core.requests import BadRequestError
     from tokenspeed_core.sampling import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "BadRequestError", "RequestOutput", "SamplingParams", "SequenceOutput", "TokenSpeedError"]
 __version__ = "0.1.0"
 
-_PUBLIC = {"LLM": "tokenspeed_core.engine.llm", "SamplingParams": "tokenspeed_core.sampling"}
+_PUBLIC = {
+    "LLM": "tokenspeed_core.engine.llm", "BadRequestError": "tokenspeed_core.requests",
+    "RequestOutput": "tokenspeed_core.engine.outputs", "SamplingParams": "tokenspeed_core.sampling",
+    "SequenceOutput": "tokenspeed_core.engine.outputs", "TokenSpeedError": "tokenspeed_core.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

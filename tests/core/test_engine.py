@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from null_world import MASKED, World, request
 
 from tokenspeed_core.engine import pace
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
-from tokenspeed_core.engine.pace import LEAST_CHUNK, TARGET_SECONDS, Pace
+from tokenspeed_core.engine.pace import FIRST_CHUNK, LEAST_CHUNK, PATIENCE_SECONDS, TARGET_SECONDS, Pace
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.plugins.hookspecs import StepRecord
@@ -221,13 +220,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_pace_without_a_measurement_bounds_nothing(clock: list[float]) -> None:
-    assert Pace(8192).max_chunk is None
+def test_a_pace_without_a_measurement_begins_with_a_small_step(clock: list[float]) -> None:
+    assert Pace(8192).max_prefill(beside_decodes=False) == FIRST_CHUNK
+    assert Pace(64).max_prefill(beside_decodes=False) == 64
     small = Pace(8192)
     small.launched()
     clock[0] += 1
     small.finished(8)   # too small a step to say what a token costs
-    assert small.max_chunk is None
+    assert small.max_prefill(beside_decodes=True) == FIRST_CHUNK
 
 
 @pytest.mark.parametrize(("microseconds_per_token", "expected"), [
@@ -240,7 +240,9 @@ def test_a_chunk_beside_decodes_takes_the_target_time(
     measured.launched()
     clock[0] += 4096 * microseconds_per_token * 1e-6
     measured.finished(4096)
-    assert measured.max_chunk == pytest.approx(expected, abs=1)
+    assert measured.max_prefill(beside_decodes=True) == pytest.approx(expected, abs=1)
+    alone = min(8192, max(LEAST_CHUNK, PATIENCE_SECONDS / (microseconds_per_token * 1e-6)))
+    assert measured.max_prefill(beside_decodes=False) == pytest.approx(alone, abs=1)
     assert TARGET_SECONDS == 0.05
 
 
@@ -251,7 +253,7 @@ def test_time_without_work_is_not_counted_as_cost(clock: list[float]) -> None:
         measured.launched()
         clock[0] += 0.05
         measured.finished(1000)
-    assert measured.max_chunk == pytest.approx(1000, abs=1)
+    assert measured.max_prefill(beside_decodes=True) == pytest.approx(1000, abs=1)
 
 
 def test_a_pace_follows_the_steps_slowly(clock: list[float]) -> None:
@@ -261,7 +263,7 @@ def test_a_pace_follows_the_steps_slowly(clock: list[float]) -> None:
     measured.finished(1000)
     clock[0] += 0.10   # one step that took twice as long
     measured.finished(1000)
-    assert measured.max_chunk == pytest.approx(1000 / 1.2, abs=1)
+    assert measured.max_prefill(beside_decodes=True) == pytest.approx(1000 / 1.2, abs=1)
 
 
 def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
@@ -280,11 +282,12 @@ def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
     world.submit(request(0, [i % 60 for i in range(400)], max_tokens=20))
     for _ in range(4):
         world.step()
-    world.submit(request(1, [(i * 7) % 60 for i in range(900)], max_tokens=4))
+    for i in (1, 2, 3):
+        world.submit(request(i, [(j * 7 + i) % 60 for j in range(400)], max_tokens=4))
     world.run()
     beside = [plan for plan in plans if plan.num_decodes and plan.num_rows > plan.num_decodes]
-    assert max(int(np.max(plan.num_query_tokens)) for plan in beside) == pytest.approx(500, abs=1)
-    world.check(1)
+    assert max(len(plan.token_ids) for plan in beside) == pytest.approx(500, abs=1), "of all prompts together"
+    world.check(3)
 
 
 def test_an_observer_hears_of_every_step_with_its_rows() -> None:

@@ -332,3 +332,13 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
         world.run(1000)
         for sequence_id in world.tokens:
             world.check(sequence_id)
+
+
+@pytest.mark.parametrize("groups", sorted(GROUPS))
+def test_nothing_is_held_once_the_last_step_is_collected(groups: str) -> None:
+    world = World(groups=GROUPS[groups], depth=1, chunk_size=64)
+    world.submit(request(0, list(range(16)), max_tokens=1))
+    while world.engine.has_work:
+        world.step()
+    counts = world.scheduler.kv.counts()
+    assert (counts.held, counts.fenced) == (0, 0)

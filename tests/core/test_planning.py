@@ -113,10 +113,8 @@ def test_copies_of_each_group_are_carried() -> None:
     assert plan.group_num_tokens.tolist() == [3, 4]
 
 
-@pytest.mark.parametrize(("chunk_size", "budget", "most", "beside_decodes"), [(16, 16, 16, 9), (-1, 20, 56, 9)])
-def test_limits_say_what_a_step_may_have(chunk_size: int, budget: int, most: int, beside_decodes: int) -> None:
+@pytest.mark.parametrize(("chunk_size", "budget", "most"), [(16, 16, 16), (-1, 20, 56)])
+def test_limits_say_what_a_step_may_have(chunk_size: int, budget: int, most: int) -> None:
     limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64)
     assert limits.is_chunking == (chunk_size > 0)
     assert (limits.budget, limits.max_num_tokens) == (budget, most)
-    assert limits.chunk(num_decodes=2, max_chunk=9) == beside_decodes
-    assert limits.chunk(num_decodes=0, max_chunk=9) == limits.chunk(num_decodes=2, max_chunk=None) == budget

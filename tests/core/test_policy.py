@@ -40,11 +40,11 @@ def views(draw: st.DrawFn) -> View:
 
 
 limits = st.builds(
-    Limits, budget=st.integers(1, 64), max_chunk=st.integers(1, 64), is_chunking=st.booleans(),
+    Limits, budget=st.integers(1, 64), max_prefill=st.integers(1, 64), is_chunking=st.booleans(),
     available_pages=st.integers(0, 12), coming_pages=st.integers(0, 6),
 )
 rooms = st.builds(
-    Room, budget=st.integers(1, 64), max_chunk=st.integers(1, 64), is_chunking=st.booleans(),
+    Room, budget=st.integers(1, 64), is_chunking=st.booleans(),
     available_pages=st.integers(0, 30), promised_pages=st.integers(0, 20), num_decoding=st.integers(0, 6),
     is_alone=st.booleans(),
 )
@@ -75,7 +75,7 @@ def test_prompts_never_exceed_what_decodes_leave_of_the_budget(policy: Policy, v
     decision = policy.decide(view, replace(limits, is_chunking=True))
     decodes = int(decision.num_query[: view.num_decodes].sum())
     assert sum(chunks(view, decision)) <= max(0, limits.budget - decodes)
-    assert max(chunks(view, decision), default=0) <= limits.max_chunk
+    assert sum(chunks(view, decision)) <= limits.max_prefill
     assert (decision.num_query <= view.num_query).all()
     assert (decision.num_query >= 0).all()
 
@@ -114,7 +114,7 @@ def test_a_prompt_gets_tokens_only_when_more_important_ones_got_all(
     limits = replace(limits, available_pages=MANY, is_chunking=True)
     decision, rows = policy.decide(view, limits), prompts(policy, view)
     got = decision.num_query[rows].tolist()
-    wanted = np.minimum(view.num_query[rows], limits.max_chunk).tolist()
+    wanted = view.num_query[rows].tolist()
     for i, each in enumerate(got):
         if each:
             assert got[:i] == wanted[:i]
@@ -222,14 +222,12 @@ def test_an_admission_fits_the_pages_even_when_nobody_else_runs(
 
 
 @given(policies, candidates, rooms)
-def test_a_first_chunk_fits_budget_and_chunk_and_without_chunking_is_the_whole_rest(
+def test_a_first_chunk_fits_the_budget_and_without_chunking_is_the_whole_rest(
     policy: Policy, candidate: Candidate, room: Room,
 ) -> None:
     num, rest = policy.admit(candidate, room), candidate.num_tokens - candidate.num_hit
     assert 0 <= num <= min(rest, room.budget)
-    if room.is_chunking:
-        assert num <= room.max_chunk
-    else:
+    if not room.is_chunking:
         assert num in (0, rest)
 
 
@@ -237,7 +235,7 @@ def test_a_first_chunk_fits_budget_and_chunk_and_without_chunking_is_the_whole_r
 def test_a_candidate_that_is_alone_and_fits_is_admitted(policy: Policy, candidate: Candidate, room: Room) -> None:
     assume(candidate.pages + candidate.idle_pages <= room.available_pages)
     room = replace(room, is_alone=True, is_chunking=True)
-    assert policy.admit(candidate, room) == min(candidate.num_tokens - candidate.num_hit, room.budget, room.max_chunk)
+    assert policy.admit(candidate, room) == min(candidate.num_tokens - candidate.num_hit, room.budget)
 
 
 @pytest.mark.parametrize(("name", "first"), [("fcfs", (9, 1)), ("priority", (0, 2))])
@@ -314,7 +312,7 @@ class Simulation:
             promised = sum(each.short(each.target + 1) for each in self.running if not each.is_decoding)
             can_exceed = not self.is_chunking and not is_prompt_running and not used
             room = Room(
-                1000 if can_exceed else budget - used, self.budget, self.is_chunking, self.free, promised,
+                1000 if can_exceed else budget - used, self.is_chunking, self.free, promised,
                 sum(each.is_decoding for each in self.running), is_alone=not self.running and not self.coming,
             )
             num = self.policy.admit(Candidate(known, 0, row.short(known + 1), 0), room)

@@ -69,7 +69,7 @@ class Engine:
     def step(self) -> list[Outputs]:
         """Plan and launch the next step, then collect the oldest if `depth` are in flight."""
         outputs: list[Outputs] = []
-        draft = self.scheduler.plan(self._pace.max_chunk)
+        draft = self.scheduler.plan(self._pace.max_prefill(beside_decodes=len(self.scheduler.rows.decoding()) > 0))
         if draft is not None:
             outputs += self.launch(draft)
         if self._launched and (draft is None or len(self._launched) >= self._depth):

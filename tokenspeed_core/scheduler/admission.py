@@ -46,7 +46,7 @@ class Admission:
             return Refused(request.request_id, "queue_full", message)
         return None
 
-    def plan(self, draft: Draft, budget: int, max_chunk: int | None, num_in_flight: int) -> None:
+    def plan(self, draft: Draft, budget: int, num_in_flight: int) -> None:
         """Admit those who wait, with `budget` tokens for their first chunks."""
         roster = self._roster
         late: list[Entry] = []
@@ -57,7 +57,7 @@ class Admission:
             if state.sequence.last_step > self._kv.pool.retired:
                 late.append(roster.pop())  # a token of it is still in flight
                 continue
-            spent = self._admit(draft, state, self._room(draft, budget, max_chunk, num_in_flight))
+            spent = self._admit(draft, state, self._room(draft, budget, num_in_flight))
             if not spent:
                 break
             budget -= spent
@@ -90,7 +90,7 @@ class Admission:
         pages = self._kv.pages_needed(match.num_tokens, min(num_tokens + 1, sequence.max_len))
         return Candidate(num_tokens, match.num_tokens, pages, match.num_idle)
 
-    def _room(self, draft: Draft, budget: int, max_chunk: int | None, num_in_flight: int) -> Room:
+    def _room(self, draft: Draft, budget: int, num_in_flight: int) -> Room:
         rows, kv, counts = self._rows, self._kv, self._kv.counts()
         prefilling = rows.prefilling()
         short = rows.target[prefilling] + 1 - rows.capacity[prefilling]
@@ -99,7 +99,7 @@ class Admission:
         if not self._limits.is_chunking and not draft.num_chunks:
             budget = self._limits.max_model_len  # a prompt beyond the budget runs alone
         return Room(
-            budget, self._limits.chunk(num_decoding, max_chunk), self._limits.is_chunking,
+            budget, self._limits.is_chunking,
             counts.free + counts.cached, promised, num_decoding,
             is_alone=not self._roster.num_running and not num_in_flight and not counts.fenced,
         )

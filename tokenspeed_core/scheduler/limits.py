@@ -32,7 +32,3 @@ class SchedulerLimits:
         """The most query tokens that any step can have."""
         whole = self.budget if self.is_chunking else max(self.budget, self.max_model_len)
         return max(whole, self.max_num_seqs) if self.is_chunking else whole + self.max_num_seqs
-
-    def chunk(self, num_decodes: int, max_chunk: int | None) -> int:
-        """Return the most tokens of one prompt's chunk: `max_chunk`, if any, counts only beside decodes."""
-        return max_chunk if max_chunk is not None and num_decodes else self.budget

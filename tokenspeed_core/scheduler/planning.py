@@ -45,6 +45,11 @@ class Draft:
         return len(self._decodes[0]) + len(self._chunks)
 
     @property
+    def num_chunk_tokens(self) -> int:
+        """Query tokens of the chunk rows."""
+        return self.num_tokens - int(self._decodes[1].sum())
+
+    @property
     def num_chunks(self) -> int:
         """Rows that are part of a prompt."""
         return len(self._chunks)

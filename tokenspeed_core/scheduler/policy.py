@@ -19,7 +19,7 @@ class Limits:
     """What one step may use. Sizes are in tokens, room in pages."""
 
     budget: int              # query tokens of the whole step
-    max_chunk: int           # of one prompt; as large as the budget unless decodes must not stall
+    max_prefill: int         # query tokens of all prompts together, where prompts are cut
     is_chunking: bool        # False: a prompt runs whole, however long
     available_pages: int     # free or evictable now
     coming_pages: int        # released, and reusable when the steps in flight are over
@@ -61,7 +61,6 @@ class Room:
     """What is left for admissions in this step."""
 
     budget: int
-    max_chunk: int
     is_chunking: bool
     available_pages: int
     promised_pages: int      # that running prompts still need
@@ -116,16 +115,15 @@ class Ordered:
         rest = candidate.num_tokens - candidate.num_hit
         if not room.is_chunking:
             return rest if rest <= room.budget else 0
-        return max(0, min(rest, room.budget, room.max_chunk))
+        return max(0, min(rest, room.budget))
 
     def _chunks(self, rest: I32, budget: int, limits: Limits) -> I32:
         """Cut the prompts, the most important first, to the budget."""
         if not limits.is_chunking:
             before = np.cumsum(rest) - rest
             return np.where(before + rest <= max(budget, int(rest[0])), rest, 0).astype(np.int32)
-        cut = np.minimum(rest, limits.max_chunk)
-        before = np.cumsum(cut) - cut
-        chunks: I32 = np.clip(budget - before, 0, cut).astype(np.int32)
+        before = np.cumsum(rest) - rest
+        chunks: I32 = np.clip(min(budget, limits.max_prefill) - before, 0, rest).astype(np.int32)
         return chunks
 
     def _rank(self, view: View) -> I32:

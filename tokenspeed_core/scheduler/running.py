@@ -28,11 +28,10 @@ class Running:
         self._limits, self._kv, self._policy = limits, kv, policy
         self._rows, self._roster, self._drafts = rows, roster, drafts
 
-    def plan(self, draft: Draft, budget: int, max_chunk: int | None) -> int:
-        """Add the running sequences' rows to a draft and preempt whom the policy names. Returns the tokens used."""
+    def plan(self, draft: Draft, budget: int, max_prefill: int) -> None:
+        """Add the running sequences' rows to a draft and preempt whom the policy names."""
         view, counts = self._view(), self._kv.counts()
-        chunk = self._limits.chunk(view.num_decodes, max_chunk)
-        limits = Limits(budget, chunk, self._limits.is_chunking, counts.free + counts.cached, counts.fenced)
+        limits = Limits(budget, max_prefill, self._limits.is_chunking, counts.free + counts.cached, counts.fenced)
         decision = self._policy.decide(view, limits)
         for victim in decision.victims:
             self._roster.preempt(int(view.slots[victim]))
@@ -40,7 +39,6 @@ class Running:
         for i in range(view.num_decodes, len(view.slots)):
             if decision.num_query[i]:
                 self.plan_chunk(draft, int(view.slots[i]), int(decision.num_query[i]))
-        return draft.num_tokens
 
     def plan_chunk(self, draft: Draft, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or as many as there are pages for."""

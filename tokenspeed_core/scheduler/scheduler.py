@@ -117,15 +117,17 @@ class Scheduler:
 
     # -- planning -------------------------------------------------------------------------------------
 
-    def plan(self, max_chunk: int | None = None) -> Draft | None:
+    def plan(self, max_prefill: int | None = None) -> Draft | None:
         """Decide the next step. Returns None when nothing can run now. Follow with `launched`.
 
-        `max_chunk` bounds a prompt's tokens while others decode.
+        `max_prefill` bounds the prompt tokens of the step, where prompts are cut.
         """
         draft, budget = self.empty(), self.limits.budget
+        most = budget if max_prefill is None or not self.limits.is_chunking else max_prefill
         if self.num_running:
-            budget -= self._running.plan(draft, budget, max_chunk)
-        self._admission.plan(draft, budget, max_chunk, self.num_in_flight)
+            self._running.plan(draft, budget, most)
+        left = min(budget - draft.num_tokens, most - draft.num_chunk_tokens)
+        self._admission.plan(draft, left, self.num_in_flight)
         if draft.is_empty:
             if not self._in_flight:
                 self.kv.drop_copies()  # nothing will carry them, and they may hold the page that somebody lacks
@@ -160,6 +162,8 @@ class Scheduler:
             self.roster.name_known(int(slot))
         for slot, reason in collected.ended():
             self._end(self.roster.at(slot), reason)
+        if not self.has_work:
+            self.kv.drop_copies()  # no step will carry them: nothing is held when idle
         return collected.outputs()
 
     def fail(self, step_id: int) -> list[int]:
