@@ -1,4 +1,8 @@
-"""Chat templates: messages in, the prompt's text out, in a sandbox with a limit on time and size."""
+"""Chat templates: messages in, the prompt's text out, in a sandbox.
+
+Time and size are looked at whenever the template gives text; a loop that gives none is not stopped, so a
+template deserves the trust that the checkpoint around it has.
+"""
 
 from __future__ import annotations
 
