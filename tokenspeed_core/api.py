@@ -23,6 +23,7 @@ from tokenspeed_core.models import (
     WeightReader,
 )
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
+from tokenspeed_core.scheduler.policy import Candidate, Decision, Limits, Policy, Room, View
 
 __all__ = [
     "AttentionCall",
@@ -34,22 +35,28 @@ __all__ = [
     "AxisLimit",
     "BuildContext",
     "CacheGroupSpec",
+    "Candidate",
     "Capability",
     "Checkpoint",
+    "Decision",
     "FullAttention",
     "KernelSpec",
+    "Limits",
     "LoadFormat",
     "Model",
     "ModelInfo",
     "ModelSpec",
     "OpContract",
     "PlatformInfo",
+    "Policy",
     "Problem",
     "RecurrentState",
     "RequestRecord",
+    "Room",
     "SlidingWindow",
     "StepRecord",
     "Tolerance",
+    "View",
     "WeightReader",
     "hookimpl",
 ]

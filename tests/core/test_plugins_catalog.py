@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import tokenspeed_core
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.plugins import Catalog, Selection, Status
+from tokenspeed_core.plugins.kinds import KERNELS_PREFIX, KINDS
 
 Install = Callable[..., list[Distribution]]
 
@@ -93,8 +96,36 @@ def test_a_kind_nobody_knows_is_shown_with_the_nearest_one(install: Install) -> 
 
 
 def test_a_plugin_may_bring_an_op_family_that_the_core_has_never_heard_of(install: Install) -> None:
-    catalog = discover(install("new", "[tokenspeed.kernels.convolution]\nx = m:S [api1]\n"))
+    kernels = "[tokenspeed.kernels.convolution]\nx = m:S [api1]\n"
+    catalog = discover(install("new", f"{kernels}[tokenspeed.ops]\nconvolution = m:O [api1]\n"))
     assert catalog.names("kernels.convolution") == ("x",)
+
+
+@pytest.mark.parametrize("kind", ["platforms", "tool_parsers", "kernels.comm", "kernels.convolution"])
+def test_a_plugin_that_would_have_no_effect_is_shown_as_unused_and_cannot_be_had(install: Install, kind: str) -> None:
+    catalog = discover(install("early", f"[tokenspeed.{kind}]\nx = m:S [api1]\n{attention('y')}"))
+    assert [(e.name, e.status) for e in catalog.all() if e.kind == kind] == [("x", Status.UNUSED)]
+    assert catalog.entries(kind) == ()
+    with pytest.raises(PluginError, match="unused: this core does not use plugins of this kind yet"):
+        catalog.get(kind, "x")
+    assert catalog.get("kernels.attention", "y").status is Status.OK
+
+
+def test_every_kind_that_is_called_used_is_asked_for_somewhere_in_the_core() -> None:
+    core = Path(tokenspeed_core.__file__).parent
+    source = "".join(path.read_text() for path in core.rglob("*.py") if path.name != "kinds.py")
+    for name, kind in KINDS.items():
+        if not name.startswith(KERNELS_PREFIX):
+            assert kind.is_used == any(f'{ask}("{name}"' in source for ask in ("entries", "names", "get")), name
+    families = {f"{KERNELS_PREFIX}{contract.family}" for contract in common_ops().values()}
+    assert families == {name for name, kind in KINDS.items() if name.startswith(KERNELS_PREFIX) and kind.is_used}
+
+
+def test_a_name_that_is_built_in_is_not_a_plugins_to_take(install: Install) -> None:
+    catalog = discover(install("usurper", "[tokenspeed.policies]\nfcfs = m:P [api1]\nmine = m:P [api1]\n"))
+    assert [(e.name, e.status) for e in catalog.all()] == [("fcfs", Status.INCOMPATIBLE), ("mine", Status.OK)]
+    assert catalog.names("policies") == ("fcfs", "mine", "priority")
+    assert "the name fcfs is built in" in catalog.all()[0].reason
 
 
 def test_a_name_claimed_twice_stops_the_start_and_names_both_and_the_line_that_settles_it(

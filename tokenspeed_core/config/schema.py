@@ -102,7 +102,7 @@ class Config(BaseModel):
     )
 
     device: str = _setting(
-        "auto", "device", "auto, cpu, cuda, or any installed platform", min_length=1, kind="platforms"
+        "auto", "device", "auto, cpu, cuda or cuda:N; auto: the first GPU, else the CPU", min_length=1
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "device", "type of weights and activations; auto follows the model's metadata"
@@ -147,8 +147,12 @@ class Config(BaseModel):
         None, "scheduler", "KV block size; none: what the backends do best", unit="tokens", ge=1, le=1024
     )
     enable_prefix_caching: bool = _setting(True, "scheduler", "reuse the KV cache of equal prompt beginnings")
-    schedule_policy: Literal["fcfs", "priority"] = _setting(
-        "fcfs", "scheduler", "who runs first: order of arrival, or the request's priority"
+    schedule_policy: str = _setting(
+        "fcfs",
+        "scheduler",
+        "who runs first: fcfs, by arrival; priority, by the request's own; or a policy that a plugin provides",
+        min_length=1,
+        kind="policies",
     )
     enforce_eager: bool = _setting(False, "scheduler", "no CUDA graphs")
     max_cudagraph_capture_size: int | None = _setting(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.errors import CapacityError, ConfigError
 from tokenspeed_core.kernels.select import Preference
 from tokenspeed_core.kv.manager import KVManager
@@ -20,7 +21,7 @@ from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.policy import Policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Resolved:
     config: Config
     checkpoint: ResolvedCheckpoint
     runner: RunnerConfig
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def resolve(config: Config, catalog: Catalog, *, num_threads: int | None = None)
         max_total_tokens=config.max_total_tokens, preferences=wishes,
         num_threads=num_threads,
     )
-    return Resolved(settled, checkpoint, runner)
+    return Resolved(settled, checkpoint, runner, find_policy(config.schedule_policy, catalog))
 
 
 def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queued: int | None = None) -> Started:
@@ -108,7 +110,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queue
     )
     max_model_len = _fitting_len(resolved, kv.most_tokens())
     limits = scheduler_limits(config, max_model_len, info.vocab_size, max_queued)
-    scheduler = Scheduler(limits, kv, POLICIES[config.schedule_policy]())
+    scheduler = Scheduler(limits, kv, resolved.policy)
     hooks = Hooks.load(catalog)
     observe = hooks.observe_step if hooks.has("observe_step") else None
     # On the CPU a step is over when it is launched: there is nothing to run ahead of.

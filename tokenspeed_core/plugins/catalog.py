@@ -82,8 +82,10 @@ class Catalog:
         return tuple(sorted({entry.kind for entry in self._usable()}))
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Return the names that a user may type for a kind, sorted."""
-        return tuple(sorted(entry.name for entry in self.entries(kind)))
+        """Return the names that a user may type for a kind, the built-in ones included, sorted."""
+        known = kind_of(kind)
+        built_in = known.built_in if known is not None else ()
+        return tuple(sorted({*built_in, *(entry.name for entry in self.entries(kind))}))
 
     def get(self, kind: str, name: str) -> Entry:
         """Return the usable entry of that name.

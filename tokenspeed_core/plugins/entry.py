@@ -13,6 +13,7 @@ class Status(StrEnum):
     DISABLED = "disabled"  # the user left its distribution out
     INCOMPATIBLE = "incompatible"  # another api or core version, or a kind unknown here
     FAILED = "failed"  # its import raised, or two distributions claim its name
+    UNUSED = "unused"  # nothing in this core asks for its kind
     SHADOWED = "shadowed"  # another copy of the distribution comes first on sys.path
 
 

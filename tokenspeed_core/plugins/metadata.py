@@ -13,8 +13,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from tokenspeed_core.plugins.entry import Entry, Status
-from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KINDS, kind_of
+from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
 from tokenspeed_core.plugins.selection import Selection, normalise
+
+_NO_USE = "this core does not use plugins of this kind yet"
+_NO_OP = "this core does not use plugins of this kind yet: it has no op of the family, and no plugin brings ops"
 
 
 def read_entries(
@@ -42,7 +45,20 @@ def read_entries(
                 entry = replace(entry, status=Status.SHADOWED, reason=reason)
             entries.setdefault(key, entry)
     selection.check(versions)
-    return [entries[key] for key in sorted(entries)]
+    return _mark_unused([entries[key] for key in sorted(entries)])
+
+
+def _mark_unused(entries: list[Entry]) -> list[Entry]:
+    """Mark the entries of kinds that this core does not ask for: they would have no effect."""
+    has_ops = any(entry.kind == "ops" and entry.status is Status.OK for entry in entries)
+    marked = []
+    for entry in entries:
+        kind, is_kernel = kind_of(entry.kind), entry.kind.startswith(KERNELS_PREFIX)
+        is_used = (kind is not None and kind.is_used) or (is_kernel and has_ops)
+        if entry.status is Status.OK and not is_used:
+            entry = replace(entry, status=Status.UNUSED, reason=_NO_OP if is_kernel else _NO_USE)
+        marked.append(entry)
+    return marked
 
 
 def _entries_of(
@@ -89,6 +105,8 @@ def _misfit(entry: Entry, core_version: str) -> str:
         return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: {which}"
     if not SpecifierSet(entry.requires_core).contains(core_version, prereleases=True):
         return f"needs tokenspeed-core {entry.requires_core}, this is {core_version}"
+    if entry.name in kind.built_in:
+        return f"the name {entry.name} is built in; its author must choose another"
     return ""
 
 

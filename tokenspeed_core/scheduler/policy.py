@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class Room:
     is_alone: bool           # nothing runs, nothing is in flight
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Decides admissions, chunks and victims. Stateless."""
 

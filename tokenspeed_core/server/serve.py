@@ -46,7 +46,7 @@ def run(config: Config) -> int:
             api_key=config.api_key,
             stream_interval=config.stream_interval,
             reports_cached_tokens=config.enable_cache_report,
-            has_priorities=config.schedule_policy == "priority",
+            has_priorities=config.schedule_policy != "fcfs",
             observers=_observers(config, hooks),
         )
         for_engine = config.resolved(model=str(checkpoint.path), api_key=None)
