@@ -49,9 +49,10 @@ class PrivateFolder:
 
     def remove(self) -> None:
         """Delete the folder. Safe to call twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
+            self._lock = -1
 
 
 def _sweep(base: Path) -> None:

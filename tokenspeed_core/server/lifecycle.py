@@ -103,6 +103,8 @@ class _Life:
     async def _run_in(self, folder: PrivateFolder) -> int:
         engine = EngineProcess(folder.path, self._launch.engine_command)
         link = EngineLink(engine.address)
+        # Once the engine has connected nobody looks for the socket's name: a kill from then on leaves no file.
+        link.ready.add_done_callback(lambda _: folder.remove())
         service = Service(self._launch.options, link)
         app = Gate(self._launch.wrap(Routes(service)), self._launch.options.api_key)
         http = _Http(_http_config(app, self._launch))
