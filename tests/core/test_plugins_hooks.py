@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ import pytest
 from tokenspeed_core.api import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
-from tokenspeed_core.errors import ConfigError, PluginError
+from tokenspeed_core.errors import PluginError
+from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.hooks import Hooks
 
 STEP = StepRecord(step_id=1, num_rows=2, num_decodes=1, num_tokens=9, duration=0.01)
@@ -21,8 +25,8 @@ def plugin(**functions: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: hookimpl(function) for name, function in functions.items()})
 
 
-def registered(**plugins: SimpleNamespace) -> Hooks:
-    hooks = Hooks()
+def registered(*, strict: bool = False, **plugins: SimpleNamespace) -> Hooks:
+    hooks = Hooks(strict=strict)
     for name, each in plugins.items():
         hooks.register(each, name)
     return hooks
@@ -66,11 +70,67 @@ def test_a_plugin_that_wants_nothing_changes_nothing() -> None:
     ("changes", "expected"),
     [({"max_num_seqs": 0}, "must be at least 1"), ({"max_seqs": 1}, "did you mean")],
 )
-def test_a_plugins_bad_change_is_refused_in_its_name(changes: dict[str, Any], expected: str) -> None:
-    hooks = registered(mine=plugin(adjust_config=lambda config: changes))
-    with pytest.raises(ConfigError, match="plugin mine") as caught:
-        hooks.adjust(Config())
+def test_of_a_plugin_with_a_bad_change_nothing_is_taken_and_a_strict_start_ends_in_its_name(
+    changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = plugin(adjust_config=lambda config: {"seed": 5, **changes}), plugin(
+        adjust_config=lambda config: {"block_size": 8})
+    config = registered(mine=bad, other=good).adjust(Config())
+    assert (config.seed, config.block_size) == (0, 8)
+    assert expected in caplog.text
+    assert caplog.messages == ["hooks of mine failed in adjust_config and are switched off"]
+    with pytest.raises(PluginError, match="plugin mine") as caught:
+        registered(strict=True, mine=bad).adjust(Config())
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no disk"), SystemExit(3)])
+def test_a_plugin_that_raises_at_the_start_is_switched_off_and_ends_a_strict_one(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**arguments: Any) -> None:
+        raise error
+
+    def adjust_config(config: Config) -> None:
+        fail()
+
+    def add_middleware(app: Any) -> None:
+        fail()
+
+    config = Config()
+    assert registered(bad=plugin(adjust_config=adjust_config)).adjust(config) is config
+    assert registered(bad=plugin(add_middleware=add_middleware)).add_middleware(print) is print
+    assert caplog.text.count("Traceback") == 2
+    with pytest.raises(PluginError, match=f"hooks of bad failed in adjust_config: {type(error).__name__}"):
+        registered(strict=True, bad=plugin(adjust_config=adjust_config)).adjust(config)
+    with pytest.raises(PluginError, match="hooks of bad failed in add_middleware"):
+        registered(strict=True, bad=plugin(add_middleware=add_middleware)).add_middleware(print)
+
+
+def test_middleware_that_is_no_app_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert registered(bad=plugin(add_middleware=lambda app: "app")).add_middleware(print) is print
+    assert "a str is no ASGI app" in caplog.text
+
+
+def test_a_module_with_an_unknown_hook_is_left_out_and_ends_a_strict_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "odd-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.hooks]\nodd = odd_hooks [api1]\n")
+    module = ModuleType("odd_hooks")
+    module.observe_steps = hookimpl(lambda record: None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "odd_hooks", module)
+
+    def catalog(strict: bool) -> Catalog:
+        return Catalog.discover(Selection.read({}), strict=strict, distributions=distributions(path=[str(tmp_path)]))
+
+    lenient = catalog(strict=False)
+    assert not Hooks.load(lenient).has("observe_step")
+    assert [entry.status for entry in lenient.all()] == [Status.FAILED]
+    with pytest.raises(PluginError, match="observe_steps"):
+        Hooks.load(catalog(strict=True))
 
 
 def test_an_observer_that_fails_is_switched_off_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,11 +160,11 @@ def test_records_are_wanted_only_where_somebody_observes() -> None:
 
 
 def test_middleware_wraps_in_order_and_a_plugin_may_leave_the_app_as_it_is() -> None:
-    hooks = registered(one=plugin(add_middleware=lambda app: f"one({app})"),
+    hooks = registered(one=plugin(add_middleware=lambda app: lambda: f"one({app()})"),
                        two=plugin(add_middleware=lambda app: None),
-                       three=plugin(add_middleware=lambda app: f"three({app})"))
-    assert hooks.add_middleware("app") == "three(one(app))"
-    assert registered().add_middleware("app") == "app"
+                       three=plugin(add_middleware=lambda app: lambda: f"three({app()})"))
+    assert hooks.add_middleware(lambda: "app")() == "three(one(app))"
+    assert registered().add_middleware(print) is print
 
 
 def test_a_hook_that_does_not_exist_or_takes_other_arguments_is_refused() -> None:

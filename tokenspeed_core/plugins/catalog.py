@@ -64,6 +64,11 @@ class Catalog:
             if len(rivals) > 1:
                 raise PluginError(_clash(entry.kind, entry.name, rivals))
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether a plugin that misbehaves ends the start (--strict-plugins)."""
+        return self._strict
+
     def all(self) -> tuple[Entry, ...]:
         """Return every entry, the unusable ones included, with what is known of failures."""
         return tuple(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from tokenspeed_core.errors import PluginError
+from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import hookspecs
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
@@ -20,19 +20,30 @@ logger = logging.getLogger("tokenspeed.plugins")
 
 
 class Hooks:
-    """The hook modules of one process, in the catalog's order, each with a plugin manager of its own."""
+    """The hook modules of one process, in the catalog's order, each with a plugin manager of its own.
 
-    def __init__(self) -> None:
+    One that misbehaves is switched off, with its traceback in the log; `strict`, it ends the start.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
         self._managers: dict[str, pluggy.PluginManager] = {}
 
     @classmethod
     def load(cls, catalog: Catalog) -> Hooks:
-        """Import the modules of `tokenspeed.hooks`. Raises PluginError as `Catalog.load` does."""
-        hooks = cls()
+        """Import the modules of `tokenspeed.hooks`. Raises PluginError as `Catalog.load` does.
+
+        A module with a hook that does not exist is left out as one whose import fails is.
+        """
+        hooks = cls(strict=catalog.is_strict)
         for entry in catalog.entries("hooks"):
             module = catalog.load(entry, ModuleType)
-            if module is not None:
+            if module is None:
+                continue
+            try:
                 hooks.register(module, f"{entry.distribution}:{entry.name}")
+            except PluginError as error:
+                catalog.reject(entry, str(error))
         return hooks
 
     def register(self, module: object, name: str) -> None:
@@ -53,11 +64,18 @@ class Hooks:
     def adjust(self, config: Config) -> Config:
         """Return the configuration with the plugins' changes to what the user left open.
 
-        Raises ConfigError, naming the plugin, where a change is out of bounds.
+        Of a plugin that fails, or whose change is out of bounds, nothing is taken. Raises PluginError
+        instead under --strict-plugins.
         """
-        for name, manager in self._managers.items():
-            for changes in manager.hook.adjust_config(config=config):
-                config = _apply(config, name, changes)
+        for name, manager in list(self._managers.items()):
+            adjusted = config
+            try:
+                for changes in manager.hook.adjust_config(config=config):
+                    adjusted = _apply(adjusted, name, changes)
+            except (Exception, SystemExit) as error:  # plugin code may raise anything
+                self._switch_off(name, "adjust_config", error)
+            else:
+                config = adjusted
         return config
 
     def observe_request(self, record: RequestRecord) -> None:
@@ -69,10 +87,18 @@ class Hooks:
         self._observe("observe_step", record)
 
     def add_middleware(self, app: Any) -> Any:
-        """Return the server's ASGI app in the wrappings of the plugins. What one raises ends the start."""
-        for manager in self._managers.values():
-            for wrapped in manager.hook.add_middleware(app=app):
-                app = wrapped
+        """Return the server's ASGI app in the wrappings of the plugins, without those that fail.
+
+        Raises PluginError instead under --strict-plugins.
+        """
+        for name, manager in list(self._managers.items()):
+            try:
+                for wrapped in manager.hook.add_middleware(app=app):
+                    if not callable(wrapped):
+                        raise TypeError(f"a {type(wrapped).__name__} is no ASGI app")
+                    app = wrapped
+            except (Exception, SystemExit) as error:  # plugin code may raise anything
+                self._switch_off(name, "add_middleware", error)
         return app
 
     def _observe(self, hook: str, record: RequestRecord | StepRecord) -> None:
@@ -82,6 +108,16 @@ class Hooks:
             except Exception:  # an observer may raise anything, and must not harm what it observes
                 logger.exception("hooks of %s failed in %s and are switched off", name, hook)
                 del self._managers[name]
+
+    def _switch_off(self, name: str, hook: str, error: BaseException) -> None:
+        """Log the failure of a hook that is called at the start, or raise PluginError where that is strict."""
+        if self._strict:
+            what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise PluginError(
+                f"hooks of {name} failed in {hook}: {what}; --strict-plugins ends the start for it"
+            ) from error
+        logger.error("hooks of %s failed in %s and are switched off", name, hook, exc_info=error)
+        del self._managers[name]
 
 
 def _apply(config: Config, name: str, changes: Any) -> Config:
