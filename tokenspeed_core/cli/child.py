@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -22,11 +22,11 @@ import typer
 from tokenspeed_core.cli.client import ChatClient
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import without_settings
+from tokenspeed_core.engine.orphan import end_with_parent
 from tokenspeed_core.errors import EngineDeadError
 
 POLL = 0.1  # seconds between looks at a server that starts
 PATIENCE = 30.0  # seconds that a server has to end before it is killed
-PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def started_server(config: Config) -> Iterator[str]:
                 stderr=subprocess.STDOUT,
                 env=without_settings(os.environ),  # they are in the file, where flags went first
                 start_new_session=True,  # a Ctrl-C in the terminal stops the answer, not the server
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # also when the chat is killed
             )
         try:
             typer.echo(f"starting {config.model or 'the demo model'} ...", err=True)
@@ -91,8 +91,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end the server when the chat is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

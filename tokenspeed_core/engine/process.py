@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
 import os
@@ -19,13 +18,13 @@ import zmq
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.launch import discover, resolve, start
+from tokenspeed_core.engine.orphan import end_with_parent
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.messages import Abort, Drain, Failed, Pulse, ResetPrefixCache, Submit, to_engine
 from tokenspeed_core.wire import pack
 
 PULSE_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 log = logging.getLogger("tokenspeed.engine")
 
 
@@ -105,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent-fd", type=int, required=True)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the API process, which drains this one
-    _die_with_parent()
+    end_with_parent(signal.SIGKILL)  # also where it cannot look at the pipe: loading, or stuck
     data = msgpack.unpackb(Path(options.config).read_bytes())
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set_hwm(0)
@@ -134,12 +133,6 @@ def _serve(data: dict[str, Any], socket: zmq.Socket[bytes], parent_fd: int) -> N
         EngineLoop(started.engine, socket, parent_fd).run()
     finally:
         started.engine.close()
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process with its parent, also where it cannot look at the pipe: loading, or stuck."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _num_threads() -> int:
