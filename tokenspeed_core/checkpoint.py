@@ -29,7 +29,8 @@ class ResolvedCheckpoint:
     """A checkpoint on this machine and the family that serves it.
 
     `name` is what the user typed. `config` is config.json with the overrides merged in, `generation` is
-    generation_config.json, empty where there is none.
+    generation_config.json, empty where there is none. `files` are the names at the top of the repository or
+    directory, those included that were not fetched.
     """
 
     name: str
@@ -38,18 +39,22 @@ class ResolvedCheckpoint:
     generation: Mapping[str, Any]
     spec: ModelSpec
     info: ModelInfo
+    files: tuple[str, ...]
 
 
 def resolve_checkpoint(
     model: str | None, catalog: Catalog, *, revision: str | None = None, download_dir: str | None = None,
-    hf_overrides: Mapping[str, Any] | None = None, load_format: str = "auto",
+    hf_overrides: Mapping[str, Any] | None = None, load_format: str = "auto", with_weights: bool = True,
 ) -> ResolvedCheckpoint:
     """Find a model, downloading it if it is a hub id, and read what it says of itself.
 
+    Without `with_weights` no weight file is downloaded: what remains tells all about a model but its answers.
     Raises CheckpointError, CapacityError or PluginError, in one line that says what to do.
     """
     name = model if model is not None else DEFAULT
-    path = locate(name, catalog, revision=revision, download_dir=download_dir, load_format=load_format)
+    path, files = locate(
+        name, catalog, revision=revision, download_dir=download_dir, load_format=load_format, with_weights=with_weights,
+    )
     config = merged(_read_json(path / "config.json", "it is no checkpoint"), hf_overrides or {})
     spec = find_family(config, catalog, path)
     describe: Callable[[Mapping[str, Any]], ModelInfo] = load_target(spec.describe)
@@ -59,34 +64,41 @@ def resolve_checkpoint(
         raise CheckpointError(f"{path}: {error}") from error
     generation = path / "generation_config.json"
     return ResolvedCheckpoint(
-        name, path, config, _read_json(generation, "") if generation.is_file() else {}, spec, info
+        name, path, config, _read_json(generation, "") if generation.is_file() else {}, spec, info, files,
     )
 
 
 def locate(
-    name: str, catalog: Catalog, *, revision: str | None, download_dir: str | None, load_format: str
-) -> Path:
-    """Return the directory of a checkpoint: a path, the name of a bundled one, or a hub id, in this order."""
+    name: str, catalog: Catalog, *, revision: str | None, download_dir: str | None, load_format: str,
+    with_weights: bool,
+) -> tuple[Path, tuple[str, ...]]:
+    """Return a checkpoint's directory and its files: a path, the name of a bundled one, or a hub id, in this order."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return folder
+        return folder, _names(folder)
     if folder.is_file():
         raise CheckpointError(f"{name} is a file; give the directory with config.json and the weights")
     bundled = catalog.names("checkpoints")
     if name in bundled:
         entry = catalog.load(catalog.get("checkpoints", name), Checkpoint, required=True)
         assert entry is not None, "a required entry is loaded or raises"
-        return Path(entry.path)
+        return Path(entry.path), _names(Path(entry.path))
     if name == DEFAULT:
         raise CheckpointError("no model is named and no demo is installed; name a directory or a hub id, or "
                               "pip install tokenspeed-core[default]")
     if not _REPO.match(name) or name.startswith("."):
         raise CheckpointError(f"there is no directory {name}{_meant(name, bundled)}")
+    listed: list[str] = []
+
+    def wanted(names: Sequence[str]) -> list[str]:
+        listed.extend(name for name in names if "/" not in name)
+        return wanted_files(listed, load_format, catalog, with_weights=with_weights)
+
     try:
-        return download(name, revision, download_dir,
-                        lambda names: wanted_files(names, load_format, catalog))
+        folder = download(name, revision, download_dir, wanted)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_meant(name, bundled)}") from error
+    return folder, tuple(listed) or _names(folder)
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,10 +151,13 @@ def choose_format(names: Iterable[str], load_format: str, catalog: Catalog) -> L
                           f"{', '.join(sorted(formats)) or 'none installed'}")
 
 
-def wanted_files(names: Sequence[str], load_format: str, catalog: Catalog) -> list[str]:
+def wanted_files(
+    names: Sequence[str], load_format: str, catalog: Catalog, *, with_weights: bool = True
+) -> list[str]:
     """Return the files of a repository to download: those at the top, with weights in one format only.
 
-    Where an index tells of numbered shards, other weight files are second copies and are left out.
+    Where an index tells of numbered shards, other weight files are second copies and are left out. A format is
+    looked for also where no weights are wanted, so that its lack is told as early.
     """
     top = [name for name in names if "/" not in name]
     weights = _weights(top, choose_format(top, load_format, catalog))
@@ -150,7 +165,11 @@ def wanted_files(names: Sequence[str], load_format: str, catalog: Catalog) -> li
         weights = [name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)]
     index_files = {name for name in top if name.endswith(".index.json")}
     side = [name for name in top if any(fnmatch(name, pattern) for pattern in _SIDE_FILES)]
-    return [*(name for name in side if name not in index_files), *weights]
+    return [*(name for name in side if name not in index_files), *(weights if with_weights else ())]
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(each.name for each in folder.iterdir())) if folder.is_dir() else ()
 
 
 def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:

@@ -141,3 +141,11 @@ def test_only_one_copy_of_the_weights_is_wanted(catalog: Catalog) -> None:
     assert wanted_files(names, "auto", catalog) == [*side, index, *shards]
     assert wanted_files(names, "dummy", catalog) == side
     assert wanted_files([*side, "model.safetensors", "model.bin"], "auto", catalog) == [*side, "model.safetensors"]
+
+
+def test_a_dry_run_wants_no_weights_but_says_as_early_that_none_can_be_read(catalog: Catalog) -> None:
+    side = ["config.json", "tokenizer.json", "chat_template.jinja"]
+    weights = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model.safetensors"]
+    assert wanted_files([*side, *weights], "auto", catalog, with_weights=False) == side
+    with pytest.raises(CheckpointError, match="--load-format pt"):
+        wanted_files([*side, "model.bin"], "auto", catalog, with_weights=False)

@@ -126,12 +126,13 @@ def hub() -> Iterator[Hub]:
 
 
 def start(
-    url: str, folder: Path, repo: str = "maker/tiny", revision: str = "", **env: str
+    url: str, folder: Path, repo: str = "maker/tiny", revision: str = "", script: str = "", **env: str
 ) -> subprocess.Popen[str]:
     environ = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home"),
                "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", **env}
+    words = [script, str(folder / "cache")] if script else [SCRIPT, repo, revision, str(folder / "cache")]
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, repo, revision, str(folder / "cache")], env=environ, text=True,
+        [sys.executable, "-c", *words], env=environ, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )
 
@@ -152,6 +153,41 @@ def test_a_repository_is_downloaded_once_and_then_taken_from_the_cache(hub: Hub,
     assert hub.fetched == []
     assert run("http://127.0.0.1:9", tmp_path)[:2] == (0, out), "the network is gone, the cache is not"
     assert run(hub.url, tmp_path, HF_HUB_OFFLINE="1")[:2] == (0, out)
+
+
+DRY_RUN = """
+import sys
+from importlib.metadata import distributions
+from tokenspeed_core.checkpoint import choose_format, resolve_checkpoint
+from tokenspeed_core.plugins import Catalog, Selection
+catalog = Catalog.discover(Selection.read({}), distributions=distributions(path=[sys.path[-1]]))
+found = resolve_checkpoint("maker/tiny", catalog, download_dir=sys.argv[1], with_weights=False)
+print(choose_format(found.files, "auto", catalog).name, found.info.vocab_size)
+"""
+FAMILY = """
+from tokenspeed_core.api import FullAttention, LoadFormat, ModelInfo, ModelSpec
+def describe(config):
+    return ModelInfo("Tiny", config["vocab_size"], 8, "float32", 1, 1, (FullAttention("full", 1, 1, 4),), (2,), None)
+TINY = ModelSpec("Tiny", "tiny_family:describe", "tiny_family:Tiny")
+SAFE = LoadFormat("safetensors", "tiny_family:read", ("*.safetensors",))
+"""
+
+
+def test_a_dry_run_downloads_what_describes_a_model_and_none_of_its_weights(hub: Hub, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    info = site / "tiny_family-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "tiny_family.py").write_text(FAMILY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-family\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tokenspeed.models]\nTiny = tiny_family:TINY [api1]\n"
+        "[tokenspeed.load_formats]\nsafetensors = tiny_family:SAFE [api1]\n")
+    hub.files[MAIN] |= {"config.json": b'{"architectures": ["Tiny"], "vocab_size": 7}', "tokenizer.json": b"{}",
+                        "chat_template.jinja": b"{{ messages }}"}
+    process = start(hub.url, tmp_path, script=f"import sys; sys.path.append({str(site)!r})\n{DRY_RUN}")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.strip()) == (0, "safetensors 7"), err
+    assert sorted(hub.fetched) == ["chat_template.jinja", "config.json", "tokenizer.json"]
 
 
 def test_a_revision_is_what_was_asked_for(hub: Hub, tmp_path: Path) -> None:

@@ -47,8 +47,6 @@ def serve(
         from tokenspeed_core.engine.launch import dry_run as explain
 
         catalog = Catalog.discover(Selection.read(no_plugins=asked.no_plugins), strict=asked.strict_plugins)
-        if asked.load_format != "auto":
-            catalog.get("load_formats", asked.load_format)
         typer.echo(explain(Hooks.load(catalog).adjust(asked)))
         return 0
     from tokenspeed_core.server.serve import run

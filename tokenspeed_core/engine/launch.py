@@ -23,6 +23,7 @@ from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import Policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.text import load_chat_template, load_tokenizer, text_folder
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
@@ -56,14 +57,16 @@ def discover(config: Config) -> Catalog:
     return Catalog.discover(Selection.read(no_plugins=config.no_plugins), strict=config.strict_plugins)
 
 
-def resolve(config: Config, catalog: Catalog, *, num_threads: int | None = None) -> Resolved:
-    """Find the checkpoint and settle what follows from it.
+def resolve(
+    config: Config, catalog: Catalog, *, num_threads: int | None = None, with_weights: bool = True
+) -> Resolved:
+    """Find the checkpoint, downloading it if need be (`with_weights` or not), and settle what follows from it.
 
     Raises CheckpointError, PluginError or ConfigError, each in one line that says what to do.
     """
     checkpoint = resolve_checkpoint(
         config.model, catalog, revision=config.revision, download_dir=config.download_dir,
-        hf_overrides=config.hf_overrides, load_format=config.load_format,
+        hf_overrides=config.hf_overrides, load_format=config.load_format, with_weights=with_weights,
     )
     info = checkpoint.info
     max_model_len = config.max_model_len or info.max_model_len
@@ -138,9 +141,10 @@ def dry_run(config: Config) -> str:
     from tokenspeed_core.runner.local import plan_only
 
     catalog = discover(config)
-    resolved = resolve(config, catalog)
+    resolved = resolve(config, catalog, with_weights=False)
     info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
-    weights = choose_format((file.name for file in checkpoint.path.iterdir()), config.load_format, catalog)
+    weights = choose_format(checkpoint.files, config.load_format, catalog)
+    text = _describe_text(config, checkpoint)
     plan, memory = plan_only(resolved.runner, catalog)
     settled = resolved.config
     changed = [
@@ -150,12 +154,23 @@ def dry_run(config: Config) -> str:
     parts = [
         f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
         f"weights {weights.name}",
+        text,
         "settings", *changed,
         "memory", *(f"  {name}: {'known after start' if n is None else f'{n:,}'}" for name, n in memory.items()),
         plan.table(),
         "collectives: none (one process)",
     ]
     return "\n".join(parts)
+
+
+def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:
+    """Load the tokenizer and the chat template, and say what they are. Raises CheckpointError."""
+    if config.skip_tokenizer_init:
+        return "tokenizer none: token ids only"
+    folder = text_folder(checkpoint.path, config.tokenizer)
+    template = load_chat_template(folder, load_tokenizer(folder).special_tokens, config.chat_template)
+    where = "none" if template is None else config.chat_template or "the model's own"
+    return f"tokenizer {folder}, chat template: {where}"
 
 
 def scheduler_limits(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.step import I32
-from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer, load_chat_template, load_tokenizer
+from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer, load_chat_template, load_tokenizer, text_folder
 
 Prompt = str | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
@@ -73,12 +72,11 @@ class LLM:
         checkpoint = started.checkpoint
         self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
         self.tokenizer: Tokenizer | None = None
-        folder = checkpoint.path if config.tokenizer is None else config.tokenizer
-        if not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(folder)
         self._template: ChatTemplate | None = None
-        if self.tokenizer is not None:
-            self._template = load_chat_template(Path(folder), self.tokenizer.special_tokens, config.chat_template)
+        if not config.skip_tokenizer_init:
+            folder = text_folder(checkpoint.path, config.tokenizer)
+            self.tokenizer = load_tokenizer(folder)
+            self._template = load_chat_template(folder, self.tokenizer.special_tokens, config.chat_template)
         self._next_id = 0
         self._is_shut_down = False
 

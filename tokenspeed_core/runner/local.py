@@ -56,13 +56,14 @@ def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mappi
     is_cpu = device.type == "cpu"
     total = int(psutil.virtual_memory().total) if is_cpu else torch.cuda.get_device_properties(device).total_memory
     pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
+    left = {} if is_cpu else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
     return assembly.kernel_plan, {
         "device_bytes": total,
         "weight_bytes": weights,
         "block_size": assembly.block_size,
         "page_bytes": assembly.pool.page_bytes,
         "num_pages": pages,
-        "left_bytes": None if is_cpu else int(total * config.gpu_memory_utilization) - weights,
+        **left,  # on the CPU the pool is not what is left
     }
 
 

@@ -8,11 +8,9 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.hookspecs import RequestRecord
@@ -22,7 +20,7 @@ from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
 from tokenspeed_core.server.service import ModelText, Options, Service
-from tokenspeed_core.text import load_chat_template, load_tokenizer
+from tokenspeed_core.text import load_chat_template, load_tokenizer, text_folder
 
 INTERRUPTED = 130
 
@@ -77,11 +75,7 @@ def load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
     defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
     if config.skip_tokenizer_init:
         return ModelText(None, None, defaults)
-    folder = checkpoint.path
-    if config.tokenizer is not None:
-        folder = Path(config.tokenizer).expanduser()
-        if not folder.is_dir():
-            raise CheckpointError(f"--tokenizer {config.tokenizer}: no such directory; download it first")
+    folder = text_folder(checkpoint.path, config.tokenizer)
     tokenizer = load_tokenizer(folder)
     template = load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
     return ModelText(tokenizer, template, defaults)
