@@ -32,6 +32,7 @@ from tokenspeed_core.wire import pack
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 100_000
+SLACK = 1024  # steps that the prompts may take, while the first rows decode
 TARGETS_US = {1: 100, 256: 400}
 NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
@@ -80,15 +81,14 @@ def request(request_id: int, num_prompt: int, max_tokens: int) -> Submit:
 
 def decoding(num_rows: int, context: int, num_steps: int) -> Engine:
     """Return an engine in which so many sequences decode."""
-    max_len = context + BLOCK_SIZE + num_steps + 64
+    max_len = context + BLOCK_SIZE + num_steps + SLACK
     kv = KVManager((FullAttention("full", 1, 1, 1),), BLOCK_SIZE, (num_rows + 1) * (max_len // BLOCK_SIZE + 2))
     limits = SchedulerLimits(num_rows, max_len, 1 << 20, 1 << 20, 1 << 20, VOCAB_SIZE)
     engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]()), IdleRunner())
     for i in range(num_rows):
-        engine.submit(request(i + 1, context + i % BLOCK_SIZE, num_steps + 32))
-    for _ in range(4):
+        engine.submit(request(i + 1, context + i % BLOCK_SIZE, num_steps + SLACK))
+    while engine.scheduler.num_running < num_rows or len(engine.scheduler.rows.prefilling()):
         engine.step()
-    assert engine.scheduler.num_running == num_rows
     return engine
 
 
