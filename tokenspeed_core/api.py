@@ -23,7 +23,7 @@ from tokenspeed_core.models import (
     WeightReader,
 )
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
-from tokenspeed_core.scheduler.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
 __all__ = [
     "AttentionCall",

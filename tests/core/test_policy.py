@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_core.scheduler.policy import POLICIES, Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.scheduler.policy import POLICIES
 
 MANY = 10_000
 PAGE = 4   # tokens, in the simulation

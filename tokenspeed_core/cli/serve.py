@@ -12,8 +12,6 @@ from tokenspeed_core.cli.settings import with_settings
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
-from tokenspeed_core.plugins import Catalog, Selection
-from tokenspeed_core.plugins.hooks import Hooks
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")]
 ConfigFile = Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")]
@@ -46,8 +44,7 @@ def serve(
     if dry_run:
         from tokenspeed_core.engine.launch import dry_run as explain
 
-        catalog = Catalog.discover(Selection.read(no_plugins=asked.no_plugins), strict=asked.strict_plugins)
-        typer.echo(explain(Hooks.load(catalog).adjust(asked)))
+        typer.echo(explain(asked))
         return 0
     from tokenspeed_core.server.serve import run
 

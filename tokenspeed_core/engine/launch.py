@@ -20,8 +20,8 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.policy import Policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.text import load_chat_template, load_tokenizer, text_folder
 
@@ -141,6 +141,7 @@ def dry_run(config: Config) -> str:
     from tokenspeed_core.runner.local import plan_only
 
     catalog = discover(config)
+    config = Hooks.load(catalog).adjust(config)
     resolved = resolve(config, catalog, with_weights=False)
     info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
     weights = choose_format(checkpoint.files, config.load_format, catalog)

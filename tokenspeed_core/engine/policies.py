@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.scheduler.policy import POLICIES, Policy
+from tokenspeed_core.scheduler.decisions import Policy
+from tokenspeed_core.scheduler.policy import POLICIES
 
 
 def find_policy(name: str, catalog: Catalog) -> Policy:

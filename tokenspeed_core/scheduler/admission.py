@@ -6,10 +6,10 @@ import numpy as np
 
 from tokenspeed_core.kv.manager import KVManager, Match
 from tokenspeed_core.messages import Refused, Submit
+from tokenspeed_core.scheduler.decisions import Candidate, Policy, Room
 from tokenspeed_core.scheduler.lifecycle import Preempted, Waiting
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft
-from tokenspeed_core.scheduler.policy import Candidate, Policy, Room
 from tokenspeed_core.scheduler.roster import Entry, Roster
 from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.running import Running

@@ -7,6 +7,7 @@ import heapq
 from tokenspeed_core.kv.lease import BlockLease
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Finish
+from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.lifecycle import (
     Admit,
     AwaitingInput,
@@ -25,7 +26,6 @@ from tokenspeed_core.scheduler.lifecycle import (
     Waiting,
     advance,
 )
-from tokenspeed_core.scheduler.policy import Policy
 from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.sequence import Sequence
 

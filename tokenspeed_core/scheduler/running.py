@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.scheduler.decisions import Decision, Limits, Policy, View
 from tokenspeed_core.scheduler.lifecycle import Prefilling, PromptPlanned
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft
-from tokenspeed_core.scheduler.policy import Decision, Limits, Policy, View
 from tokenspeed_core.scheduler.roster import Roster
 from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.step import I32

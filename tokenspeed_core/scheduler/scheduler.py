@@ -15,10 +15,10 @@ from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
 from tokenspeed_core.scheduler.admission import Admission
 from tokenspeed_core.scheduler.collect import Collected, collect
+from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Preempted, Sending, State, TransferDone
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft, InFlight
-from tokenspeed_core.scheduler.policy import Policy
 from tokenspeed_core.scheduler.roster import Roster
 from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.running import Drafts, Running

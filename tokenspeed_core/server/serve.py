@@ -11,10 +11,9 @@ from functools import partial
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.engine.launch import discover
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.hookspecs import RequestRecord
-from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.requests import Defaults
 from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
@@ -32,7 +31,7 @@ def run(config: Config) -> int:
     """
     bound = listen(config.host, config.port)
     try:
-        catalog = Catalog.discover(Selection.read(no_plugins=config.no_plugins), strict=config.strict_plugins)
+        catalog = discover(config)
         hooks = Hooks.load(catalog)
         config = hooks.adjust(config)
         checkpoint = resolve_checkpoint(
