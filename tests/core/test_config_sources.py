@@ -95,16 +95,23 @@ def test_a_mistyped_setting_is_answered_with_the_nearest() -> None:
         ("disable_radix_cache", "--no-enable-prefix-caching"),
         ("max_num_batched_tokens", "--chunked-prefill-size"),
         ("max_num_batched_tokens", "--max-total-tokens"),
+        ("swap_space", "nothing is needed here: a preempted sequence is computed again"),
     ],
 )
 def test_the_names_of_other_engines_are_refused_with_ours(theirs: str, ours: str) -> None:
     assert ours in refusal(**{theirs: 1})
 
 
-def test_every_name_offered_in_place_of_a_foreign_one_exists() -> None:
-    from tokenspeed_core.config.foreign import RENAMED
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "tp", "kvstore_size", "no_enable_metrics"])
+def test_a_setting_that_is_to_come_is_said_not_to_be_built_yet_and_no_other_is_meant(name: str) -> None:
+    assert refusal(**{name: 1}) == f"{name}: not built yet"
 
-    assert not set(RENAMED) & set(Config.model_fields)
+
+def test_every_name_offered_in_place_of_a_foreign_one_exists() -> None:
+    from tokenspeed_core.config.foreign import NEEDLESS, NOT_BUILT, RENAMED, TURNED
+
+    for names in (RENAMED, TURNED, NEEDLESS, NOT_BUILT):
+        assert not set(names) & set(Config.model_fields)
     for ours in RENAMED.values():
         setting, _, key = ours.partition(".")
         assert setting in Config.model_fields
