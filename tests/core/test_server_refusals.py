@@ -74,6 +74,8 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("prompt", [], "at least 1 token"),
         ("prompt", "", "at least 1 token"),
         ("prompt", [[]], "at least 1 token"),
+        ("prompt", ["a", "", "b"], "prompt[1]: the prompt is empty: it must have at least 1 token"),
+        ("prompt", [[1], [400]], "prompt[1]: prompt has the token id 400"),
         ("prompt", [400], "0 to 399"),
         ("prompt", [-1], "0 to 399"),
         ("prompt", [2**40], "less than or equal to"),

@@ -146,11 +146,16 @@ class Service:
         if params.stop and serving.text.tokenizer is None:
             raise BadRequestError("stop strings need a tokenizer: this server runs with --skip-tokenizer-init", "stop")
         submits = []
-        for prompt in job.prompts:
-            submit = build_submit(
-                0, self._with_default_length(params, body, len(prompt)), prompt, serving.limits,
-                serving.text.defaults, priority=body.priority, cache_salt=body.cache_salt,
-            )
+        for position, prompt in enumerate(job.prompts):
+            try:
+                submit = build_submit(
+                    0, self._with_default_length(params, body, len(prompt)), prompt, serving.limits,
+                    serving.text.defaults, priority=body.priority, cache_salt=body.cache_salt,
+                )
+            except BadRequestError as error:
+                if len(job.prompts) == 1 or error.param not in ("prompt", "max_tokens"):
+                    raise
+                raise BadRequestError(f"prompt[{position}]: {error}", error.param, error.code) from error
             submits.append(replace(submit, request_id=self.link.take_ids(params.n)))
         usage = Usage(sum(map(len, job.prompts)), 0, 0 if options.reports_cached_tokens else None)
         num_logprobs = -1 if params.logprobs is None else params.logprobs
