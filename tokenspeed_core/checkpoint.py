@@ -79,7 +79,7 @@ def locate(
     if folder.is_file():
         raise CheckpointError(f"{name} is a file; give the directory with config.json and the weights")
     bundled = catalog.names("checkpoints")
-    if name in bundled:
+    if catalog.is_installed("checkpoints", name):
         entry = catalog.load(catalog.get("checkpoints", name), Checkpoint, required=True)
         assert entry is not None, "a required entry is loaded or raises"
         return Path(entry.path), _names(Path(entry.path))
@@ -122,6 +122,9 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Mode
             spec = catalog.load(catalog.get("models", architecture), ModelSpec, required=True)
             assert spec is not None, "a required entry is loaded or raises"
             return spec
+    for architecture in named:
+        if catalog.is_installed("models", architecture):
+            catalog.get("models", architecture)  # raises, saying why it may not be used
     raise CheckpointError(
         f"{path}: no installed family serves {', '.join(map(str, named))}{_meant(str(named[0]), available)}; "
         f"installed: {', '.join(available) or 'none'}; pip install a plugin for it"

@@ -110,6 +110,16 @@ def test_an_architecture_that_no_family_serves_is_named_with_those_installed(
     assert "names no architectures" in refusal("demo", catalog, hf_overrides={"architectures": None})
 
 
+def test_a_family_and_a_demo_that_were_left_out_say_by_what(
+    catalog: Catalog, checkpoint: Path, tmp_path: Path
+) -> None:
+    selection = Selection.read({"TOKENSPEED_PLUGINS": "-tiny-plugin"})
+    without = Catalog.discover(selection, distributions=distributions(path=[str(tmp_path / "site")]))
+    for model in (str(checkpoint), "demo"):
+        with pytest.raises(PluginError, match="is disabled: left out by TOKENSPEED_PLUGINS=-tiny-plugin"):
+            resolve_checkpoint(model, without)
+
+
 def test_what_a_family_refuses_says_where_it_stood(catalog: Catalog, checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
     assert refusal("demo", catalog) == f"{checkpoint}: config.json: vocab_size is missing"

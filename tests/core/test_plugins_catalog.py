@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 import tokenspeed_core
-from tokenspeed_core.errors import PluginError
-from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.errors import PluginError, SelectionError
+from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels
 from tokenspeed_core.kernels.ops import common_ops
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX, KINDS
 
@@ -180,6 +182,18 @@ def test_ours_stay_and_strangers_are_judged_by_exact_name(
     install("tokenspeed-stranger", attention("b"))
     catalog = discover(install("other", attention("c")), text, no_plugins=no_plugins)
     assert {e.distribution for e in catalog.entries("kernels.attention")} == expected
+
+
+def test_advice_where_no_kernel_fits_is_of_what_is_left_out_or_missing(install: Install) -> None:
+    found = install("tokenspeed-kernels", attention("x"))
+    left_out = discover(found, "-tokenspeed-kernels")
+    expected = "tokenspeed-kernels is installed, but left out by TOKENSPEED_PLUGINS=-tokenspeed-kernels"
+    assert how_to_get_kernels(left_out) == expected
+    assert how_to_get_kernels(discover(found)) == ""
+    assert how_to_get_kernels(discover([])) == "pip install tokenspeed-kernels"
+    selector = Selector((), PlatformInfo("cpu"), hint=expected)
+    with pytest.raises(SelectionError, match=f"none; {expected}$"):
+        selector.select("rms_norm", {"size": 64, "dtype": "float32"})
 
 
 def test_a_selection_that_names_nobody_is_refused_with_the_nearest_name(install: Install) -> None:

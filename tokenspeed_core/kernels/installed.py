@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+
+_USUAL = "tokenspeed-kernels"
 
 
 def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
@@ -28,3 +31,12 @@ def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
                 continue
             found += [InstalledKernel(spec, entry.distribution) for spec in specs]
     return tuple(found)
+
+
+def how_to_get_kernels(catalog: Catalog) -> str:
+    """Return what to do where no kernel fits: what is installed and left out comes back, what is missing comes."""
+    kernels = [entry for entry in catalog.all() if entry.kind.startswith(KERNELS_PREFIX)]
+    left_out = {e.distribution: e.reason for e in kernels if e.status is Status.DISABLED}
+    if left_out:
+        return "; ".join(f"{name} is installed, but {reason}" for name, reason in left_out.items())
+    return "" if any(entry.distribution == _USUAL for entry in kernels) else f"pip install {_USUAL}"

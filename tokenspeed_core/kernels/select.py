@@ -64,7 +64,7 @@ class Selector:
     Order: the user's list; then, for "auto", the kernels for fewer platforms and a narrower range of hardware
     before general ones, the op's reference last, ties by distribution name. `needs` are features that every
     problem must be served with ("graph_safe", which prefill is spared, "batch_invariant"). Reading the plan
-    changes nothing.
+    changes nothing. `hint` says what to do where no backend fits.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Selector:
         *,
         ops: Mapping[str, OpContract] | None = None,
         needs: frozenset[str] = frozenset(),
+        hint: str = "",
         module_exists: Callable[[str], bool] = has_module,
     ) -> None:
         self._kernels = tuple(kernels)
@@ -82,6 +83,7 @@ class Selector:
         self._preferences = tuple(preferences)
         self._ops = common_ops() if ops is None else ops
         self._needs = needs
+        self._hint = hint
         self._module_exists = module_exists
         self._choices: dict[Hashable, Choice] = {}
         self._planned: dict[Hashable, PlannedOp] = {}
@@ -166,7 +168,8 @@ class Selector:
             for v in verdicts
         ]
         fitting = [v.backend for v in verdicts if v.fits]
-        lines.append(f"  backends that fit: {', '.join(fitting) or 'none; pip install tokenspeed-kernels'}")
+        hint = f"; {self._hint}" if self._hint else ""
+        lines.append(f"  backends that fit: {', '.join(fitting) or f'none{hint}'}")
         return "\n".join(lines)
 
 

@@ -60,9 +60,8 @@ class Catalog:
     def check(self) -> None:
         """Raise PluginError for the first name claimed by two distributions, and the line that settles it."""
         for entry in self._entries:
-            rivals = self._rivals(entry)
-            if len(rivals) > 1:
-                raise PluginError(_clash(entry.kind, entry.name, rivals))
+            if entry.status is Status.FAILED:  # before anything is loaded, that is the only failure
+                raise PluginError(entry.reason)
 
     @property
     def is_strict(self) -> bool:
@@ -91,6 +90,10 @@ class Catalog:
         known = kind_of(kind)
         built_in = known.built_in if known is not None else ()
         return tuple(sorted({*built_in, *(entry.name for entry in self.entries(kind))}))
+
+    def is_installed(self, kind: str, name: str) -> bool:
+        """Say whether there is an entry of that name, usable or not; `get` says why not."""
+        return any((entry.kind, entry.name) == (kind, name) for entry in self._entries)
 
     def get(self, kind: str, name: str) -> Entry:
         """Return the usable entry of that name.
@@ -127,13 +130,8 @@ class Catalog:
                 self._loaded[entry] = _import(entry, expected)
             except (Exception, SystemExit):  # plugin code may raise anything; one must not take all down
                 self._failures[entry] = traceback.format_exc()
-                logger.warning(
-                    "plugin %s %s (%s) failed to load:\n%s",
-                    entry.kind,
-                    entry.name,
-                    entry.distribution,
-                    self._failures[entry],
-                )
+                logger.warning("plugin %s %s (%s) failed to load:\n%s",
+                               entry.kind, entry.name, entry.distribution, self._failures[entry])
         if entry in self._failures and (required or self._strict):
             raise self._failed(entry)
         return self._loaded.get(entry)
@@ -176,15 +174,6 @@ class Catalog:
             f"{entry.kind} {entry.name} of {entry.distribution} {entry.version} failed to load: {last}; "
             f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
         )
-
-    def _rivals(self, entry: Entry) -> list[Entry]:
-        if entry.status is not Status.FAILED:
-            return []
-        return [
-            e
-            for e in self._entries
-            if e.status is Status.FAILED and (e.kind, e.name) == (entry.kind, entry.name)
-        ]
 
 
 def _import(entry: Entry, expected: type[Any]) -> Any:

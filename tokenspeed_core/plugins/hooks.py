@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from tokenspeed_core.errors import ConfigError, PluginError
+from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins import hookspecs
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
@@ -73,7 +73,7 @@ class Hooks:
                 for changes in manager.hook.adjust_config(config=config):
                     adjusted = _apply(adjusted, name, changes)
             except (Exception, SystemExit) as error:  # plugin code may raise anything
-                self._switch_off(name, "adjust_config", error)
+                self._switch_off(name, "adjust_config", error, is_start=True)
             else:
                 config = adjusted
         return config
@@ -98,24 +98,21 @@ class Hooks:
                         raise TypeError(f"a {type(wrapped).__name__} is no ASGI app")
                     app = wrapped
             except (Exception, SystemExit) as error:  # plugin code may raise anything
-                self._switch_off(name, "add_middleware", error)
+                self._switch_off(name, "add_middleware", error, is_start=True)
         return app
 
     def _observe(self, hook: str, record: RequestRecord | StepRecord) -> None:
         for name, manager in list(self._managers.items()):
             try:
                 getattr(manager.hook, hook)(record=record)
-            except Exception:  # an observer may raise anything, and must not harm what it observes
-                logger.exception("hooks of %s failed in %s and are switched off", name, hook)
-                del self._managers[name]
+            except Exception as error:  # an observer may raise anything, and must not harm what it observes
+                self._switch_off(name, hook, error)
 
-    def _switch_off(self, name: str, hook: str, error: BaseException) -> None:
-        """Log the failure of a hook that is called at the start, or raise PluginError where that is strict."""
-        if self._strict:
-            what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            raise PluginError(
-                f"hooks of {name} failed in {hook}: {what}; --strict-plugins ends the start for it"
-            ) from error
+    def _switch_off(self, name: str, hook: str, error: BaseException, *, is_start: bool = False) -> None:
+        """Log a failure and forget the plugin. Raises PluginError instead at a start that is strict."""
+        if is_start and self._strict:
+            what = f"{type(error).__name__}: {error}; --strict-plugins ends the start for it"
+            raise PluginError(f"hooks of {name} failed in {hook}: {what}") from error
         logger.error("hooks of %s failed in %s and are switched off", name, hook, exc_info=error)
         del self._managers[name]
 

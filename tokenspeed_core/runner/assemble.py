@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.attention import AttentionLimits
-from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
@@ -64,11 +64,12 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
     """
     dtype = _DTYPES[config.dtype]
     kernels, ops = installed_kernels(catalog), _contracts(catalog)
+    hint = how_to_get_kernels(catalog)
     uses_graphs = device.type == "cuda" and not config.enforce_eager
     needs = frozenset({"graph_safe"} if uses_graphs else ())
 
     def selector() -> Selector:
-        return Selector(kernels, describe_device(device), config.preferences, ops=ops, needs=needs)
+        return Selector(kernels, describe_device(device), config.preferences, ops=ops, needs=needs, hint=hint)
 
     chosen = selector()
     place = torch.device("meta") if only_plan else device
