@@ -87,11 +87,8 @@ class Config(BaseModel):
     tokenizer: str | None = _setting(None, "model", "tokenizer path, where it is not the model's", min_length=1)
     skip_tokenizer_init: bool = _setting(False, "model", "no tokenizer: serve token ids only")
     load_format: str = _setting(
-        "auto",
-        "model",
-        "how weights are read: auto, dummy, or a format that a plugin provides",
-        min_length=1,
-        kind="load_formats",
+        "auto", "model", "how weights are read: auto, dummy, or a format that a plugin provides",
+        min_length=1, kind="load_formats",
     )
     revision: str | None = _setting(None, "model", "branch, tag or commit of the repo", min_length=1)
     download_dir: str | None = _setting(
@@ -137,22 +134,16 @@ class Config(BaseModel):
         None, "scheduler", "size of the KV cache, in place of the computed one", unit="tokens", ge=1
     )
     kv_cache_memory: ByteSize | None = _setting(
-        None,
-        "scheduler",
-        "size of the KV cache, such as 2GB or 512MiB; none: from the memory left",
-        unit="bytes",
-        ge=1,
+        None, "scheduler", "size of the KV cache, such as 2GB or 512MiB; none: from the memory left",
+        unit="bytes", ge=1,
     )
     block_size: int | None = _setting(
         None, "scheduler", "KV block size; none: what the backends do best", unit="tokens", ge=1, le=1024
     )
     enable_prefix_caching: bool = _setting(True, "scheduler", "reuse the KV cache of equal prompt beginnings")
     schedule_policy: str = _setting(
-        "fcfs",
-        "scheduler",
-        "who runs first: fcfs, by arrival; priority, by the request's own; or a policy that a plugin provides",
-        min_length=1,
-        kind="policies",
+        "fcfs", "scheduler", "who runs first: fcfs, by arrival; priority, by the request's own; or a plugin's policy",
+        min_length=1, kind="policies",
     )
     enforce_eager: bool = _setting(False, "scheduler", "no CUDA graphs")
     max_cudagraph_capture_size: int | None = _setting(
@@ -164,11 +155,8 @@ class Config(BaseModel):
     seed: int = _setting(0, "scheduler", "seed of what requests leave random", ge=0, le=2**63 - 1)
 
     attention_backend: BackendChoice = _setting(
-        BackendChoice(),
-        "backends",
-        "attention backends in order of preference",
-        narrow=("prefill", "decode"),
-        kind="kernels.attention",
+        BackendChoice(), "backends", "attention backends in order of preference",
+        narrow=("prefill", "decode"), kind="kernels.attention",
     )
     moe_backend: BackendChoice = _setting(
         BackendChoice(), "backends", "expert backends in order of preference", kind="kernels.moe"

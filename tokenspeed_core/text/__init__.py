@@ -8,11 +8,5 @@ from tokenspeed_core.text.template import ChatTemplate, TemplateError, load_chat
 from tokenspeed_core.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "Assembler",
-    "ChatTemplate",
-    "TemplateError",
-    "Tokenizer",
-    "load_chat_template",
-    "load_tokenizer",
-    "text_folder",
+    "Assembler", "ChatTemplate", "TemplateError", "Tokenizer", "load_chat_template", "load_tokenizer", "text_folder",
 ]
