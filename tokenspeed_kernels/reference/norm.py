@@ -29,9 +29,14 @@ def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
     return add_norm
 
 
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """Return x with its last axis normalised in float32 and rounded, not yet multiplied by a weight."""
+    return torch.rms_norm(x.to(torch.float32), x.shape[-1:], None, eps).to(x.dtype)
+
+
 def _norm_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.rms_norm(x, weight.shape, weight, eps)
 
 
 def _norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.rms_norm(x.to(torch.float32), weight.shape, None, eps).to(x.dtype).mul_(weight)
+    return normalize(x, eps).mul_(weight)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.reference.norm import rms_norm
+from tokenspeed_kernels.reference.norm import normalize, rms_norm
 
 Rope = Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
 NormRope = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, bool], None]
@@ -37,9 +37,7 @@ def qk_norm_rope(problem: Problem) -> NormRope:
     Heads of q and k that lie side by side, as one projection gives them, are normed and rotated as one.
     """
     norm = rms_norm({"dtype": problem["dtype"], "size": problem["head_size"]})
-    num_heads, num_kv_heads = problem["num_heads"], problem["num_kv_heads"]
-    head_size, rotary_size = problem["head_size"], problem["rotary_size"]
-    ones = torch.ones(head_size, dtype=getattr(torch, problem["dtype"]))
+    num_heads, head_size, rotary_size = problem["num_heads"], problem["head_size"], problem["rotary_size"]
 
     def norm_rotate(
         q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float,
@@ -50,8 +48,10 @@ def qk_norm_rope(problem: Problem) -> NormRope:
         if joined is None:
             pairs = [(q, norm(q, q_weight, eps)), (k, norm(k, k_weight, eps))]
         else:
-            weights = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
-            pairs = [(joined, norm(joined, ones.to(q.device), eps).mul_(weights))]
+            normed = normalize(joined, eps)
+            normed[:, :num_heads].mul_(q_weight)
+            normed[:, num_heads:].mul_(k_weight)
+            pairs = [(joined, normed)]
         for heads, normed in pairs:
             if rotary_size < head_size:
                 heads[..., rotary_size:] = normed[..., rotary_size:]
