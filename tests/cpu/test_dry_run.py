@@ -1,4 +1,4 @@
-"""A dry run: what it settles, and that what a start would refuse, it refuses too."""
+"""Before anything is loaded: what a dry run settles, and what is refused there as at a start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenspeed_core.config import Config
+from tokenspeed_core.engine import llm
 from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.errors import CheckpointError, PluginError
 
@@ -36,3 +37,9 @@ def test_a_dry_run_refuses_what_a_start_would(setting: str, value: str, error: t
         dry_run(Config(device="cpu", **{setting: value}))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "start", lambda *arguments, **keywords: pytest.fail("the engine was started"))
+    with pytest.raises(CheckpointError, match="--tokenizer /nope: no such directory"):
+        llm.LLM(device="cpu", tokenizer="/nope")

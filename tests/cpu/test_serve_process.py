@@ -71,7 +71,9 @@ def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) ->
     with server.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/version").status_code == 200
-        assert http.get("/v1/plugins").json()["architecture"] == "Qwen3ForCausalLM"
+        report = http.get("/v1/plugins").json()
+        assert report["architecture"] == "Qwen3ForCausalLM"
+        assert any(line.endswith(": models Qwen3ForCausalLM: ok") for line in report["plugins"])
 
 
 def test_a_stream_is_the_whole_and_a_repeated_prompt_is_cached(sdk: openai.OpenAI) -> None:

@@ -49,7 +49,6 @@ class Started:
     engine: Engine
     ready: Ready
     kernel_plan: KernelPlan
-    checkpoint: ResolvedCheckpoint
 
 
 def discover(config: Config) -> Catalog:
@@ -121,7 +120,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queue
     engine = Engine(scheduler, runner, depth=depth, observe=observe)
     report = {
         "model": resolved.checkpoint.name, "architecture": info.architecture,
-        "plugins": [f"{e.distribution} {e.version}: {e.kind} {e.name}" for e in catalog.all()],
+        "plugins": [f"{e.distribution} {e.version}: {e.kind} {e.name}: {e.status}" for e in catalog.all()],
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),
     }
     log.info("%s", runner.kernel_plan.table())
@@ -133,7 +132,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queue
     ready = Ready(
         max_model_len, config.max_num_seqs, kv.most_tokens(), info.vocab_size, json.dumps(report),
     )
-    return Started(engine, ready, runner.kernel_plan, resolved.checkpoint)
+    return Started(engine, ready, runner.kernel_plan)
 
 
 def dry_run(config: Config) -> str:

@@ -65,11 +65,8 @@ class LLM:
         asked = Config.from_keywords(**settings) if model is None else Config.from_keywords(model=model, **settings)
         catalog = discover(asked)
         config = Hooks.load(catalog).adjust(asked)
-        with StartProgress() as progress:
-            started = start(resolve(config, catalog), catalog, progress.report, max_queued=2**31 - 1)
-        self._engine, self.kernel_plan = started.engine, started.kernel_plan
-        self._limits = Limits.of(started.ready)
-        checkpoint = started.checkpoint
+        resolved = resolve(config, catalog)
+        checkpoint = resolved.checkpoint
         self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
         self.tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
@@ -77,6 +74,10 @@ class LLM:
             folder = text_folder(checkpoint.path, config.tokenizer)
             self.tokenizer = load_tokenizer(folder)
             self._template = load_chat_template(folder, self.tokenizer.special_tokens, config.chat_template)
+        with StartProgress() as progress:
+            started = start(resolved, catalog, progress.report, max_queued=2**31 - 1)
+        self._engine, self.kernel_plan = started.engine, started.kernel_plan
+        self._limits = Limits.of(started.ready)
         self._next_id = 0
         self._is_shut_down = False
 
