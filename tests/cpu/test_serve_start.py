@@ -1,0 +1,105 @@
+"""Starts of `tokenspeed serve` that fail, are broken off, or are only tried: one line, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import tokenspeed_demo
+from serving import COMMAND, environment, said_at_its_end
+
+CHECKPOINT = Path(tokenspeed_demo.__file__).parent / "checkpoint"
+
+
+def spoil(folder: Path, how: str) -> None:
+    """Copy the demo's checkpoint and break it."""
+    shutil.copytree(CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if how == "wrong shape":
+        config["intermediate_size"] //= 2
+    elif how == "unknown architecture":
+        config["architectures"] = ["NonsenseForCausalLM"]
+    (folder / "config.json").write_text("{" if how == "no JSON" else json.dumps(config))
+    if how == "missing shard":
+        index = {"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "cut short":
+        with (folder / "model.safetensors").open("r+b") as weights:
+            weights.truncate(3_000_000)
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("missing shard", "model-00002-of-00002.safetensors"), ("wrong shape", "mlp.down_proj.weight has shape"),
+        ("unknown architecture", "NonsenseForCausalLM"), ("cut short", "model.safetensors"),
+        ("no JSON", "config.json"), ("no tokenizer", "tokenizer.json"),
+    ],
+)
+def test_a_bad_checkpoint_ends_in_one_line(tmp_path: Path, how: str, names: str) -> None:
+    spoil(tmp_path / "model", how)
+    status, said = said_at_its_end(tmp_path, "serve", str(tmp_path / "model"), "--port", "0", "--log-level", "warning")
+    assert status == 2
+    assert re.fullmatch(r"tokenspeed: .*\n", said), said
+    assert names in said
+    assert len(said) < 1500
+
+
+def test_a_dry_run_says_what_would_be_and_loads_nothing(tmp_path: Path) -> None:
+    spoil(tmp_path / "model", "cut short")   # whose weights cannot be read
+    done = subprocess.run(
+        [*COMMAND, "serve", str(tmp_path / "model"), "--dry-run", "--max-model-len", "512"],
+        capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=True,
+    )
+    for part in ("Qwen3ForCausalLM", "max_model_len: 512", "num_pages", "attention", "collectives"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--kv-cache-memory 1PB", "does not fit"),
+        ("--max-total-tokens 100 --max-model-len 200", "--max-model-len 200"),
+        ("--attention-backend triton", "backends that fit: torch"),
+        ("--max-num-batched-tokens 5", "--chunked-prefill-size"),
+        ("--host 1.2.3.4", "cannot listen on 1.2.3.4"),
+        ("--chat-template /missing", "--chat-template /missing"),
+    ],
+)
+def test_a_setting_that_cannot_be_met_says_so(tmp_path: Path, flags: str, names: str) -> None:
+    status, said = said_at_its_end(tmp_path, "serve", "--port", "0", "--log-level", "warning", *flags.split())
+    assert status == 2
+    assert said.startswith("tokenspeed: ")
+    assert names in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_start_that_is_broken_off_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    starting = subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(tmp_path),
+    )
+    server = psutil.Process(starting.pid)
+    while not server.children():
+        time.sleep(0.01)
+    time.sleep(0.3)   # the engine imports what it needs
+    engine = server.children()[0]
+    starting.send_signal(number)
+    out, err = starting.communicate(timeout=15)
+    assert starting.returncode == (-number if number == signal.SIGKILL else 0)
+    assert (out, "Traceback" in err) == ("", False)
+    _, alive = psutil.wait_procs([engine], 5)
+    assert not alive
+    if number != signal.SIGKILL:
+        assert not list(tmp_path.iterdir())
