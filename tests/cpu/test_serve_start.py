@@ -6,14 +6,16 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import tokenspeed_demo
-from serving import COMMAND, environment, said_at_its_end
+from serving import COMMAND, Background, environment, said_at_its_end, wait_until
 
 CHECKPOINT = Path(tokenspeed_demo.__file__).parent / "checkpoint"
 
@@ -103,3 +105,29 @@ def test_a_start_that_is_broken_off_leaves_no_process(tmp_path: Path, number: si
     assert not alive
     if number != signal.SIGKILL:
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_logs_on_a_full_disk_stop_neither_start_nor_drain(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with Path("/dev/full").open("w") as full:
+        server = subprocess.Popen(
+            [*COMMAND, "serve", "--port", str(port)], stdout=full, stderr=full, env=environment(tmp_path)
+        )
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
+        wait_until(lambda: is_healthy(http), 30, "healthy")
+        ask = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+        answer = Background(lambda: http.post("/v1/completions", json=ask).json())
+        time.sleep(0.3)
+        server.send_signal(signal.SIGTERM)
+        assert answer.result()["usage"]["completion_tokens"] == 400
+    assert server.wait(15) == 0
+
+
+def is_healthy(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -27,7 +28,8 @@ class StartProgress:
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)
             if not self._console.is_terminal:
-                print(f"{what} ...", file=sys.stderr, flush=True)
+                with suppress(OSError):  # a log on a full disk, or closed, is no reason not to start
+                    print(f"{what} ...", file=sys.stderr, flush=True)
         self._bars.update(self._tasks[what], completed=done, total=total)
 
     def __enter__(self) -> Self:

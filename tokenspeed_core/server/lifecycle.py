@@ -158,10 +158,11 @@ class _Life:
     async def _drain(self, service: Service, watch: asyncio.Task[None]) -> bool:
         """Take no more requests, finish those that run, let the engine go. Return whether all that worked."""
         if service.num_active:
-            print(
-                f"draining: {service.num_active} requests are running; interrupt again to stop at once",
-                file=sys.stderr, flush=True,
-            )
+            with suppress(OSError):  # the disk that the log is on may be full
+                print(
+                    f"draining: {service.num_active} requests are running; interrupt again to stop at once",
+                    file=sys.stderr, flush=True,
+                )
         drained = asyncio.create_task(service.drained())
         await _first(drained, service.link.dead, self._asked_twice.wait())
         if not drained.done():

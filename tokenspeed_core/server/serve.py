@@ -92,7 +92,7 @@ def _announce(bound: socket.socket, service: Service) -> None:
     )
     route = "chat/completions" if is_chat else "completions"
     key = "" if options.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
-    with suppress(BrokenPipeError):  # who reads this may have gone; the server stays
+    with suppress(OSError):  # who reads this may have gone, or the disk may be full; the server stays
         print(
             f"TokenSpeed serves {options.model_name} at {base}\n"
             f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
