@@ -14,6 +14,8 @@ from tiny_families import FAMILIES, save_reference
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.engine.outputs import SequenceOutput
+from tokenspeed_core.errors import TokenSpeedError
+from tokenspeed_core.messages import Finish, Submit
 
 CONTEXT = 128   # of the tiny checkpoints
 NEAR = 1e-4     # logits this close are equal: either token is right
@@ -79,6 +81,25 @@ def llm(qwen3: Family) -> Iterator[LLM]:
         yield started
 
 
+def drive(llm: LLM, submits: list[Submit]) -> tuple[dict[int, list[int]], dict[int, Finish]]:
+    """Submit one request a step; return the tokens of each sequence, and why it ended."""
+    engine, waiting = llm._engine, list(submits)
+    tokens: dict[int, list[int]] = {submit.request_id: [] for submit in submits}
+    finish: dict[int, Finish] = {}
+    while waiting or engine.has_work:
+        if waiting:
+            assert engine.submit(waiting.pop(0)) is None
+        for outputs in engine.step():
+            at = 0
+            columns = (outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist())
+            for key, num, end in zip(*columns, strict=True):
+                tokens[key] += outputs.token_ids[at : at + num].tolist()
+                at += num
+                if end:
+                    finish[key] = Finish(end)
+    return tokens, finish
+
+
 def prompts() -> list[list[int]]:
     """Return prompts of many lengths; some share a long beginning."""
     random = np.random.default_rng(3)
@@ -142,21 +163,11 @@ def test_greedy_tokens_do_not_depend_on_who_arrives_when(
     model, wanted = families(family), prompts()
     params = greedy(20)
     with model.start(depth, chunked_prefill_size=9, max_num_seqs=4) as llm:
-        engine = llm._engine
-        got: dict[int, list[int]] = {i: [] for i in range(len(wanted))}
-        waiting = [llm._submit_for({"prompt_token_ids": prompt}, params) for prompt in wanted][::-1]
-        number_of = {submit.request_id: len(waiting) - 1 - i for i, submit in enumerate(waiting)}
-        while waiting or engine.has_work:
-            if waiting:
-                engine.submit(waiting.pop(0))   # the longest first, one a step
-            for outputs in engine.step():
-                at = 0
-                for key, num in zip(outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), strict=True):
-                    got[number_of[key]] += outputs.token_ids[at : at + num].tolist()
-                    at += num
-        for i, prompt in enumerate(wanted):
-            assert len(got[i]) == 20
-            model.check_greedy(prompt, got[i])
+        submits = [llm._submit_for({"prompt_token_ids": prompt}, params) for prompt in wanted]
+        got, _ = drive(llm, submits[::-1])   # the longest first
+    for submit in submits:
+        assert len(got[submit.request_id]) == 20
+        model.check_greedy(submit.prompt.tolist(), got[submit.request_id])
 
 
 def test_a_repeated_prompt_is_found_cached_and_forgotten_when_told(qwen3: Family) -> None:
@@ -353,3 +364,22 @@ def test_an_abort_while_log_probabilities_are_computed_harms_nobody(llm: LLM, qw
     engine.abort([submit.request_id])
     assert not len(engine.collect().sequence_ids)
     qwen3.check_greedy([5, 6, 7], ask(llm, [5, 6, 7], greedy(4)).token_ids)
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"presence_penalty": 1.0}], ids=str)
+def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(qwen3: Family, asked: dict[str, Any]) -> None:
+    with qwen3.start() as llm:
+        weights = {slot.name: slot.target for slot in llm._engine.runner._model.weight_map()}  # type: ignore[attr-defined]
+        weights["model.embed_tokens.weight"][50] = float("nan")
+        good, bad = (
+            llm._submit_for({"prompt_token_ids": ids}, greedy(8, **each))
+            for ids, each in (([5, 6, 7], {}), ([5, 50, 7], asked))
+        )
+        tokens, finish = drive(llm, [bad, good])
+        assert (tokens[bad.request_id], finish[bad.request_id]) == ([], Finish.ERROR)
+        assert finish[good.request_id] is Finish.LENGTH
+        qwen3.check_greedy([5, 6, 7], tokens[good.request_id])
+        with pytest.raises(TokenSpeedError, match="no finite logit"):
+            ask(llm, [5, 50, 7], greedy(8, **asked))
+        counts = llm._engine.scheduler.kv.counts()
+        assert counts.free + counts.cached == counts.total

@@ -235,7 +235,10 @@ class LLM:
         elif self.tokenizer is not None:
             text = self._assembler(params).feed(output.token_ids, output.finish)
         if output.finish is Finish.ERROR:
-            raise TokenSpeedError("a step failed on the device; what it ran was ended (the log has the cause)")
+            raise TokenSpeedError(
+                "a sequence was broken off: its step failed on the device, or the model gave it no finite logit; the "
+                "log says which"
+            )
         logprobs = output.logprobs if params.logprobs is not None else None
         return SequenceOutput(index, output.token_ids, text, output.finish.name.lower(), logprobs)
 
