@@ -19,6 +19,7 @@ import pytest
 from server_support import Running, is_alive, running, wait_until
 
 from tokenspeed_core.errors import CapacityError, ConfigError
+from tokenspeed_core.server import lifecycle
 from tokenspeed_core.server.engine_process import PrivateFolder
 from tokenspeed_core.server.listen import listen
 
@@ -274,3 +275,21 @@ def test_nothing_listens_but_the_given_address(tmp_path: Path) -> None:
                 if connection.status == psutil.CONN_LISTEN
             ]
             assert all(address == ("127.0.0.1", port) for address in listening)
+
+
+def test_a_drain_waits_for_the_engine_but_only_so_long_for_clients_that_do_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "UNREAD_SECONDS", 1.5)
+
+    class Link:
+        num_live = 1
+
+    async def drain() -> None:
+        link: Any = Link()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(lifecycle._only_unread(link), 3)
+        link.num_live = 0
+        await asyncio.wait_for(lifecycle._only_unread(link), 5)
+
+    asyncio.run(drain())

@@ -86,6 +86,11 @@ class EngineLink:
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
 
+    @property
+    def num_live(self) -> int:
+        """Sequences that the engine still works on."""
+        return len(self._sinks)
+
     def take_ids(self, count: int) -> int:
         """Return the first of `count` fresh sequence ids."""
         first = self._next_id

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tokenspeed_core.server.engine_process import EngineProcess, PrivateFolder
 from tokenspeed_core.server.service import ModelText, Options, Service
 
 FLUSH_SECONDS = 5       # for answers under way when the engine died
+UNREAD_SECONDS = 20     # that a drain waits for clients to read what the engine has finished
 ENGINE_EXIT_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -164,10 +166,14 @@ class _Life:
                     file=sys.stderr, flush=True,
                 )
         drained = asyncio.create_task(service.drained())
-        await _first(drained, service.link.dead, self._asked_twice.wait())
+        unread = asyncio.create_task(_only_unread(service.link))
+        await _first(drained, unread, service.link.dead, self._asked_twice.wait())
+        unread.cancel()
         if not drained.done():
             drained.cancel()
-            return False
+            if not unread.done():
+                return False
+            log.warning("%d clients do not read their answers; they are left", service.num_active)
         if service.serving is not None:
             service.link.drain()
             await _first(watch, self._asked_twice.wait(), asyncio.sleep(ENGINE_EXIT_SECONDS))
@@ -184,6 +190,15 @@ async def _watch(engine: EngineProcess, link: EngineLink) -> None:
     """Tell the link when the engine's process ends."""
     how = await engine.wait()
     link.die(f"its process {how}")
+
+
+async def _only_unread(link: EngineLink) -> None:
+    """Return when the engine has had nothing to do for a while: what is left waits for clients that do not read."""
+    since = time.monotonic()
+    while time.monotonic() - since < UNREAD_SECONDS:
+        await asyncio.sleep(1)
+        if link.num_live:
+            since = time.monotonic()
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:
