@@ -15,8 +15,6 @@ import platform
 import pstats
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -53,17 +51,9 @@ class IdleRunner:
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Do nothing."""
 
-    def is_done(self, step_id: int) -> bool:
-        """Say yes."""
-        return True
-
     def collect(self, step_id: int) -> StepResult:
         """Return the result."""
         return self._results.pop(step_id)
-
-    def describe(self) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
 
     def close(self) -> None:
         """Do nothing."""

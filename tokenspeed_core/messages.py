@@ -138,12 +138,5 @@ class Drain:
     tag: ClassVar[str] = "drain"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ResetPrefixCache:
-    """Forget every cached block that nobody holds."""
-
-    tag: ClassVar[str] = "reset_prefix_cache"
-
-
-to_engine = Codec(Submit, Abort, Drain, ResetPrefixCache)
+to_engine = Codec(Submit, Abort, Drain)
 to_api = Codec(Outputs, Refused, Pulse, Ready, Failed)

@@ -6,7 +6,6 @@ live on the device and come back ragged. Every record here survives the wire (`t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -164,14 +163,8 @@ class Runner(Protocol):
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
 
-    def is_done(self, step_id: int) -> bool:
-        """Say whether `collect` would return at once."""
-
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step. Raises StepFailed."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """Return what runs, for reports: device, dtype, kernel plan."""
 
     def close(self) -> None:
         """Free the device. Safe to call twice."""

@@ -10,6 +10,7 @@ import pytest
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
 from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.kv.pool import PageCounts, PagePool
 from tokenspeed_core.messages import Finish, Outputs, Submit
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
@@ -59,9 +60,6 @@ class Replayed:
         self.first.sample(step_id, late)
         self.second.sample(step_id, None if late is None else self.codec.unpack(pack(late)))
 
-    def is_done(self, step_id: int) -> bool:
-        return self.first.is_done(step_id)
-
     def collect(self, step_id: int) -> StepResult:
         try:
             result = self.first.collect(step_id)
@@ -73,9 +71,6 @@ class Replayed:
         assert np.array_equal(result.token_ids, other.token_ids)
         assert np.array_equal(result.num_tokens, other.num_tokens)
         return result
-
-    def describe(self) -> dict[str, object]:
-        return {}
 
     def close(self) -> None:
         return None
@@ -192,3 +187,14 @@ class World:
         if self.finish.get(sequence_id) is Finish.LENGTH:
             assert len(got) == submit.max_tokens
         assert len(got) <= submit.max_tokens
+
+
+def audit(pool: PagePool) -> PageCounts:
+    """Count every page's state from scratch, and compare with what the pool says of itself."""
+    free, cached = set(pool._free), set(pool._cached)
+    held = {page for page in range(pool.num_pages) if pool._refs[page]}
+    rest = set(range(pool.num_pages)) - free - cached - held
+    assert not (free & cached or free & held or cached & held), "a page is in two states"
+    assert len(free) == len(pool._free), "a page is free twice"
+    assert pool.counts() == PageCounts(len(free), len(cached), len(held), len(rest)), "the pool miscounts"
+    return pool.counts()

@@ -41,17 +41,11 @@ class Watched:
         self._num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
 
-    def is_done(self, step_id: int) -> bool:
-        return self._runner.is_done(step_id)
-
     def collect(self, step_id: int) -> StepResult:
         self._num_in_flight -= 1
         result = self._runner.collect(step_id)
         self._note("collect", step_id)
         return result
-
-    def describe(self) -> dict[str, object]:
-        return {}
 
     def close(self) -> None:
         self.num_closed += 1

@@ -17,7 +17,7 @@ from null_world import MODEL, World, request
 from tokenspeed_core.engine import process
 from tokenspeed_core.engine.process import EngineLoop
 from tokenspeed_core.errors import EngineDeadError
-from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Refused, ResetPrefixCache, to_api
+from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Refused, to_api
 from tokenspeed_core.wire import pack
 
 PATIENCE = 10.0   # seconds that a test waits for what must come
@@ -232,18 +232,6 @@ def test_a_working_engine_pulses_as_often_as_an_idle_one(serve: Serving, monkeyp
     steps = [each.num_steps for each in served.of(Pulse) if each.num_running]
     assert len(steps) >= 3
     assert steps == sorted(set(steps)), "a pulse while the engine works tells of new steps"
-
-
-def test_a_reset_reaches_the_cache(serve: Serving) -> None:
-    served = serve()
-    cached = []
-    for sequence_id in range(3):
-        if sequence_id == 2:
-            served.send(ResetPrefixCache())
-        served.send(request(sequence_id, list(range(20))))
-        served.wait(lambda: served.finish(sequence_id))  # noqa: B023
-        cached.append(sum(int(each.num_cached_tokens.sum()) for each in served.of(Outputs)))
-    assert cached == [0, 16, 16]
 
 
 def test_a_failed_step_is_told_and_the_loop_goes_on(serve: Serving) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from null_world import audit
 
 from tokenspeed_core.kv.pool import PageCounts, PagePool
 
@@ -164,7 +165,7 @@ def test_a_page_released_twice_under_one_step_comes_back_once() -> None:
         pool.share(pages[0])
     pool.release(pages)
     pool.retire(1)
-    assert pool.audit() == PageCounts(free=1, cached=0, held=0, fenced=0)
+    assert audit(pool) == PageCounts(free=1, cached=0, held=0, fenced=0)
 
 
 def test_a_held_page_stays_held_when_the_step_that_once_fenced_it_is_over() -> None:
@@ -175,7 +176,7 @@ def test_a_held_page_stays_held_when_the_step_that_once_fenced_it_is_over() -> N
     pool.release(pages)
     pool.share(pages[0])
     pool.retire(1)
-    assert pool.audit() == PageCounts(free=0, cached=0, held=1, fenced=0)
+    assert audit(pool) == PageCounts(free=0, cached=0, held=1, fenced=0)
 
 
 def test_a_pinned_page_is_not_handed_out_before_every_transfer_of_it_is_over() -> None:
@@ -354,7 +355,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_in_one_state(self) -> None:
         if hasattr(self, "pool"):
-            counts = self.pool.audit()
+            counts = audit(self.pool)
             assert counts.total == self.pool.num_pages
             assert counts.held == len(self.holds)
             assert counts.cached == len(self.unused)

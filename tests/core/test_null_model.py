@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from null_world import GROUPS, MASKED, NO_INT, World, request
+from null_world import GROUPS, MASKED, NO_INT, World, audit, request
 
 from tokenspeed_core.kv.lease import ABSENT
 from tokenspeed_core.messages import Finish
@@ -107,7 +107,7 @@ class NullMachine(RuleBasedStateMachine):
     def every_page_is_in_one_state(self) -> None:
         if hasattr(self, "world"):
             pool = self.world.scheduler.kv.pool
-            assert pool.audit().total == pool.num_pages
+            assert audit(pool).total == pool.num_pages
 
     @invariant()
     def every_token_is_the_oracles(self) -> None:
@@ -179,7 +179,7 @@ def test_long_random_histories_equal_the_oracle(seed: int) -> None:
                 world.step()
             if rng.random() < 0.2:
                 world.scheduler.abort([rng.choice(list(world.tokens))])
-            world.scheduler.kv.pool.audit()
+            audit(world.scheduler.kv.pool)
         world.run()
         for sequence_id in world.tokens:
             world.check(sequence_id)

@@ -24,7 +24,6 @@ from tokenspeed_core.messages import (
     Pulse,
     Ready,
     Refused,
-    ResetPrefixCache,
     Submit,
     to_api,
     to_engine,
@@ -34,7 +33,7 @@ from tokenspeed_core.wire import Codec, WireError, pack
 
 steps = Codec(StepPlan, LateInputs, StepResult)
 KINDS: dict[type[Any], Codec] = {
-    **dict.fromkeys((Submit, Abort, Drain, ResetPrefixCache), to_engine),
+    **dict.fromkeys((Submit, Abort, Drain), to_engine),
     **dict.fromkeys((Outputs, Refused, Pulse, Ready, Failed), to_api),
     **dict.fromkeys((StepPlan, LateInputs, StepResult), steps),
 }

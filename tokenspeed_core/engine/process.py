@@ -21,7 +21,7 @@ from tokenspeed_core.engine.launch import discover, resolve, start
 from tokenspeed_core.engine.orphan import end_with_parent
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.errors import TokenSpeedError
-from tokenspeed_core.messages import Abort, Drain, Failed, Pulse, ResetPrefixCache, Submit, to_engine
+from tokenspeed_core.messages import Abort, Drain, Failed, Pulse, Submit, to_engine
 from tokenspeed_core.wire import pack
 
 PULSE_SECONDS = 1.0
@@ -73,8 +73,6 @@ class EngineLoop:
                     self._submit(message)
                 case Abort():
                     self.engine.abort(message.sequence_ids.tolist())
-                case ResetPrefixCache():
-                    self.engine.reset_prefix_cache()
                 case Drain():
                     self._is_draining = True
 

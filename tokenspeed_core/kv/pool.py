@@ -55,16 +55,6 @@ class PagePool:
         held = self.num_pages - free - cached - self._num_fenced
         return PageCounts(free, cached, held, self._num_fenced)
 
-    def audit(self) -> PageCounts:
-        """Count every page's state from scratch, for tests. Raises AssertionError if a page is in two."""
-        free, cached = set(self._free), set(self._cached)
-        held = {page for page in range(self.num_pages) if self._refs[page]}
-        rest = set(range(self.num_pages)) - free - cached - held
-        assert not (free & cached or free & held or cached & held), "a page is in two states"
-        assert len(free) == len(self._free), "a page is free twice"
-        assert len(rest) == self._num_fenced, "a page is in no state"
-        return self.counts()
-
     @property
     def num_available(self) -> int:
         """Pages that `take` could hand out now."""

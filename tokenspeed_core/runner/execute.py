@@ -150,11 +150,6 @@ class LocalRunner:
             del self._launched[step_id]
             raise _failed(step_id, "sampling", error) from error
 
-    def is_done(self, step_id: int) -> bool:
-        """Say whether `collect` would return at once."""
-        fetch = self._launched[step_id].fetch
-        return fetch is None or fetch.is_done()
-
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step. Raises StepFailed. A token of -1: its row had no finite logit."""
         step = self._launched.pop(step_id)

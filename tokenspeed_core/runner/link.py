@@ -22,9 +22,6 @@ _SMALLEST = 1 << 16
 class Fetch(Protocol):
     """Tensors on their way to the host."""
 
-    def is_done(self) -> bool:
-        """Say whether `wait` would return at once."""
-
     def wait(self) -> list[np.ndarray[Any, Any]]:
         """Return the arrays, the caller's to keep."""
 
@@ -45,9 +42,6 @@ class Link(Protocol):
 class _Arrived:
     def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
         self._arrays = arrays
-
-    def is_done(self) -> bool:
-        return True
 
     def wait(self) -> list[np.ndarray[Any, Any]]:
         return self._arrays
@@ -158,9 +152,6 @@ class _CudaFetch:
     ) -> None:
         self._event = event
         self._parts = parts
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[np.ndarray[Any, Any]]:
         self._event.synchronize()

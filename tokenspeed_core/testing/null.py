@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -107,10 +106,6 @@ class NullRunner:
             np.asarray([token for r in rows for token in r], np.int32), None,
         ))
 
-    def is_done(self, step_id: int) -> bool:
-        """Say that everything launched is done."""
-        return True
-
     def collect(self, step_id: int) -> StepResult:
         """Return the oldest result."""
         result = self._results.popleft()
@@ -118,10 +113,6 @@ class NullRunner:
         if step_id in self._fail_at:
             raise StepFailed("a step was made to fail")
         return result
-
-    def describe(self) -> Mapping[str, Any]:
-        """Return nothing of interest."""
-        return {"runner": "null"}
 
     def close(self) -> None:
         """Do nothing: there is no device."""
