@@ -76,15 +76,6 @@ TRITON_ROPE = (
     _triton("rope", "rope:rope"),
     _triton("qk_norm_rope", "rope:qk_norm_rope"),
 )
-TRITON_LINEAR = (
-    KernelSpec(
-        op="linear", backend="triton", load="tokenspeed_kernels.triton.linear:linear", requires=("triton",),
-        capability=Capability(  # tiles of two bytes an element, sized for Hopper's shared memory and measured there
-            platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
-            dtypes=("bfloat16", "float16"), features=_BASICS,
-        ),
-    ),
-)
 TRITON_ACTIVATION = (_triton("silu_mul", "activation:silu_mul"),)
 TRITON_MOE = (
     _triton("moe_route", "moe:moe_route", limits=_EXPERTS),

@@ -22,7 +22,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 MAX_ELEMENTS = 2000  # of a row: the interpreter is slow
 TRITON = [spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs]
-WITH_DOTS = ("linear", "moe_experts")
+WITH_DOTS = ("moe_experts",)
 
 
 @pytest.mark.parametrize("spec", [s for s in TRITON if s.op != "attention"], ids=lambda s: s.op)
