@@ -40,16 +40,17 @@ class Engine:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, *, depth: int = 2, late_source: LateSource | None = None,
-        observe: Callable[[StepRecord], None] | None = None,
+        observe: Callable[[StepRecord], None] | None = None, spares_decodes: bool = True,
     ) -> None:
         """Start idle. With `depth` 1 each step is collected before the next is planned.
 
-        `observe` is told of every collected step, while the next one runs.
+        `observe` is told of every collected step, while the next one runs. `spares_decodes` keeps steps short
+        while sequences decode, for those who watch their tokens come.
         """
         self.scheduler, self.runner = scheduler, runner
         self.num_steps = 0
         self._depth, self._late_source, self._observe = depth, late_source, observe
-        self._pace = Pace(scheduler.limits.budget)
+        self._pace = Pace(scheduler.limits.budget, spares_decodes=spares_decodes)
         self._launched: list[StepPlan] = []
         self._num_failures = 0
 
@@ -69,7 +70,7 @@ class Engine:
     def step(self) -> list[Outputs]:
         """Plan and launch the next step, then collect the oldest if `depth` are in flight."""
         outputs: list[Outputs] = []
-        draft = self.scheduler.plan(self._pace.max_prefill(beside_decodes=len(self.scheduler.rows.decoding()) > 0))
+        draft = self.scheduler.plan(self._pace.max_prefill(beside_decodes=self.scheduler.rows.has_decodes))
         if draft is not None:
             outputs += self.launch(draft)
         if self._launched and (draft is None or len(self._launched) >= self._depth):
@@ -114,7 +115,7 @@ class Engine:
             return self._failed(plan.step_id, error)
         self._num_failures = 0
         self.num_steps += 1
-        seconds = self._pace.finished(plan.num_tokens)
+        seconds = self._pace.finished(plan.num_tokens, len(plan.token_ids))
         if self._observe is not None:
             self._observe(StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds))
         outputs = self.scheduler.apply(result)

@@ -97,9 +97,10 @@ def resolve(
     return Resolved(settled, checkpoint, runner, find_policy(config.schedule_policy, catalog))
 
 
-def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queued: int | None = None) -> Started:
+def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch: bool = False) -> Started:
     """Load the model, size the pool, and put the engine together.
 
+    `is_batch` is for a caller who brings all requests and waits for all: no queue is too long, no token urgent.
     Raises what `resolve` does, SelectionError, and CapacityError where memory is too small.
     """
     from tokenspeed_core.runner.local import build
@@ -111,13 +112,13 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, max_queue
         info.cache_groups, runner.block_size, runner.num_pages, prefix_caching=config.enable_prefix_caching,
     )
     max_model_len = _fitting_len(resolved, kv.most_tokens())
-    limits = scheduler_limits(config, max_model_len, info.vocab_size, max_queued)
+    limits = scheduler_limits(config, max_model_len, info.vocab_size, 2**31 - 1 if is_batch else None)
     scheduler = Scheduler(limits, kv, resolved.policy)
     hooks = Hooks.load(catalog)
     observe = hooks.observe_step if hooks.has("observe_step") else None
     # On the CPU a step is over when it is launched: there is nothing to run ahead of.
     depth = 1 if resolve_device(config.device).type == "cpu" else 2
-    engine = Engine(scheduler, runner, depth=depth, observe=observe)
+    engine = Engine(scheduler, runner, depth=depth, observe=observe, spares_decodes=not is_batch)
     report = {
         "model": resolved.checkpoint.name, "architecture": info.architecture,
         "plugins": [f"{e.distribution} {e.version}: {e.kind} {e.name}: {e.status}" for e in catalog.all()],

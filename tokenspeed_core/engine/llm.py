@@ -75,7 +75,7 @@ class LLM:
             self.tokenizer = load_tokenizer(folder)
             self._template = load_chat_template(folder, self.tokenizer.special_tokens, config.chat_template)
         with StartProgress() as progress:
-            started = start(resolved, catalog, progress.report, max_queued=2**31 - 1)
+            started = start(resolved, catalog, progress.report, is_batch=True)
         self._engine, self.kernel_plan = started.engine, started.kernel_plan
         self._limits = Limits.of(started.ready)
         self._next_id = 0

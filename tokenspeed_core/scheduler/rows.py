@@ -73,6 +73,12 @@ class Rows:
             self._decoding = np.flatnonzero(self.is_decoding).astype(np.int32)
         return self._decoding
 
+    @property
+    def has_decodes(self) -> bool:
+        """Whether a sequence will decode again: one whose last token is on its way will not."""
+        slots = self.decoding()
+        return bool((self.max_len[slots] > self.num_bound[slots]).any())
+
     def prefilling(self) -> I32:
         """Return the slots that prefill, in order of arrival."""
         if self._prefilling is None:
