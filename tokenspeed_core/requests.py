@@ -148,7 +148,7 @@ def build_submit(
         logprobs=-1 if params.logprobs is None else params.logprobs,
         bias_ids=bias_ids,
         bias_values=np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)),
-        stop_token_ids=np.unique(np.concatenate([stop_ids, np.array(eos, np.int32)])),
+        stop_token_ids=np.array(sorted({*params.stop_token_ids, *eos}), np.int32),
         priority=priority,
         cache_salt=cache_salt,
     )

@@ -12,6 +12,7 @@ from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolv
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.policies import find_policy
+from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError
 from tokenspeed_core.kernels.select import Preference
 from tokenspeed_core.kv.manager import KVManager
@@ -114,10 +115,11 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     max_model_len = _fitting_len(resolved, kv.most_tokens())
     limits = scheduler_limits(config, max_model_len, info.vocab_size, 2**31 - 1 if is_batch else None)
     scheduler = Scheduler(limits, kv, resolved.policy)
-    hooks = Hooks.load(catalog)
-    observe = hooks.observe_step if hooks.has("observe_step") else None
     # On the CPU a step is over when it is launched: there is nothing to run ahead of.
     depth = 1 if resolve_device(config.device).type == "cpu" else 2
+    rehearse(Engine(scheduler, runner, depth=depth), max_model_len)
+    hooks = Hooks.load(catalog)
+    observe = hooks.observe_step if hooks.has("observe_step") else None
     engine = Engine(scheduler, runner, depth=depth, observe=observe, spares_decodes=not is_batch)
     report = {
         "model": resolved.checkpoint.name, "architecture": info.architecture,
