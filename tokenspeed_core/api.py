@@ -9,7 +9,7 @@ from tokenspeed_core.kernels.attention import (
     AttentionProblem,
     AttentionStep,
 )
-from tokenspeed_core.kernels.ops import OpContract, Problem, Tolerance
+from tokenspeed_core.kernels.ops import DOTS, ROUNDING, OpContract, Problem, Tolerance
 from tokenspeed_core.kernels.spec import AxisLimit, Capability, KernelSpec, PlatformInfo
 from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
 from tokenspeed_core.models import (
@@ -20,12 +20,15 @@ from tokenspeed_core.models import (
     Model,
     ModelInfo,
     ModelSpec,
+    Quantization,
     WeightReader,
 )
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
 __all__ = [
+    "DOTS",
+    "ROUNDING",
     "AttentionCall",
     "AttentionFactory",
     "AttentionKernel",
@@ -50,6 +53,7 @@ __all__ = [
     "PlatformInfo",
     "Policy",
     "Problem",
+    "Quantization",
     "RecurrentState",
     "RequestRecord",
     "Room",

@@ -7,7 +7,7 @@ so that memory and cache groups are planned without loading a tensor library.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -72,6 +72,22 @@ class LoadFormat:
     by_name_only: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A way to compute linear maps in fewer bits, entered under `tokenspeed.quantization` by the name users type.
+
+    Rows of weights [O, I] and of activations [T, I] are stored as `dtype`, each with a float32 scale: the op
+    `quantize` (axis `size`) makes both from x [T, N], and `linear` (the axes of the plain op) is called with x and its
+    scales, weight and its scales, and the bias. `fused` maps an op to the one that also quantises its result.
+    """
+
+    name: str
+    dtype: str
+    quantize: str
+    linear: str
+    fused: Mapping[str, str] = field(default_factory=dict)
+
+
 class WeightReader(Protocol):
     """Yields the (name, tensor) pairs of a checkpoint directory, one at a time, on the CPU."""
 
@@ -89,10 +105,11 @@ class AttentionCall(Protocol):
 
 
 class BuildContext(Protocol):
-    """What a model's constructor is given: where it lives, and the only way to kernels."""
+    """What a model's constructor is given: where it lives, how linear maps compute, and the only way to kernels."""
 
     dtype: torch.dtype
     device: torch.device
+    quantization: Quantization | None
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return the selected kernel of an op for a problem (see the op's contract for both)."""

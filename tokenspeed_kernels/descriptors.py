@@ -22,13 +22,14 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
 
 
 def _triton(
-    op: str, load: str, features: frozenset[str] = _ROWWISE, limits: tuple[AxisLimit, ...] = ()
+    op: str, load: str, features: frozenset[str] = _ROWWISE, limits: tuple[AxisLimit, ...] = (),
+    dtypes: tuple[str, ...] = _ANY_FLOAT, capability: tuple[int, int] = (8, 0),
 ) -> KernelSpec:
     return KernelSpec(
         op=op,
         backend="triton",
         capability=Capability(
-            platforms=("cuda",), min_compute_capability=(8, 0), dtypes=_ANY_FLOAT, kv_dtypes=_ANY_FLOAT,
+            platforms=("cuda",), min_compute_capability=capability, dtypes=dtypes, kv_dtypes=_ANY_FLOAT,
             features=features, limits=limits,
         ),
         load=f"tokenspeed_kernels.triton.{load}",
@@ -39,13 +40,21 @@ def _triton(
 TORCH_NORM = (
     _torch("rms_norm", "norm:rms_norm"),
     _torch("add_rms_norm", "norm:add_rms_norm"),
+    _torch("add_rms_norm_fp8", "fp8:add_rms_norm_fp8"),
 )
 TORCH_ROPE = (
     _torch("rope", "rope:rope"),
     _torch("qk_norm_rope", "rope:qk_norm_rope"),
 )
-TORCH_ACTIVATION = (_torch("silu_mul", "activation:silu_mul"),)
-TORCH_LINEAR = (_torch("linear", "linear:linear"),)
+TORCH_ACTIVATION = (
+    _torch("silu_mul", "activation:silu_mul"),
+    _torch("silu_mul_fp8", "fp8:silu_mul_fp8"),
+)
+TORCH_LINEAR = (
+    _torch("linear", "linear:linear"),
+    _torch("quantize_fp8", "fp8:quantize_fp8"),
+    _torch("linear_fp8", "fp8:linear_fp8"),
+)
 TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
     _torch("moe_experts", "moe:moe_experts", frozenset()),
@@ -66,17 +75,28 @@ TORCH_SAMPLING = (
 )
 
 _ONE_BLOCK = (AxisLimit("size", 1, 16384),)
+_ONE_LONG_BLOCK = (AxisLimit("size", 1, 32768),)
 _EXPERTS = (AxisLimit("num_experts", 1, 1024),)
+_FP8_UNITS = (8, 9)  # the first compute capability that has e4m3
+_FP8_SIZES = (AxisLimit("in_size", 16, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
 
 TRITON_NORM = (
     _triton("rms_norm", "norm:rms_norm", limits=_ONE_BLOCK),
     _triton("add_rms_norm", "norm:add_rms_norm", limits=_ONE_BLOCK),
+    _triton("add_rms_norm_fp8", "fp8:add_rms_norm_fp8", limits=_ONE_BLOCK, capability=_FP8_UNITS),
 )
 TRITON_ROPE = (
     _triton("rope", "rope:rope"),
     _triton("qk_norm_rope", "rope:qk_norm_rope"),
 )
-TRITON_ACTIVATION = (_triton("silu_mul", "activation:silu_mul"),)
+TRITON_ACTIVATION = (
+    _triton("silu_mul", "activation:silu_mul"),
+    _triton("silu_mul_fp8", "fp8:silu_mul_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
+)
+TRITON_LINEAR = (
+    _triton("quantize_fp8", "fp8:quantize_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
+    _triton("linear_fp8", "linear_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS),
+)
 TRITON_MOE = (
     _triton("moe_route", "moe:moe_route", limits=_EXPERTS),
     _triton("moe_experts", "moe:moe_experts", _BASICS, _EXPERTS),

@@ -23,7 +23,7 @@ class DenseBuild:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.dtype, self.device = dtype, torch.device(device)
+        self.dtype, self.device, self.quantization = dtype, torch.device(device), None
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention] = {}
 

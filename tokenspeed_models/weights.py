@@ -6,7 +6,7 @@ Loading streams: one tensor is looked up, checked, copied and dropped before the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -31,11 +31,20 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """How a weight gets into a parameter that holds it in another form: `store` takes it, in `dtype`, on the device."""
+
+    dtype: torch.dtype
+    store: Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightSlot:
     """One tensor of a checkpoint and the view of a parameter that it fills; both have the same shape.
 
     `shard` None means that every process holds the whole. `kind` is "matrix", "bias" or "norm". A slot that
-    `replaces` others is another form of them: a checkpoint holds either it or them.
+    `replaces` others is another form of them: a checkpoint holds either it or them. Without a `packing` the
+    tensor is copied.
     """
 
     name: str
@@ -43,6 +52,19 @@ class WeightSlot:
     shard: Shard | None
     kind: str = "matrix"
     replaces: tuple[str, ...] = ()
+    packing: Packing | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which the tensor is taken."""
+        return self.target.dtype if self.packing is None else self.packing.dtype
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Put a tensor of the slot's shape in its place, whatever its device and float type."""
+        if self.packing is None:
+            self.target.copy_(tensor)
+        else:
+            self.packing.store(tensor.to(self.target.device, self.packing.dtype))
 
 
 @dataclass(slots=True)
@@ -109,7 +131,7 @@ class WeightMap:
             elif tensor.dtype not in _READABLE:
                 faults.misshapen.append(f"{name} is {tensor.dtype}; only unquantised weights are supported")
             else:
-                slot.target.copy_(tensor)
+                slot.fill(tensor)
         faults.missing.extend(pending)
         message = faults.message()
         if message:

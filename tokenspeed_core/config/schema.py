@@ -104,6 +104,10 @@ class Config(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "device", "type of weights and activations; auto follows the model's metadata"
     )
+    quantization: str | None = _setting(
+        None, "device", "how linear maps are computed in fewer bits; none: in the dtype (a CPU is slower with it)",
+        min_length=1, kind="quantization",
+    )
 
     host: str = _setting("127.0.0.1", "api", "address to listen on", min_length=1)
     port: int = _setting(8000, "api", "port to listen on; 0 takes a free one", ge=0, le=65535)

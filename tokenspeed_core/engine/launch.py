@@ -17,6 +17,7 @@ from tokenspeed_core.errors import CapacityError, ConfigError
 from tokenspeed_core.kernels.select import Preference
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Ready
+from tokenspeed_core.models import Quantization
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
@@ -84,6 +85,8 @@ def resolve(
         for name in wish.backends:
             if name != "auto":
                 catalog.get(f"kernels.{wish.family}", name)  # a misspelt name must not be passed over in a list
+    wanted = config.quantization
+    method = None if wanted is None else catalog.load(catalog.get("quantization", wanted), Quantization, required=True)
     runner = RunnerConfig(
         checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
         model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,
@@ -92,7 +95,7 @@ def resolve(
         max_cudagraph_capture_size=config.max_cudagraph_capture_size,
         cudagraph_capture_sizes=config.cudagraph_capture_sizes,
         gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
-        max_total_tokens=config.max_total_tokens, preferences=wishes,
+        max_total_tokens=config.max_total_tokens, quantization=method, preferences=wishes,
         num_threads=num_threads,
     )
     return Resolved(settled, checkpoint, runner, find_policy(config.schedule_policy, catalog))

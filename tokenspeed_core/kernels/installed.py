@@ -1,7 +1,10 @@
-"""The kernels that plugins brought, read through the plugin catalog."""
+"""The kernels and op contracts that plugins brought, read through the plugin catalog."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
@@ -31,6 +34,12 @@ def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
                 continue
             found += [InstalledKernel(spec, entry.distribution) for spec in specs]
     return tuple(found)
+
+
+def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
+    """Return the common op contracts and those of plugins. Raises ValueError on a name taken twice."""
+    loaded = (catalog.load(entry) for entry in catalog.entries("ops"))
+    return merge_ops(*((each,) if isinstance(each, OpContract) else each for each in loaded if each is not None))
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:

@@ -28,12 +28,12 @@ class Tolerance:
     source: str
 
 
-_ROUNDING = (
+ROUNDING = (
     Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24, summed over up to 8192 terms"),
     Tolerance("bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9 each, with room for cancellation"),
     Tolerance("float16", 4e-3, 4e-3, "two or three roundings of 2^-12 each, with room for cancellation"),
 )
-_DOTS = (
+DOTS = (
     Tolerance("float32", 2e-3, 2e-3, "matrix units round float32 inputs to 11 bits (tf32)"),
     Tolerance("bfloat16", 3e-2, 3e-2, "inputs of 8 bits, probabilities rounded once more"),
     Tolerance("float16", 6e-3, 6e-3, "inputs of 11 bits, probabilities rounded once more"),
@@ -51,7 +51,8 @@ class OpContract:
     `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` names arguments
     written in place; `rows` names those with a leading axis of independent rows; `errors` says when an
     implementation may raise; `reference` and `inputs` are "module:function": the meaning of the op, and a
-    generator of inputs for a problem. `parts` names the ops that a fused op composes.
+    generator of inputs for a problem. `parts` names the ops that a fused op composes. `cases` are problems, without
+    their dtype, on which the conformance kit runs it.
     """
 
     name: str
@@ -64,6 +65,7 @@ class OpContract:
     mutates: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    cases: tuple[Problem, ...] = ()
     errors: str = "none: shapes are the caller's duty, checked when the model is built"
     api: int = field(default=1)
 
@@ -84,12 +86,6 @@ class OpContract:
         raise KeyError(f"op {self.name!r} has no tolerance for {dtype}")
 
 
-_HEADS = {
-    "num_heads": "query heads H",
-    "num_kv_heads": "key heads K",
-    "head_size": "elements of a head, D",
-    "rotary_size": "leading elements of a head that are rotated, R <= D, even",
-}
 _SAMPLING = {"vocab_size": "entries of a row of logits, V"}
 _KV = {
     "num_kv_heads": "key heads K",
@@ -97,14 +93,13 @@ _KV = {
     "block_size": "tokens of a block",
     "kv_dtype": "dtype of the cache",
 }
-_MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}
 
 _CONTRACTS = (
     OpContract(
         "rms_norm", "norm",
         "(x [..., N], weight [N], eps: float) -> y [..., N]: normalised in float32, cast, times weight",
         {"size": "elements normalised together, N"},
-        "tokenspeed_kernels.reference.norm:rms_norm", "tokenspeed_core.testing.inputs:rms_norm", _ROUNDING,
+        "tokenspeed_kernels.reference.norm:rms_norm", "tokenspeed_core.testing.inputs:rms_norm", ROUNDING,
         rows=("x",),
     ),
     OpContract(
@@ -112,54 +107,21 @@ _CONTRACTS = (
         "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = its rms_norm",
         {"size": "elements normalised together, N"},
         "tokenspeed_kernels.reference.norm:add_rms_norm", "tokenspeed_core.testing.inputs:add_rms_norm",
-        _ROUNDING, mutates=("residual",), rows=("x", "residual"), parts=("rms_norm",),
-    ),
-    OpContract(
-        "rope", "rope",
-        "(q [T, H, D], k [T, K, D], positions int64 [T], cos_sin float32 [P, R], interleaved: bool) -> None; "
-        "a row of cos_sin is R/2 cosines, then R/2 sines; pairs are (0, 1), (2, 3), … if interleaved, else "
-        "(0, R/2), (1, R/2 + 1), …",
-        _HEADS,
-        "tokenspeed_kernels.reference.rope:rope", "tokenspeed_core.testing.inputs:rope", _ROUNDING,
-        mutates=("q", "k"), rows=("q", "k", "positions"),
-    ),
-    OpContract(
-        "qk_norm_rope", "rope",
-        "(q [T, H, D], k [T, K, D], q_weight [D], k_weight [D], eps, positions int64 [T], "
-        "cos_sin float32 [P, R], interleaved: bool) -> None: rms_norm of each head, then rope",
-        _HEADS,
-        "tokenspeed_kernels.reference.rope:qk_norm_rope", "tokenspeed_core.testing.inputs:qk_norm_rope",
-        _ROUNDING, mutates=("q", "k"), rows=("q", "k", "positions"), parts=("rms_norm", "rope"),
+        ROUNDING, mutates=("residual",), rows=("x", "residual"), parts=("rms_norm",),
     ),
     OpContract(
         "silu_mul", "activation",
         "(x [T, 2N]) -> y [T, N]: silu of the first half times the second",
         {"size": "elements of the result's rows, N"},
         "tokenspeed_kernels.reference.activation:silu_mul", "tokenspeed_core.testing.inputs:silu_mul",
-        _ROUNDING, rows=("x",),
+        ROUNDING, rows=("x",),
     ),
     OpContract(
         "linear", "linear",
         "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
         {"in_size": "input features I", "out_size": "output features O"},
-        "tokenspeed_kernels.reference.linear:linear", "tokenspeed_core.testing.inputs:linear", _DOTS,
+        "tokenspeed_kernels.reference.linear:linear", "tokenspeed_core.testing.inputs:linear", DOTS,
         rows=("x",),
-    ),
-    OpContract(
-        "moe_route", "moe",
-        "(logits [T, E], top_k, renormalize: bool) -> (weights float32 [T, k], ids int32 [T, k]): softmax "
-        "over all experts in float32, then the k likeliest, likeliest first, the lower id first among equals",
-        _MOE,
-        "tokenspeed_kernels.reference.moe:moe_route", "tokenspeed_core.testing.inputs:moe_route", _ROUNDING,
-        rows=("logits",),
-    ),
-    OpContract(
-        "moe_experts", "moe",
-        "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "
-        "-> y [T, N]: the sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
-        {**_MOE, "hidden_size": "features of a token, N", "intermediate_size": "features in an expert, I"},
-        "tokenspeed_kernels.reference.moe:moe_experts", "tokenspeed_core.testing.inputs:moe_experts", _DOTS,
-        rows=("x", "weights", "ids"),
     ),
     OpContract(
         "write_kv", "cache",
@@ -179,7 +141,7 @@ _CONTRACTS = (
             "scale": "factor of the scores",
             "window": "positions seen, its own included; None: all",
         },
-        "tokenspeed_kernels.reference.attention:attention", "tokenspeed_core.testing.attention:make_scene", _DOTS,
+        "tokenspeed_kernels.reference.attention:attention", "tokenspeed_core.testing.attention:make_scene", DOTS,
     ),
     OpContract(
         "greedy", "sampling",

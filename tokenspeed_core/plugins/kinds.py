@@ -28,11 +28,12 @@ UNUSED = Kind(1, is_used=False)
 KINDS: dict[str, Kind] = {
     **{
         f"{KERNELS_PREFIX}{family}": KERNELS
-        for family in ("attention", "cache", "norm", "rope", "activation", "linear", "moe", "sampling")
+        for family in ("attention", "cache", "norm", "activation", "linear", "sampling")
     },
-    **{f"{KERNELS_PREFIX}{family}": UNUSED for family in ("mla", "comm")},
+    **{f"{KERNELS_PREFIX}{family}": UNUSED for family in ("mla", "moe", "rope", "comm")},
     "models": Kind(1),  # model families, by the architectures name of config.json
     "load_formats": Kind(1),  # ways to read weights, for --load-format
+    "quantization": Kind(1),  # methods, for --quantization
     "checkpoints": Kind(1),  # names for checkpoints in packages
     "ops": Kind(1),  # op contracts
     "hooks": Kind(1, is_named=False),  # behaviour: modules of hook implementations
@@ -43,7 +44,6 @@ KINDS: dict[str, Kind] = {
     "tokenizers": UNUSED,
     "tool_parsers": UNUSED,
     "reasoning_parsers": UNUSED,
-    "quantization": UNUSED,  # methods
     "apis": UNUSED,  # dialects of HTTP
     "grammar": UNUSED,  # engines
     "drafters": UNUSED,  # of speculative decoding

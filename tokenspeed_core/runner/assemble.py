@@ -10,8 +10,7 @@ import torch
 
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.attention import AttentionLimits
-from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels
-from tokenspeed_core.kernels.ops import OpContract, merge_ops
+from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import load_target
@@ -63,7 +62,7 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
     Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
     """
     dtype = _DTYPES[config.dtype]
-    kernels, ops = installed_kernels(catalog), _contracts(catalog)
+    kernels, ops = installed_kernels(catalog), installed_ops(catalog)
     hint = how_to_get_kernels(catalog)
     uses_graphs = device.type == "cuda" and not config.enforce_eager
     needs = frozenset({"graph_safe"} if uses_graphs else ())
@@ -73,12 +72,16 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
 
     chosen = selector()
     place = torch.device("meta") if only_plan else device
-    build = ModelBuild(config.model_info, dtype, place, chosen)
+    build = ModelBuild(config.model_info, dtype, place, chosen, config.quantization)
     family: Callable[[Any, ModelBuild], Model] = load_target(config.model_spec.load)
     try:
         model = family(config.hf_config, build)
     except ValueError as error:
         raise CheckpointError(f"{config.checkpoint_path}: {error}") from error
+    method = config.quantization
+    if method is not None and not chosen.plan().find(method.linear):
+        raise CheckpointError(f"--quantization {method.name}: {config.model_info.architecture} asks for no "
+                              f"{method.linear}, so it would have no effect; leave it out")
     block_size = solve_block_size(build, config.block_size, selector)
     sampling = {"vocab_size": config.model_info.vocab_size}
     return Assembly(
@@ -89,8 +92,3 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
             _DTYPES[name]: build.op("greedy", **sampling, dtype=name) for name in sorted({config.dtype, "float32"})
         },
     )
-
-
-def _contracts(catalog: Catalog) -> Any:
-    loaded = (catalog.load(entry) for entry in catalog.entries("ops"))
-    return merge_ops(*((each,) if isinstance(each, OpContract) else each for each in loaded if each is not None))

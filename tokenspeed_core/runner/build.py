@@ -12,7 +12,7 @@ from tokenspeed_core.errors import CheckpointError, SelectionError
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Choice, Selector
-from tokenspeed_core.models import ModelInfo
+from tokenspeed_core.models import ModelInfo, Quantization
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, BoundKernels
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -33,10 +33,14 @@ class ModelBuild:
     known, since the block size is decided for all of them together.
     """
 
-    def __init__(self, info: ModelInfo, dtype: torch.dtype, device: torch.device, selector: Selector) -> None:
+    def __init__(
+        self, info: ModelInfo, dtype: torch.dtype, device: torch.device, selector: Selector,
+        quantization: Quantization | None = None,
+    ) -> None:
         """Start empty. `device` may be the meta device, to plan without memory."""
         self.dtype = dtype
         self.device = device
+        self.quantization = quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.groups = {group.name: AttentionGroup() for group in info.cache_groups}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed_core.kernels.select import Preference
-from tokenspeed_core.models import ModelInfo, ModelSpec
+from tokenspeed_core.models import ModelInfo, ModelSpec, Quantization
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,6 @@ class RunnerConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
     max_total_tokens: int | None = None
+    quantization: Quantization | None = None
     preferences: tuple[Preference, ...] = ()
     num_threads: int | None = None

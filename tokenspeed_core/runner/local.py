@@ -52,11 +52,11 @@ def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mappi
     """
     device = resolve_device(config.device)
     assembly = assemble(config, catalog, device, only_plan=True)
-    weights = config.model_info.num_parameters * assembly.build.dtype.itemsize
+    weights = None if config.quantization else config.model_info.num_parameters * assembly.build.dtype.itemsize
     is_cpu = device.type == "cpu"
     total = int(psutil.virtual_memory().total) if is_cpu else torch.cuda.get_device_properties(device).total_memory
     pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
-    left = {} if is_cpu else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
+    left = {} if is_cpu or not weights else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
     return assembly.kernel_plan, {
         "device_bytes": total,
         "weight_bytes": weights,
@@ -77,7 +77,7 @@ def _assemble_and_load(
         needed = config.model_info.num_parameters * _BYTES[config.dtype]
         free = torch.cuda.mem_get_info(device)[0]
         raise CapacityError(
-            f"the weights take {needed / GIB:.2f} GiB as {config.dtype}, and {device} has {free / GIB:.2f} GiB "
+            f"the weights are {needed / GIB:.2f} GiB as {config.dtype}, and {device} has {free / GIB:.2f} GiB "
             "free; free the device, or take a smaller model or --dtype bfloat16"
         ) from error
     return assembly

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
+from tokenspeed_core.kernels.ops import OpContract, Problem
 from tokenspeed_core.kernels.spec import KernelSpec, load_target
-from tokenspeed_core.testing.shapes import NUM_ROWS, problems
+from tokenspeed_core.testing.shapes import NUM_ROWS, contract_of, problems
 
 Arguments = Mapping[str, Any]
 
@@ -31,9 +31,9 @@ def check(
 
     Raises AssertionError naming the case. Attention has its own check, in `testing.attention`.
     """
-    contract = common_ops()[spec.op] if contract is None else contract
+    contract = contract_of(spec) if contract is None else contract
     runs = 0
-    for problem in problems(spec) if cases is None else cases:
+    for problem in problems(spec, contract) if cases is None else cases:
         kernel = spec.factory()(problem)
         for rows in num_rows:
             for strided in (False, True):
@@ -74,7 +74,7 @@ def agrees_with_reference(
     with poisoned_memory():
         found = run(kernel, contract, given)
     wide = {**problem, "dtype": "float32", **({"kv_dtype": "float32"} if "kv_dtype" in problem else {})}
-    raised = {name: _to_float32(value) for name, value in kept.items()}
+    raised = {name: _wide(value) for name, value in kept.items()}
     expected = run(load_target(contract.reference)(wide), contract, raised)
     for name, value in kept.items():
         if isinstance(value, Tensor) and name not in contract.mutates:
@@ -84,7 +84,7 @@ def agrees_with_reference(
     for index, (got, want) in enumerate(zip(found, expected, strict=True)):
         assert got.shape == want.shape, f"{case}: result {index} is {tuple(got.shape)}, not {tuple(want.shape)}"
         torch.testing.assert_close(
-            got.to(want.dtype), want, rtol=tolerance.relative, atol=tolerance.absolute,
+            _wide(got), _wide(want), rtol=tolerance.relative, atol=tolerance.absolute,
             msg=labelled(f"{case}: result {index}"),
         )
 
@@ -99,7 +99,8 @@ def ignores_other_rows(
     shared = [name for name in contract.mutates if name not in contract.rows]
     for got, want in zip(run(kernel, contract, alone), run(kernel, contract, together), strict=True):
         if not shared:
-            assert torch.equal(got, want[-1:]), f"{contract.name} {dict(problem)}: a row depends on the others"
+            same = torch.equal(_wide(got), _wide(want[-1:]))
+            assert same, f"{contract.name} {dict(problem)}: a row depends on the others"
 
 
 def replays(
@@ -119,7 +120,8 @@ def replays(
     graph.replay()
     torch.cuda.synchronize(device)
     for got, want in zip(found, run(kernel, contract, plain), strict=True):
-        assert torch.equal(got, want), f"{contract.name} {dict(problem)}: a replayed graph gives other results"
+        same = torch.equal(_wide(got), _wide(want))
+        assert same, f"{contract.name} {dict(problem)}: a replayed graph gives other results"
 
 
 @contextmanager
@@ -138,5 +140,5 @@ def labelled(case: str) -> Callable[[str], str]:
     return lambda text: f"{case}: {text}"
 
 
-def _to_float32(value: Any) -> Any:
+def _wide(value: Any) -> Any:
     return value.to(torch.float32) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -8,7 +8,7 @@ import torch
 
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.describe import window_group
-from tokenspeed_models.layers.linear import Linear, Projection, dtype_name
+from tokenspeed_models.layers.linear import Activation, Linear, Projection, dtype_name
 from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -51,9 +51,9 @@ class Attention:
             scale=head_size**-0.5, window=window, group=window_group(window),
         )
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activation, positions: torch.Tensor) -> torch.Tensor:
         """Map x [T, hidden] at int64 positions [T] to [T, hidden]."""
-        q, k, v = self.qkv(x).view(x.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
+        q, k, v = self.qkv(x).view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
         if self.norm_weights is None:
             self._rotate(q, k, positions, self.cos_sin, False)
         else:

@@ -9,6 +9,7 @@ import torch
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
+from tokenspeed_models.layers.linear import Activation
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
@@ -35,12 +36,14 @@ class DecoderLayer:
 
         The first layer is given no residual: x is the stream.
         """
+        normalized: Activation
         if residual is None:
-            x, residual = self.input_norm(x), x
+            normalized, residual = self.input_norm(x), x
         else:
-            x, residual = self.input_norm.add(x, residual)
-        x, residual = self.post_norm.add(self.attention(x, positions), residual)
-        return self.mlp(x), residual
+            normalized, residual = self.input_norm.add_before_linear(x, residual)
+        x = self.attention(normalized, positions)
+        normalized, residual = self.post_norm.add_before_linear(x, residual)
+        return self.mlp(normalized), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights, by the names that these families' checkpoints share."""

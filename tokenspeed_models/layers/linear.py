@@ -1,19 +1,28 @@
-"""Linear maps: one matrix product for all projections that share an input."""
+"""Linear maps: one matrix product for all projections that share an input, quantised if the user wants it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.weights import Shard, WeightSlot
+from tokenspeed_models.weights import Packing, Shard, WeightSlot
+
+Activation = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a linear map takes: x [T, in], or what the method's `quantize` makes of it: x and its scales."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype as op problems spell it, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def fused_op(build: BuildContext, op: str) -> str:
+    """Return the op that also quantises its result for a linear map, or the op itself where there is none."""
+    return op if build.quantization is None else build.quantization.fused.get(op, op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +35,38 @@ class Projection:
 
 
 class Linear:
-    """Computes `x @ weight.T + bias` for the stacked weights of one or more projections."""
+    """Computes `x @ weight.T + bias` for the stacked weights of one or more projections.
+
+    Under `build.quantization` the weight is held as its method says: each projection is quantised on the device when
+    it is loaded, so no more than one of them is there in full; `scale` [out, 1] belongs to its rows.
+    """
 
     def __init__(
         self, build: BuildContext, in_size: int, projections: tuple[Projection, ...], *, bias: bool = False
     ) -> None:
         out_size = sum(projection.size for projection in projections)
+        method, self.dtype = build.quantization, build.dtype
+        problem = {"in_size": in_size, "out_size": out_size, "dtype": dtype_name(build.dtype)}
+        held = build.dtype if method is None else getattr(torch, method.dtype)
         self.projections = projections
-        self.weight = torch.empty(out_size, in_size, dtype=build.dtype, device=build.device)
+        self.weight = torch.empty(out_size, in_size, dtype=held, device=build.device)
         self.bias = torch.empty(out_size, dtype=build.dtype, device=build.device) if bias else None
-        self._linear = build.op("linear", in_size=in_size, out_size=out_size, dtype=dtype_name(build.dtype))
+        if method is None:
+            self.scale = None
+            self._linear = build.op("linear", **problem)
+        else:
+            self.scale = torch.empty(out_size, 1, dtype=torch.float32, device=build.device)
+            self._quantize = build.op(method.quantize, size=in_size, dtype=dtype_name(build.dtype))
+            self._linear = build.op(method.linear, **problem)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activation) -> torch.Tensor:
         """Map x [T, in] to [T, out], the projections side by side."""
-        result: torch.Tensor = self._linear(x, self.weight, self.bias)
+        result: torch.Tensor
+        if self.scale is None:
+            result = self._linear(x, self.weight, self.bias)
+        else:
+            x, x_scale = x if isinstance(x, tuple) else self._quantize(x)
+            result = self._linear(x, x_scale, self.weight, self.scale, self.bias)
         return result
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -48,7 +75,14 @@ class Linear:
         for projection in self.projections:
             rows, shard = slice(start, start + projection.size), projection.shard
             start += projection.size
-            yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard)
+            packing = None if self.scale is None else Packing(self.dtype, partial(self._store, rows))
+            yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard, packing=packing)
             if self.bias is not None:
                 cut = shard if shard is not None and shard.axis == 0 else None
                 yield WeightSlot(f"{prefix}{projection.name}.bias", self.bias[rows], cut, "bias")
+
+    def _store(self, rows: slice, weight: torch.Tensor) -> None:
+        """Quantise some rows of the weight."""
+        assert self.scale is not None, "only a quantised weight is packed"
+        for held, part in zip((self.weight, self.scale), self._quantize(weight), strict=True):
+            held[rows].copy_(part)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Linear, Projection, dtype_name
+from tokenspeed_models.layers.linear import Activation, Linear, Projection, dtype_name, fused_op
 from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -24,9 +24,10 @@ class MLP:
             Projection("up_proj", intermediate_size, columns),
         ), bias=bias)
         self.down = Linear(build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias)
-        self._silu_mul = build.op("silu_mul", size=intermediate_size, dtype=dtype_name(build.dtype))
+        self._silu_mul = build.op(
+            fused_op(build, "silu_mul"), size=intermediate_size, dtype=dtype_name(build.dtype))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activation) -> torch.Tensor:
         """Map x [T, hidden] to [T, hidden]."""
         return self.down(self._silu_mul(self.gate_up(x)))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Linear, Projection, dtype_name
+from tokenspeed_models.layers.linear import Activation, Linear, Projection, dtype_name
 from tokenspeed_models.placement import Boundary, Partial, Replicated
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -19,6 +19,10 @@ class MoE:
         self, build: BuildContext, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int,
         renormalize: bool,
     ) -> None:
+        if build.quantization is not None:
+            raise ValueError(
+                f"--quantization {build.quantization.name} computes no experts yet, which this model has; leave it out"
+            )
         dtype = dtype_name(build.dtype)
         self.num_experts, self.intermediate_size = num_experts, intermediate_size
         self.top_k, self.renormalize = top_k, renormalize
@@ -31,8 +35,9 @@ class MoE:
         self._experts = build.op("moe_experts", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
                                  intermediate_size=intermediate_size, dtype=dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activation) -> torch.Tensor:
         """Map x [T, hidden] to [T, hidden]."""
+        assert isinstance(x, torch.Tensor), "a model that has experts is not quantised"
         weights, ids = self._route(self.router(x), self.top_k, self.renormalize)
         result: torch.Tensor = self._experts(x, self.gate_up, self.down, weights, ids)
         return result

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import dtype_name
+from tokenspeed_models.layers.linear import Activation, dtype_name, fused_op
 from tokenspeed_models.placement import Boundary, Replicated
 from tokenspeed_models.weights import WeightSlot
 
@@ -21,6 +21,8 @@ class RMSNorm:
         dtype = dtype_name(build.dtype)
         self._norm = build.op("rms_norm", size=size, dtype=dtype)
         self._add_norm = build.op("add_rms_norm", size=size, dtype=dtype)
+        fused = fused_op(build, "add_rms_norm")
+        self._quantize_norm = None if fused == "add_rms_norm" else build.op(fused, size=size, dtype=dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x [..., size]."""
@@ -31,6 +33,13 @@ class RMSNorm:
         """Add x [T, size] to the residual in place; return the sum normalised, and the residual."""
         result: tuple[torch.Tensor, torch.Tensor] = self._add_norm(x, residual, self.weight, self.eps)
         return result
+
+    def add_before_linear(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activation, torch.Tensor]:
+        """As `add`, for linear maps alone: what they take comes quantised where the method has a fused op for that."""
+        if self._quantize_norm is None:
+            return self.add(x, residual)
+        y, scale, residual = self._quantize_norm(x, residual, self.weight, self.eps)
+        return (y, scale), residual
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         """List the weight."""

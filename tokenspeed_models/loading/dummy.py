@@ -37,9 +37,10 @@ def read_dummy(
 
 
 def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
-    """Return one weight, new, of the slot's shape, dtype and device."""
+    """Return one weight, new, of the slot's shape and device, in the type that it takes."""
     if slot.kind == "norm":
         return torch.ones_like(slot.target)
     if slot.kind == "bias":
         return torch.zeros_like(slot.target)
-    return torch.empty_like(slot.target).normal_(0.0, _DEVIATION, generator=generator)
+    weight = torch.empty(slot.target.shape, dtype=slot.dtype, device=slot.target.device)
+    return weight.normal_(0.0, _DEVIATION, generator=generator)

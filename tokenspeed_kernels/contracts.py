@@ -1,0 +1,106 @@
+"""The op contracts that this distribution brings: rotary positions, experts, linear maps in eight bits.
+
+Imports no tensor library.
+"""
+
+from __future__ import annotations
+
+from tokenspeed_core.api import DOTS, ROUNDING, OpContract, Quantization, Tolerance
+
+_INPUTS = "tokenspeed_kernels.inputs"
+_REFERENCE = "tokenspeed_kernels.reference"
+
+_HEADS = {
+    "num_heads": "query heads H",
+    "num_kv_heads": "key heads K",
+    "head_size": "elements of a head, D",
+    "rotary_size": "leading elements of a head that are rotated, R <= D, even",
+}
+_ROPES = (
+    {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "rotary_size": 64},
+    {"num_heads": 5, "num_kv_heads": 1, "head_size": 48, "rotary_size": 32},
+    {"num_heads": 4, "num_kv_heads": 4, "head_size": 128, "rotary_size": 128},
+)
+ROPE = (
+    OpContract(
+        "rope", "rope",
+        "(q [T, H, D], k [T, K, D], positions int64 [T], cos_sin float32 [P, R], interleaved: bool) -> None; "
+        "a row of cos_sin is R/2 cosines, then R/2 sines; pairs are (0, 1), (2, 3), … if interleaved, else "
+        "(0, R/2), (1, R/2 + 1), …",
+        _HEADS, f"{_REFERENCE}.rope:rope", f"{_INPUTS}:rope", ROUNDING,
+        mutates=("q", "k"), rows=("q", "k", "positions"), cases=_ROPES,
+    ),
+    OpContract(
+        "qk_norm_rope", "rope",
+        "(q [T, H, D], k [T, K, D], q_weight [D], k_weight [D], eps, positions int64 [T], "
+        "cos_sin float32 [P, R], interleaved: bool) -> None: rms_norm of each head, then rope",
+        _HEADS, f"{_REFERENCE}.rope:qk_norm_rope", f"{_INPUTS}:qk_norm_rope", ROUNDING,
+        mutates=("q", "k"), rows=("q", "k", "positions"), parts=("rms_norm", "rope"), cases=_ROPES,
+    ),
+)
+
+_MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}
+MOE = (
+    OpContract(
+        "moe_route", "moe",
+        "(logits [T, E], top_k, renormalize: bool) -> (weights float32 [T, k], ids int32 [T, k]): softmax "
+        "over all experts in float32, then the k likeliest, likeliest first, the lower id first among equals",
+        _MOE, f"{_REFERENCE}.moe:moe_route", f"{_INPUTS}:moe_route", ROUNDING,
+        rows=("logits",), cases=({"num_experts": 12, "top_k": 3}, {"num_experts": 128, "top_k": 8}),
+    ),
+    OpContract(
+        "moe_experts", "moe",
+        "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "
+        "-> y [T, N]: the sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
+        {**_MOE, "hidden_size": "features of a token, N", "intermediate_size": "features in an expert, I"},
+        f"{_REFERENCE}.moe:moe_experts", f"{_INPUTS}:moe_experts", DOTS,
+        rows=("x", "weights", "ids"),
+        cases=(
+            {"num_experts": 6, "top_k": 2, "hidden_size": 40, "intermediate_size": 24},
+            {"num_experts": 16, "top_k": 4, "hidden_size": 128, "intermediate_size": 96},
+        ),
+    ),
+)
+
+_CODES = tuple(
+    Tolerance(dtype, 0.13, 4e-3, "a value near the middle of two e4m3 codes may become either, 1/8 apart")
+    for dtype in ("float32", "bfloat16", "float16")
+)
+_ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
+FP8 = (
+    OpContract(
+        "quantize_fp8", "linear",
+        "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): scale is the row's largest magnitude / 448 "
+        "(of 1e-10 at least), y = x / scale rounded",
+        {"size": "elements of a row, N"},
+        f"{_REFERENCE}.fp8:quantize_fp8", f"{_INPUTS}:quantize_fp8", _CODES, rows=("x",), cases=_ROWS,
+    ),
+    OpContract(
+        "add_rms_norm_fp8", "norm",
+        "(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, 1], residual): "
+        "residual += x; y and scale are its rms_norm, rounded to the dtype and quantised",
+        {"size": "elements normalised together, N"},
+        f"{_REFERENCE}.fp8:add_rms_norm_fp8", "tokenspeed_core.testing.inputs:add_rms_norm", _CODES,
+        mutates=("residual",), rows=("x", "residual"), parts=("add_rms_norm", "quantize_fp8"), cases=_ROWS,
+    ),
+    OpContract(
+        "silu_mul_fp8", "activation",
+        "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): silu of the first half times the second, "
+        "rounded to the dtype and quantised",
+        {"size": "elements of the result's rows, N"},
+        f"{_REFERENCE}.fp8:silu_mul_fp8", "tokenspeed_core.testing.inputs:silu_mul", _CODES,
+        rows=("x",), parts=("silu_mul", "quantize_fp8"), cases=_ROWS,
+    ),
+    OpContract(
+        "linear_fp8", "linear",
+        "(x float8_e4m3fn [T, I], x_scale float32 [T, 1], weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], "
+        "bias [O] | None) -> y [T, O] of the dtype: (x * x_scale) @ (weight * weight_scale).T + bias",
+        {"in_size": "input features I", "out_size": "output features O"},
+        f"{_REFERENCE}.fp8:linear_fp8", f"{_INPUTS}:linear_fp8", DOTS, rows=("x", "x_scale"),
+        cases=({"in_size": 96, "out_size": 48}, {"in_size": 256, "out_size": 512}, {"in_size": 100, "out_size": 50}),
+    ),
+)
+FP8_METHOD = Quantization(
+    name="fp8", dtype="float8_e4m3fn", quantize="quantize_fp8", linear="linear_fp8",
+    fused={"add_rms_norm": "add_rms_norm_fp8", "silu_mul": "silu_mul_fp8"},
+)

@@ -1,0 +1,85 @@
+"""Inputs for the ops of `contracts`, as `tokenspeed_core.testing.inputs` makes them for the common ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, device
+
+from tokenspeed_core.api import Problem
+from tokenspeed_core.testing.inputs import EPS, random, random_rows, random_weight
+from tokenspeed_kernels.reference.fp8 import quantize_rows
+
+MAX_POSITION = 512
+
+
+def rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make q and k as views of one [T, H + 2K, D] tensor if strided; interleaved pairs for even T."""
+    heads, kv_heads, size = problem["num_heads"], problem["num_kv_heads"], problem["head_size"]
+    if strided:
+        qkv = random((num, heads + 2 * kv_heads, size), problem, at, seed)
+        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+    else:
+        q = random((num, heads, size), problem, at, seed)
+        k = random((num, kv_heads, size), problem, at, seed)
+    half = problem["rotary_size"] // 2
+    angles = torch.arange(MAX_POSITION)[:, None] / 10000 ** (torch.arange(half) / half)
+    positions = torch.randint(0, MAX_POSITION, (num,), generator=seed)
+    return {
+        "q": q, "k": k, "positions": positions.to(at),
+        "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=1).to(at), "interleaved": num % 2 == 0,
+    }
+
+
+def qk_norm_rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """As rope, with weights [D]."""
+    size = problem["head_size"]
+    given = rope(problem, num, at, seed, strided)
+    q, k = given.pop("q"), given.pop("k")
+    weights = {name: random_weight(size, problem, at, seed) for name in ("q_weight", "k_weight")}
+    return {"q": q, "k": k, **weights, "eps": EPS, **given}
+
+
+def moe_route(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make logits [T, E]."""
+    logits = random_rows(num, problem["num_experts"], problem, at, seed, strided)
+    return {"logits": logits, "top_k": problem["top_k"], "renormalize": num % 2 == 0}
+
+
+def moe_experts(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, N], weights of unit gain, distinct expert ids for each token; some experts get no token."""
+    experts, k = problem["num_experts"], problem["top_k"]
+    size, inner = problem["hidden_size"], problem["intermediate_size"]
+    ids = torch.rand((num, experts), generator=seed).argsort(dim=1)[:, :k].to(torch.int32)
+    return {
+        "x": random_rows(num, size, problem, at, seed, strided),
+        "gate_up": random((experts, 2 * inner, size), problem, at, seed) / size**0.5,
+        "down": random((experts, size, inner), problem, at, seed) / inner**0.5,
+        "weights": torch.rand((num, k), generator=seed).to(at),
+        "ids": ids.to(at),
+    }
+
+
+def quantize_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, N] whose rows differ in size a thousandfold, every third of them zero."""
+    size = torch.logspace(-2, 1, max(num, 1))[:num] * (torch.arange(num) % 3 != 2)
+    x = random_rows(num, problem["size"], problem, at, seed, strided)
+    return {"x": x.mul_(size.unsqueeze(1).to(x))}
+
+
+def linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, I] and a weight [O, I] of unit gain, quantised by rows, and a bias [O] for even T."""
+    inner, outer = problem["in_size"], problem["out_size"]
+    x, x_scale = quantize_rows(random((num, inner), problem, at, seed))
+    weight, weight_scale = quantize_rows(random((outer, inner), problem, at, seed) / inner**0.5)
+    if strided:
+        x = _within_wider_rows(x)
+    bias = random_weight(outer, problem, at, seed) if num % 2 == 0 else None
+    return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
+
+
+def _within_wider_rows(x: Tensor) -> Tensor:
+    wide = torch.zeros((x.shape[0], x.shape[1] + 48), dtype=x.dtype, device=x.device)
+    cut = wide[:, 16 : 16 + x.shape[1]]
+    return cut.copy_(x)

@@ -1,0 +1,65 @@
+"""Linear maps in eight bits (e4m3): rows of weights and of activations, each with a scale of its own.
+
+The scale of a row maps its largest magnitude to the format's, 448, so the relative error of an element is 2^-4 at
+most where it lies within 2^-14 of that magnitude (Micikevicius et al., arXiv:2209.05433).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.activation import silu_mul
+from tokenspeed_kernels.reference.norm import add_rms_norm
+
+LARGEST = 448.0  # of e4m3
+LEAST = 1e-10    # of a row's largest magnitude: a row of zeros has a scale too
+
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+LinearFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [T, N] as float8_e4m3fn [T, N] and float32 scales [T, 1]."""
+    wide = x.to(torch.float32)
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=LEAST).div_(LARGEST)
+    return (wide / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+
+
+def quantize_fp8(problem: Problem) -> Quantize:
+    """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
+    del problem  # the rows tell their size
+    return quantize_rows
+
+
+def add_rms_norm_fp8(problem: Problem) -> AddNorm:
+    """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, 1], residual)`."""
+    norm = add_rms_norm(problem)
+
+    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        return *quantize_rows(norm(x, residual, weight, eps)[0]), residual
+
+    return add_norm
+
+
+def silu_mul_fp8(problem: Problem) -> Quantize:
+    """Return `silu_mul(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
+    plain = silu_mul(problem)
+    return lambda x: quantize_rows(plain(x))
+
+
+def linear_fp8(problem: Problem) -> LinearFp8:
+    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; each call widens both to float32."""
+    dtype: torch.dtype = getattr(torch, problem["dtype"])
+
+    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+        y = functional.linear(x.to(torch.float32), weight.to(torch.float32))
+        y = y.mul_(x_scale).mul_(weight_scale.view(1, -1))
+        return (y if bias is None else y.add_(bias)).to(dtype)
+
+    return linear

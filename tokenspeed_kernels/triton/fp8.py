@@ -1,0 +1,124 @@
+"""Rows quantised to e4m3 on their way out: alone, behind an RMS norm, behind the gated activation.
+
+Each program holds a whole row, since the scale is known only when all of it is. Values are rounded to the dtype
+before they are quantised, so that a fused kernel gives what its parts give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+
+LARGEST = tl.constexpr(448.0)
+LEAST = tl.constexpr(1e-10)
+
+
+@triton.jit
+def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
+    """Store a row of float32 x, zero where masked, and its scale."""
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), LEAST) / LARGEST
+    y = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+    tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < N
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N)
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < N
+    stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    residual_ptrs = residual_ptr + row * residual_stride + column
+    total = stored.to(tl.float32) + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    total = total.to(stored.dtype)
+    tl.store(residual_ptrs, total, mask=mask)
+    wide = total.to(tl.float32)
+    normalized = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / N + eps)).to(stored.dtype).to(tl.float32)
+    y = normalized * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    _store_quantized(y.to(stored.dtype).to(tl.float32), y_ptr, scale_ptr, row, column, mask, N)
+
+
+@triton.jit
+def _silu_mul(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < N
+    stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    gate = stored.to(tl.float32)
+    up = tl.load(x_ptr + row * x_stride + N + column, mask=mask, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(stored.dtype).to(tl.float32)
+    _store_quantized((activated * up).to(stored.dtype).to(tl.float32), y_ptr, scale_ptr, row, column, mask, N)
+
+
+class _Rows:
+    """The shape of a launch over whole rows, and the tensors that it fills."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.block = triton.next_power_of_2(size)
+        self.num_warps = min(16, max(4, self.block // 512))
+
+    def outputs(self, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return memory for rows of e4m3 and their scales."""
+        y = torch.empty((num_rows, self.size), dtype=torch.float8_e4m3fn, device=device)
+        return y, torch.empty((num_rows, 1), dtype=torch.float32, device=device)
+
+
+def quantize_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
+    rows = _Rows(problem["size"])
+
+    def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, scale = rows.outputs(x.shape[0], x.device)
+        if x.shape[0]:
+            _quantize[(x.shape[0],)](x, y, scale, x.stride(0), N=rows.size, BLOCK=rows.block, num_warps=rows.num_warps)
+        return y, scale
+
+    return quantize
+
+
+def add_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+    """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, 1], residual)`."""
+    rows = _Rows(problem["size"])
+
+    def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        y, scale = rows.outputs(x.shape[0], x.device)
+        if x.shape[0]:
+            _add_rms_norm[(x.shape[0],)](
+                x, residual, weight, y, scale, x.stride(0), residual.stride(0), eps,
+                N=rows.size, BLOCK=rows.block, num_warps=rows.num_warps,
+            )
+        return y, scale, residual
+
+    return norm
+
+
+def silu_mul_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return `silu_mul(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
+    rows = _Rows(problem["size"])
+
+    def silu_mul(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, scale = rows.outputs(x.shape[0], x.device)
+        if x.shape[0]:
+            _silu_mul[(x.shape[0],)](x, y, scale, x.stride(0), N=rows.size, BLOCK=rows.block, num_warps=rows.num_warps)
+        return y, scale
+
+    return silu_mul
