@@ -1,0 +1,126 @@
+"""Find the best tilings of the Triton kernel for few rows in e4m3 on this GPU, beside torch's scaled product.
+
+    python benchmarks/linear_fp8_tilings.py [--rows 1 16 32 64]
+
+Each shape is timed inside a CUDA graph over copies of its weight that exceed the cache together: medians of 7, after a
+check against float64. Then the scaled product with many rows, its quick accumulation on and off, beside bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_kernels.reference.fp8 import quantize_rows
+from tokenspeed_kernels.triton.linear_fp8 import Tiling, multiply_few, tiling_of
+
+SHAPES = {  # name: (out, in)
+    "8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24576, 4096), "8b down": (4096, 12288),
+}
+COLD_BYTES = 400_000_000   # of weight copies, several times the cache
+TOLERANCE = 6e-3           # relative, of bfloat16 results
+MANY = (128, 256, 2048, 8192)
+
+Weight = tuple[Tensor, Tensor]
+
+
+def micros(call: Callable[[Weight], Tensor], weights: Sequence[Weight]) -> float:
+    """Return the microseconds of one call, launched from a graph over all weights."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for weight in weights[:2]:
+            call(weight)
+        with torch.cuda.graph(graph, stream=stream):
+            for weight in weights:
+                call(weight)
+    times = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / len(weights) * 1e3)
+    return statistics.median(times)
+
+
+def tilings(num_rows: int) -> Iterator[Tiling]:
+    """Yield the tilings to try."""
+    for block_n, block_k, num_warps, num_stages in (
+        (16, 256, 4, 5), (16, 512, 4, 4), (32, 128, 4, 6), (32, 256, 4, 4), (32, 256, 4, 6), (32, 512, 4, 4),
+        (64, 128, 4, 6), (64, 256, 4, 4), (64, 256, 4, 5), (64, 256, 8, 4), (64, 512, 4, 4), (128, 128, 4, 5),
+    ):
+        if (block_n + max(16, num_rows)) * block_k * (num_stages - 1) < 200_000:
+            yield Tiling(block_n, block_k, num_warps, num_stages)
+
+
+def scaled(x: Tensor, x_scale: Tensor, weight: Weight, *, quick: bool = True) -> Tensor:
+    """Return torch's own product."""
+    return torch._scaled_mm(
+        x, weight[0].t(), scale_a=x_scale, scale_b=weight[1].t(), out_dtype=torch.bfloat16, use_fast_accum=quick,
+    )
+
+
+def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
+    """Print one shape's best tilings with few rows."""
+    out_size, in_size = weights[0][0].shape
+    x, x_scale = quantize_rows(torch.randn(num_rows, in_size, device="cuda"))
+    exact = (x.double() * x_scale.double()) @ (weights[0][0].double() * weights[0][1].double()).T
+    found = []
+    for tiling in {*tilings(num_rows), tiling_of(out_size, in_size)}:
+        got = multiply_few(x, x_scale, *weights[0], None, torch.bfloat16, tiling)
+        error = float((got.double() - exact).norm() / exact.norm())
+        if not error < TOLERANCE:
+            raise SystemExit(f"{name}, {num_rows} rows, {tiling}: wrong by {error}")
+        call = lambda w: multiply_few(x, x_scale, *w, None, torch.bfloat16, tiling)  # noqa: B023, E731
+        found.append((micros(call, weights), tiling))
+    found.sort(key=lambda each: each[0])
+    chosen = next(took for took, tiling in found if tiling == tiling_of(out_size, in_size))
+    torchs = micros(lambda w: scaled(x, x_scale, w), weights)
+    best = "; ".join(
+        f"{took:.1f} ({t.block_n}, {t.block_k}, {t.num_warps}, {t.num_stages})" for took, t in found[:4]
+    )
+    print(f"{name:11} {num_rows:3} rows: torch {torchs:6.1f} us, chosen {chosen:6.1f}, best {best}", flush=True)
+
+
+def many(name: str, weights: Sequence[Weight]) -> None:
+    """Print the rates of one shape with many rows, in TFLOP/s."""
+    out_size, in_size = weights[0][0].shape
+    wide = weights[0][0].to(torch.bfloat16)
+    for num_rows in MANY:
+        plain = torch.randn(num_rows, in_size, device="cuda", dtype=torch.bfloat16)
+        x, x_scale = quantize_rows(plain)
+        few_weights = weights[: 4 if num_rows > 512 else len(weights)]
+        rates = [
+            2e-6 * num_rows * out_size * in_size / micros(call, few_weights)
+            for call in (
+                lambda w: scaled(x, x_scale, w), lambda w: scaled(x, x_scale, w, quick=False),  # noqa: B023
+                lambda w: functional.linear(plain, wide),  # noqa: B023
+            )
+        ]
+        quick, exact, wider = rates
+        print(f"{name:11} {num_rows:5} rows: quick {quick:6.0f}, exact {exact:6.0f}, bf16 {wider:6.0f}", flush=True)
+
+
+def main() -> None:
+    """Sweep."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64])
+    options = parser.parse_args()
+    for name, (out_size, in_size) in SHAPES.items():
+        weights = [
+            quantize_rows(torch.randn(out_size, in_size, device="cuda") / in_size**0.5)
+            for _ in range(2 + COLD_BYTES // (out_size * in_size))
+        ]
+        for num_rows in options.rows:
+            few(name, num_rows, weights)
+        many(name, weights)
+
+
+if __name__ == "__main__":
+    main()
