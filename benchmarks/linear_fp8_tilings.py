@@ -52,10 +52,10 @@ def micros(call: Callable[[Weight], Tensor], weights: Sequence[Weight]) -> float
 def tilings(num_rows: int) -> Iterator[Tiling]:
     """Yield the tilings to try."""
     for block_n, block_k, num_warps, num_stages in (
-        (16, 256, 4, 5), (16, 512, 4, 4), (32, 128, 4, 6), (32, 256, 4, 4), (32, 256, 4, 6), (32, 512, 4, 4),
-        (64, 128, 4, 6), (64, 256, 4, 4), (64, 256, 4, 5), (64, 256, 8, 4), (64, 512, 4, 4), (128, 128, 4, 5),
+        (16, 256, 4, 6), (32, 128, 4, 8), (32, 256, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 8),
+        (64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 8, 4), (64, 512, 4, 3), (128, 128, 4, 5),
     ):
-        if (block_n + max(16, num_rows)) * block_k * (num_stages - 1) < 200_000:
+        if (block_n + max(16, num_rows)) * block_k * num_stages < 230_000:
             yield Tiling(block_n, block_k, num_warps, num_stages)
 
 

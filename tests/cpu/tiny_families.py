@@ -23,10 +23,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_reference(family: str, folder: Path) -> Any:
-    """Write a family's checkpoint and return transformers' model of the same weights."""
+def save_reference(family: str, folder: Path, **changes: Any) -> Any:
+    """Write a family's checkpoint and return transformers' model of the same weights; `changes` are of its config."""
     torch.manual_seed(11)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **FAMILIES[family]})
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **FAMILIES[family], **changes})
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     reference.save_pretrained(folder)
     return reference

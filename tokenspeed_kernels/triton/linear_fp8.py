@@ -66,9 +66,9 @@ def _few_rows(
 
 
 def tiling_of(out_size: int, in_size: int) -> Tiling:
-    """Return the tiling for few rows: narrow tiles where wide ones would leave multiprocessors idle."""
-    block_k = min(256, max(32, triton.next_power_of_2(in_size)))
-    return Tiling(64 if out_size >= 16384 else 32, block_k, 4, 4)
+    """Return the tiling for few rows."""
+    del out_size
+    return Tiling(64, min(128, max(32, triton.next_power_of_2(in_size))), 4, 6)
 
 
 def multiply_few(

@@ -1,0 +1,188 @@
+"""Linear maps in eight bits: what the numbers are, what the layers hold, what a model makes of it, what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_families import save_reference
+from torch import Tensor
+
+from tokenspeed_core.api import ModelSpec, Quantization
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import discover, dry_run, resolve
+from tokenspeed_core.errors import CheckpointError, PluginError
+from tokenspeed_core.kernels.spec import load_target
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.local import plan_only
+from tokenspeed_kernels.contracts import FP8, FP8_METHOD
+from tokenspeed_kernels.reference import activation, fp8, norm
+from tokenspeed_models.families import LLAMA, QWEN2, QWEN3
+from tokenspeed_models.layers import Linear, Projection
+from tokenspeed_models.loading.dummy import read_dummy
+from tokenspeed_models.loading.safetensors import read_safetensors
+from tokenspeed_models.testing import DenseBuild, sequence_logits
+from tokenspeed_models.weights import WeightMap
+
+HALF_STEP = 2.0**-4   # of an e4m3 number, relative: four significant bits, rounded
+REFERENCES = {contract.name: contract.reference for contract in FP8}
+
+
+class QuantizedBuild(DenseBuild):
+    """A build that quantises, with the reference kernels of its ops."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        self.quantization = FP8_METHOD
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        if op not in REFERENCES:
+            return super().op(op, **problem)
+        self.problems.append((op, problem))
+        kernel: Callable[..., Any] = load_target(REFERENCES[op])(problem)
+        return kernel
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_row_is_stored_with_four_bits_an_element_and_its_own_scale() -> None:
+    x = normal(5, 300) * torch.tensor([1e-3, 1.0, 0.0, 400.0, 1e4]).unsqueeze(1)
+    y, scale = fp8.quantize_rows(x)
+    assert y.dtype == torch.float8_e4m3fn
+    assert scale.tolist() == [[max(row, 1e-10) / 448] for row in x.abs().amax(dim=1).tolist()] or torch.allclose(
+        scale, x.abs().amax(dim=1, keepdim=True).clamp(min=1e-10) / 448, rtol=1e-6, atol=0
+    )
+    assert (y.float().abs().amax(dim=1) == torch.tensor([448.0, 448.0, 0.0, 448.0, 448.0])).all()
+    error = (y.float() * scale - x).abs()
+    assert (error <= HALF_STEP * x.abs() + 2.0**-10 * scale).all()
+
+
+def test_the_product_is_that_of_the_stored_numbers() -> None:
+    x, weight, bias = normal(7, 96), normal(40, 96, seed=1), normal(40, seed=2)
+    (x8, x_scale), (w8, w_scale) = fp8.quantize_rows(x), fp8.quantize_rows(weight)
+    found = fp8.linear_fp8({"in_size": 96, "out_size": 40, "dtype": "float32"})(x8, x_scale, w8, w_scale, bias)
+    exact = (x8.double() * x_scale.double()) @ (w8.double() * w_scale.double()).T + bias.double()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    plain = x.double() @ weight.double().T + bias.double()
+    assert 0.005 < (found - plain).norm() / plain.norm() < 0.05   # 2.7 % of each factor, two of them
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_ops_are_their_parts_one_after_another(dtype: torch.dtype) -> None:
+    problem = {"size": 48, "dtype": str(dtype).removeprefix("torch.")}
+    x, residual, weight = (normal(*shape).to(dtype) for shape in ((6, 48), (6, 48), (48,)))
+    y, scale, total = fp8.add_rms_norm_fp8(problem)(x, residual.clone(), weight, 1e-6)
+    plain, plain_total = norm.add_rms_norm(problem)(x, residual.clone(), weight, 1e-6)
+    assert torch.equal(total, plain_total)
+    for found, wanted in zip((y, scale), fp8.quantize_rows(plain), strict=True):
+        assert torch.equal(found.float(), wanted.float())
+    both = normal(6, 96).to(dtype)
+    for found, wanted in zip(
+        fp8.silu_mul_fp8(problem)(both), fp8.quantize_rows(activation.silu_mul(problem)(both)), strict=True
+    ):
+        assert torch.equal(found.float(), wanted.float())
+
+
+def test_a_layer_holds_each_projection_in_eight_bits_with_a_scale_a_row() -> None:
+    build = QuantizedBuild(torch.bfloat16)
+    linear = Linear(build, 32, (Projection("a", 24, None), Projection("b", 8, None)), bias=True)
+    assert linear.weight.dtype == torch.float8_e4m3fn
+    assert linear.scale is not None
+    assert linear.scale.shape == (32, 1)
+    stored = {"p.a.weight": normal(24, 32), "p.b.weight": 100 * normal(8, 32), "p.a.bias": normal(24),
+              "p.b.bias": normal(8)}
+    WeightMap(linear.slots("p.")).load(stored.items())
+    whole = torch.cat([stored["p.a.weight"], stored["p.b.weight"]]).to(torch.bfloat16).float()
+    assert ((linear.weight.float() * linear.scale - whole).abs() <= HALF_STEP * whole.abs() + 2e-3 * linear.scale).all()
+    x = normal(3, 32, seed=5).to(torch.bfloat16)
+    plain = x.float() @ whole.T + torch.cat([stored["p.a.bias"], stored["p.b.bias"]])
+    assert (linear(x).float() - plain).norm() / plain.norm() < 0.06
+
+
+@pytest.mark.parametrize(("spec", "family"), [(LLAMA, "Llama"), (QWEN2, "Qwen2"), (QWEN3, "Qwen3")])
+def test_logits_are_near_those_of_the_whole_weights(spec: ModelSpec, family: str, tmp_path: Path) -> None:
+    reference = save_reference(family, tmp_path, initializer_range=0.08)
+    build = QuantizedBuild()
+    module, _, name = spec.load.partition(":")
+    model = getattr(importlib.import_module(module), name)(json.loads((tmp_path / "config.json").read_text()), build)
+    model.load_weights(read_safetensors(str(tmp_path), model, lambda done, total: None))
+    token_ids = torch.randint(0, 100, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0]
+        found = sequence_logits(model, build, token_ids)
+    error = float((found - expected).norm() / expected.norm())
+    assert 0.01 < error < 0.1, "three layers of random weights, each product off by some 4 %"
+    asked = {op for op, _ in build.problems}
+    assert {"linear_fp8", "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8"} <= asked
+    heads = [problem for op, problem in build.problems if op == "linear"]
+    assert [problem["out_size"] for problem in heads] == [101], "only the head stays as it is"
+
+
+def test_dummy_weights_are_made_one_projection_at_a_time_in_the_models_dtype() -> None:
+    build = QuantizedBuild(torch.bfloat16)
+    config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64,
+              "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+              "max_position_embeddings": 64}
+    model = load_target(QWEN3.load)(config, build)
+    given = dict(read_dummy("", model, lambda done, total: None))
+    assert {tensor.dtype for tensor in given.values()} == {torch.bfloat16}
+    assert given["model.layers.0.self_attn.q_proj.weight"].shape == (32, 32)
+    model.load_weights(given.items())
+    held = model.layers[0].attention.qkv
+    assert torch.allclose(held.weight[:32].float() * held.scale[:32],
+                          given["model.layers.0.self_attn.q_proj.weight"].float(), rtol=HALF_STEP, atol=1e-3)
+
+
+def test_an_unknown_method_is_refused_with_those_that_are_installed() -> None:
+    config = Config.from_keywords(quantization="fp9")
+    with pytest.raises(PluginError, match=r"no quantization named 'fp9'; installed: fp8; did you mean fp8\?"):
+        resolve(config, discover(config))
+
+
+def test_a_model_with_experts_is_refused_by_the_name_of_what_lacks(
+    tiny_config: Callable[..., RunnerConfig], catalog: Catalog
+) -> None:
+    spec = catalog.load(catalog.get("models", "Qwen3MoeForCausalLM"), ModelSpec, required=True)
+    assert spec is not None
+    changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    hf_config = {**tiny_config().hf_config, **changes, "architectures": ["Qwen3MoeForCausalLM"]}
+    config = tiny_config(
+        hf_config=hf_config, model_spec=spec, model_info=load_target(spec.describe)(hf_config), quantization=FP8_METHOD
+    )
+    with pytest.raises(CheckpointError, match=r"--quantization fp8 computes no experts yet.*leave it out"):
+        plan_only(config, catalog)
+
+
+def test_a_method_that_a_family_does_not_ask_for_is_refused(
+    tiny_config: Callable[..., RunnerConfig], catalog: Catalog
+) -> None:
+    other = Quantization("other", "float8_e4m3fn", "quantize_fp8", "linear_fp8")
+    plan, memory = plan_only(tiny_config(quantization=other), catalog)
+    assert plan.find("linear_fp8")
+    assert not plan.find("silu_mul_fp8")
+    assert memory["weight_bytes"] is None
+    with pytest.raises(CheckpointError, match="Qwen3ForCausalLM asks for no linear_fp8, so it would have no effect"):
+        plan_only(tiny_config(quantization=other, model_spec=ModelSpec("NoLinears", "", f"{__name__}:NoLinears"),
+                              model_info=tiny_config().model_info), catalog)
+
+
+class NoLinears:
+    """A family that computes its linear maps in a way of its own."""
+
+    def __init__(self, config: object, build: object) -> None:
+        del config, build
+
+
+def test_a_dry_run_shows_the_kernels_of_the_method() -> None:
+    report = dry_run(Config.from_keywords(quantization="fp8", device="cpu"))
+    assert "quantization: fp8" in report
+    assert "weight_bytes: known after start" in report
+    assert "linear_fp8" in report
