@@ -23,6 +23,7 @@ CORE = "tokenspeed_core"
 PLUGINS = [
     "tokenspeed_kernels",
     "tokenspeed_models",
+    "plugins/tokenspeed-bench",
     "plugins/tokenspeed-demo",
     "plugins/tokenspeed-models-mistral",
 ]

@@ -1,6 +1,6 @@
 """What the API process costs a streamed token: the real server, on an engine that only hands out tokens.
 
-Prints `http_load.py`'s figures with the API process's own CPU time. Example, 256 users:
+Prints the load's figures with the API process's own CPU time. Example, 256 users:
 
     python benchmarks/api_process.py 256 512 64 200
 """
@@ -19,6 +19,10 @@ import msgpack
 import numpy as np
 import psutil
 import zmq
+from tokenspeed_bench.client import Pace, run
+from tokenspeed_bench.connection import Target
+from tokenspeed_bench.figures import of_records
+from tokenspeed_bench.traffic import Traffic, load
 
 from tokenspeed_core.messages import Abort, Drain, Outputs, Pulse, Ready, Submit, to_engine
 from tokenspeed_core.requests import Defaults
@@ -77,7 +81,7 @@ def be_server(step_seconds: float) -> int:
     ))
 
 
-def measure(load: list[str], step_seconds: float) -> int:
+def measure(traffic: Traffic, pace: Pace, step_seconds: float) -> int:
     """Run the server and a load; print the figures."""
     command = [sys.executable, str(HERE), "--server", str(step_seconds)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -87,12 +91,10 @@ def measure(load: list[str], step_seconds: float) -> int:
         server.stdout.readline()
         process = psutil.Process(server.pid)
         before = sum(process.cpu_times()[:2])
-        loader = [sys.executable, str(HERE.with_name("http_load.py")), base, "canned", *load]
-        done = subprocess.run(loader, stdout=subprocess.PIPE, text=True, check=True)
+        answers = run(Target(base, "canned"), traffic.sessions, pace)
         seconds = sum(process.cpu_times()[:2]) - before
-        figures = json.loads(done.stdout)
-        num_tokens = figures["out_per_s"] * figures["s"]
-        print(json.dumps({**figures, "api_us_per_token": round(seconds / num_tokens * 1e6, 2)}))
+        figures = of_records(answers.records, {}) | {"failed": len(answers.failures)}
+        print(json.dumps({**figures, "api_us_per_token": round(seconds / figures["output_tokens"] * 1e6, 2)}))
     finally:
         server.terminate()
         server.wait()
@@ -114,8 +116,8 @@ def main() -> int:
     parser.add_argument("--procs", type=int, default=max(1, (os.cpu_count() or 2) // 4), help="client processes")
     parser.add_argument("--step-ms", type=float, default=6.0, help="the engine's beat")
     given = parser.parse_args()
-    load = [str(n) for n in (given.users, given.requests, given.in_len, given.out_len)]
-    return measure([*load, "--procs", str(given.procs)], given.step_ms / 1e3)
+    traffic = load(given.requests, given.in_len, given.out_len, is_fixed=False)
+    return measure(traffic, Pace(given.users, None, given.procs), given.step_ms / 1e3)
 
 
 if __name__ == "__main__":

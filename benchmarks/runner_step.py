@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES
+from tokenspeed_bench.shapes import SHAPES
 
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import ModelSpec

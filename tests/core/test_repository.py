@@ -134,7 +134,7 @@ def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
                 root = folder if folder.name == parts[0] else folder / parts[0]
                 path = root.joinpath(*parts[1:])
                 source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-                assert re.search(rf"^{attribute}\b", source.read_text(), re.MULTILINE), value
+                assert re.search(rf"^(def |class )?{attribute}\b", source.read_text(), re.MULTILINE), value
 
 
 def test_requirements_list_every_distribution() -> None:

@@ -13,7 +13,7 @@ TOKENSPEED = str(Path(sys.executable).with_name("tokenspeed"))
 def test_the_default_distributions_are_installed_and_usable() -> None:
     entries = json.loads(subprocess.check_output([TOKENSPEED, "plugins", "list", "--json"], text=True))
     assert {entry["distribution"] for entry in entries} >= {
-        "tokenspeed-kernels", "tokenspeed-models", "tokenspeed-demo",
+        "tokenspeed-kernels", "tokenspeed-models", "tokenspeed-demo", "tokenspeed-bench",
     }
     assert {entry["status"] for entry in entries} == {"ok"}
     assert not any(entry["origin"].startswith("editable") for entry in entries)

@@ -11,9 +11,7 @@ from difflib import get_close_matches
 from tokenspeed_core.errors import PluginError
 
 VARIABLE = "TOKENSPEED_PLUGINS"
-OURS = frozenset(
-    {"tokenspeed-core", "tokenspeed-kernels", "tokenspeed-models", "tokenspeed-parsers", "tokenspeed-demo"}
-)
+OURS = frozenset(f"tokenspeed-{part}" for part in ("core", "kernels", "models", "parsers", "demo", "bench"))
 
 
 def normalise(name: str) -> str:

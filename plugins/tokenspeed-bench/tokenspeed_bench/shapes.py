@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-
 _COMMON: dict[str, Any] = {
     "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
     "initializer_range": 0.02, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_scaling": None,
@@ -33,9 +31,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(name: str, parent: Path) -> Path:
-    """Write a shape's directory, tokenizer included, and return it. Raises KeyError for an unknown name."""
-    config, folder = SHAPES[name], parent / name
+def write(name: str, parent: Path, longest: int | None = None) -> Path:
+    """Write a shape's directory, tokenizer included, and return it. Raises KeyError for an unknown name.
+
+    `longest`: tokens of the longest sequence, where the shape's own length is not enough (weights do not depend on it).
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    config, folder = dict(SHAPES[name]), parent / name
+    config["max_position_embeddings"] = max(longest or 0, config["max_position_embeddings"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     words = models.WordLevel({f"w{i}": i for i in range(config["vocab_size"])}, unk_token="w0")

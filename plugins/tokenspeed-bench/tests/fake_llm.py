@@ -1,0 +1,54 @@
+"""An engine that answers at once, with what a test wants of its vocabulary, context and speed."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed_core import BadRequestError, RequestOutput, SequenceOutput
+
+
+class Plan:
+    platform = "FAKE GPU"
+
+    def to_json(self) -> str:
+        op = {"op": "attend", "family": "attention", "backend": "fake"}
+        return json.dumps({"platform": self.platform, "ops": [op, {**op, "backend": "other"}, op]})
+
+
+@dataclass
+class FakeLLM:
+    """`slow` is what the first request takes, `raise_at` the number of the call that a Ctrl-C breaks off."""
+
+    vocab_size: int = 100_000
+    longest: int = 10_000
+    slow: float = 0.0
+    raise_at: int = -1
+    calls: list[list[int]] = field(default_factory=list)  # lengths of the prompts of each
+    resets: list[int] = field(default_factory=list)       # calls before each reset
+    is_shut_down: bool = False
+    kernel_plan: Any = field(default_factory=Plan)
+
+    def generate(self, prompts: Any, sampling_params: Any = None) -> list[RequestOutput]:
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        ids = [prompt["prompt_token_ids"] for prompt in prompts]
+        if any(max(each) >= self.vocab_size for each in ids):
+            raise BadRequestError(f"ids must be below {self.vocab_size}", "prompt_token_ids")
+        if any(len(each) + p.max_tokens > self.longest for each, p in zip(ids, params, strict=True)):
+            raise BadRequestError(f"the context is {self.longest}", "prompt")
+        self.calls.append([len(each) for each in ids])
+        if len(self.calls) - 1 == self.raise_at:
+            raise KeyboardInterrupt
+        time.sleep(self.slow if len(self.calls) == 1 else 0.001)
+        return [
+            RequestOutput(None, each, [SequenceOutput(0, [1] * p.max_tokens, None, "length", None)], len(each) // 2)
+            for each, p in zip(ids, params, strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        self.resets.append(len(self.calls))
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True

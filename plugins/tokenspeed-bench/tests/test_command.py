@@ -1,0 +1,264 @@
+"""The command: what it takes, refuses, prints and leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+from misbehaving import Exchange, good, serving
+from tokenspeed_bench import rows, server
+from tokenspeed_bench.command import VERBS, bench
+from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.flags import keywords
+from tokenspeed_bench.options import loads_of, parse, traffics_of
+
+import tokenspeed_core
+from tokenspeed_core.cli import main
+
+
+@pytest.fixture
+def llms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, dict[str, Any]]]:
+    """Stand in for `LLM`: note what it is made with."""
+    made: list[tuple[str | None, dict[str, Any]]] = []
+
+    def make(model: str | None = None, **settings: Any) -> FakeLLM:
+        made.append((model, settings))
+        return FakeLLM()
+
+    monkeypatch.setitem(tokenspeed_core.__dict__, "LLM", make)
+    return made
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(BenchError) as got:
+        bench(words)
+    assert "\n" not in str(got.value)
+    return str(got.value)
+
+
+def test_a_measurement_prints_its_figures_and_writes_json_and_plot(
+    llms: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, picture = tmp_path / "x.json", tmp_path / "x.svg"
+    assert bench(["latency", "some/model", "--repeats", "2", "--max-num-seqs", "8", "--enforce-eager",
+                  "--input-len", "16", "--json", str(data), "--plot", str(picture)]) == 0
+    assert llms == [("some/model", {"max_num_seqs": "8", "enforce_eager": True})]
+    result = json.loads(data.read_text())
+    assert (result["kind"], result["model"]) == ("offline", "some/model")
+    assert result["runs"][1]["traffic"] == {"name": "latency", "in_len": 16, "out_len": 256}
+    assert len(result["runs"][1]["repeats_s"]) == 2
+    assert picture.read_text().startswith("<svg")
+    said = capsys.readouterr().out
+    assert "latency: in len 16, out len 256" in said
+    assert "kernels: attention fake, other" in said
+
+
+def test_json_on_the_standard_output_is_all_that_is_there(
+    llms: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(["latency", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["schema"] == 1
+    assert "latency:" in captured.err
+
+
+def test_a_shape_is_a_folder_with_dummy_weights_that_is_gone_afterwards(llms: list[Any]) -> None:
+    assert bench(["throughput", "--shape", "qwen3-0.6b", "--requests", "3"]) == 0
+    ((folder, settings),) = llms
+    assert folder is not None
+    assert settings == {"load_format": "dummy"}
+    assert Path(folder).name == "qwen3-0.6b"
+    assert not Path(folder).exists()
+
+
+def test_traffic_that_was_left_out_ends_with_status_1(
+    llms: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(["all", "--input-len", "20000", "--output-len", "4"]) == 1
+    captured = capsys.readouterr()
+    assert "latency was left out: the context is 10000" in captured.err
+    assert "agentic:" in captured.out
+
+
+def test_a_server_that_runs_is_measured_by_its_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    with serving(good) as fake:
+        status = bench(["serve", "--url", f"{fake.url}/v1", "--users", "1,3", "--requests", "4,6", "--input-len", "12",
+                        "--output-len", "5", "--procs", "2", "--goodput", "ttft:5000", "itl:5000", "--api-key", "k",
+                        "--json", str(path), "--plot", str(tmp_path / "x.svg")])
+    assert status == 0
+    result = json.loads(path.read_text())
+    assert result["model"] == "fake"
+    first, one, three = result["runs"]
+    assert first["traffic"] == {"name": "first"}
+    assert (one["pace"]["users"], three["pace"]["users"]) == (1, 3)
+    assert three["figures"]["answered"] == 6
+    assert three["figures"]["good_share"] == 1.0
+    assert three["figures"]["cached_tokens"] > 0
+    assert three["client"]["users"] == 3
+    assert {exchange.headers["authorization"] for exchange in fake.exchanges} == {"Bearer k"}
+    assert not any("cache_salt" in exchange.body for exchange in fake.exchanges), "OpenAI has no such field"
+    assert "the client alone" in capsys.readouterr().out
+
+
+def test_requests_that_fail_are_counted_with_their_message_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    async def every_third_fails(exchange: Exchange) -> None:
+        if exchange.number >= 9 and exchange.number % 3 == 0:
+            exchange.refuse("500 Oops", "the device is gone")
+        else:
+            await good(exchange)
+
+    with serving(every_third_fails) as fake:
+        status = bench(["serve", "--url", fake.url, "--users", "1", "--requests", "6", "--no-client-cost"])
+    assert status == 1
+    said = capsys.readouterr().out
+    assert "4 answered, 2 failed" in said
+    assert "failed 2 times: 500 Oops: the device is gone" in said
+
+
+def test_a_server_that_answers_nothing_is_refused_in_one_line() -> None:
+    async def refuses(exchange: Exchange) -> None:
+        exchange.refuse("401 Unauthorized", "missing or wrong API key")
+
+    with serving(refuses) as fake:
+        said = refusal("serve", "--url", fake.url)
+    assert said == f"{fake.url} answers no completion of token ids: 401 Unauthorized: missing or wrong API key"
+
+
+def test_ids_that_a_server_refuses_are_made_smaller() -> None:
+    async def small(exchange: Exchange) -> None:
+        if max(exchange.body["prompt"]) >= 1_500:
+            exchange.refuse("400 Bad Request", "token ids must be below 1500")
+        else:
+            await good(exchange)
+
+    with serving(small) as fake:
+        assert bench(["serve", "--url", fake.url, "--users", "1", "--requests", "2", "--no-client-cost"]) == 0
+    assert max(fake.exchanges[-1].body["prompt"]) < 1_500
+
+
+def test_a_server_that_ends_at_its_start_is_quoted() -> None:
+    with pytest.raises(BenchError, match=r"ended with status 2; it said:\n(.*\n)*.*--max-num-sex: no such setting"), \
+            server.started(["--max-num-sex", "3"], None):
+        raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("latncy",), "did you mean `latency`"),
+        (("nonsense",), "there is latency, throughput"),
+        (("latency", "--repeat", "3"), "did you mean --repeats?"),
+        (("latency", "--repeats", "0"), "must be at least 1"),
+        (("latency", "--repeats", "x"), "invalid number value: 'x'"),
+        (("latency", "--requests", "3"), "latency has no such number; it takes --input-len, --output-len"),
+        (("latency", "m", "--shape", "qwen3-8b"), "the model was given too"),
+        (("latency", "--shape", "gpt-9"), "invalid choice: 'gpt-9'"),
+        (("latency", "--seed", "1", "--seed", "2"), "--seed: given twice"),
+        (("latency", "--seed", "1", "m"), "m: belongs to no flag; the model stands first"),
+        (("latency", "--json", "/no/such/folder/x"), "there is no folder"),
+        (("all", "--traffic", "latency,naps"), "--traffic naps: there is latency"),
+        (("serve", "--url", "ftp://x"), "must begin with http"),
+        (("serve", "--url", "h", "--max-num-seqs", "3"), "flags of serve go without it"),
+        (("serve", "--url", "http://127.0.0.1:9"), "`tokenspeed serve` starts one"),
+        (("serve", "--port", "1"), "on a free port"),
+        (("serve", "--users", "1,2", "--requests", "1,2,3"), "2 numbers where another option has 3"),
+        (("serve", "--users", "4", "--request-rate", "2"), "leave --users out"),
+        (("serve", "--goodput", "naps:3"), "one of ttft, itl, tpot, e2e"),
+        (("serve", "--traffic", "agents", "--fixed"), "the lengths of agents are what they are"),
+        (("serve", "--turns", "3"), "--turns: load has no such number"),
+        (("agents", "--first-len", "10", "--shared-len", "10"), "must be below --first-len"),
+        (("anchors", "--groups", "bf17"), "there is bf16, fp8, http, moe"),
+        (("anchors", "some/model"), "the rows name their models"),
+        (("compare", "/no/a.json", "/no/b.json"), "No such file"),
+    ],
+)
+def test_what_is_mistyped_is_refused_with_the_mend(words: tuple[str, ...], said: str) -> None:
+    assert said in refusal(*words)
+
+
+def test_flags_of_serve_become_keywords() -> None:
+    words = ["--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching", "--chunked-prefill-size", "-1",
+             "--attention-backend", "a,b", "--attention-backend.decode", "c", "--hf-overrides={\"x\": 1}"]
+    assert keywords(words) == {
+        "max_num_seqs": "8", "enforce_eager": True, "enable_prefix_caching": False, "chunked_prefill_size": "-1",
+        "attention_backend": {"default": "a,b", "decode": "c"}, "hf_overrides": '{"x": 1}',
+    }
+
+
+def test_serve_without_numbers_sends_the_loads_of_the_tables() -> None:
+    options, _ = parse("serve", [])
+    loads = loads_of(options)
+    assert [(each.pace.users, len(each.traffic.sessions), each.traffic.parameters["in_len"]) for each in loads] == [
+        (1, 16, 128), (64, 512, 256), (256, 2048, 256),
+    ]
+
+
+def test_a_rate_sends_every_session_at_its_time() -> None:
+    options, _ = parse("serve", ["--request-rate", "3.5", "--requests", "40"])
+    (one,) = loads_of(options)
+    assert one.pace.rate == 3.5
+    assert len(one.traffic.sessions) == 40
+
+
+def test_all_gives_each_traffic_the_numbers_that_it_has() -> None:
+    options, _ = parse("all", ["--requests", "3", "--input-len", "9", "--sessions", "2"])
+    latency, throughput, prefill, agentic = traffics_of(options, ("latency", "throughput", "prefill", "agentic"))
+    assert latency.parameters == {"in_len": 9, "out_len": 256}
+    assert throughput.parameters == {"num_requests": 3, "in_len": 9, "out_len": 256}
+    assert prefill.parameters["num_requests"] == 3
+    assert agentic.parameters["num_sessions"] == 2
+
+
+def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_group(group: str, repeats: int, others: list[str]) -> tuple[dict[str, Any] | None, int]:
+        if group == "fp8":
+            return None, 2
+        run = {"traffic": {"name": "latency", "in_len": 128, "out_len": 256}, "figures": {"ms_per_output": 4.1}}
+        slow = {"traffic": {"name": "start"}, "figures": {"s": 10.0, "first_over_median": 2.0}}
+        return {"kind": "offline", "shape": "qwen3-8b", "device": "NVIDIA H200", "runs": [run, slow]}, 0
+
+    monkeypatch.setattr(rows, "measure_group", measure_group)
+    path = tmp_path / "x.json"
+    assert bench(["anchors", "--groups", "bf16,fp8", "--json", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert len([line for line in said.splitlines() if line.startswith("qwen3-8b")]) == 8
+    assert "must" in next(line for line in said.splitlines() if "latency" in line)
+    assert "ended with status 2" in said
+    assert "not kept: qwen3-8b start: the first request's token took 2.00 times the median, must be 1.5" in said
+    result = json.loads(path.read_text())
+    (latency,) = [row for row in result["rows"] if row["row"] == "qwen3-8b latency"]
+    assert (latency["value"], latency["verdict"], latency["ratio"]) == (4.1, "must", round(4.1 / 3.37, 3))
+    assert bench(["compare", str(path), str(path)]) == 0
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "compare"])
+def test_each_subcommand_shows_its_options(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench([verb, "--help"]) == 0
+    assert "--json FILE" in capsys.readouterr().out
+
+
+def test_the_command_is_there_and_its_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from tokenspeed_core.cli import main; status = main(sys.argv[1:]);"
+        "print('HEAVY', *(n for n in ('torch', 'numpy', 'tokenizers', 'tokenspeed_bench') if n in sys.modules));"
+        "sys.exit(status)"
+    )
+    top = subprocess.check_output([sys.executable, "-c", code, "--help"], text=True)
+    assert "bench    From tokenspeed-bench" in top
+    assert top.splitlines()[-1] == "HEAVY"
+    ours = subprocess.check_output([sys.executable, "-c", code, "bench", "--help"], text=True)
+    assert "throughput" in ours
+    assert ours.splitlines()[-1] == "HEAVY tokenspeed_bench"
+
+
+def test_a_refusal_is_one_line_and_status_2_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "latency", "--repeats", "0"]) == 2
+    assert capsys.readouterr().err.startswith("tokenspeed: argument --repeats: 0 must be at least 1")

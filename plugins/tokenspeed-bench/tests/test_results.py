@@ -1,0 +1,212 @@
+"""What a result holds, how two are compared, and how they are drawn."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tokenspeed_bench import result as results
+from tokenspeed_bench.anchors import HTTP_LOADS, ROWS, rows_of
+from tokenspeed_bench.compare import compare
+from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.figures import Record, of_records, over_time
+from tokenspeed_bench.plot import draw
+from tokenspeed_bench.table import of_run
+from tokenspeed_bench.traffic import load, of_workload
+
+PLAN = {"platform": "NVIDIA H200", "ops": [{"family": "attention", "backend": "triton"}]}
+
+
+def served(scale: float = 1.0, users: int = 2) -> dict[str, Any]:
+    records = [
+        Record(i * 0.1, [i * 0.1 + scale * (0.05 + 0.01 * j) for j in range(10)], 10, i * 0.1 + 0.2, 20, 5)
+        for i in range(12)
+    ]
+    result = results.new("serve", "m", None, {"api_key": "secret", "seed": "1"})
+    results.add_plan(result, PLAN)
+    figures = of_records(records, {"ttft": 55.0}) | {"failed": 0}
+    results.add_run(result, load(12, 20, 10, is_fixed=True).describe(), figures,
+                    pace={"users": users, "rate": None, "procs": 2}, goals={"ttft": 55.0}, failures={},
+                    series=over_time(records), client={"users": 2, "beat_ms": 5.0, "events_per_s": 400.0,
+                                                       "itl_p99_ms": 5.1})
+    return result
+
+
+def offline(seconds: float = 2.0, shape: str | None = "qwen3-8b", **settings: Any) -> dict[str, Any]:
+    result = results.new("offline", "m", shape, settings)
+    results.add_plan(result, PLAN)
+    figures = {"s": seconds, "output_tokens": 256, "prompt_tokens": 128, "cached_tokens": 0, "uncached_tokens": 128,
+               "out_per_s": 256 / seconds, "prompt_per_s": 128 / seconds, "ms_per_output": 1e3 * seconds / 256}
+    results.add_run(result, {"name": "start"}, {"s": 20.0})
+    results.add_run(result, of_workload("latency").describe(), figures, repeats_s=[seconds, seconds * 1.1])
+    return result
+
+
+def test_a_result_says_what_is_needed_to_trust_it_and_never_the_key() -> None:
+    result = json.loads(json.dumps(served()))
+    assert result["schema"] == results.SCHEMA
+    assert set(result) == {
+        "schema", "kind", "created", "command", "model", "shape", "settings", "device", "gpus", "machine", "versions",
+        "commit", "environment", "kernel_plan", "backends", "is_interrupted", "runs",
+    }
+    assert result["settings"] == {"seed": "1"}
+    assert {"python", "tokenspeed-core", "tokenspeed-bench"} <= result["versions"].keys()
+    assert "secret" not in json.dumps(result)
+
+
+def test_the_key_is_masked_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "bench", "serve", "--api-key", "secret", "--api-key=secret", "--users", "2"])
+    monkeypatch.setenv("TOKENSPEED_API_KEY", "secret")
+    result = results.new("serve", "m", None, {})
+    assert result["command"] == ["tokenspeed", "bench", "serve", "--api-key", "***", "--api-key=***", "--users", "2"]
+    assert "secret" not in json.dumps(result)
+
+
+def test_a_known_row_gets_its_floor_and_ratio() -> None:
+    run = offline(seconds=1.28)["runs"][1]
+    assert run["floors"] == {"ms_per_output": {"floor": 3.37, "ratio": round(5.0 / 3.37, 3)}}
+    assert "floor of ms_per_output: 3.37, 1.48 times" in of_run(run)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"shape": "qwen3-0.6b"}, {"shape": None}, {"quantization": "fp4"}], ids=lambda changed: str(changed)
+)
+def test_another_model_has_no_floor_of_that_row(changed: dict[str, Any]) -> None:
+    assert offline(**changed)["runs"][1]["floors"] == {}
+
+
+def test_another_device_or_other_lengths_have_no_floor() -> None:
+    result = offline()
+    (row,) = rows_of(result, result["runs"][1])
+    assert row.name() == "qwen3-8b latency"
+    assert rows_of({**result, "device": "CPU (2 threads)"}, result["runs"][1]) == ()
+    longer = {**result["runs"][1], "traffic": of_workload("latency", in_len=129).describe()}
+    assert rows_of(result, longer) == []
+
+
+def test_a_ratio_is_one_at_the_floor_whichever_way_is_better() -> None:
+    for row in ROWS:
+        if row.floor is not None:
+            assert row.ratio(row.floor) == 1.0
+            assert row.ratio(row.floor * 2) == (0.5 if row.is_rate() else 2.0)
+
+
+def test_rows_are_named_apart_and_harder_from_peer_to_floor() -> None:
+    assert len({(row.name(), row.metric) for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        goals = [goal for goal in (row.peer, row.must, row.aim, row.floor) if goal is not None]
+        assert goals == sorted(goals, reverse=not row.is_rate()), row
+    assert [row.verdict(row.must) for row in ROWS if row.must] == ["must"] * 14
+    assert {row.verdict(row.peer) for row in ROWS if row.must and row.peer} == {"MISSED"}
+
+
+def test_the_http_rows_are_loads_that_serve_sends_by_default() -> None:
+    sent = {load(r, n, HTTP_LOADS["out_len"][0], is_fixed=False).describe()["requests"]: u for u, r, n in
+            zip(HTTP_LOADS["users"], HTTP_LOADS["requests"], HTTP_LOADS["in_len"], strict=True)}
+    rows = {row.traffic["requests"]: row.users for row in ROWS if row.traffic["name"] == "load"}
+    assert rows == sent
+
+
+def test_a_comparison_shows_each_figure_with_its_change_and_what_else_differs() -> None:
+    before, after = offline(2.0), offline(1.5, seed="3")
+    after["versions"] = {**after["versions"], "torch": "99"}
+    text = compare(before, after, ("a.json", "b.json"))
+    assert re.search(r"latency +s +2 +1\.5 +-25\.0 % +better", text)
+    assert re.search(r" out_per_s +128 +170\.667 +\+33\.3 % +better", text)
+    assert 'differs: settings: {} -> {"seed": "3"}' in text
+    assert re.search(r"differs: torch: .* -> 99", text)
+    assert "worse" in compare(after, before, ("b.json", "a.json"))
+
+
+def test_different_traffic_is_refused_in_one_line() -> None:
+    other = copy.deepcopy(offline())
+    other["runs"][1]["traffic"]["in_len"] = 999
+    with pytest.raises(BenchError, match=r"different traffic: latency \(in_len 128, out_len 256\) there, .*999") as got:
+        compare(offline(), other, ("a.json", "b.json"))
+    assert "\n" not in str(got.value)
+
+
+def test_other_users_are_other_traffic() -> None:
+    with pytest.raises(BenchError, match="different traffic"):
+        compare(served(users=2), served(users=3), ("a", "b"))
+
+
+def test_what_only_one_has_is_named_and_the_rest_compared() -> None:
+    more = offline()
+    results.add_run(more, of_workload("prefill").describe(), {"s": 3.0})
+    text = compare(more, offline(), ("a.json", "b.json"))
+    assert "only in a.json: prefill (in_len 4096, num_requests 64, out_len 1)" in text
+
+
+def test_a_load_that_was_broken_off_is_not_compared() -> None:
+    part = served()
+    part["runs"][0]["is_part"] = True
+    with pytest.raises(BenchError, match="different traffic"):
+        compare(part, served(), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "not JSON"), ("[]", "no result of"), ('{"a": 1}', "no result"),
+     ('{"schema": 99, "runs": []}', "has schema 99")],
+)
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(BenchError, match=said):
+        results.read(str(tmp_path / "x.json"))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "x.json"):
+        with pytest.raises(BenchError, match="name another file"):
+            results.check_writable(str(path))
+    results.check_writable(None, "-", str(tmp_path / "x.json"))
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    result, path = served(), str(tmp_path / "x.json")
+    results.write(result, path)
+    assert results.read(path) == json.loads(json.dumps(result))
+
+
+@pytest.mark.parametrize("result", [served(), offline(), {"schema": 1, "results": [served(), offline()]}],
+                         ids=["served", "offline", "anchors"])
+def test_a_plot_is_svg_with_every_panel_inside(result: dict[str, Any]) -> None:
+    root = ElementTree.fromstring(draw(result))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    panels = [each for each in root if each.tag.endswith("}g")]
+    assert panels
+    for panel in panels:
+        x, y = map(float, re.findall(r"[\d.]+", panel.attrib["transform"]))
+        for each in panel:
+            places = re.findall(r"[\d.]+", each.attrib["d"]) if each.tag.endswith("}path") else [
+                each.attrib[name] for name in ("x", "cx", "x1") if name in each.attrib]
+            assert all(0 <= x + float(place) <= width for place in places[::2])
+            heights = [each.attrib[name] for name in ("y", "cy", "y1") if name in each.attrib]
+            assert all(0 <= y + float(place) <= height for place in heights)
+
+
+def test_a_plot_escapes_what_it_did_not_write() -> None:
+    result = offline(shape=None)
+    result["model"] = "<script>&"
+    ElementTree.fromstring(draw(result))
+    assert "<script>" not in draw(result)
+
+
+def test_a_result_without_traffic_is_not_drawn() -> None:
+    result = results.new("offline", "m", None, {})
+    with pytest.raises(BenchError, match="nothing to plot"):
+        draw(result)
+
+
+def test_people_read_rates_percentiles_caching_goodput_and_the_clients_cost() -> None:
+    text = of_run(served()["runs"][0])
+    for part in ("2 users", "tokens/s", "events for 100.0 %", "first token:", "between tokens:", "180 computed",
+                 "60 from the cache", "goodput (ttft:55): 100.0 %", "the client alone"):
+        assert part in text

@@ -1,0 +1,84 @@
+"""The traffic stays, to the token, what the compared engines were measured with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from tokenspeed_bench.traffic import (
+    END_ID,
+    WORKLOADS,
+    AgentShape,
+    Session,
+    agents,
+    below,
+    load,
+    of_workload,
+)
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("latency", "0c8abe74c322d5b0"), ("throughput", "8ef8aec0e662655e"), ("prefill", "f96766c5bdf3d5ba"),
+     ("agentic", "eddf52fa85028dff")],
+)
+def test_a_workload_is_the_same_tokens_as_ever(name: str, expected: str) -> None:
+    assert digest(WORKLOADS[name]()) == expected
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [((16, 128, 128, False), "5841dd69057c702b"), ((512, 256, 128, False), "61d070fa3a541776"),
+     ((64, 256, 128, True), "39c2779aff790ec7")],
+)
+def test_a_load_is_the_same_tokens_as_ever(numbers: tuple[int, int, int, bool], expected: str) -> None:
+    jobs = [(session.ids, session.turns[0].out_len) for session in load(*numbers).sessions]
+    assert digest(jobs) == expected
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_sessions_and_waves_are_the_same_requests(name: str) -> None:
+    assert of_workload(name).waves() == WORKLOADS[name]()
+
+
+def test_agents_keep_to_their_shape() -> None:
+    shape = AgentShape(num_sessions=6, first_len=500, shared_len=100, turn_len=40, out_len=8, pause_scale=0.5)
+    traffic = agents(shape)
+    assert len(traffic.sessions) == 6
+    for session in traffic.sessions:
+        assert shape.min_turns <= len(session.turns) <= shape.max_turns
+        assert session.ids[:100] == traffic.sessions[0].ids[:100]
+        assert session.ids[100:120] != traffic.sessions[0].ids[100:120] or session is traffic.sessions[0]
+        assert [turn.end for turn in session.turns] == [500 + 40 * i for i in range(len(session.turns))]
+        assert session.turns[-1].end == len(session.ids)
+        assert session.turns[0].pause == 0
+        assert all(turn.pause > 0 for turn in session.turns[1:])
+        assert session.turns[-1].end + 8 <= shape.longest()
+
+
+def test_half_the_pause_scale_halves_the_pauses_and_changes_no_token() -> None:
+    whole, half = (agents(AgentShape(2, 50, 10, 5, 3, pause_scale=scale)) for scale in (1.0, 0.5))
+    for a, b in zip(whole.sessions, half.sessions, strict=True):
+        assert a.ids == b.ids
+        assert [turn.pause / 2 for turn in a.turns] == [turn.pause for turn in b.turns]
+
+
+@pytest.mark.parametrize("end", [200, 1_500, 30_000])
+def test_ids_are_folded_below_the_end_of_a_small_vocabulary_and_the_traffic_says_so(end: int) -> None:
+    folded = below(load(4, 50, 5, is_fixed=False), end)
+    assert all(0 <= token < end for session in folded.sessions for token in session.ids)
+    assert folded.describe()["end_id"] == end
+    assert len({tuple(session.ids) for session in folded.sessions}) == 4
+
+
+def test_a_large_vocabulary_changes_nothing() -> None:
+    traffic = load(4, 50, 5, is_fixed=False)
+    assert below(traffic, END_ID) is traffic
+    assert isinstance(traffic.sessions[0], Session)
+    assert traffic.describe() == {"name": "load", "requests": 4, "in_len": 50, "out_len": 5, "fixed": False}

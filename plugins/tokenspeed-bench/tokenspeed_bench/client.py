@@ -1,0 +1,187 @@
+"""Loads an OpenAI-compatible server with streamed completions from several processes.
+
+The loop is closed unless there is a rate: each user sends its next request when its last one is done. With a rate,
+sessions arrive by a seeded Poisson process, whatever the server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import ForkProcess
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from queue import Empty
+from typing import Any
+
+from tokenspeed_bench.connection import RequestFailed, Target, User
+from tokenspeed_bench.figures import Record
+from tokenspeed_bench.traffic import Session
+
+SEED_OF_ARRIVALS = 7
+START_SECONDS = 0.5  # for the client processes to be there
+LOOK = 0.1           # seconds between looks at how far the clients are
+PATIENCE = 10.0      # seconds that a client has to hand in what it measured
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How requests are sent: by `users` at once, or by sessions that arrive `rate` a second, from `procs` processes."""
+
+    users: int
+    rate: float | None = None
+    procs: int = 4
+
+
+@dataclass(slots=True)
+class Answers:
+    """What came of a load. `failures` are messages, one for each request without an answer."""
+
+    records: list[Record] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    is_interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the client processes and their parent share."""
+
+    go: Event
+    stop: Event
+    num_done: Any
+    out: Queue[Answers]
+
+
+def run(
+    target: Target, sessions: Sequence[Session], pace: Pace, report: Callable[[int, int], None] | None = None
+) -> Answers:
+    """Send the sessions and return what came of them; Ctrl-C returns what came so far. `report(done, total)`."""
+    context = multiprocessing.get_context("fork")
+    shared = _Shared(context.Event(), context.Event(), context.Value("i", 0), context.Queue())
+    arrivals = _arrivals(len(sessions), pace.rate)
+    num_procs = max(1, min(pace.procs, pace.users if pace.rate is None else len(sessions)))
+    clients = [
+        context.Process(
+            target=_client, daemon=True,
+            args=(target, sessions[i::num_procs], arrivals[i::num_procs],
+                  pace.users // num_procs + (i < pace.users % num_procs), shared),
+        )
+        for i in range(num_procs)
+    ]
+    for process in clients:
+        process.start()
+    time.sleep(START_SECONDS)
+    shared.go.set()
+    total = sum(len(session.turns) for session in sessions)
+    return _gather(clients, shared, total, report or (lambda done, total: None))
+
+
+def _arrivals(num: int, rate: float | None) -> list[float | None]:
+    """Return when each session begins, in seconds; None: when a user is free."""
+    if rate is None:
+        return [None] * num
+    rng, now = random.Random(SEED_OF_ARRIVALS), 0.0
+    times: list[float | None] = []
+    for _ in range(num):
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
+
+
+def _gather(
+    clients: Sequence[ForkProcess], shared: _Shared, total: int, report: Callable[[int, int], None]
+) -> Answers:
+    """Wait for every client's part."""
+    answers, waiting, deadline = Answers(), len(clients), None
+    while waiting:
+        try:
+            part = shared.out.get(timeout=LOOK)
+            waiting -= 1
+            answers.records += part.records
+            answers.failures += part.failures
+        except Empty:
+            report(shared.num_done.value, total)
+            ended = sum(process.exitcode not in (None, 0) for process in clients)
+            if ended or (deadline is not None and time.monotonic() > deadline):
+                answers.failures += [f"a client process ended with {p.exitcode}" for p in clients if p.exitcode]
+                break
+        except KeyboardInterrupt:
+            answers.is_interrupted = True
+            shared.stop.set()
+            deadline = time.monotonic() + PATIENCE
+    report(shared.num_done.value, total)
+    for process in clients:
+        process.join(LOOK)
+        process.kill()
+    return answers
+
+
+def _client(
+    target: Target, sessions: Sequence[Session], arrivals: Sequence[float | None], num_users: int, shared: _Shared
+) -> None:
+    """Run one client process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and asks for what was measured
+    shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
+
+
+async def _until_stopped(
+    target: Target, sessions: Sequence[Session], arrivals: Sequence[float | None], num_users: int, shared: _Shared
+) -> Answers:
+    answers = Answers()
+    requests = [_requests(target, session) for session in sessions]
+    parent = os.getppid()
+    shared.go.wait()
+    begin = time.perf_counter()
+    waiting = iter(requests)
+
+    async def closed() -> None:
+        user = User(target)
+        for session in waiting:
+            await _talk(user, session, answers, shared.num_done)
+        user.close()
+
+    async def arriving(session: list[tuple[float, bytes]], at: float) -> None:
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        user = User(target)
+        await _talk(user, session, answers, shared.num_done)
+        user.close()
+
+    timed = [arriving(each, at) for each, at in zip(requests, arrivals, strict=True) if at is not None]
+    tasks = [asyncio.ensure_future(each) for each in timed or (closed() for _ in range(num_users))]
+    pending = set(tasks)
+    while pending and not shared.stop.is_set() and os.getppid() == parent:
+        _, pending = await asyncio.wait(pending, timeout=LOOK)
+    for task in pending:
+        task.cancel()
+    for end in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
+            answers.failures.append(f"{type(end).__name__}: {end}")
+    return answers
+
+
+def _requests(target: Target, session: Session) -> list[tuple[float, bytes]]:
+    """Return a session's requests as they go over the wire, each with the pause before it."""
+    words = [str(token).encode() for token in session.ids]
+    head = target.head()
+    bodies = [(turn.pause, target.body(b", ".join(words[: turn.end]), turn.out_len)) for turn in session.turns]
+    return [(pause, head % len(body) + body) for pause, body in bodies]
+
+
+async def _talk(user: User, requests: Sequence[tuple[float, bytes]], answers: Answers, num_done: Any) -> None:
+    """Take a session's turns. One that fails ends it: its history has a hole."""
+    for turn, (pause, data) in enumerate(requests):
+        await asyncio.sleep(pause) if pause else None
+        try:
+            record = await user.ask(data)
+        except RequestFailed as error:
+            answers.failures += [str(error)] + ["not sent: an earlier turn failed"] * (len(requests) - turn - 1)
+            return
+        answers.records.append(replace(record, turn=turn) if turn else record)
+        with num_done.get_lock():
+            num_done.value += 1

@@ -1,0 +1,208 @@
+"""`tokenspeed bench`: which subcommand, and what it prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tokenspeed_bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from tokenspeed_bench.traffic import Traffic
+
+HELP = """Usage: tokenspeed bench COMMAND [MODEL] [OPTIONS] [any flag of tokenspeed serve]
+
+Measure MODEL (a path or Hugging Face repo id; none: the bundled demo) or, with --shape, dummy weights of a known one.
+
+In process:
+  latency      one user: milliseconds a token
+  throughput   256 prompts of 512 tokens, 256 tokens each: output tokens a second
+  prefill      64 prompts of 4096 tokens: prompt tokens a second
+  agentic      32 agents of 6 turns with a shared prompt of 4096 tokens
+  agents       agents as they are: 50,000 tokens, then 10 to 15 turns of 800
+  all          the first four, in one engine
+
+Over HTTP:
+  serve        a server that runs (--url), or one started for the measurement
+
+  anchors      every row of the tables of figures to reach, on one H200
+  compare      A.json B.json: two results, figure by figure
+
+`tokenspeed bench COMMAND --help` shows a command's options, `tokenspeed serve --help` the flags of serve.
+"""
+INTERRUPTED = 130
+VERBS = ("latency", "throughput", "prefill", "agentic", "agents", "all", "serve", "anchors", "compare")
+
+
+def bench(words: Sequence[str]) -> int:
+    """Run a subcommand; return the exit status: 1 where something was left out or failed, 130 after Ctrl-C."""
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(HELP, end="")
+        return 0
+    verb, rest = words[0], words[1:]
+    if verb not in VERBS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(verb, VERBS, n=1)
+        meant = f"did you mean `{near[0]}`?" if near else f"there is {', '.join(VERBS)}"
+        raise BenchError(f"bench {verb}: no such command; {meant}")
+    if verb == "compare":
+        return _compare(rest)
+    if any(word in ("--help", "-h") for word in rest):
+        from tokenspeed_bench.options import parser_of
+
+        parser_of(verb).print_help()
+        return 0
+    if verb == "anchors":
+        from tokenspeed_bench import rows
+
+        return rows.measure(rest)
+    return _serve(rest) if verb == "serve" else _offline(verb, rest)
+
+
+def _compare(words: Sequence[str]) -> int:
+    from tokenspeed_bench.compare import compare
+    from tokenspeed_bench.result import read
+
+    if len(words) != 2 or any(word.startswith("-") for word in words):
+        print("Usage: tokenspeed bench compare BEFORE.json AFTER.json")
+        return 0 if any(word in ("--help", "-h") for word in words) else 2
+    before, after = words
+    print(compare(read(before), read(after), (before, after)))
+    return 0
+
+
+def _offline(verb: str, words: Sequence[str]) -> int:
+    from tokenspeed_bench import offline, options, trace
+    from tokenspeed_bench import result as results
+    from tokenspeed_bench.flags import keywords
+
+    given, others = options.parse(verb, words)
+    kinds = given.traffic.split(",") if verb == "all" else [verb]
+    traffics = options.traffics_of(given, kinds)
+    settings = keywords(others)
+    profile: str | None = getattr(given, "profile", None)
+    results.check_writable(given.json, given.plot, profile)
+    say = _speaker(given.json)
+
+    def record(work: Callable[[], object]) -> None:
+        assert profile is not None
+        say(f"profile: {profile}\n{trace.record(work, profile).text()}")
+
+    with _model(given, max(_longest(each) for each in traffics)) as model:
+        settings = ({"load_format": "dummy"} if given.shape else {}) | settings
+
+        def make() -> offline.Engine:
+            from tokenspeed_core import LLM
+
+            return LLM(model, **settings)
+
+        result = results.new("offline", given.model or settings.get("model") or "demo", given.shape, settings)
+        refused = offline.measure(
+            make, offline.Offline(traffics, given.repeats), result, _teller(say), record if profile else None
+        )
+    for each in refused:
+        print(f"tokenspeed: {each}", file=sys.stderr)
+    return _finish(result, given.json, given.plot, say, has_failed=bool(refused))
+
+
+def _serve(words: Sequence[str]) -> int:
+    import os
+
+    from tokenspeed_bench import online, options
+    from tokenspeed_bench import result as results
+    from tokenspeed_bench.connection import Target
+    from tokenspeed_bench.flags import keywords
+    from tokenspeed_bench.server import Api, started
+
+    given, others = options.parse("serve", words)
+    settings = keywords(others)
+    loads = options.loads_of(given)
+    if given.url and (given.model or given.shape or settings):
+        raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
+    for name in {"host", "port", "dry_run"} & settings.keys():
+        raise BenchError(f"--{name.replace('_', '-')}: bench starts a server on a free port; --url takes one of yours")
+    results.check_writable(given.json, given.plot)
+    say = _speaker(given.json)
+    key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")
+    result = results.new("serve", given.model or settings.get("model") or "demo", given.shape, settings)
+
+    def measure(api: Api, seconds: float | None) -> None:
+        name = given.model_name or api.model()
+        if given.url:
+            result["model"], result["server"] = name, {"url": api.url}
+        report = api.report()
+        plan = online.Online(loads, dict(given.goodput), not given.no_client_cost, salts=bool(report))
+        if isinstance(report.get("kernel_plan"), dict):
+            results.add_plan(result, report["kernel_plan"])
+            result["plugins"] = report.get("plugins")
+        if seconds is not None:
+            _teller(say)(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2)}))
+        online.measure(Target(api.url, name, key, given.timeout), plan, result, _teller(say))
+
+    if given.url:
+        measure(Api(given.url, key), None)
+    else:
+        with _model(given, max(_longest(each.traffic) for each in loads)) as model:
+            dummy = ["--load-format", "dummy"] if given.shape and "load_format" not in settings else []
+            named = ["--served-model-name", given.shape] if given.shape and "served_model_name" not in settings else []
+            try:
+                with started([*([model] if model else []), *dummy, *named, *others], key) as (api, seconds):
+                    measure(api, seconds)
+            except KeyboardInterrupt:
+                result["is_interrupted"] = True
+    failed = any(run.get("failures") for run in result["runs"])
+    return _finish(result, given.json, given.plot, say, has_failed=failed)
+
+
+@contextmanager
+def _model(given: Any, longest: int) -> Iterator[str | None]:
+    """Yield what names the model: what was typed, or a shape's folder that is there for the block."""
+    if given.shape is None:
+        yield given.model
+        return
+    import tempfile
+    from pathlib import Path
+
+    from tokenspeed_bench.shapes import write
+
+    with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
+        yield str(write(given.shape, Path(folder), longest))
+
+
+def _longest(traffic: Traffic) -> int:
+    return max(turn.end + turn.out_len for session in traffic.sessions for turn in session.turns)
+
+
+def _speaker(json_path: str | None) -> Callable[[str], None]:
+    """Return how to tell people: on stderr where the standard output takes the JSON."""
+    stream = sys.stderr if json_path == "-" else sys.stdout
+    return lambda text: print(text, file=stream, flush=True)
+
+
+def _teller(say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+    from tokenspeed_bench.table import of_run
+
+    return lambda run: say(of_run(run))
+
+
+def _finish(
+    result: dict[str, Any], json_path: str | None, plot: str | None, say: Callable[[str], None], *, has_failed: bool
+) -> int:
+    """Write what was asked for and say what ran; return the exit status."""
+    from pathlib import Path
+
+    from tokenspeed_bench.plot import draw
+    from tokenspeed_bench.result import write
+
+    used = "; ".join(f"{family} {', '.join(names)}" for family, names in (result["backends"] or {}).items())
+    say(f"on {result['device'] or 'an unknown device'}, kernels: {used or 'unknown'}")
+    write(result, json_path)
+    if plot is not None:
+        Path(plot).write_text(draw(result), encoding="utf-8")
+    if result["is_interrupted"]:
+        print("tokenspeed: broken off; what was measured is kept", file=sys.stderr)
+        return INTERRUPTED
+    return 1 if has_failed else 0

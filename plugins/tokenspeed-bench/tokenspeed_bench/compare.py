@@ -1,0 +1,111 @@
+"""Compares two results: figure by figure, with the change, and what else differs between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.table import aligned
+
+LESS_IS_BETTER = (
+    "s", "ms_per_output", "first_request_ms", "first_over_median", "ttft_p50_ms", "ttft_p99_ms",
+    "ttft_first_turn_p50_ms", "ttft_later_turn_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_p50_ms",
+    "e2e_p50_ms", "e2e_p99_ms", "failed",
+)
+MORE_IS_BETTER = ("out_per_s", "prompt_per_s", "event_share", "good_share", "good_per_s")
+OTHERS = ("cached_tokens", "uncached_tokens")
+FACTS = ("kind", "model", "shape", "settings", "device", "machine", "commit", "environment", "backends")
+
+Result = Mapping[str, Any]
+Run = Mapping[str, Any]
+
+
+def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
+    """Return the comparison in words. Raises BenchError where the results have no traffic in common."""
+    first, second = dict(_keyed(before)), dict(_keyed(after))
+    common = [key for key in first if key in second]
+    if not any(map(_is_traffic, common)):
+        raise BenchError(
+            f"{names[0]} and {names[1]} measured different traffic: {_shown(first)} there, {_shown(second)} here; "
+            "measure both with the same options"
+        )
+    cells = [("traffic", "figure", names[0], names[1], "change", "")]
+    for key in common:
+        cells += _figures(key, first[key], second[key])
+    lines = [aligned(cells)]
+    for only, keys, name in ((first, second, names[0]), (second, first, names[1])):
+        missing = [key for key in only if key not in keys]
+        if missing:
+            lines.append(f"only in {name}: {', '.join(_name(key) for key in missing)}")
+    return "\n".join([*lines, *_differences(before, after)])
+
+
+def runs_of(result: Result) -> Iterator[tuple[Result, Run]]:
+    """Yield every run with the result that it is in; a result of `anchors` holds others."""
+    for part in result.get("results", (result,)):
+        for run in part["runs"]:
+            yield part, run
+
+
+def _keyed(result: Result) -> Iterator[tuple[str, Run]]:
+    """Yield the runs by what must be equal to compare them; equal ones are told apart by their number."""
+    seen: dict[str, int] = {}
+    for part, run in runs_of(result):
+        if run.get("is_part"):
+            continue  # a load that was broken off ran a part of its traffic
+        pace = {name: value for name, value in run.get("pace", {}).items() if name != "procs"}
+        key = json.dumps([part["kind"], run["traffic"], pace, run.get("goals") or {}], sort_keys=True)
+        seen[key] = seen.get(key, 0) + 1
+        yield f"{key}\n{seen[key]}", run
+
+
+def _name(key: str) -> str:
+    _, traffic, pace, _ = json.loads(key.partition("\n")[0])
+    words = [f"{name} {value}" for name, value in (traffic | pace).items() if name != "name" and value is not None]
+    return f"{traffic['name']} ({', '.join(words)})" if words else str(traffic["name"])
+
+
+def _shown(runs: Mapping[str, Run]) -> str:
+    return ", ".join(_name(key) for key in runs if _is_traffic(key)) or "nothing"
+
+
+def _is_traffic(key: str) -> bool:
+    """Say whether a run is more than the start and first request, which all results have."""
+    return json.loads(key.partition("\n")[0])[1]["name"] not in ("start", "first")
+
+
+def _figures(key: str, before: Run, after: Run) -> list[tuple[str, str, str, str, str, str]]:
+    label = str(before["traffic"]["name"])
+    users = before.get("pace", {}).get("users")
+    label += f", {users} users" if users is not None else ""
+    cells = []
+    for metric in (*LESS_IS_BETTER, *MORE_IS_BETTER, *OTHERS):
+        old, new = before["figures"].get(metric), after["figures"].get(metric)
+        if old is None or new is None:
+            continue
+        change = "-" if not old else f"{100 * (new - old) / old:+.1f} %"
+        cells.append((label, metric, f"{old:,.6g}", f"{new:,.6g}", change, _word(metric, old, new)))
+        label = ""
+    return cells
+
+
+def _word(metric: str, old: float, new: float) -> str:
+    if metric in OTHERS or old == new:
+        return ""
+    return "better" if (new > old) == (metric in MORE_IS_BETTER) else "worse"
+
+
+def _differences(before: Result, after: Result) -> Iterator[str]:
+    """Yield a line for each fact that differs, versions one by one."""
+    pairs = [(fact, before.get(fact), after.get(fact)) for fact in FACTS]
+    old, new = before.get("versions", {}), after.get("versions", {})
+    pairs += [(name, old.get(name), new.get(name)) for name in sorted({*old, *new})]
+    for name, a, b in pairs:
+        if a != b:
+            yield f"differs: {name}: {_text(a)} -> {_text(b)}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,9 @@
+"""What `tokenspeed bench` refuses."""
+
+from __future__ import annotations
+
+from tokenspeed_core import TokenSpeedError
+
+
+class BenchError(TokenSpeedError):
+    """A measurement that cannot be made, or results that cannot be compared; the message says what to do."""

@@ -1,0 +1,132 @@
+"""Measures a server over HTTP: one load after another, each streamed by several client processes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenspeed_bench import result as results
+from tokenspeed_bench.canned import client_cost
+from tokenspeed_bench.client import Answers, Pace, run
+from tokenspeed_bench.connection import Target
+from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.figures import first_turns_apart, of_records, over_time
+from tokenspeed_bench.offline import END_IDS, FIRST_LEN, NUM_FIRST
+from tokenspeed_bench.progress import Progress
+from tokenspeed_bench.traffic import Traffic, below, load
+
+FIRST_OUT_LEN = 8
+MOST_MESSAGES = 3  # of different failures that are shown
+
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Some traffic and how it is sent."""
+
+    traffic: Traffic
+    pace: Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """What to measure. `goals` are milliseconds by name, `measures_client`: beside each load, what the client costs.
+
+    `salts`: the server takes a salt of the prefix cache, so every load starts from an empty one; otherwise a load may
+    find prompts of the one before, as its cached tokens show.
+    """
+
+    loads: Sequence[Load]
+    goals: Mapping[str, float] = field(default_factory=dict)
+    measures_client: bool = True
+    salts: bool = False
+
+
+def measure(target: Target, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]) -> None:
+    """Run every load and add it to `result`; `tell` hears of each. Ctrl-C keeps what was measured.
+
+    Raises BenchError where nothing at all was answered.
+    """
+    salt = f"bench-{time.time_ns()}" if plan.salts else None
+    try:
+        end_id, first = first_tokens(replace(target, salt=salt))
+        tell(results.add_run(result, {"name": "first"}, first))
+        for i, each in enumerate(plan.loads):
+            salted = replace(target, salt=f"{salt}-{i}") if plan.salts else target
+            answers = _send(salted, Load(below(each.traffic, end_id), each.pace), plan, result, tell)
+            if answers.is_interrupted:
+                result["is_interrupted"] = True
+                return
+    except KeyboardInterrupt:
+        result["is_interrupted"] = True
+
+
+def _send(
+    target: Target, each: Load, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
+) -> Answers:
+    pace, name = each.pace, each.traffic.name
+    with Progress() as progress:
+        answers = run(
+            target, each.traffic.sessions, pace,
+            lambda done, total: progress.say(f"{name}, {pace.users} users: {done} of {total} requests"),
+        )
+        if not answers.records:
+            if answers.is_interrupted:
+                return answers
+            raise BenchError(f"no request was answered: {_most_common(answers.failures)}")
+        figures = of_records(answers.records, plan.goals) | first_turns_apart(answers.records)
+        figures["failed"] = len(answers.failures)
+        if plan.measures_client and not answers.is_interrupted:
+            progress.say("the client alone")
+            client = {"client": client_cost(pace)}
+        else:
+            client = {}
+    tell(results.add_run(
+        result, each.traffic.describe(), figures,
+        pace={"users": pace.users, "rate": pace.rate, "procs": pace.procs}, goals=dict(plan.goals),
+        failures=_different(answers.failures), series=over_time(answers.records), **client,
+        **({"is_part": True} if answers.is_interrupted else {}),
+    ))
+    return answers
+
+
+def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
+    """Time the first request that a server gets and the like of it; return the end of the ids that it takes too.
+
+    Raises BenchError where it answers none.
+    """
+    prompts = load(NUM_FIRST, FIRST_LEN, FIRST_OUT_LEN, is_fixed=True)
+    failures: list[str] = []
+    for end_id in END_IDS:
+        sessions = below(prompts, end_id).sessions
+        answers = run(target, sessions[:1], Pace(1, None, 1))
+        if answers.is_interrupted:
+            raise KeyboardInterrupt
+        if not answers.records:
+            failures += answers.failures
+            if not answers.failures[0].startswith(("400", "422")):
+                break
+            continue
+        rest = run(target, sessions[1:], Pace(1, None, 1))
+        if not rest.records:
+            raise BenchError(f"only the first request was answered: {_most_common(rest.failures)}")
+        first, median = answers.records[0].first(), statistics.median(r.first() for r in rest.records)
+        return end_id, {
+            "first_request_ms": round(1e3 * first, 3), "ttft_p50_ms": round(1e3 * median, 3),
+            "first_over_median": round(first / median, 3),
+        }
+    raise BenchError(f"{target.url} answers no completion of token ids: {failures[-1]}")
+
+
+def _different(failures: Sequence[str]) -> dict[str, int]:
+    """Count failures by message."""
+    return {message: failures.count(message) for message in sorted(set(failures))}
+
+
+def _most_common(failures: Sequence[str]) -> str:
+    counts = sorted(_different(failures).items(), key=lambda item: -item[1])[:MOST_MESSAGES]
+    return "; ".join(f"{message} ({count} times)" if count > 1 else message for message, count in counts)

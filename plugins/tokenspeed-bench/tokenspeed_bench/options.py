@@ -1,0 +1,241 @@
+"""The options of `tokenspeed bench`: parsed by hand-kept parsers, turned into traffic and pace."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from tokenspeed_bench.anchors import GROUPS, HTTP_LOADS
+from tokenspeed_bench.client import Pace
+from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.figures import GOALS
+from tokenspeed_bench.flags import check_spelling
+from tokenspeed_bench.online import Load
+from tokenspeed_bench.shapes import SHAPES
+from tokenspeed_bench.traffic import WORKLOADS, AgentShape, Traffic, agents, load, of_workload
+
+OFFLINE = (*WORKLOADS, "agents")
+NUMBERS = {  # options of lengths and counts, by the parameter that each kind of traffic calls so
+    "requests": {"throughput": "num_requests", "prefill": "num_requests", "load": "num_requests"},
+    "input_len": {"latency": "in_len", "throughput": "in_len", "prefill": "in_len", "load": "in_len"},
+    "output_len": dict.fromkeys((*OFFLINE, "load"), "out_len"),
+    "sessions": dict.fromkeys(("agentic", "agents"), "num_sessions"),
+    "turns": {"agentic": "num_turns", "agents": "turns"},
+    "shared_len": {"agentic": "system_len", "agents": "shared_len"},
+    "first_len": {"agents": "first_len"},
+    "turn_len": {"agentic": "observation_len", "agents": "turn_len"},
+    "pause_scale": {"agents": "pause_scale"},
+}
+TEXTS = {
+    "requests": "how many requests", "input_len": "tokens of a prompt", "output_len": "tokens of an answer",
+    "sessions": "how many agents", "turns": "turns of an agent", "shared_len": "tokens that all agents' prompts share",
+    "first_len": "tokens of an agent's first prompt", "turn_len": "tokens that a turn adds",
+    "pause_scale": "factor of all pauses between an agent's turns",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises BenchError where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(f"{message}; `{self.prog} --help` shows the options")
+
+
+def whole(text: str) -> int:
+    """Read a number of things, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def numbers(text: str) -> list[int]:
+    """Read `64` or `1,64,256`."""
+    return [whole(part) for part in text.split(",")]
+
+
+def positive(text: str) -> float:
+    """Read a number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def goal(text: str) -> tuple[str, float]:
+    """Read a goal such as `ttft:200`, in milliseconds."""
+    name, colon, value = text.partition(":")
+    if name not in GOALS or not colon:
+        raise argparse.ArgumentTypeError(f"{text}: a goal is NAME:MILLISECONDS with one of {', '.join(GOALS)}")
+    return name, positive(value)
+
+
+for _read, _name in ((whole, "number"), (numbers, "list of numbers"), (positive, "number")):
+    _read.__name__ = _name  # what argparse calls it in a refusal
+
+
+def parser_of(verb: str) -> Parser:
+    """Return the parser of a subcommand's own options."""
+    usage = f"tokenspeed bench {verb} [MODEL] [OPTIONS] [any flag of tokenspeed serve]"
+    parser = Parser(prog=f"tokenspeed bench {verb}", usage=usage, allow_abbrev=False)
+    files = parser.add_argument_group("files")
+    files.add_argument("--json", metavar="FILE", help="write the result; - is the standard output")
+    if verb != "anchors":
+        files.add_argument("--plot", metavar="FILE", help="draw the result as SVG")
+        parser.add_argument("--shape", choices=sorted(SHAPES), help="dummy weights of a known model, in place of MODEL")
+    if verb in OFFLINE or verb in ("all", "anchors"):
+        parser.add_argument("--repeats", type=whole, default=3, help="runs, of which the best is taken (3)")
+    if verb in OFFLINE:
+        files.add_argument("--profile", metavar="FILE", help="run once more and write a Chrome trace of it")
+    if verb == "anchors":
+        parser.add_argument("--groups", default="bf16,fp8,http", help=f"rows to measure, of {','.join(GROUPS)}")
+    if verb == "all":
+        parser.add_argument("--traffic", default=",".join(WORKLOADS), help=f"of {','.join(OFFLINE)}")
+    if verb == "serve":
+        _add_serving(parser)
+    kinds = {"serve": (*OFFLINE, "load"), "all": OFFLINE}.get(verb, (verb,))
+    if verb == "agents":
+        parser.epilog = "In process nobody waits: pauses are for `tokenspeed bench serve --traffic agents`."
+    for name, names in NUMBERS.items():
+        if any(kind in names for kind in kinds) and (name != "pause_scale" or verb == "serve"):
+            _add_number(parser, name, is_list=verb == "serve" and "load" in names)
+    return parser
+
+
+def _add_number(parser: Parser, name: str, *, is_list: bool) -> None:
+    takes: Any = positive if name == "pause_scale" else numbers if is_list else whole
+    form = "N[,N...]" if takes is numbers else "X" if takes is positive else "N"
+    parser.add_argument(_flag(name), type=takes, metavar=form, help=TEXTS[name])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _add_serving(parser: Parser) -> None:
+    parser.add_argument("--url", help="a server that runs; none: one is started for MODEL with the flags of serve")
+    parser.add_argument("--model-name", metavar="NAME", help="what the server calls the model; none: its first")
+    parser.add_argument("--api-key", metavar="KEY", help="bearer key; none: $TOKENSPEED_API_KEY")
+    parser.add_argument("--traffic", choices=("load", *OFFLINE), default="load", help="what is sent (load)")
+    parser.add_argument("--users", type=numbers, metavar="N[,N...]", help="who send at once, a load for each number")
+    parser.add_argument("--request-rate", type=positive, metavar="X", help="arrivals a second, in place of users")
+    parser.add_argument("--fixed", action="store_true", help="all lengths equal; else they vary by half")
+    parser.add_argument("--procs", type=whole, default=8, help="client processes (8)")
+    parser.add_argument("--timeout", type=positive, default=600.0, help="seconds that a request may take (600)")
+    parser.add_argument("--goodput", type=goal, nargs="+", default=[], metavar="NAME:MS",
+                        help=f"what a good request keeps: {', '.join(GOALS)}, in milliseconds")
+    parser.add_argument("--no-client-cost", action="store_true", help="do not measure what the client alone costs")
+
+
+def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return a subcommand's options, the model among them, and the flags of serve. Raises BenchError."""
+    parser = parser_of(verb)
+    given = list(words)
+    model = given.pop(0) if given and not given[0].startswith("-") else None
+    options, others = parser.parse_known_args(given)
+    own = [each for action in parser._actions for each in action.option_strings if each.startswith("--")]
+    for word in others:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in NUMBERS and verb in OFFLINE:
+            raise _no_such(name, verb)
+    check_spelling(others, own, parser.prog)
+    options.model = model
+    if model is not None and getattr(options, "shape", None):
+        raise BenchError(f"--shape {options.shape}: the model was given too, as {model}; give one")
+    return options, others
+
+
+def traffic_of(kind: str, given: Mapping[str, int | float]) -> Traffic:
+    """Return a kind of traffic with the numbers that were given, by option. Raises BenchError."""
+    named = {}
+    for option, value in given.items():
+        if kind not in NUMBERS[option]:
+            raise _no_such(option, kind)
+        named[NUMBERS[option][kind]] = value
+    if kind != "agents":
+        return of_workload(kind, **{name: int(value) for name, value in named.items()})
+    return agents(agent_shape(named))
+
+
+def _no_such(option: str, kind: str) -> BenchError:
+    takes = ", ".join(_flag(name) for name, names in NUMBERS.items() if kind in names)
+    return BenchError(f"{_flag(option)}: {kind} has no such number; it takes {takes}")
+
+
+def agent_shape(named: Mapping[str, Any]) -> AgentShape:
+    """Return the shape of agents with some of its numbers given. Raises BenchError where they contradict."""
+    numbers_given = dict(named)
+    turns = numbers_given.pop("turns", None)
+    if turns is not None:
+        numbers_given |= {"min_turns": turns, "max_turns": turns}
+    if "first_len" in numbers_given and "shared_len" not in numbers_given:
+        numbers_given["shared_len"] = numbers_given["first_len"] // 5
+    shape = AgentShape(**numbers_given)
+    if shape.shared_len >= shape.first_len:
+        raise BenchError(f"--shared-len {shape.shared_len}: must be below --first-len {shape.first_len}")
+    return shape
+
+
+def given_numbers(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the counts and lengths that were typed."""
+    return {name: value for name in NUMBERS if (value := getattr(options, name, None)) is not None}
+
+
+def traffics_of(options: argparse.Namespace, kinds: Sequence[str]) -> list[Traffic]:
+    """Return the traffic of an offline measurement; of several kinds each takes the numbers that it has."""
+    given = given_numbers(options)
+    for kind in kinds:
+        if kind not in OFFLINE:
+            raise BenchError(f"--traffic {kind}: there is {', '.join(OFFLINE)}")
+    if len(kinds) == 1:
+        return [traffic_of(kinds[0], given)]
+    return [
+        traffic_of(kind, {name: value for name, value in given.items() if kind in NUMBERS[name]}) for kind in kinds
+    ]
+
+
+def loads_of(options: argparse.Namespace) -> list[Load]:
+    """Return the loads of an online measurement. Raises BenchError where lists do not pair."""
+    rate = options.request_rate
+    if rate is not None and options.users:
+        raise BenchError("--request-rate sends whatever the number of users: leave --users out")
+    if options.traffic != "load":
+        return [_load_of(options, options.traffic)]
+    wrong = [name for name in given_numbers(options) if "load" not in NUMBERS[name]]
+    if wrong:
+        raise BenchError(f"{_flag(wrong[0])}: load has no such number; --traffic agents has")
+    typed = {"users": options.users, "requests": options.requests, "in_len": options.input_len,
+             "out_len": options.output_len}
+    lists: dict[str, Sequence[int]] = {name: tuple(value) for name, value in typed.items() if value}
+    if not {"users", "requests"} & lists.keys() and rate is None:
+        lists = HTTP_LOADS | lists
+    lists.setdefault("in_len", (256,))
+    lists.setdefault("out_len", (128,))
+    lists.setdefault("users", (1,) if rate is None else lists.get("requests", (256,)))
+    lists.setdefault("requests", tuple(users * 8 for users in lists["users"]) if rate is None else lists["users"])
+    count = max(map(len, lists.values()))
+    for name, values in lists.items():
+        if len(values) not in (1, count):
+            raise BenchError(f"{name}: {len(values)} numbers where another option has {count}; give one, or as many")
+    full = {name: list(values) * (count if len(values) == 1 else 1) for name, values in lists.items()}
+    return [
+        Load(load(requests, in_len, out_len, options.fixed), Pace(users, rate, options.procs))
+        for users, requests, in_len, out_len in
+        zip(full["users"], full["requests"], full["in_len"], full["out_len"], strict=True)
+    ]
+
+
+def _load_of(options: argparse.Namespace, kind: str) -> Load:
+    given = {}
+    for name, value in given_numbers(options).items():
+        if isinstance(value, list) and len(value) > 1:
+            raise BenchError(f"{_flag(name)}: several numbers go with --traffic load only")
+        given[name] = value[0] if isinstance(value, list) else value
+    if options.fixed:
+        raise BenchError(f"--fixed: the lengths of {kind} are what they are")
+    if options.users and len(options.users) > 1:
+        raise BenchError("--users: several numbers go with --traffic load only")
+    traffic = traffic_of(kind, given)
+    users = options.users[0] if options.users else len(traffic.sessions)
+    return Load(traffic, Pace(users, options.request_rate, options.procs))

@@ -1,0 +1,160 @@
+"""Draws a result as SVG, by hand: first tokens and gaps over time, rates, percentiles, repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from xml.sax.saxutils import escape
+
+from tokenspeed_bench.compare import runs_of
+from tokenspeed_bench.errors import BenchError
+
+WIDTH, HEIGHT = 440, 230          # of a panel, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 36
+COLORS = ("#1f6feb", "#d1495b", "#2a9d8f", "#8d6a9f")
+NUM_TICKS = 5
+HEAD = 56                         # above the panels
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points with a name; None breaks a line. `shape` is "line", "dots" or "bars"."""
+
+    name: str
+    points: Sequence[Point | None]
+    shape: str = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves over common axes. `ticks` name places on the first axis, where it is no number."""
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    ticks: Mapping[float, str] = field(default_factory=dict)
+
+
+def draw(result: Mapping[str, Any]) -> str:
+    """Return a result's picture. Raises BenchError where it holds nothing to draw."""
+    rows = [list(_panels(run)) for _, run in runs_of(result)]
+    rows = [row for row in rows if row]
+    if not rows:
+        raise BenchError("there is nothing to plot: no traffic was measured")
+    width, height = WIDTH * max(map(len, rows)), HEAD + HEIGHT * len(rows)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui, sans-serif" font-size="11" fill="#333">',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        _text(LEFT, 24, _title(result), size=15), _text(LEFT, 42, _subtitle(result), color="#777"),
+    ]
+    for i, row in enumerate(rows):
+        for j, panel in enumerate(row):
+            parts.append(f'<g transform="translate({j * WIDTH} {HEAD + i * HEIGHT})">{_panel(panel)}</g>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    return f"{result.get('shape') or result.get('model') or 'tokenspeed bench'} on {result.get('device') or 'CPU'}"
+
+
+def _subtitle(result: Mapping[str, Any]) -> str:
+    version = result.get("versions", {}).get("tokenspeed-core", "")
+    return " · ".join(filter(None, (f"tokenspeed {version}", result.get("commit"), result.get("created"))))
+
+
+def _panels(run: Mapping[str, Any]) -> Iterator[Panel]:
+    name, figures = run["traffic"]["name"], run["figures"]
+    if "series" in run:
+        pace = run["pace"]
+        who = f"{pace['users']} users" if pace["rate"] is None else f"{pace['rate']:g}/s"
+        yield from _served(f"{name}, {who}", run["series"], figures)
+    elif "repeats_s" in run:
+        times = run["repeats_s"]
+        bars = Curve("", [(i + 1.0, value) for i, value in enumerate(times)], "bars")
+        ticks = {i + 1.0: str(i + 1) for i in range(len(times))}
+        yield Panel(f"{name}: best {figures['s']:.3f} s", "repeat", "s", [bars], ticks)
+
+
+def _served(who: str, series: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterator[Panel]:
+    width = series["bin_s"]
+    first = [(float(at), float(value)) for at, value in series["ttft"]]
+    yield Panel(f"{who}: time to first token", "sent at, s", "ms", [Curve("", first, "dots")])
+    gaps = [Curve(name, _binned(series[f"itl_{name}_ms"], width)) for name in ("p50", "p99")]
+    yield Panel(f"{who}: gaps between tokens", "s", "ms", gaps)
+    yield Panel(f"{who}: events a second", "s", "events/s", [Curve("", _binned(series["events_per_s"], width))])
+    names = ("p50", "p90", "p99", "max")
+    spreads = [
+        Curve(text, [(float(i), figures[f"{metric}_{name}_ms"]) for i, name in enumerate(names)])
+        for metric, text in (("ttft", "first token"), ("itl", "between tokens")) if f"{metric}_p50_ms" in figures
+    ]
+    yield Panel(f"{who}: percentiles", "", "ms", spreads, {float(i): name for i, name in enumerate(names)})
+
+
+def _binned(values: Sequence[float | None], width: float) -> list[Point | None]:
+    return [None if value is None else ((i + 0.5) * width, float(value)) for i, value in enumerate(values)]
+
+
+def _panel(panel: Panel) -> str:
+    points = [point for curve in panel.curves for point in curve.points if point is not None]
+    xs, ys = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
+    is_bars = any(curve.shape == "bars" for curve in panel.curves)
+    low = min(xs) - 0.6 if is_bars else min(0.0, *xs) if not panel.ticks else min(xs) - 0.2
+    high = max(xs) + (0.6 if is_bars else 0.2 if panel.ticks else 0.0)
+    high = high if high > low else low + 1
+    top = _nice(max(ys) or 1.0)
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+    def place(point: Point) -> Point:
+        x = LEFT + (point[0] - low) / (high - low) * (right - LEFT)
+        return x, bottom - min(1.0, point[1] / top) * (bottom - TOP)
+
+    parts = [_text(LEFT, 18, panel.title, size=12)]
+    for i in range(NUM_TICKS):
+        value = top * i / (NUM_TICKS - 1)
+        _, y = place((low, value))
+        parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{value:.4g}", anchor="end"))
+    ticks = panel.ticks or {low + (high - low) * i / (NUM_TICKS - 1): "" for i in range(NUM_TICKS)}
+    for value, name in ticks.items():
+        parts.append(_text(place((value, 0))[0], bottom + 15, name or f"{value:.4g}", anchor="middle"))
+    parts.append(_text((LEFT + right) / 2, HEIGHT - 6, panel.x_label, anchor="middle", color="#777"))
+    parts.append(_text(LEFT - 6, TOP - 8, panel.y_label, anchor="end", color="#777"))
+    for i, (curve, color) in enumerate(zip(panel.curves, COLORS, strict=False)):
+        parts += _curve(curve, color, place, bottom)
+        if curve.name:
+            parts.append(_text(right - 90 * (len(panel.curves) - 1 - i), TOP - 8, curve.name, "end", color))
+    return "\n".join(parts)
+
+
+def _curve(curve: Curve, color: str, place: Any, bottom: float) -> Iterator[str]:
+    placed = [None if point is None else place(point) for point in curve.points]
+    if curve.shape == "dots":
+        yield from (f'<circle cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="1.8" fill="{color}"/>' for p in placed if p)
+    elif curve.shape == "bars":
+        for p in placed:
+            if p is not None:
+                yield (f'<rect x="{p[0] - 14:.1f}" y="{p[1]:.1f}" width="28" height="{max(0.0, bottom - p[1]):.1f}" '
+                       f'fill="{color}"/>')
+    else:
+        path = ""
+        for before, p in zip([None, *placed], placed, strict=False):
+            if p is not None:
+                path += f"{'M' if before is None else 'L'}{p[0]:.1f} {p[1]:.1f}"
+        yield f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5" stroke-linecap="round"/>'
+
+
+def _nice(value: float) -> float:
+    """Return a round number at or above a value."""
+    step = 10.0 ** math.floor(math.log10(value))
+    return next(each * step for each in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if each * step >= value * (1 - 1e-9))
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "", size: int = 0) -> str:
+    more = (f' fill="{color}"' if color else "") + (f' font-size="{size}"' if size else "")
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'

@@ -1,0 +1,165 @@
+"""A result: one JSON object with everything that one must know to trust and repeat its figures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_bench.anchors import rows_of
+from tokenspeed_bench.errors import BenchError
+
+SCHEMA = 1
+LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "pydantic", "uvicorn", "pyzmq")
+OURS = "tokenspeed-"
+SECRETS = ("api_key",)
+SECONDS_TO_ASK = 10  # for the programs that know the device and the commit
+
+
+def new(kind: str, model: str, shape: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result without runs. `kind` is "offline" or "serve"; `settings` are the flags that were given."""
+    return {
+        "schema": SCHEMA, "kind": kind, "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["tokenspeed", *_without_key(sys.argv[1:])], "model": model, "shape": shape,
+        "settings": {name: value for name, value in settings.items() if name not in SECRETS},
+        "device": None, "gpus": _gpus(), "machine": _machine(), "versions": versions(), "commit": _commit(),
+        "environment": _environment(),
+        "kernel_plan": None, "backends": None, "is_interrupted": False, "runs": [],
+    }
+
+
+def add_plan(result: dict[str, Any], plan: Mapping[str, Any]) -> None:
+    """Record a kernel plan, and the backends in use by op family."""
+    backends: dict[str, list[str]] = {}
+    for op in plan["ops"]:
+        names = backends.setdefault(op["family"], [])
+        if op["backend"] not in names:
+            names.append(op["backend"])
+    result["kernel_plan"], result["backends"] = dict(plan), backends
+    result["device"] = plan["platform"]
+
+
+def add_run(
+    result: dict[str, Any], traffic: Mapping[str, Any], figures: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Add a run and return it, with the floors that are known for it."""
+    run: dict[str, Any] = {"traffic": dict(traffic), "figures": dict(figures), **more}
+    run["floors"] = {
+        row.metric: {"floor": round(row.floor, 3), "ratio": row.ratio(figures[row.metric])}
+        for row in rows_of(result, run) if row.floor is not None
+    }
+    result["runs"].append(run)
+    return run
+
+
+def check_writable(*paths: str | None) -> None:
+    """Refuse a file that cannot be written, before an hour is measured for it. Raises BenchError."""
+    for path in paths:
+        if path is None or path == "-":
+            continue
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise BenchError(f"{path}: there is no folder {folder}; make it, or name another file")
+        if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+            raise BenchError(f"{path}: cannot be written; name another file")
+
+
+def write(result: Mapping[str, Any], path: str | None) -> None:
+    """Write a result as JSON; "-" is the standard output, None nowhere. Raises BenchError."""
+    if path is None:
+        return
+    text = json.dumps(result, ensure_ascii=False) + "\n"
+    if path == "-":
+        print(text, end="")
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"{path}: {error.strerror}") from error
+
+
+def read(path: str) -> dict[str, Any]:
+    """Read a result. Raises BenchError where it is none, or of another schema."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise BenchError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, dict) or "schema" not in data or not {"runs", "results"} & data.keys():
+        raise BenchError(f"{path}: no result of `tokenspeed bench`; `tokenspeed bench ... --json FILE` writes one")
+    if data["schema"] != SCHEMA:
+        raise BenchError(f"{path}: has schema {data['schema']}, and this version reads {SCHEMA}; measure again")
+    return data
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of our distributions and of the libraries that matter."""
+    found = {"python": platform.python_version()}
+    for distribution in importlib.metadata.distributions():
+        name = str(distribution.metadata["Name"]).lower().replace("_", "-")
+        if name.startswith(OURS) or name in LIBRARIES:
+            found.setdefault(name, distribution.version)
+    return dict(sorted(found.items()))
+
+
+def _machine() -> str:
+    model = platform.machine()
+    cpus = Path("/proc/cpuinfo")
+    if cpus.is_file():
+        lines = cpus.read_text(errors="replace").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{os.cpu_count()} CPUs, {model}, {platform.system()} {platform.release()}"
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that steer TokenSpeed, the key left out."""
+    secrets = {f"TOKENSPEED_{name.upper()}" for name in SECRETS}
+    return {
+        name: value for name, value in sorted(os.environ.items())
+        if name.startswith("TOKENSPEED_") and name not in secrets
+    }
+
+
+def _gpus() -> str | None:
+    """Return the GPUs that the driver names, None where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    said = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return "; ".join(f"{name} (driver {driver})" for name, _, driver in
+                     (line.partition(", ") for line in (said or "").splitlines())) or None
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that this code lies in, "+" after it where files were changed."""
+    folder = str(Path(__file__).parent)
+    commit = _ask("git", "-C", folder, "rev-parse", "--short", "HEAD")
+    tracked = commit and _ask("git", "-C", folder, "ls-files", "--error-unmatch", __file__)
+    if not commit or not tracked:
+        return None
+    return commit + ("+" if _ask("git", "-C", folder, "status", "--short", "--untracked-files=no") else "")
+
+
+def _ask(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ASK, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _without_key(words: list[str]) -> list[str]:
+    """Return the words of a command, the key masked."""
+    masked, hides = [], False
+    for word in words:
+        masked.append("***" if hides else "--api-key=***" if word.startswith("--api-key=") else word)
+        hides = word == "--api-key"
+    return masked

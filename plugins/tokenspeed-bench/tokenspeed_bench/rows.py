@@ -1,0 +1,118 @@
+"""`tokenspeed bench anchors`: every row of the tables, each model in a process and with caches of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_bench import result as results
+from tokenspeed_bench.anchors import GROUPS, ROWS, Row
+from tokenspeed_bench.compare import runs_of
+from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.options import parse
+from tokenspeed_bench.table import of_rows
+
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("all", "--shape", "qwen3-8b"),
+    "fp8": ("all", "--shape", "qwen3-8b", "--quantization", "fp8", "--traffic", "latency,throughput,prefill"),
+    "http": ("serve", "--shape", "qwen3-0.6b"),
+    "moe": ("all", "--shape", "qwen3-30b-a3b"),
+}
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")  # of compiled code
+LEAST_EVENT_SHARE = 0.99      # streamed events, of tokens
+MOST_FIRST_OVER_MEDIAN = 1.5  # the first request's time to first token
+INTERRUPTED = 130
+
+
+def measure(words: Sequence[str]) -> int:
+    """Measure the groups asked for, print the table and what was not kept; return the exit status."""
+    options, others = parse("anchors", words)
+    if options.model is not None:
+        raise BenchError(f"{options.model}: the rows name their models; leave it out")
+    groups = options.groups.split(",")
+    for group in groups:
+        if group not in GROUPS:
+            raise BenchError(f"--groups {group}: there is {', '.join(GROUPS)}")
+    results.check_writable(options.json)
+    whole = results.new("anchors", "", None, {})
+    del whole["runs"]
+    whole["results"] = parts = []
+    failures: dict[str, str] = {}
+    for group in groups:
+        try:
+            part, status = measure_group(group, options.repeats, others)
+        except KeyboardInterrupt:
+            whole["is_interrupted"] = True
+            break
+        if part is not None:
+            parts.append({**part, "group": group})
+        if status == INTERRUPTED:
+            whole["is_interrupted"] = True
+            break
+        if status:
+            failures[group] = f"`tokenspeed bench {' '.join(COMMANDS[group])}` ended with status {status}"
+    whole["device"] = next((part["device"] for part in parts if part["device"]), None)
+    found = [_value(row, parts, failures) for row in ROWS if row.group in groups]
+    whole["rows"] = [_described(*each) for each in found]
+    results.write(whole, options.json)
+    print(of_rows(found), *broken(whole), sep="\n", file=sys.stderr if options.json == "-" else sys.stdout)
+    return INTERRUPTED if whole["is_interrupted"] else 1 if failures else 0
+
+
+def measure_group(group: str, repeats: int, others: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
+    """Run a group's command in a process with empty caches; return its result, if it left one, and its status."""
+    command = [*COMMANDS[group], *(() if COMMANDS[group][0] == "serve" else ("--repeats", str(repeats))), *others]
+    print(f"== tokenspeed bench {' '.join(command)}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
+        path = Path(folder, "result.json")
+        environ = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tokenspeed_core.cli", "bench", *command, "--json", str(path)], env=environ
+        )
+        status = _wait(child)
+        return (results.read(str(path)) if path.is_file() else None), status
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a child that hears a Ctrl-C as well, and hands in what it measured."""
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.wait()
+        return INTERRUPTED
+
+
+def _value(row: Row, parts: Sequence[Mapping[str, Any]], failures: Mapping[str, str]) -> tuple[Row, float | None, str]:
+    """Return a row with its figure, or with the reason why it has none."""
+    for part in parts:
+        for run in part["runs"]:
+            if part["group"] == row.group and run["traffic"] == row.traffic and row.metric in run["figures"] \
+                    and run.get("pace", {}).get("users") == row.users and not run.get("is_part"):
+                return row, float(run["figures"][row.metric]), ""
+    return row, None, failures.get(row.group, "not measured")
+
+
+def _described(row: Row, value: float | None, why: str) -> dict[str, Any]:
+    return {
+        "row": row.name(), "group": row.group, "metric": row.metric, "peer": row.peer, "must": row.must,
+        "aim": row.aim, "floor": row.floor, "value": value, "ratio": None if value is None else row.ratio(value),
+        "verdict": why if value is None else row.verdict(value),
+    }
+
+
+def broken(whole: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each condition of the rows that a run did not keep."""
+    for part, run in runs_of(whole):
+        figures, name = run["figures"], f"{part['shape']} {run['traffic']['name']}"
+        share, ratio = figures.get("event_share"), figures.get("first_over_median")
+        if share is not None and share < LEAST_EVENT_SHARE:
+            yield f"not kept: {name}: events for {100 * share:.1f} % of tokens, must be 99 %"
+        if ratio is not None and ratio > MOST_FIRST_OVER_MEDIAN:
+            yield f"not kept: {name}: the first request's token took {ratio:.2f} times the median, must be 1.5"
+        if figures.get("failed"):
+            yield f"not kept: {name}: {figures['failed']} requests failed"

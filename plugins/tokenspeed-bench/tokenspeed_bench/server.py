@@ -1,0 +1,141 @@
+"""The server that is measured: one that runs, or one started for the measurement."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_bench.connection import message_of
+from tokenspeed_bench.errors import BenchError
+
+MOST_SECONDS = 600.0  # from the command to /health
+PATIENCE = 60.0       # seconds that a server has to end
+POLL = 0.05
+NUM_LINES = 15        # of what a server said that are shown when it ends
+
+
+class Api:
+    """The routes of an OpenAI-compatible server that are asked once."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        with_scheme = url if "://" in url else f"http://{url}"
+        if not with_scheme.startswith(("http://", "https://")):
+            raise BenchError(f"--url {url}: must begin with http:// or https://")
+        self.url = with_scheme.rstrip("/").removesuffix("/v1")
+        self.key = key
+
+    def get(self, path: str, timeout: float = 30.0) -> Any:
+        """Return a route's JSON. Raises BenchError."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, None, headers), timeout=timeout) as got:
+                return json.load(got)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise BenchError(f"{self.url}{path}: {error.code} {_said(error.read())}") from error
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise BenchError(f"{self.url}{path}: {reason}; is a server there? `tokenspeed serve` starts one") from error
+
+    def model(self) -> str:
+        """Return the name of the first model served. Raises BenchError."""
+        answer = self.get("/v1/models")
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(data, list) or not data or not isinstance(data[0], dict) or "id" not in data[0]:
+            raise BenchError(f"{self.url}/v1/models names no model; name one with --model-name")
+        return str(data[0]["id"])
+
+    def report(self) -> dict[str, Any]:
+        """Return what a TokenSpeed server says of its plugins and kernels; nothing from another server."""
+        try:
+            answer = self.get("/v1/plugins")
+        except BenchError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    def is_healthy(self) -> bool:
+        """Say whether `/health` answers with 200."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except (OSError, HTTPException):
+            return False
+
+
+@contextmanager
+def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, float]]:
+    """Start `tokenspeed serve` on a free port; yield it and the seconds to `/health`; stop it at the end.
+
+    Raises BenchError, with the last of what the server said, when it ends or is not healthy in time.
+    """
+    api = Api(f"http://127.0.0.1:{_free_port()}", key)
+    command = [
+        sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", *arguments, "--port", api.url.rpartition(":")[2],
+    ]
+    environ = {**os.environ, "TOKENSPEED_API_KEY": key} if key else dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
+        log = Path(folder, "server.log")
+        begin = time.perf_counter()
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environ,
+                start_new_session=True,  # a Ctrl-C stops the load, whose answers the server still has to end
+            )
+        before = signal.signal(signal.SIGTERM, _leave)  # leaves no server behind either
+        try:
+            _await(server, api, log)
+            yield api, time.perf_counter() - begin
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            _stop(server)
+
+
+def _await(server: subprocess.Popen[bytes], api: Api, log: Path) -> None:
+    end = time.monotonic() + MOST_SECONDS
+    while not api.is_healthy():
+        status, is_late = server.poll(), time.monotonic() > end
+        if status is not None or is_late:
+            said = log.read_text(errors="replace").strip().splitlines()[-NUM_LINES:]
+            what = f"is not healthy after {MOST_SECONDS:g} s" if is_late else f"ended with status {status}"
+            raise BenchError("\n".join([f"the server {what}; it said:", *said]))
+        time.sleep(POLL)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _said(body: bytes) -> str:
+    try:
+        said = message_of(json.loads(body))
+    except ValueError:
+        said = None
+    return said or body[:200].decode(errors="replace").strip()

@@ -1,0 +1,137 @@
+"""A timeline of steps on the device: records it with torch's profiler, and finds where the device waits.
+
+The trace is Chrome's format (chrome://tracing, ui.perfetto.dev). To torch's events it adds a track of its own with
+each launch (a CUDA graph or a single kernel) and each gap between them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_bench.errors import BenchError
+
+ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+ON_CPU = frozenset({"cpu_op"})
+DEVICE = "device"
+OUR_TRACK = 1_000_000  # a process id that no process has
+NUM_GAPS = 10          # that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """A time in which the device works; microseconds. `launch` is what the host called, for all that it started."""
+
+    begin: float
+    end: float
+    name: str
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a trace shows of the device, or of the CPU where there is none."""
+
+    where: str
+    span: float
+    busy: float
+    num_works: int
+    num_launches: int
+    gaps: Sequence[tuple[float, float, str, str]]  # begin, length, what was before and what came after
+    inside: float  # of the gaps, those between kernels of one launch
+
+    def text(self) -> str:
+        """Return it in words."""
+        idle = self.span - self.busy
+        is_device = self.where == DEVICE
+        launches = f" in {self.num_launches:,} launches" if is_device else ""
+        lines = [
+            f"  {self.where}: busy {100 * self.busy / self.span:.1f} % of {self.span / 1e3:.2f} ms, "
+            f"{self.num_works:,} {'kernels' if is_device else 'operators'}{launches}",
+            f"  idle {idle / 1e3:.2f} ms"
+            + (f": {self.inside / 1e3:.2f} inside launches, {(idle - self.inside) / 1e3:.2f} between them"
+               if is_device else ""),
+        ]
+        longest = sorted(self.gaps, key=lambda gap: -gap[1])[:NUM_GAPS]
+        return "\n".join(lines + [
+            f"  gap of {length:8.1f} µs at {begin / 1e3:9.3f} ms, after {before[:44]}, before {after[:44]}"
+            for begin, length, before, after in longest
+        ])
+
+
+def record(work: Callable[[], object], path: str) -> Timeline:
+    """Run some work under the profiler, write its trace, and return what it shows of the device.
+
+    Raises BenchError where torch is missing or the trace shows no work.
+    """
+    try:
+        from torch.cuda import is_available
+        from torch.profiler import ProfilerActivity, profile
+    except ImportError as error:
+        raise BenchError("--profile needs torch: pip install 'tokenspeed-bench[profile]'") from error
+    has_device = is_available()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_device else [])]) as profiler:
+        work()
+    profiler.export_chrome_trace(path)
+    data = json.loads(Path(path).read_text(encoding="utf-8"))
+    timeline = read(data["traceEvents"])
+    data["traceEvents"] += _track(data["traceEvents"], timeline)
+    Path(path).write_text(json.dumps(data), encoding="utf-8")
+    return timeline
+
+
+def read(events: Sequence[Mapping[str, Any]]) -> Timeline:
+    """Return what a trace's events show. Raises BenchError where there is no work in them."""
+    kinds, where = ON_DEVICE, DEVICE
+    if not any(event.get("cat") in ON_DEVICE for event in events):
+        kinds, where = ON_CPU, "operators on the CPU"
+    works = sorted(_works(events, kinds), key=lambda work: work.begin)
+    if not works:
+        raise BenchError("the trace shows no work: nothing ran under the profiler")
+    start, end, busy, inside = works[0].begin, works[0].begin, 0.0, 0.0
+    last = works[0]
+    gaps: list[tuple[float, float, str, str]] = []
+    for work in works:
+        if work.begin > end:
+            if work.launch == last.launch:
+                inside += work.begin - end
+            gaps.append((end - start, work.begin - end, last.name, work.name))
+        if work.end > end:
+            busy += work.end - max(end, work.begin)
+            end, last = work.end, work
+    num_launches = len({work.launch for work in works})
+    return Timeline(where, max(end - start, 1e-9), busy, len(works), num_launches, gaps, inside)
+
+
+def _works(events: Sequence[Mapping[str, Any]], kinds: frozenset[str]) -> Iterator[Busy]:
+    for i, event in enumerate(events):
+        if event.get("ph") == "X" and event.get("cat") in kinds:
+            begin = float(event["ts"])
+            launch = event.get("args", {}).get("correlation", -1 - i)
+            yield Busy(begin, begin + float(event["dur"]), str(event["name"]), int(launch))
+
+
+def _track(events: Sequence[Mapping[str, Any]], timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield a track with a bar for each launch and, below, each gap."""
+    kinds = ON_DEVICE if timeline.where == DEVICE else ON_CPU
+    works = list(_works(events, kinds))
+    start = min(work.begin for work in works)
+    yield {"ph": "M", "name": "process_name", "pid": OUR_TRACK, "args": {"name": "TokenSpeed: launches and gaps"}}
+    for thread, name in ((0, "launches"), (1, "gaps")):
+        yield {"ph": "M", "name": "thread_name", "pid": OUR_TRACK, "tid": thread, "args": {"name": name}}
+    launches: dict[int, list[Busy]] = {}
+    for work in works:
+        launches.setdefault(work.launch, []).append(work)
+    for number, parts in enumerate(launches.values() if kinds is ON_DEVICE else ()):
+        begin, end = min(part.begin for part in parts), max(part.end for part in parts)
+        yield _bar(0, f"launch {number}: {len(parts)} kernels", begin, end - begin)
+    for at, length, before, after in timeline.gaps:
+        yield _bar(1, f"{length:.1f} µs", start + at, length, after=after, before=before)
+
+
+def _bar(thread: int, name: str, begin: float, length: float, **more: str) -> dict[str, Any]:
+    return {"ph": "X", "cat": "tokenspeed", "name": name, "pid": OUR_TRACK, "tid": thread, "ts": begin,
+            "dur": length, "args": more}

@@ -1,0 +1,98 @@
+"""`tokenspeed bench` on the bundled demo, in process and through a server of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+BENCH = (sys.executable, "-P", "-m", "tokenspeed_core.cli", "bench")
+SMALL = ("--device", "cpu", "--kv-cache-memory", "64MiB")
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    path = folder / "result.json"
+    done = subprocess.run(
+        [*BENCH, *words, *SMALL, "--json", str(path)], capture_output=True, text=True, timeout=120, env=ENVIRON,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text()), done.stdout
+
+
+def test_agents_in_process_find_their_history_in_the_cache_again_in_every_repeat(tmp_path: Path) -> None:
+    result, said = bench(
+        tmp_path, "agentic", "--sessions", "3", "--turns", "3", "--shared-len", "160", "--turn-len", "32",
+        "--output-len", "8", "--repeats", "2", "--plot", str(tmp_path / "x.svg"),
+    )
+    start, run = result["runs"]
+    figures = run["figures"]
+    assert figures["output_tokens"] == 3 * 3 * 8
+    assert figures["prompt_tokens"] == 3 * (3 * 192 + (1 + 2) * 40)
+    assert 0.5 < figures["cached_tokens"] / figures["prompt_tokens"] < 0.95
+    assert start["figures"]["first_request_ms"] > 0
+    assert {op["family"] for op in result["kernel_plan"]["ops"]} == set(result["backends"])
+    assert "from the cache" in said
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
+
+
+def test_a_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    _, said = bench(tmp_path, "latency", "--output-len", "4", "--repeats", "1", "--profile", str(path))
+    names = {event.get("args", {}).get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert "TokenSpeed: launches and gaps" in names
+    assert "busy" in said
+
+
+def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
+    result, said = bench(
+        tmp_path, "serve", "--users", "1,4", "--requests", "3,8", "--input-len", "48", "--output-len", "16",
+        "--fixed", "--api-key", "secret", "--no-client-cost", "--served-model-name", str(tmp_path),
+    )
+    start, first, one, four = result["runs"]
+    assert start["traffic"]["name"] == "start"
+    assert first["figures"]["first_over_median"] > 0
+    assert (one["figures"]["answered"], four["figures"]["answered"]) == (3, 8)
+    assert four["figures"]["output_tokens"] == 8 * 16
+    assert four["figures"]["cached_tokens"] == 0, "a load starts from an empty prefix cache"
+    assert result["kernel_plan"]["platform"].startswith("CPU")
+    assert "secret" not in json.dumps(result)
+    assert "8 answered, 0 failed" in said
+    assert named(tmp_path) == []
+
+
+def named(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose command names a folder."""
+    return [process for process in psutil.process_iter(["cmdline"])
+            if any(str(folder) in word for word in process.info["cmdline"] or ())]
+
+
+def test_ctrl_c_leaves_what_was_measured_and_no_server(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    child = subprocess.Popen(
+        [*BENCH, "serve", "--users", "2", "--requests", "5000", "--input-len", "16", "--output-len", "16", *SMALL,
+         "--json", str(path), "--served-model-name", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON, start_new_session=True,
+    )
+    assert child.stdout is not None
+    while "median of the next" not in child.stdout.readline():
+        assert child.poll() is None
+    time.sleep(3)
+    assert any("serve" in process.info["cmdline"] for process in named(tmp_path))
+    os.killpg(child.pid, signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 130, said
+    assert "what was measured is kept" in said
+    result = json.loads(path.read_text())
+    assert result["is_interrupted"]
+    assert 0 < result["runs"][-1]["figures"]["answered"] < 5000
+    assert result["runs"][-1]["is_part"]
+    assert named(tmp_path) == []
