@@ -96,3 +96,25 @@ def test_ctrl_c_leaves_what_was_measured_and_no_server(tmp_path: Path) -> None:
     assert 0 < result["runs"][-1]["figures"]["answered"] < 5000
     assert result["runs"][-1]["is_part"]
     assert named(tmp_path) == []
+
+
+def test_a_server_that_dies_under_load_is_quoted_and_its_requests_are_failed(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    child = subprocess.Popen(
+        [*BENCH, "serve", "--users", "2", "--requests", "2000", "--input-len", "16", "--output-len", "16", *SMALL,
+         "--json", str(path), "--served-model-name", str(tmp_path), "--no-client-cost"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
+    )
+    assert child.stdout is not None
+    while "median of the next" not in child.stdout.readline():
+        assert child.poll() is None
+    time.sleep(2)
+    for process in named(tmp_path):
+        if "serve" in process.info["cmdline"] and "bench" not in process.info["cmdline"]:
+            process.kill()
+    out, said = child.communicate(timeout=60)
+    assert child.returncode == 1, said
+    assert "the server ended with status -9" in said
+    figures = json.loads(path.read_text())["runs"][-1]["figures"]
+    assert figures["answered"] + figures["failed"] == 2000
+    assert "no connection to" in out

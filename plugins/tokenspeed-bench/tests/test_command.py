@@ -67,6 +67,11 @@ def test_json_on_the_standard_output_is_all_that_is_there(
     assert "latency:" in captured.err
 
 
+def test_the_model_may_be_a_flag_as_with_serve(llms: list[Any]) -> None:
+    assert bench(["latency", "--model", "some/model"]) == 0
+    assert llms == [("some/model", {})]
+
+
 def test_a_shape_is_a_folder_with_dummy_weights_that_is_gone_afterwards(llms: list[Any]) -> None:
     assert bench(["throughput", "--shape", "qwen3-0.6b", "--requests", "3"]) == 0
     ((folder, settings),) = llms
@@ -158,6 +163,9 @@ def test_a_server_that_ends_at_its_start_is_quoted() -> None:
         (("latency", "--repeats", "x"), "invalid number value: 'x'"),
         (("latency", "--requests", "3"), "latency has no such number; it takes --input-len, --output-len"),
         (("latency", "m", "--shape", "qwen3-8b"), "the model was given too"),
+        (("latency", "m", "--model", "n"), "the model was given too"),
+        (("serve", "--shape", "qwen3-8b", "--model", "n"), "--model n: the model was given too, as qwen3-8b"),
+        (("latency", "--config", "x.yaml"), "--config: goes with `tokenspeed bench serve`"),
         (("latency", "--shape", "gpt-9"), "invalid choice: 'gpt-9'"),
         (("latency", "--seed", "1", "--seed", "2"), "--seed: given twice"),
         (("latency", "--seed", "1", "m"), "m: belongs to no flag; the model stands first"),
@@ -218,7 +226,9 @@ def test_all_gives_each_traffic_the_numbers_that_it_has() -> None:
 def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure_group(group: str, repeats: int, others: list[str]) -> tuple[dict[str, Any] | None, int]:
+    def measure_group(
+        group: str, repeats: int, profiles: str | None, others: list[str]
+    ) -> tuple[dict[str, Any] | None, int]:
         if group == "fp8":
             return None, 2
         run = {"traffic": {"name": "latency", "in_len": 128, "out_len": 256}, "figures": {"ms_per_output": 4.1}}

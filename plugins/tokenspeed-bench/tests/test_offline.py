@@ -93,15 +93,14 @@ def test_ctrl_c_keeps_the_repeats_that_ended() -> None:
     assert llm.is_shut_down
 
 
-def test_a_trace_is_taken_of_one_more_run() -> None:
+def test_a_trace_is_taken_of_one_more_run_of_each_traffic() -> None:
     llm = FakeLLM()
-    traced: list[int] = []
+    traced: list[tuple[str, int]] = []
 
-    def trace(work: Any) -> None:
+    def trace(name: str, work: Any) -> None:
         before = len(llm.calls)
         work()
-        traced.append(len(llm.calls) - before)
+        traced.append((name, len(llm.calls) - before))
 
-    measured(llm, "latency", repeats=2, trace=trace)
-    assert traced == [1]
-    assert len(llm.calls) == NUM_FIRST + 1 + 2 + 1
+    measured(llm, "latency", "agentic", repeats=2, trace=trace)
+    assert traced == [("latency", 1), ("agentic", 2)]

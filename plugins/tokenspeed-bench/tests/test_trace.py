@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tokenspeed_bench.errors import BenchError
-from tokenspeed_bench.trace import OUR_TRACK, _track, read
+from tokenspeed_bench.trace import OUR_TRACK, _track, named, read
 
 
 def kernel(name: str, begin: float, length: float, launch: int) -> dict[str, Any]:
@@ -51,6 +51,10 @@ def test_the_track_has_a_bar_for_each_launch_and_gap() -> None:
     assert [(bar["tid"], bar["ts"], bar["dur"]) for bar in bars] == [
         (0, 100.0, 65.0), (0, 160.0, 2.0), (0, 265.0, 35.0), (1, 150.0, 5.0), (1, 165.0, 100.0),
     ]
+
+
+def test_traces_of_several_kinds_of_traffic_have_names_of_their_own() -> None:
+    assert named("/x/trace.json", "latency") == "/x/trace-latency.json"
 
 
 def test_a_trace_without_work_is_refused() -> None:

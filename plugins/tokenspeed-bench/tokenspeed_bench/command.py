@@ -87,10 +87,14 @@ def _offline(verb: str, words: Sequence[str]) -> int:
     results.check_writable(given.json, given.plot, profile)
     say = _speaker(given.json)
 
-    def record(work: Callable[[], object]) -> None:
+    def record(name: str, work: Callable[[], object]) -> None:
         assert profile is not None
-        say(f"profile: {profile}\n{trace.record(work, profile).text()}")
+        path = profile if len(traffics) == 1 else trace.named(profile, name)
+        say(f"profile of {name}: {path}\n{trace.record(work, path).text()}")
 
+    for name in {"config", "dry_run"} & settings.keys():
+        raise BenchError(f"--{name.replace('_', '-')}: goes with `tokenspeed bench serve`; in process give settings")
+    given.model = _the_model(given, settings.pop("model", None))
     with _model(given, max(_longest(each) for each in traffics)) as model:
         settings = ({"load_format": "dummy"} if given.shape else {}) | settings
 
@@ -99,7 +103,7 @@ def _offline(verb: str, words: Sequence[str]) -> int:
 
             return LLM(model, **settings)
 
-        result = results.new("offline", given.model or settings.get("model") or "demo", given.shape, settings)
+        result = results.new("offline", given.model or given.shape or "demo", given.shape, settings)
         refused = offline.measure(
             make, offline.Offline(traffics, given.repeats), result, _teller(say), record if profile else None
         )
@@ -120,6 +124,7 @@ def _serve(words: Sequence[str]) -> int:
     given, others = options.parse("serve", words)
     settings = keywords(others)
     loads = options.loads_of(given)
+    model_name = _the_model(given, settings.get("model")) or given.shape or "demo"
     if given.url and (given.model or given.shape or settings):
         raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
     for name in {"host", "port", "dry_run"} & settings.keys():
@@ -127,7 +132,7 @@ def _serve(words: Sequence[str]) -> int:
     results.check_writable(given.json, given.plot)
     say = _speaker(given.json)
     key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")
-    result = results.new("serve", given.model or settings.get("model") or "demo", given.shape, settings)
+    result = results.new("serve", model_name, given.shape, settings)
 
     def measure(api: Api, seconds: float | None) -> None:
         name = given.model_name or api.model()
@@ -155,6 +160,13 @@ def _serve(words: Sequence[str]) -> int:
                 result["is_interrupted"] = True
     failed = any(run.get("failures") for run in result["runs"])
     return _finish(result, given.json, given.plot, say, has_failed=failed)
+
+
+def _the_model(given: Any, flag: str | None) -> str | None:
+    """Return the model that was named, first of all or with --model. Raises BenchError where both or a shape were."""
+    if flag is not None and (given.model or given.shape):
+        raise BenchError(f"--model {flag}: the model was given too, as {given.model or given.shape}; give one")
+    return flag or given.model
 
 
 @contextmanager

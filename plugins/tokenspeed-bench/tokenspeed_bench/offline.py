@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenspeed_bench import result as results
@@ -46,11 +47,11 @@ class Offline:
 
 def measure(
     make: Callable[[], Engine], plan: Offline, result: dict[str, Any],
-    tell: Callable[[Run], None], trace: Callable[[Callable[[], object]], None] | None = None,
+    tell: Callable[[Run], None], trace: Callable[[str, Callable[[], object]], None] | None = None,
 ) -> list[str]:
     """Construct an engine, run everything and add it to `result`; return why traffic was left out.
 
-    `tell` hears of each run. `trace` is given the last traffic to run once more. Ctrl-C keeps what was measured.
+    `tell` hears of each run. `trace` is given each traffic, by name, to run once more. Ctrl-C keeps what was measured.
     """
     begin = time.perf_counter()
     engine = make()
@@ -68,9 +69,9 @@ def measure(
             except BadRequestError as error:
                 refused.append(f"{traffic.name} was left out: {error}; --input-len and its like make it shorter")
             else:
-                if trace is not None and not result["is_interrupted"] and traffic is plan.traffics[-1]:
+                if trace is not None and not result["is_interrupted"]:
                     engine.reset_prefix_cache()
-                    trace(lambda fitting=fitting: once(engine, fitting))  # type: ignore[misc]
+                    trace(traffic.name, partial(once, engine, fitting))
             if result["is_interrupted"]:
                 break
     except KeyboardInterrupt:

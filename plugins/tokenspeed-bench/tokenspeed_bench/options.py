@@ -86,9 +86,11 @@ def parser_of(verb: str) -> Parser:
         parser.add_argument("--shape", choices=sorted(SHAPES), help="dummy weights of a known model, in place of MODEL")
     if verb in OFFLINE or verb in ("all", "anchors"):
         parser.add_argument("--repeats", type=whole, default=3, help="runs, of which the best is taken (3)")
-    if verb in OFFLINE:
-        files.add_argument("--profile", metavar="FILE", help="run once more and write a Chrome trace of it")
+    if verb in OFFLINE or verb == "all":
+        files.add_argument("--profile", metavar="FILE", help="run once more and write a Chrome trace of it; of several "
+                           "kinds of traffic, one each: FILE with the kind's name in it")
     if verb == "anchors":
+        files.add_argument("--profiles", metavar="FOLDER", help="write Chrome traces of the rows measured in process")
         parser.add_argument("--groups", default="bf16,fp8,http", help=f"rows to measure, of {','.join(GROUPS)}")
     if verb == "all":
         parser.add_argument("--traffic", default=",".join(WORKLOADS), help=f"of {','.join(OFFLINE)}")

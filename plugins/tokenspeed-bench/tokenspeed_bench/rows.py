@@ -38,14 +38,14 @@ def measure(words: Sequence[str]) -> int:
     for group in groups:
         if group not in GROUPS:
             raise BenchError(f"--groups {group}: there is {', '.join(GROUPS)}")
-    results.check_writable(options.json)
+    results.check_writable(options.json, *(str(Path(options.profiles, group)) for group in groups if options.profiles))
     whole = results.new("anchors", "", None, {})
     del whole["runs"]
     whole["results"] = parts = []
     failures: dict[str, str] = {}
     for group in groups:
         try:
-            part, status = measure_group(group, options.repeats, others)
+            part, status = measure_group(group, options.repeats, options.profiles, others)
         except KeyboardInterrupt:
             whole["is_interrupted"] = True
             break
@@ -64,9 +64,14 @@ def measure(words: Sequence[str]) -> int:
     return INTERRUPTED if whole["is_interrupted"] else 1 if failures else 0
 
 
-def measure_group(group: str, repeats: int, others: Sequence[str]) -> tuple[dict[str, Any] | None, int]:
+def measure_group(
+    group: str, repeats: int, profiles: str | None, others: Sequence[str]
+) -> tuple[dict[str, Any] | None, int]:
     """Run a group's command in a process with empty caches; return its result, if it left one, and its status."""
-    command = [*COMMANDS[group], *(() if COMMANDS[group][0] == "serve" else ("--repeats", str(repeats))), *others]
+    command = [*COMMANDS[group], *others]
+    if command[0] != "serve":
+        command += ["--repeats", str(repeats)]
+        command += ["--profile", str(Path(profiles, f"{group}.json"))] if profiles else []
     print(f"== tokenspeed bench {' '.join(command)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
         path = Path(folder, "result.json")

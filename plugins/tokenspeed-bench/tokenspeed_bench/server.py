@@ -97,7 +97,11 @@ def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, fl
         before = signal.signal(signal.SIGTERM, _leave)  # leaves no server behind either
         try:
             _await(server, api, log)
-            yield api, time.perf_counter() - begin
+            try:
+                yield api, time.perf_counter() - begin
+            finally:
+                if server.poll() is not None:
+                    print(f"tokenspeed: the server {_ended(server, log)}", file=sys.stderr)
         finally:
             signal.signal(signal.SIGTERM, before)
             _stop(server)
@@ -106,12 +110,19 @@ def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, fl
 def _await(server: subprocess.Popen[bytes], api: Api, log: Path) -> None:
     end = time.monotonic() + MOST_SECONDS
     while not api.is_healthy():
-        status, is_late = server.poll(), time.monotonic() > end
-        if status is not None or is_late:
-            said = log.read_text(errors="replace").strip().splitlines()[-NUM_LINES:]
-            what = f"is not healthy after {MOST_SECONDS:g} s" if is_late else f"ended with status {status}"
-            raise BenchError("\n".join([f"the server {what}; it said:", *said]))
+        if server.poll() is not None:
+            raise BenchError(f"the server {_ended(server, log)}")
+        if time.monotonic() > end:
+            raise BenchError(f"the server is not healthy after {MOST_SECONDS:g} s; it said:\n{_last_lines(log)}")
         time.sleep(POLL)
+
+
+def _ended(server: subprocess.Popen[bytes], log: Path) -> str:
+    return f"ended with status {server.returncode}; it said:\n{_last_lines(log)}"
+
+
+def _last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-NUM_LINES:])
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

@@ -62,6 +62,11 @@ class Timeline:
         ])
 
 
+def named(path: str, name: str) -> str:
+    """Return a path with a name before its ending: `trace.json` and "latency" are `trace-latency.json`."""
+    return str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
+
+
 def record(work: Callable[[], object], path: str) -> Timeline:
     """Run some work under the profiler, write its trace, and return what it shows of the device.
 
