@@ -243,6 +243,7 @@ def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_
     assert "must" in next(line for line in said.splitlines() if "latency" in line)
     assert "ended with status 2" in said
     assert "not kept: qwen3-8b start: the first request's token took 2.00 times the median, must be 1.5" in said
+    assert "measured on" not in said
     result = json.loads(path.read_text())
     (latency,) = [row for row in result["rows"] if row["row"] == "qwen3-8b latency"]
     assert (latency["value"], latency["verdict"], latency["ratio"]) == (4.1, "must", round(4.1 / 3.37, 3))
@@ -272,3 +273,12 @@ def test_the_command_is_there_and_its_help_imports_nothing_heavy() -> None:
 def test_a_refusal_is_one_line_and_status_2_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", "--repeats", "0"]) == 2
     assert capsys.readouterr().err.startswith("tokenspeed: argument --repeats: 0 must be at least 1")
+
+
+def test_rows_measured_elsewhere_are_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = {"kind": "offline", "shape": "qwen3-8b", "device": "CPU (2 threads)", "runs": []}
+    monkeypatch.setattr(rows, "measure_group", lambda *given: (part, 0))
+    assert bench(["anchors", "--groups", "bf16"]) == 0
+    assert "not kept: measured on CPU (2 threads)" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed_bench import result as results
-from tokenspeed_bench.anchors import GROUPS, ROWS, Row
+from tokenspeed_bench.anchors import DEVICE, GROUPS, ROWS, Row
 from tokenspeed_bench.compare import runs_of
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.options import parse
@@ -111,7 +111,9 @@ def _described(row: Row, value: float | None, why: str) -> dict[str, Any]:
 
 
 def broken(whole: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each condition of the rows that a run did not keep."""
+    """Yield a line for each condition of the rows that was not kept."""
+    if DEVICE not in str(whole["device"]):
+        yield f"not kept: measured on {whole['device']}; peer, must, aim and floor are an {DEVICE}'s"
     for part, run in runs_of(whole):
         figures, name = run["figures"], f"{part['shape']} {run['traffic']['name']}"
         share, ratio = figures.get("event_share"), figures.get("first_over_median")
