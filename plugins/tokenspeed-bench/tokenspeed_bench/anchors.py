@@ -38,7 +38,7 @@ class Row:
 
     def name(self) -> str:
         """Return what a person calls the row."""
-        who = "" if self.users is None else f" {self.users} user" + "s" * (self.users > 1)
+        who = "" if self.users is None else f" {self.users} user" + "s" * (self.users != 1)
         form = f" {self.quantization}" if self.quantization else ""
         what = "" if self.traffic["name"] == "load" else f" {self.traffic['name']}"
         return f"{self.shape}{form}{who}{what}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenspeed_bench.errors import BenchError
-from tokenspeed_bench.table import aligned
+from tokenspeed_bench.table import aligned, people
 
 LESS_IS_BETTER = (
     "s", "ms_per_output", "first_request_ms", "first_over_median", "ttft_p50_ms", "ttft_p99_ms",
@@ -79,7 +79,7 @@ def _is_traffic(key: str) -> bool:
 def _figures(key: str, before: Run, after: Run) -> list[tuple[str, str, str, str, str, str]]:
     label = str(before["traffic"]["name"])
     users = before.get("pace", {}).get("users")
-    label += f", {users} users" if users is not None else ""
+    label += f", {people(users)}" if users is not None else ""
     cells = []
     for metric in (*LESS_IS_BETTER, *MORE_IS_BETTER, *OTHERS):
         old, new = before["figures"].get(metric), after["figures"].get(metric)

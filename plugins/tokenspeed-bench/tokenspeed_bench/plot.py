@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 
 from tokenspeed_bench.compare import runs_of
 from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.table import people
 
 WIDTH, HEIGHT = 440, 230          # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 36
@@ -72,7 +73,7 @@ def _panels(run: Mapping[str, Any]) -> Iterator[Panel]:
     name, figures = run["traffic"]["name"], run["figures"]
     if "series" in run:
         pace = run["pace"]
-        who = f"{pace['users']} users" if pace["rate"] is None else f"{pace['rate']:g}/s"
+        who = people(pace["users"]) if pace["rate"] is None else f"{pace['rate']:g}/s"
         yield from _served(f"{name}, {who}", run["series"], figures)
     elif "repeats_s" in run:
         times = run["repeats_s"]
@@ -120,9 +121,10 @@ def _panel(panel: Panel) -> str:
         _, y = place((low, value))
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(_text(LEFT - 6, y + 4, f"{value:.4g}", anchor="end"))
-    ticks = panel.ticks or {low + (high - low) * i / (NUM_TICKS - 1): "" for i in range(NUM_TICKS)}
+    step = _nice((high - low) / (NUM_TICKS - 1)) if high > low else 1.0
+    ticks = panel.ticks or {i * step: f"{i * step:.4g}" for i in range(NUM_TICKS) if i * step <= high}
     for value, name in ticks.items():
-        parts.append(_text(place((value, 0))[0], bottom + 15, name or f"{value:.4g}", anchor="middle"))
+        parts.append(_text(place((value, 0))[0], bottom + 15, name, anchor="middle"))
     parts.append(_text((LEFT + right) / 2, HEIGHT - 6, panel.x_label, anchor="middle", color="#777"))
     parts.append(_text(LEFT - 6, TOP - 8, panel.y_label, anchor="end", color="#777"))
     for i, (curve, color) in enumerate(zip(panel.curves, COLORS, strict=False)):

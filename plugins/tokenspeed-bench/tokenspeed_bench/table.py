@@ -10,6 +10,11 @@ from tokenspeed_bench.anchors import Row
 Run = Mapping[str, Any]
 
 
+def people(num: int) -> str:
+    """Return "1 user", "2 users"."""
+    return f"{num} user" + "s" * (num != 1)
+
+
 def of_run(run: Run) -> str:
     """Return a run in a few lines."""
     name, figures = run["traffic"]["name"], run["figures"]
@@ -36,7 +41,7 @@ def _numbers(run: Run) -> str:
              for name, value in run["traffic"].items() if name != "name"]
     if "pace" in run:
         rate = run["pace"]["rate"]
-        words.insert(0, f"{run['pace']['users']} users" if rate is None else f"{rate:g} arriving a second")
+        words.insert(0, people(run["pace"]["users"]) if rate is None else f"{rate:g} arriving a second")
     return ", ".join(words)
 
 
@@ -85,7 +90,7 @@ def _served(run: Run) -> list[str]:
     if "client" in run:
         client = run["client"]
         lines.append(
-            f"  the client alone, {client['users']} users on a beat of {client['beat_ms']:g} ms: "
+            f"  the client alone, {people(client['users'])} on a beat of {client['beat_ms']:g} ms: "
             f"{client['events_per_s']:,.0f} events/s, gap p99 {client['itl_p99_ms']:.2f} ms"
         )
     return lines + [f"  failed {count} times: {message}" for message, count in run["failures"].items()]
