@@ -229,3 +229,19 @@ def test_the_clients_own_cost_is_that_of_a_beat() -> None:
 @pytest.mark.parametrize("path", ["", "/prefix", "/prefix/"])
 def test_a_servers_path_is_kept(path: str) -> None:
     assert Target(f"http://h:1{path}", "m").head().startswith(f"POST {path.rstrip('/')}/v1/completions HTTP".encode())
+
+
+def test_a_client_process_that_dies_costs_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Target.body
+
+    def body(target: Target, prompt: bytes, out_len: int) -> bytes:
+        if prompt == ", ".join(map(str, fatal)).encode():
+            os._exit(7)
+        return whole(target, prompt, out_len)
+
+    fatal = load(4, 10, 4, is_fixed=True).sessions[1].ids
+    monkeypatch.setattr(Target, "body", body)
+    with serving(good) as fake:
+        answers = ask(fake.url, num=4, pace=Pace(2, None, 2))
+    assert len(answers.records) == 2
+    assert answers.failures == ["a client process ended with 7"]

@@ -98,23 +98,22 @@ def _gather(
     clients: Sequence[ForkProcess], shared: _Shared, total: int, report: Callable[[int, int], None]
 ) -> Answers:
     """Wait for every client's part."""
-    answers, waiting, deadline = Answers(), len(clients), None
-    while waiting:
+    answers, num_parts, deadline = Answers(), 0, float("inf")
+    while num_parts + sum(process.exitcode not in (None, 0) for process in clients) < len(clients):
         try:
             part = shared.out.get(timeout=LOOK)
-            waiting -= 1
+            num_parts += 1
             answers.records += part.records
             answers.failures += part.failures
         except Empty:
             report(shared.num_done.value, total)
-            ended = sum(process.exitcode not in (None, 0) for process in clients)
-            if ended or (deadline is not None and time.monotonic() > deadline):
-                answers.failures += [f"a client process ended with {p.exitcode}" for p in clients if p.exitcode]
+            if time.monotonic() > deadline:
                 break
         except KeyboardInterrupt:
             answers.is_interrupted = True
             shared.stop.set()
             deadline = time.monotonic() + PATIENCE
+    answers.failures += [f"a client process ended with {each.exitcode}" for each in clients if each.exitcode]
     report(shared.num_done.value, total)
     for process in clients:
         process.join(LOOK)
@@ -176,7 +175,8 @@ def _requests(target: Target, session: Session) -> list[tuple[float, bytes]]:
 async def _talk(user: User, requests: Sequence[tuple[float, bytes]], answers: Answers, num_done: Any) -> None:
     """Take a session's turns. One that fails ends it: its history has a hole."""
     for turn, (pause, data) in enumerate(requests):
-        await asyncio.sleep(pause) if pause else None
+        if pause:
+            await asyncio.sleep(pause)
         try:
             record = await user.ask(data)
         except RequestFailed as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.errors import INTERRUPTED, BenchError
 
 if TYPE_CHECKING:
     from tokenspeed_bench.traffic import Traffic
@@ -32,7 +32,6 @@ Over HTTP:
 
 `tokenspeed bench COMMAND --help` shows a command's options, `tokenspeed serve --help` the flags of serve.
 """
-INTERRUPTED = 130
 VERBS = ("latency", "throughput", "prefill", "agentic", "agents", "all", "serve", "anchors", "compare")
 
 

@@ -209,8 +209,8 @@ class User:
         self._wire = None
 
 
-def message_of(answer: Mapping[str, object] | object) -> str | None:
-    """Return the message of an error in OpenAI's shape, None where it has another."""
+def message_of(answer: object) -> str | None:
+    """Return the message of an answer that is an error in OpenAI's shape, None where it has another."""
     error = answer.get("error") if isinstance(answer, Mapping) else None
     message = error.get("message") if isinstance(error, Mapping) else error
     return str(message) if message else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tokenspeed_core import TokenSpeedError
 
+INTERRUPTED = 130  # the exit status after a Ctrl-C
+
 
 class BenchError(TokenSpeedError):
     """A measurement that cannot be made, or results that cannot be compared; the message says what to do."""

@@ -13,7 +13,7 @@ from typing import Any
 from tokenspeed_bench import result as results
 from tokenspeed_bench.anchors import DEVICE, GROUPS, ROWS, Row
 from tokenspeed_bench.compare import runs_of
-from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.errors import INTERRUPTED, BenchError
 from tokenspeed_bench.options import parse
 from tokenspeed_bench.table import of_rows
 
@@ -26,7 +26,6 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")  # of compiled code
 LEAST_EVENT_SHARE = 0.99      # streamed events, of tokens
 MOST_FIRST_OVER_MEDIAN = 1.5  # the first request's time to first token
-INTERRUPTED = 130
 
 
 def measure(words: Sequence[str]) -> int:

@@ -126,10 +126,6 @@ class AgentShape:
     person_share: float = 0.2
     pause_scale: float = 1.0
 
-    def longest(self) -> int:
-        """Return the most tokens that a sequence can come to."""
-        return self.first_len + (self.max_turns - 1) * self.turn_len + self.out_len
-
 
 def agents(shape: AgentShape) -> Traffic:
     """Return the sessions of long-lived agents."""
