@@ -10,7 +10,7 @@ from tokenspeed_core.kernels.attention import (
     AttentionStep,
 )
 from tokenspeed_core.kernels.ops import DOTS, ROUNDING, OpContract, Problem, Tolerance
-from tokenspeed_core.kernels.spec import AxisLimit, Capability, KernelSpec, PlatformInfo
+from tokenspeed_core.kernels.spec import AxisLimit, Capability, KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
 from tokenspeed_core.models import (
     AttentionCall,
@@ -54,6 +54,7 @@ __all__ = [
     "Policy",
     "Problem",
     "Quantization",
+    "Ranking",
     "RecurrentState",
     "RequestRecord",
     "Room",

@@ -213,7 +213,6 @@ def test_an_import_that_fails_leaves_the_others_usable(
     assert catalog.load(bad) is None
     assert catalog.load(good, int) == 3
     assert catalog.names("kernels.attention") == ("good",)
-    assert "no_such_library" in (catalog.failure(bad) or "")
     assert "Traceback" in caplog.text
     with pytest.raises(PluginError, match=r"bad of both 1.0 is failed: ModuleNotFoundError"):
         catalog.get("kernels.attention", "bad")

@@ -12,7 +12,15 @@ import pytest
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.select import Preference, Selector
-from tokenspeed_core.kernels.spec import AxisLimit, Capability, InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.kernels.spec import (
+    PHASES,
+    AxisLimit,
+    Capability,
+    InstalledKernel,
+    KernelSpec,
+    PlatformInfo,
+    Ranking,
+)
 
 CPU = PlatformInfo("cpu")
 HOPPER = PlatformInfo("cuda", (9, 0), "a device of compute capability 9.0")
@@ -46,6 +54,49 @@ def test_the_narrower_kernel_goes_before_the_general_one_and_the_reference_comes
 def test_equally_narrow_kernels_go_by_the_name_of_their_distribution() -> None:
     first, second = kernel("zeta", ON_CUDA, "a-dist"), kernel("alpha", ON_CUDA, "b-dist")
     assert Selector((second, first), HOPPER).select("rms_norm", NORM).distribution == "a-dist"
+
+
+def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by_phase() -> None:
+    kernels = [kernel(name, replace(ON_CUDA, features=frozenset()), op="attention") for name in ("one", "two")]
+    kernels.append(kernel("special", ON_HOPPER, op="attention"))
+    rankings = [
+        Ranking("attention", "decode", (9, 0), (("two", "1.2 times the floor"), ("one", "1.5 times the floor"))),
+        Ranking("attention", "prefill", (9, 0), (("one", "2 times the floor"),)),
+        Ranking("attention", "decode", (8, 0), (("one", "3 times the floor"),)),
+    ]
+    selector = Selector(kernels, HOPPER, rankings=rankings)
+    assert selector.select_attention(ATTENTION).spec.backend == "two"
+    assert selector.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "one"
+    explained = selector.plan().explain("attention")
+    assert "two from dist-two: 1.2 times the floor" in explained
+    assert "not one from dist-one: 1.5 times the floor, two comes first -> name the backend 'one'" in explained
+    assert "not special from dist-special: two comes first" in explained
+    older = Selector(kernels, PlatformInfo("cuda", (8, 0)), rankings=rankings)
+    assert older.select_attention(ATTENTION).spec.backend == "one"
+
+
+def test_a_measured_kernel_that_does_not_fit_or_must_be_compiled_is_passed_over() -> None:
+    ranking = Ranking("rms_norm", None, (9, 0), (("slow", "1"), ("narrow", "2"), ("portable", "3")))
+    slow = kernel("slow", ON_HOPPER, needs_compile=True)
+    narrow = kernel("narrow", replace(ON_HOPPER, dtypes=("float16",)))
+    selector = Selector((SPECIAL, slow, narrow, PORTABLE), HOPPER, rankings=[ranking])
+    assert selector.select("rms_norm", NORM).spec.backend == "portable"
+
+
+def test_auto_passes_over_a_kernel_whose_packages_are_there_and_do_not_load() -> None:
+    broken = kernel("broken", ON_HOPPER, requires=("json",), obtain="pip install it again")
+    selector = Selector((broken, PORTABLE), HOPPER)
+    assert selector.select("rms_norm", NORM).spec.backend == "portable"
+    assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in selector.plan().explain("rms_norm")
+    with pytest.raises(SelectionError, match=r"broken \(dist-broken\): it does not load: ModuleNotFoundError"):
+        Selector((broken, PORTABLE), HOPPER, [Preference("norm", ("broken",))]).select("rms_norm", NORM)
+
+
+def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
+    lacking = kernel("lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'")
+    selector = Selector((lacking, PORTABLE), HOPPER)
+    selector.select("rms_norm", NORM)
+    assert "module 'no_such_module' is not installed -> pip install 'x[lacking]'" in selector.plan().explain("rms_norm")
 
 
 def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:
@@ -94,9 +145,9 @@ def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -
     with pytest.raises(SelectionError, match="not declared window"):
         Selector((bare,), HOPPER).select_attention(replace(ATTENTION, window=128))
     graphs = Selector((bare,), HOPPER, needs=frozenset({"graph_safe"}))
-    with pytest.raises(SelectionError, match="not declared graph_safe"):
-        graphs.select_attention(ATTENTION)
-    assert graphs.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "bare"
+    for phase in PHASES:
+        with pytest.raises(SelectionError, match="not declared graph_safe"):
+            graphs.select_attention(replace(ATTENTION, phase=phase))
 
 
 def test_a_device_outside_the_range_is_told_the_range() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
-from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec
+from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, Ranking
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+from tokenspeed_core.plugins.selection import OURS
 
 _USUAL = "tokenspeed-kernels"
 
@@ -40,6 +41,17 @@ def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
     """Return the common op contracts and those of plugins. Raises ValueError on a name taken twice."""
     loaded = (catalog.load(entry) for entry in catalog.entries("ops"))
     return merge_ops(*((each,) if isinstance(each, OpContract) else each for each in loaded if each is not None))
+
+
+def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
+    """Return the orders of backends that benchmarks gave. Only TokenSpeed itself ranks: a plugin's own are left out."""
+    found: list[Ranking] = []
+    for entry in catalog.entries("rankings"):
+        if entry.distribution in OURS:
+            found += catalog.load(entry, tuple) or ()
+        else:
+            catalog.reject(entry, "only TokenSpeed's own distributions and users say which backend comes first")
+    return tuple(found)
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:

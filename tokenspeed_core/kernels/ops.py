@@ -8,7 +8,7 @@ Tensors may be strided in all but their last dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +67,6 @@ class OpContract:
     parts: tuple[str, ...] = ()
     cases: tuple[Problem, ...] = ()
     errors: str = "none: shapes are the caller's duty, checked when the model is built"
-    api: int = field(default=1)
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError naming every axis that the problem lacks or should not have."""

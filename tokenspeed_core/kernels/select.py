@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp, Reason, Verdict
-from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
 
@@ -43,10 +43,6 @@ class Choice:
     distribution: str
     problem: Problem
 
-    def factory(self) -> Callable[..., Any]:
-        """Import the kernel's module and return its factory."""
-        return self.spec.factory()
-
     def kernel(self) -> Callable[..., Any]:
         """Import the kernel and build it for the problem (not for attention, which needs limits)."""
         built: Callable[..., Any] = self.spec.factory()(self.problem)
@@ -61,10 +57,10 @@ def has_module(name: str) -> bool:
 class Selector:
     """Chooses kernels for one device and remembers every decision for the KernelPlan.
 
-    Order: the user's list; then, for "auto", the kernels for fewer platforms and a narrower range of hardware
-    before general ones, the op's reference last, ties by distribution name. `needs` are features that every
-    problem must be served with ("graph_safe", which prefill is spared, "batch_invariant"). Reading the plan
-    changes nothing. `hint` says what to do where no backend fits.
+    Order: the user's list; then, for "auto", what `rankings` measured on such a device; then the kernels for
+    fewer platforms and a narrower range of hardware before general ones, the op's reference last, ties by
+    distribution name. `needs` are features that every problem must be served with ("graph_safe",
+    "batch_invariant"). Reading the plan changes nothing. `hint` says what to do where no backend fits.
     """
 
     def __init__(
@@ -73,6 +69,7 @@ class Selector:
         platform: PlatformInfo,
         preferences: Iterable[Preference] = (),
         *,
+        rankings: Iterable[Ranking] = (),
         ops: Mapping[str, OpContract] | None = None,
         needs: frozenset[str] = frozenset(),
         hint: str = "",
@@ -81,6 +78,7 @@ class Selector:
         self._kernels = tuple(kernels)
         self._platform = platform
         self._preferences = tuple(preferences)
+        self._rankings = tuple(rankings)
         self._ops = common_ops() if ops is None else ops
         self._needs = needs
         self._hint = hint
@@ -112,21 +110,21 @@ class Selector:
     def plan(self) -> KernelPlan:
         """Return all decisions so far as a frozen plan."""
         ops = tuple(
-            PlannedOp(
-                op=planned.op, family=planned.family, problem=planned.problem,
-                layers=tuple(sorted(self._layers.get(key, ()))), backend=planned.backend,
-                distribution=planned.distribution, because=planned.because, verdicts=planned.verdicts,
-            )
-            for key, planned in self._planned.items()
+            replace(planned, layers=tuple(sorted(self._layers.get(key, ())))) for key, planned in self._planned.items()
         )
         return KernelPlan(self._platform.name or self._platform.kind, ops)
 
     def _decide(self, contract: OpContract, problem: Problem) -> tuple[Choice, PlannedOp]:
         names, source = self._wanted(contract, problem)
-        candidates = sorted((k for k in self._kernels if k.spec.op == contract.name), key=_host_order)
+        figures = self._figures(contract.name, problem.get("phase"))
+        candidates = [kernel for kernel in self._kernels if kernel.spec.op == contract.name]
+        candidates.sort(key=lambda kernel: _host_order(kernel, tuple(figures)))
         judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
-        taken, because = _first(judged, names, source)
-        verdicts = tuple(_verdict(kernel, reasons, taken, names) for kernel, reasons in judged)
+        taken, because = _first(judged, names, source, figures)
+        while taken is not None and (failure := _load_failure(taken.spec)):
+            judged = [(kernel, failure if kernel is taken else reasons) for kernel, reasons in judged]
+            taken, because = _first(judged, names, source, figures)
+        verdicts = tuple(_verdict(kernel, reasons, taken, names, figures) for kernel, reasons in judged)
         if taken is None:
             raise SelectionError(self._refused(contract, problem, names, source, verdicts))
         planned = PlannedOp(
@@ -134,6 +132,12 @@ class Selector:
             backend=taken.spec.backend, distribution=taken.distribution, because=because, verdicts=verdicts,
         )
         return Choice(taken.spec, taken.distribution, MappingProxyType(dict(problem))), planned
+
+    def _figures(self, op: str, phase: str | None) -> dict[str, str]:
+        """Return what was measured of the op's backends on such a device, the fastest first."""
+        key = (op, phase, self._platform.compute_capability)
+        found = (r for r in self._rankings if (r.op, r.phase, r.compute_capability) == key)
+        return {backend: figure for ranking in found for backend, figure in ranking.figures}
 
     def _wanted(self, contract: OpContract, problem: Problem) -> tuple[tuple[str, ...], str]:
         """Return the backends to try, in order, and who said so; the narrower preference speaks first."""
@@ -145,7 +149,7 @@ class Selector:
 
     def _refusals(self, spec: KernelSpec, problem: Problem) -> tuple[Reason, ...]:
         missing = tuple(
-            Reason(f"module {module!r} is not installed", f"install the package that provides {module!r}")
+            Reason(f"module {module!r} is not installed", spec.obtain or f"install what provides {module!r}")
             for module in spec.requires
             if not self._module_exists(module)
         )
@@ -174,22 +178,34 @@ class Selector:
 
 
 def _first(
-    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]], names: tuple[str, ...], source: str
+    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]], names: tuple[str, ...], source: str,
+    figures: Mapping[str, str],
 ) -> tuple[InstalledKernel | None, str]:
     for name in names:
         for kernel, reasons in judged:
             if reasons or (name == "auto" and kernel.spec.needs_compile):
                 continue
             if name == "auto":
-                return kernel, "the reference" if kernel.spec.reference else "the most specific that fits"
+                unmeasured = "the reference" if kernel.spec.reference else "the most specific that fits"
+                return kernel, figures.get(kernel.spec.backend, unmeasured)
             if name == kernel.spec.backend:
                 return kernel, f"asked for by {source}"
     return None, ""
 
 
+def _load_failure(spec: KernelSpec) -> tuple[Reason, ...]:
+    """Import a kernel that stands on other packages, which may be there and broken, or made for another machine."""
+    try:
+        if spec.requires:
+            spec.factory()
+    except Exception as error:  # whatever a package raises, another kernel may serve
+        return (Reason(f"it does not load: {type(error).__name__}: {error}", spec.obtain),)
+    return ()
+
+
 def _verdict(
     kernel: InstalledKernel, reasons: tuple[Reason, ...], taken: InstalledKernel | None,
-    names: tuple[str, ...],
+    names: tuple[str, ...], figures: Mapping[str, str],
 ) -> Verdict:
     spec = kernel.spec
     fits = not reasons
@@ -199,14 +215,15 @@ def _verdict(
         elif spec.backend == taken.spec.backend:
             why = f"{taken.distribution} serves this name first"
         else:
-            why = f"{taken.spec.backend} comes first"
+            why = ", ".join(filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first")))
         reasons = (Reason(why, f"name the backend {spec.backend!r}"),)
     return Verdict(spec.backend, kernel.distribution, fits, reasons)
 
 
-def _host_order(kernel: InstalledKernel) -> tuple[Any, ...]:
+def _host_order(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, ...]:
     spec = kernel.spec
-    return spec.reference, spec.capability.breadth(), kernel.distribution, spec.backend
+    place = fastest.index(spec.backend) if spec.backend in fastest else len(fastest)
+    return place, spec.reference, spec.capability.breadth(), kernel.distribution, spec.backend
 
 
 def _hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
@@ -247,8 +264,7 @@ def problem_refusals(
         if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
             yield Reason(refusal)
     windowed = {"window"} if problem.get("window") is not None else set()
-    spared = {"graph_safe"} if problem.get("phase") == "prefill" else set()
-    for feature in sorted((needs | windowed) - spared - capability.features):
+    for feature in sorted((needs | windowed) - capability.features):
         yield Reason(f"it is not declared {feature}")
 
 

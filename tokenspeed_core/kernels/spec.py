@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-KERNEL_API = 1
-
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 PHASES = ("prefill", "decode")
 FEATURES = ("window", "graph_safe", "batch_invariant")
@@ -110,9 +108,10 @@ class KernelSpec:
 
     `load` is "module:factory"; `factory(problem)` returns the callable that the op's contract describes
     (`factory(problem, limits, device)` for attention). `requires` are top-level modules that must be
-    installed. `needs_compile` says that a fresh machine needs a compiler's run of minutes or a tool chain
-    before the first call; a just-in-time compile of seconds while the server warms up does not count.
-    `reference` marks the op's own reference, which is taken when nothing else fits. Raises ValueError.
+    installed, and `obtain` is the line that installs them. `needs_compile` says that a fresh machine needs a
+    compiler's run of minutes or a tool chain before the first call; a just-in-time compile of seconds while
+    the server warms up does not count. `reference` marks the op's own reference, which is taken when nothing
+    else fits. Raises ValueError.
     """
 
     op: str
@@ -120,9 +119,9 @@ class KernelSpec:
     capability: Capability
     load: str
     requires: tuple[str, ...] = ()
+    obtain: str = ""
     needs_compile: bool = False
     reference: bool = False
-    api: int = KERNEL_API
 
     def __post_init__(self) -> None:
         for what, name in (("op", self.op), ("backend", self.backend)):
@@ -140,6 +139,20 @@ class KernelSpec:
         """Import the implementation and return its factory."""
         factory: Callable[..., Any] = load_target(self.load)
         return factory
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The backends of an op on devices of a compute capability, the fastest first, as a benchmark found them.
+
+    `phase` None stands for problems that have none. `figures` are (backend, what was measured and with what, for
+    people).
+    """
+
+    op: str
+    phase: str | None
+    compute_capability: tuple[int, int]
+    figures: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,10 +144,6 @@ class Catalog:
         if self._strict:
             raise self._failed(entry)
 
-    def failure(self, entry: Entry) -> str | None:
-        """Return the traceback of an entry whose import failed."""
-        return self._failures.get(entry)
-
     def digest(self) -> str:
         """Return a short hash of what resolved, by which processes agree that they see the same plugins."""
         lines = sorted(

@@ -36,6 +36,7 @@ KINDS: dict[str, Kind] = {
     "quantization": Kind(1),  # methods, for --quantization
     "checkpoints": Kind(1),  # names for checkpoints in packages
     "ops": Kind(1),  # op contracts
+    "rankings": Kind(1),  # which backends were measured to be the fastest, TokenSpeed's own alone
     "hooks": Kind(1, is_named=False),  # behaviour: modules of hook implementations
     "commands": Kind(1),  # subcommands of tokenspeed
     "policies": Kind(1, built_in=("fcfs", "priority")),  # scheduling policies, for --schedule-policy

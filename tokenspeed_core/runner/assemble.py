@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.attention import AttentionLimits
-from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops
+from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import load_target
@@ -62,13 +62,15 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
     Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
     """
     dtype = _DTYPES[config.dtype]
-    kernels, ops = installed_kernels(catalog), installed_ops(catalog)
+    kernels, rankings, ops = installed_kernels(catalog), installed_rankings(catalog), installed_ops(catalog)
     hint = how_to_get_kernels(catalog)
     uses_graphs = device.type == "cuda" and not config.enforce_eager
     needs = frozenset({"graph_safe"} if uses_graphs else ())
 
     def selector() -> Selector:
-        return Selector(kernels, describe_device(device), config.preferences, ops=ops, needs=needs, hint=hint)
+        return Selector(
+            kernels, describe_device(device), config.preferences, rankings=rankings, ops=ops, needs=needs, hint=hint,
+        )
 
     chosen = selector()
     place = torch.device("meta") if only_plan else device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -104,8 +104,8 @@ class ModelBuild:
             if problem not in kernels:
                 plan = plans[problem]
                 kernels[problem] = BoundKernels(
-                    plan.prefill.factory()(problem, limits, self.device),
-                    plan.decode.factory()(replace(problem, phase="decode"), limits, self.device),
+                    plan.prefill.spec.factory()(problem, limits, self.device),
+                    plan.decode.spec.factory()(replace(problem, phase="decode"), limits, self.device),
                     is_split=plan.prefill.spec != plan.decode.spec,
                 )
             layer.bound = kernels[problem]
@@ -145,15 +145,8 @@ def _rank(plan: KernelPlan) -> int:
     return sum(
         any("block_size" in reason.what for reason in verdict.reasons)
         for planned in plan.ops
-        for verdict in _before(planned.backend, planned.verdicts)
+        for verdict in planned.verdicts[: [each.backend for each in planned.verdicts].index(planned.backend)]
     )
-
-
-def _before(backend: str, verdicts: Sequence[Any]) -> Iterable[Any]:
-    for verdict in verdicts:
-        if verdict.backend == backend:
-            return
-        yield verdict
 
 
 def _kv_problem(problem: AttentionProblem) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+r"""Ranks attention backends by the time that a model takes with them, and writes it down for `auto` to go by.
+
+    for pair in '"triton"' '"fa3"' '{"prefill": "fa3", "decode": "triton"}'; do
+        python benchmarks/offline.py qwen3-8b --repeats 2 --flags "{\"attention_backend\": $pair}"
+    done > runs.jsonl
+    python benchmarks/rank_attention.py runs.jsonl --capability 9.0 --write tokenspeed_kernels/rankings.py
+
+Prompts are ranked by the workload "prefill", decodes by "latency", "throughput" and "agentic", each among runs that
+differ in that phase's backend alone. Kernels by themselves (attention_backends.py) do not decide: their times know
+nothing of the steps that serving makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+
+DECIDES = {"prefill": ("prefill",), "decode": ("latency", "throughput", "agentic")}
+TEMPLATE = '''"""Which backends are the fastest: measured, and written here, by benchmarks/rank_attention.py."""
+
+from __future__ import annotations
+
+from tokenspeed_core.api import Ranking
+
+RANKINGS = (
+{rankings})
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A workload with a pair of backends; `seconds` are those of the best repeat."""
+
+    where: str  # shape and device
+    workload: str
+    backends: Mapping[str, str]
+    seconds: float
+
+
+def main() -> None:
+    """Read, rank, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="what offline.py printed with several pairs of backends on one device")
+    parser.add_argument("--capability", required=True, help="the device's compute capability, such as 9.0")
+    parser.add_argument("--write", type=Path, help="where to write the rankings")
+    arguments = parser.parse_args()
+    runs = list(read(arguments.runs.read_text().splitlines()))
+    capability = tuple(map(int, arguments.capability.split(".")))
+    text = TEMPLATE.format(rankings="".join(source(phase, capability, ranked(runs, phase)) for phase in DECIDES))
+    print(text)
+    if arguments.write:
+        arguments.write.write_text(text)
+
+
+def read(lines: Iterable[str]) -> Iterable[Run]:
+    """Yield the runs of a file of JSON lines, the starts left out."""
+    for data in map(json.loads, lines):
+        if data["workload"] != "start":
+            prefill, *decode = data["backends"]["attention"]  # one name where both phases have the same
+            backends = {"prefill": prefill, "decode": decode[0] if decode else prefill}
+            yield Run(f"{data['shape']} on {data['platform']}", data["workload"], backends, float(data["s"]))
+
+
+def ranked(runs: Iterable[Run], phase: str) -> list[tuple[str, str]]:
+    """Return (backend, its times for people) of a phase, the fastest first by the mean ratio to the best."""
+    best: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
+    for run in runs:
+        if run.workload in DECIDES[phase]:
+            other = run.backends["decode" if phase == "prefill" else "prefill"]
+            times = best[run.where, run.workload, other]
+            backend = run.backends[phase]
+            times[backend] = min(run.seconds, times.get(backend, run.seconds))
+    ratios: dict[str, list[float]] = defaultdict(list)
+    figures: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for (where, workload, _), times in sorted(best.items()):
+        for backend, seconds in times.items() if len(times) > 1 else ():
+            ratios[backend].append(seconds / min(times.values()))
+            figures[backend][where].append(f"{workload} {seconds:.2f} s")
+    order = sorted(ratios, key=lambda backend: geometric_mean(ratios[backend]))
+    return [
+        (name, "; ".join(f"{where}: {', '.join(each)}" for where, each in figures[name].items())) for name in order
+    ]
+
+
+def source(phase: str, capability: tuple[int, ...], figures: Iterable[tuple[str, str]]) -> str:
+    """Return the source of a Ranking."""
+    rows = "".join(f'            ("{backend}", "{figure}"),\n' for backend, figure in figures)
+    return f'    Ranking(\n        "attention", "{phase}", {capability},\n        (\n{rows}        ),\n    ),\n'
+
+
+if __name__ == "__main__":
+    main()
