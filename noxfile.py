@@ -26,12 +26,16 @@ PLUGINS = [
     "plugins/tokenspeed-bench",
     "plugins/tokenspeed-demo",
     "plugins/tokenspeed-models-mistral",
+    "plugins/tokenspeed-kernels-hopper",
 ]
 OURS = [CORE, *PLUGINS]
 ALONE = {  # tests in this tree that need one distribution, and the core, alone
     "tokenspeed_kernels": ["tests/cpu/test_kernels_reference.py", "tests/cpu/test_kernels_conformance.py"],
     "tokenspeed_models": ["tests/cpu/test_models_placement.py"],
     "plugins/tokenspeed-models-mistral": ["tests/cpu/test_models_describe.py"],
+}
+VENDORS = {  # a vendor's distribution, and the tests that compare ours with what is in its wheel
+    "tokenspeed-fa3==3.0.0.post20260810": "plugins/tokenspeed-kernels-hopper/tests",
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
 
@@ -71,6 +75,16 @@ def interpreter(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Tests on a GPU, with the Python (and its torch) that runs nox."""
     test(session, sys.executable, "tests/gpu")
+
+
+@nox.session
+def vendors(session: nox.Session) -> None:
+    """Download the vendors' libraries, which are large, and check that they take our calls; no GPU is needed."""
+    python, wheels = everything(session), NOX / "vendors"
+    for library, tests in VENDORS.items():
+        folder = wheels / library.partition("==")[0]
+        run(session, python, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), library)
+        test(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
 
 
 @nox.session

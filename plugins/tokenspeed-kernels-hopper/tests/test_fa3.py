@@ -1,0 +1,109 @@
+"""The FlashAttention-3 backend without its library: what it calls, what it asks of pip, and what is said without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import metadata
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tokenspeed_kernels_hopper import FA3
+from torch import Tensor
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.testing.attention import check_attention
+
+HAS_LIBRARY = importlib.util.find_spec("flash_attn_interface") is not None
+WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+
+USED = (  # the arguments that the backend gives or leaves at these defaults, in the library's order
+    "Tensor q", "Tensor k", "Tensor v", "Tensor(out!)? out = None", "Tensor? cu_seqlens_q = None",
+    "Tensor? seqused_k = None", "int? max_seqlen_q = None", "Tensor? page_table = None", "float? softmax_scale = None",
+    "bool is_causal = False", "int window_size_left = -1", "int window_size_right = -1", "int num_splits = 0",
+)
+RESULT = "(Tensor(out!), Tensor, Tensor, Tensor)"
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int,
+    page_table: Tensor, softmax_scale: float, is_causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what the library's op does with these arguments, by the definition; a row without keys gets zeros."""
+    assert is_causal and window_size_right == 0
+    assert page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1
+    assert {cu_seqlens_q.dtype, seqused_k.dtype, page_table.dtype} == {torch.int32}
+    assert cu_seqlens_q.is_contiguous() and seqused_k.is_contiguous() and page_table.stride(-1) == 1
+    starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
+    for (start, stop), length, blocks in zip(pairwise(starts), lengths, page_table, strict=True):
+        assert stop - start <= max_seqlen_q
+        key, position = torch.arange(length), torch.arange(start, stop)[:, None] - stop + length
+        at = blocks[key // k.shape[1]].long(), key % k.shape[1]
+        queries = q[start:stop].float().unflatten(1, (k.shape[2], -1))
+        scores = torch.einsum("tkgd,lkd->tkgl", queries, k[at].float()) * softmax_scale
+        hidden = (key > position) | ((key < position - window_size_left) & (window_size_left >= 0))
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).nan_to_num()
+        out[start:stop] = torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+    return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put an op of the library's name and arguments where the library would register it."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    ops = torch.library.Library("flash_attn_3", "DEF")
+    ops.define(f"fwd({', '.join(USED)}) -> {RESULT}")
+    ops.impl("fwd", attend, "CPU")
+    yield
+    ops._destroy()
+
+
+@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+@pytest.mark.usefixtures("stand_in")
+def test_over_an_op_that_computes_the_definition_the_backend_conforms() -> None:
+    some_sizes = replace(FA3, capability=replace(FA3.capability, head_sizes=(64, 128)))
+    assert check_attention(some_sizes, torch.device("cpu")) > 20
+
+
+def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
+    about = metadata("tokenspeed-kernels-hopper")
+    assert about.get_all("Provides-Extra") == ["fa3"]
+    needed = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
+    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == ["tokenspeed-core", "torch"]
+
+
+def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() -> None:
+    lines = dry_run(Config.from_keywords(device="cpu")).splitlines()
+    (said,) = [line for line in lines if "fa3" in line]
+    assert said.startswith("attention")
+    assert "fa3: it runs on cuda, and the device is cpu" in said
+
+
+def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
+    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "fa3", "decode": "torch"})
+    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for fa3.*that fit: torch"):
+        dry_run(config)
+
+
+@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+def test_the_librarys_own_op_takes_the_arguments_that_the_backend_gives() -> None:
+    (wheel,) = Path(WHEELS or "").glob("*fa3-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "flash_attn_interface.py" in archive.namelist()
+        code = archive.read("flash_attn_3/_C.abi3.so")
+    found = re.search(rb"\bfwd\((Tensor q,[^\0]*?)\) -> ([^\0]*)\0", code)
+    assert found is not None
+    arguments = [argument.strip() for argument in found[1].decode().split(",")]
+    assert [argument for argument in arguments if argument in USED] == list(USED)
+    assert found[2].decode() == RESULT
