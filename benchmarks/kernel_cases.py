@@ -36,7 +36,7 @@ class Case:
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Yield all cases, each making its inputs when it is reached."""
-    yield from _attention(device)
+    yield from attention_cases(device)
     for num in (64, 8192):
         yield from _rows(device, num)
     for num in (64, 256):
@@ -46,23 +46,32 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def attention_step(
-    num_queries: list[int], seq_lens: list[int], device: torch.device
+    num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0
 ) -> tuple[AttentionStep, int]:
-    """Return a step whose blocks are scattered over a pool, and the pool's number of blocks."""
+    """Return a step whose blocks are scattered over a pool, and the pool's number of blocks.
+
+    With a `max_model_len` it is as a captured one: the host knows no length, the table has columns for so many tokens.
+    """
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
-    table = torch.zeros((len(seq_lens), max(counts)), dtype=torch.int32)
+    table = torch.zeros((len(seq_lens), max(*counts, -(-max_model_len // BLOCK_SIZE))), dtype=torch.int32)
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     for row, blocks in enumerate(order.split(counts)):
         table[row, : len(blocks)] = blocks
     starts = (0, *accumulate(num_queries))
     step = AttentionStep(
         num_rows=len(seq_lens), num_tokens=starts[-1], max_num_query=max(num_queries),
-        max_seq_len=max(seq_lens),
+        max_seq_len=max(*seq_lens, max_model_len),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device), block_table=table.to(device),
-        host_query_start=starts, host_seq_lens=tuple(seq_lens),
+        host_query_start=None if max_model_len else starts,
+        host_seq_lens=None if max_model_len else tuple(seq_lens),
     )
     return step, sum(counts)
+
+
+def attention_problem(phase: str) -> AttentionProblem:
+    """Return the problem of qwen3-8b's layers."""
+    return AttentionProblem(phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None)
 
 
 def attention_case(
@@ -70,21 +79,19 @@ def attention_case(
 ) -> Case:
     """Return an attention case of qwen3-8b's heads; causal products count once, not their masked half.
 
-    A `max_model_len` beyond the rows' own lengths shows what being ready for longer ones costs.
+    A `max_model_len` beyond the rows' own lengths shows what a captured step costs, which is ready for longer ones.
     """
     phase = "decode" if max(num_queries) == 1 else "prefill"
-    problem = AttentionProblem(phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None)
+    problem = attention_problem(phase)
     seen = sum(n * length - n * (n - 1) / 2 for n, length in zip(num_queries, seq_lens, strict=True))
     num_bytes = 2 * sum(seq_lens) * K * D * BF16 + 2 * sum(num_queries) * H * D * BF16
 
     def bind(spec: KernelSpec) -> Callable[[], Tensor]:
-        step, num_blocks = attention_step(num_queries, seq_lens, device)
+        step, num_blocks = attention_step(num_queries, seq_lens, device, max_model_len=max_model_len)
         arena = torch.randn((num_blocks, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
         q = torch.randn((step.num_tokens, H, D), dtype=torch.bfloat16, device=device)
         out = torch.empty_like(q)
-        limits = AttentionLimits(
-            step.num_rows, step.num_tokens, max([*seq_lens, max_model_len]), step.block_table.shape[1]
-        )
+        limits = AttentionLimits(step.num_rows, step.num_tokens, step.max_seq_len, step.block_table.shape[1])
         kernel = spec.factory()(problem, limits, device)
         kernel.prepare(step)
 
@@ -97,16 +104,23 @@ def attention_case(
     return Case("attention", name, bind, num_bytes, 4 * D * H * seen)
 
 
-def _attention(device: torch.device) -> Iterator[Case]:
-    yield attention_case("decode 64 x 2048", [1] * 64, [2048] * 64, device)
-    yield attention_case("decode 64 x 2048 of 40960", [1] * 64, [2048] * 64, device, max_model_len=40960)
-    yield attention_case("decode 256 x 640", [1] * 256, [640] * 256, device)
-    yield attention_case("decode 1 x 32768", [1], [32768], device)
-    yield attention_case("decode 16, 128 to 16384", [1] * 16, [128] * 8 + [16384] * 8, device)
-    yield attention_case("decode 60 x 512, 4 x 32768", [1] * 64, [512] * 60 + [32768] * 4, device)
-    yield attention_case("prefill 8 x 4096", [4096] * 8, [4096] * 8, device)
-    yield attention_case("prefill 2048 after 14336", [2048], [16384], device)
-    yield attention_case("mixed 63 x 2048 + 2048", [1] * 63 + [2048], [2048] * 64, device)
+def attention_cases(device: torch.device, *, max_model_len: int = 0) -> Iterator[Case]:
+    """Yield the cases of attention, each named by its phase first; with a `max_model_len`, all as captured steps."""
+
+    def case(name: str, num_queries: list[int], seq_lens: list[int], longest: int = max_model_len) -> Case:
+        return attention_case(name, num_queries, seq_lens, device, max_model_len=longest)
+
+    yield case("decode 64 x 2048", [1] * 64, [2048] * 64)
+    if not max_model_len:
+        yield case("decode 64 x 2048 of 40960", [1] * 64, [2048] * 64, 40960)
+    yield case("decode 256 x 640", [1] * 256, [640] * 256)
+    yield case("decode 1 x 32768", [1], [32768])
+    yield case("decode 16, 128 to 16384", [1] * 16, [128] * 8 + [16384] * 8)
+    yield case("decode 60 x 512, 4 x 32768", [1] * 64, [512] * 60 + [32768] * 4)
+    yield case("prefill 8 x 4096", [4096] * 8, [4096] * 8)
+    yield case("prefill 2048 after 14336", [2048], [16384])
+    yield case("prefill 32 x 200 after 4500", [200] * 32, [4700] * 32)
+    yield case("mixed 63 x 2048 + 2048", [1] * 63 + [2048], [2048] * 64)
 
 
 def _case(

@@ -76,13 +76,13 @@ def main() -> int:
         for backend in ("torch", "triton")
     }
     wanted = {arguments.only} if arguments.only else set(specs["triton"])
-    wrong = set() if arguments.skip_checks else {op for op in wanted if not _conforms(specs["triton"][op], device)}
-    ceilings = _ceilings(device)
-    print(f"copy {ceilings.bandwidth / 1e12:.2f} TB/s, matrix product {ceilings.flops / 1e12:.0f} TFLOP/s")
+    wrong = set() if arguments.skip_checks else {op for op in wanted if not conforms(specs["triton"][op], device)}
+    best = ceilings(device)
+    print(f"copy {best.bandwidth / 1e12:.2f} TB/s, matrix product {best.flops / 1e12:.0f} TFLOP/s")
     rows = []
     for case in cases(device):
         if case.op in wanted - wrong:
-            row = _measure(case, specs["triton"][case.op], specs["torch"][case.op], ceilings)
+            row = _measure(case, specs["triton"][case.op], specs["torch"][case.op], best)
             if row.error > MAX_ERROR.get(case.op, MAX_RELATIVE_ERROR):
                 print(f"{case.op} {case.name}: error {row.error:.1e}", flush=True)
                 wrong.add(case.op)
@@ -92,7 +92,7 @@ def main() -> int:
     if arguments.json:
         about = {
             "device": torch.cuda.get_device_name(device), "torch": torch.__version__,
-            "triton": triton.__version__, "python": platform.python_version(), "ceilings": asdict(ceilings),
+            "triton": triton.__version__, "python": platform.python_version(), "ceilings": asdict(best),
         }
         arguments.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
     for op in sorted(wrong):
@@ -100,7 +100,8 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _conforms(spec: KernelSpec, device: torch.device) -> bool:
+def conforms(spec: KernelSpec, device: torch.device) -> bool:
+    """Run the conformance kit on a kernel, print what came of it and say whether it passed."""
     try:
         runs = check_attention(spec, device) if spec.op == "attention" else check(spec, device)
     except Exception as error:  # a report names every wrong kernel, whatever it raised
@@ -156,7 +157,8 @@ def time_of(call: Callable[[], object], *, graph: bool = True, runs: int = 30) -
     return statistics.median(times)
 
 
-def _ceilings(device: torch.device) -> Ceilings:
+def ceilings(device: torch.device) -> Ceilings:
+    """Measure what the device does at best."""
     source = torch.randn(1 << 30, device=device)
     target = torch.empty_like(source)
     copy = time_of(lambda: target.copy_(source), graph=False, runs=10)
