@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 _ANY_FLOAT = ("float32", "bfloat16", "float16")
+_FP8 = ("float8_e4m3fn",)
 _BASICS = frozenset({"graph_safe"})
 _ROWWISE = frozenset({"graph_safe", "batch_invariant"})
 
@@ -14,7 +15,7 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
         op=op,
         backend="torch",
         capability=Capability(
-            platforms=("cpu", "cuda"), dtypes=_ANY_FLOAT, kv_dtypes=_ANY_FLOAT, features=features
+            platforms=("cpu", "cuda"), dtypes=_ANY_FLOAT, kv_dtypes=_ANY_FLOAT + _FP8, features=features
         ),
         load=f"tokenspeed_kernels.reference.{load}",
         reference=True,
@@ -24,12 +25,13 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
 def _triton(
     op: str, load: str, features: frozenset[str] = _ROWWISE, limits: tuple[AxisLimit, ...] = (),
     dtypes: tuple[str, ...] = _ANY_FLOAT, capability: tuple[int, int] = (8, 0),
+    kv_dtypes: tuple[str, ...] = _ANY_FLOAT,
 ) -> KernelSpec:
     return KernelSpec(
         op=op,
         backend="triton",
         capability=Capability(
-            platforms=("cuda",), min_compute_capability=capability, dtypes=dtypes, kv_dtypes=_ANY_FLOAT,
+            platforms=("cuda",), min_compute_capability=capability, dtypes=dtypes, kv_dtypes=kv_dtypes,
             features=features, limits=limits,
         ),
         load=f"tokenspeed_kernels.triton.{load}",
@@ -101,12 +103,15 @@ TRITON_MOE = (
     _triton("moe_route", "moe:moe_route", limits=_EXPERTS),
     _triton("moe_experts", "moe:moe_experts", _BASICS, _EXPERTS),
 )
-TRITON_CACHE = (_triton("write_kv", "cache:write_kv"),)
+TRITON_CACHE = (
+    _triton("write_kv", "cache:write_kv"),
+    _triton("write_kv", "cache:write_kv", capability=_FP8_UNITS, kv_dtypes=_FP8),
+)
+_WINDOWS = frozenset({"graph_safe", "window"})
+_HEADS = (AxisLimit("head_size", 1, 256),)
 TRITON_ATTENTION = (
-    _triton(
-        "attention", "attention:attention", frozenset({"graph_safe", "window"}),
-        (AxisLimit("head_size", 1, 256),),
-    ),
+    _triton("attention", "attention:attention", _WINDOWS, _HEADS),
+    _triton("attention", "attention:attention", _WINDOWS, _HEADS, capability=_FP8_UNITS, kv_dtypes=_FP8),
 )
 TRITON_SAMPLING = (
     _triton("greedy", "sampling:greedy"),

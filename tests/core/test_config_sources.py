@@ -103,7 +103,7 @@ def test_the_names_of_other_engines_are_refused_with_ours(theirs: str, ours: str
     assert ours in refusal(**{theirs: 1})
 
 
-@pytest.mark.parametrize("name", ["kv_cache_dtype", "tp", "kvstore_size", "no_enable_metrics"])
+@pytest.mark.parametrize("name", ["tokenizer_mode", "tp", "kvstore_size", "no_enable_metrics"])
 def test_a_setting_that_is_to_come_is_said_not_to_be_built_yet_and_no_other_is_meant(name: str) -> None:
     assert refusal(**{name: 1}) == f"{name}: not built yet"
 

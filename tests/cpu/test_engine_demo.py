@@ -13,8 +13,11 @@ NUM_ITEMS = 24   # of each task; one that is wrong is 4 %
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_total_tokens": 2048, "chunked_prefill_size": 64, "max_num_seqs": 16, "max_model_len": 1024}],
-    ids=["default", "small chunks in a small pool"],
+    [
+        {}, {"max_total_tokens": 2048, "chunked_prefill_size": 64, "max_num_seqs": 16, "max_model_len": 1024},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
+    ],
+    ids=["default", "small chunks in a small pool", "eight bits"],
 )
 def test_the_demo_does_what_it_was_trained_for(settings: dict[str, Any]) -> None:
     results = score(in_process(CHECKPOINT, settings), list(SCORED), NUM_ITEMS, show_wrong=3)

@@ -21,6 +21,12 @@ def test_a_kernel_conforms_on_the_device(spec: KernelSpec) -> None:
     check(spec, torch.device("cuda"))
 
 
+@pytest.mark.parametrize("num_rows", [64, 65, 300])
+def test_the_product_in_eight_bits_conforms_on_both_sides_of_few_rows(num_rows: int) -> None:
+    for spec in (spec for spec in SPECS if spec.op == "linear_fp8"):
+        check(spec, torch.device("cuda"), num_rows=(num_rows,))
+
+
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.op == "attention"], ids=lambda s: s.backend)
 def test_paged_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     check_attention(spec, torch.device("cuda"))

@@ -31,6 +31,8 @@ def test_a_triton_kernel_conforms_on_strided_and_empty_inputs(spec: KernelSpec) 
     if spec.op in WITH_DOTS:  # the interpreter's bfloat16 products are wrong
         spec = replace(spec, capability=replace(spec.capability, dtypes=("float32", "float16")))
     cases = [p for p in problems(spec) if p.get("vocab_size", 0) < MAX_ELEMENTS]
+    if spec.capability.kv_dtypes == ("float8_e4m3fn",):
+        pytest.skip("the interpreter loses the carry where a value is rounded up to a power of two")
     check(spec, CPU, cases=cases, num_rows=(0, 1, 5))
 
 
@@ -53,14 +55,18 @@ def test_rows_are_quantised_as_the_reference_does(spec: KernelSpec, dtype: str, 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size", "block_size", "window", "dtype"),
-    [(4, 2, 32, 16, None, "float32"), (7, 1, 48, 8, 20, "float16"), (2, 2, 16, 64, None, "float16")],
+    ("num_heads", "num_kv_heads", "head_size", "block_size", "window", "dtype", "kv_dtype"),
+    [
+        (4, 2, 32, 16, None, "float32", "float32"), (7, 1, 48, 8, 20, "float16", "float16"),
+        (2, 2, 16, 64, None, "float16", "float16"), (4, 2, 24, 16, 20, "float16", "float8_e4m3fn"),
+    ],
 )
 def test_paged_attention_follows_the_formula(
-    phase: str, num_heads: int, num_kv_heads: int, head_size: int, block_size: int, window: int | None, dtype: str
+    phase: str, num_heads: int, num_kv_heads: int, head_size: int, block_size: int, window: int | None, dtype: str,
+    kv_dtype: str,
 ) -> None:
     problem = AttentionProblem(
-        phase, num_heads, num_kv_heads, head_size, dtype, dtype, block_size, head_size**-0.5, window
+        phase, num_heads, num_kv_heads, head_size, dtype, kv_dtype, block_size, head_size**-0.5, window
     )
-    (spec,) = descriptors.TRITON_ATTENTION
+    spec = descriptors.TRITON_ATTENTION[0]
     assert check_attention(spec, CPU, cases=[problem]) >= 5

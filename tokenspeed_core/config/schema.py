@@ -108,6 +108,12 @@ class Config(BaseModel):
         None, "device", "how linear maps are computed in fewer bits; none: in the dtype (a CPU is slower with it)",
         min_length=1, kind="quantization",
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(
+        "auto", "device", "type of the KV cache; auto: as --dtype; fp8_e4m3: half of 16 bits, less exact"
+    )
+    quantization_param_path: str | None = _setting(
+        None, "device", "JSON file with each layer's scale of an fp8 KV cache; none: 1", min_length=1
+    )
 
     host: str = _setting("127.0.0.1", "api", "address to listen on", min_length=1)
     port: int = _setting(8000, "api", "port to listen on; 0 takes a free one", ge=0, le=65535)
@@ -193,6 +199,8 @@ class Config(BaseModel):
     def _refuse_contradictions(self) -> Self:
         if self.max_total_tokens is not None and self.kv_cache_memory is not None:
             raise ValueError("--max-total-tokens and --kv-cache-memory both size the KV cache: give one")
+        if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
+            raise ValueError("--quantization-param-path scales a KV cache of --kv-cache-dtype fp8_e4m3: give both")
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.kv_scales import read_kv_scales
 from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError
@@ -87,6 +88,8 @@ def resolve(
                 catalog.get(f"kernels.{wish.family}", name)  # a misspelt name must not be passed over in a list
     wanted = config.quantization
     method = None if wanted is None else catalog.load(catalog.get("quantization", wanted), Quantization, required=True)
+    path = config.quantization_param_path
+    scales = () if path is None else read_kv_scales(path, info.num_layers)
     runner = RunnerConfig(
         checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
         model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,
@@ -96,6 +99,7 @@ def resolve(
         cudagraph_capture_sizes=config.cudagraph_capture_sizes,
         gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
         max_total_tokens=config.max_total_tokens, quantization=method, preferences=wishes,
+        kv_dtype=None if config.kv_cache_dtype == "auto" else "float8_e4m3fn", kv_scales=scales,
         num_threads=num_threads,
     )
     return Resolved(settled, checkpoint, runner, find_policy(config.schedule_policy, catalog))

@@ -125,7 +125,8 @@ _CONTRACTS = (
     OpContract(
         "write_kv", "cache",
         "(k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T]) -> None; a slot "
-        "is block * block_size + offset, and -1 is skipped; caches are strided on B",
+        "is block * block_size + offset, and -1 is skipped; values beyond kv_dtype become its largest; caches are "
+        "strided on B",
         _KV,
         "tokenspeed_kernels.reference.cache:write_kv", "tokenspeed_core.testing.inputs:write_kv", _EXACT,
         mutates=("k_cache", "v_cache"), rows=("k", "v", "slots"),

@@ -22,7 +22,10 @@ from tokenspeed_core.runner.memory import PoolLimits
 from tokenspeed_core.runner.platform import describe_device
 from tokenspeed_core.runner.rows import most_blocks
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +77,10 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
 
     chosen = selector()
     place = torch.device("meta") if only_plan else device
-    build = ModelBuild(config.model_info, dtype, place, chosen, config.quantization)
+    build = ModelBuild(
+        config.model_info, dtype, place, chosen, config.quantization, _DTYPES[config.kv_dtype or config.dtype],
+        config.kv_scales,
+    )
     family: Callable[[Any, ModelBuild], Model] = load_target(config.model_spec.load)
     try:
         model = family(config.hf_config, build)
@@ -88,7 +94,7 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
     sampling = {"vocab_size": config.model_info.vocab_size}
     return Assembly(
         config, model, build, chosen, build.select_attention(block_size), block_size,
-        PoolLimits.of(config.model_info.cache_groups, block_size, dtype.itemsize, config.max_model_len),
+        PoolLimits.of(config.model_info.cache_groups, block_size, build.kv_dtype.itemsize, config.max_model_len),
         sample=build.op("sample", **sampling, dtype="float32"),
         greedy={
             _DTYPES[name]: build.op("greedy", **sampling, dtype=name) for name in sorted({config.dtype, "float32"})

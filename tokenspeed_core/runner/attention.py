@@ -61,7 +61,10 @@ class AttentionGroup:
 
 @dataclass(slots=True, eq=False)
 class AttentionLayer:
-    """One layer's attention as the model calls it. Bound after all layers are known and memory is sized."""
+    """One layer's attention as the model calls it. Bound after all layers are known and memory is sized.
+
+    The cache holds keys and values divided by `kv_scale`: queries and results are multiplied by it instead.
+    """
 
     group: AttentionGroup
     index: int  # of the layer in its group
@@ -71,6 +74,7 @@ class AttentionLayer:
     head_size: int
     scale: float
     window: int | None
+    kv_scale: float = 1.0
     bound: BoundKernels = field(init=False)
     write: WriteKV = field(init=False)
     k_cache: torch.Tensor = field(init=False)
@@ -79,6 +83,8 @@ class AttentionLayer:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
         group, bound = self.group, self.bound
+        if self.kv_scale != 1.0:
+            q, k, v = q * self.kv_scale, k / self.kv_scale, v / self.kv_scale
         self.write(k, v, self.k_cache, self.v_cache, group.slot_mapping)
         out = q.new_empty(q.shape)
         for piece in group.pieces:
@@ -87,7 +93,7 @@ class AttentionLayer:
                 kernel.forward(q, self.k_cache, self.v_cache, out)
             else:
                 kernel.forward(q[piece.tokens], self.k_cache, self.v_cache, out[piece.tokens])
-        return out
+        return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
 
 
 def bind_arena(layers: Sequence[AttentionLayer], arena: torch.Tensor, block_size: int, dtype: torch.dtype) -> None:

@@ -35,12 +35,15 @@ class ModelBuild:
 
     def __init__(
         self, info: ModelInfo, dtype: torch.dtype, device: torch.device, selector: Selector,
-        quantization: Quantization | None = None,
+        quantization: Quantization | None = None, kv_dtype: torch.dtype | None = None,
+        kv_scales: Sequence[float] = (),
     ) -> None:
         """Start empty. `device` may be the meta device, to plan without memory."""
         self.dtype = dtype
         self.device = device
         self.quantization = quantization
+        self.kv_dtype = kv_dtype or dtype
+        self._kv_scales = kv_scales
         self.selector = selector
         self.layers: list[AttentionLayer] = []
         self.groups = {group.name: AttentionGroup() for group in info.cache_groups}
@@ -66,17 +69,18 @@ class ModelBuild:
             )
         index = sum(each.group is self.groups[group] for each in self.layers)
         call = AttentionLayer(
-            self.groups[group], index, layer, num_heads, num_kv_heads, head_size, scale, window
+            self.groups[group], index, layer, num_heads, num_kv_heads, head_size, scale, window,
+            self._kv_scales[layer] if self._kv_scales else 1.0,
         )
         self.layers.append(call)
         return call
 
     def problem(self, layer: AttentionLayer, block_size: int, phase: str) -> AttentionProblem:
         """Return a layer's problem in one phase."""
-        name = str(self.dtype).removeprefix("torch.")
+        name, kv_name = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
         return AttentionProblem(
             phase=phase, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads, head_size=layer.head_size,
-            dtype=name, kv_dtype=name, block_size=block_size, scale=layer.scale, window=layer.window,
+            dtype=name, kv_dtype=kv_name, block_size=block_size, scale=layer.scale, window=layer.window,
         )
 
     def select_attention(self, block_size: int) -> dict[AttentionProblem, AttentionPlan]:

@@ -17,7 +17,8 @@ class RunnerConfig:
     `checkpoint_path` is a directory; `hf_config` its config.json with overrides applied. `dtype` is
     "float32", "bfloat16" or "float16"; `device` is "auto", "cpu", "cuda" or "cuda:N". `max_num_tokens` is
     the most query tokens of a step, `max_num_seqs` the number of slots. Memory is in bytes;
-    `max_total_tokens` and `kv_cache_memory` override the computed size of the pool. `num_threads` is for the
+    `max_total_tokens` and `kv_cache_memory` override the computed size of the pool. `kv_dtype` is the cache's (None:
+    `dtype`), `kv_scales` what each layer's keys and values are divided by in it (empty: 1). `num_threads` is for the
     CPU; None leaves torch's own choice (the physical cores, or OMP_NUM_THREADS). Where other processes keep
     cores busy, one thread fewer than cores is far better than one too many: every op ends in a barrier.
     """
@@ -39,6 +40,8 @@ class RunnerConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
     max_total_tokens: int | None = None
+    kv_dtype: str | None = None
+    kv_scales: tuple[float, ...] = ()
     quantization: Quantization | None = None
     preferences: tuple[Preference, ...] = ()
     num_threads: int | None = None

@@ -99,7 +99,7 @@ class LocalRunner:
             layer.k_cache = layer.v_cache = self._arena
         self._use_stream()
         self._arena = _empty_arena(num_pages + 1, self.page_bytes, self._device)
-        bind_arena(self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.dtype)
+        bind_arena(self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.kv_dtype)
         self.num_pages = num_pages
         self.forget()
 

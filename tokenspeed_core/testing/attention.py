@@ -19,6 +19,7 @@ from tokenspeed_core.kernels.attention import (
 from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.testing.conformance import labelled
+from tokenspeed_core.testing.shapes import kv_dtypes
 
 NUM_LAYERS = 2  # of the arena: a block holds all layers, so caches are strided
 
@@ -70,11 +71,12 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
             num_heads, num_kv_heads = groups[index % len(groups)]
             dtype = capability.dtypes[index % len(capability.dtypes)]
             size = sizes[index % len(sizes)]
-            yield AttentionProblem(
-                phase=phase, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=size,
-                dtype=dtype, kv_dtype=dtype, block_size=blocks[index % len(blocks)], scale=size**-0.5,
-                window=windows[index % len(windows)],
-            )
+            for kv_dtype in kv_dtypes(spec, dtype):
+                yield AttentionProblem(
+                    phase=phase, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=size,
+                    dtype=dtype, kv_dtype=kv_dtype, block_size=blocks[index % len(blocks)], scale=size**-0.5,
+                    window=windows[index % len(windows)],
+                )
 
 
 def check_attention(
@@ -170,7 +172,8 @@ def make_scene(
     wide = torch.randn(
         (starts[-1], problem.num_heads + 2 * problem.num_kv_heads, problem.head_size), generator=generator
     ).to(dtype)
-    caches = arena[:, NUM_LAYERS - 1, 0], arena[:, NUM_LAYERS - 1, 1]
+    wide_arena = arena.float()  # torch indexes no eight-bit floats
+    caches = wide_arena[:, NUM_LAYERS - 1, 0], wide_arena[:, NUM_LAYERS - 1, 1]
     expected = formula(wide[:, : problem.num_heads], *caches, starts, rows.seq_lens, table, problem)
     moved = arena.to(device)
     step = AttentionStep(

@@ -17,6 +17,7 @@ from tokenspeed_core.kernels.spec import KernelSpec, load_target
 from tokenspeed_core.testing.shapes import NUM_ROWS, contract_of, problems
 
 Arguments = Mapping[str, Any]
+_RAISED = ("bfloat16", "float16")  # to float32, for the reference; what is stored in eight bits stays so
 
 
 def check(
@@ -73,8 +74,8 @@ def agrees_with_reference(
     case = f"{contract.name} {dict(problem)}, {rows} rows{', strided' if strided else ''}, {device}"
     with poisoned_memory():
         found = run(kernel, contract, given)
-    wide = {**problem, "dtype": "float32", **({"kv_dtype": "float32"} if "kv_dtype" in problem else {})}
-    raised = {name: _wide(value) for name, value in kept.items()}
+    wide = {axis: "float32" if value in _RAISED else value for axis, value in problem.items()}
+    raised = {name: _wide(value) if _is_raised(value) else value for name, value in kept.items()}
     expected = run(load_target(contract.reference)(wide), contract, raised)
     for name, value in kept.items():
         if isinstance(value, Tensor) and name not in contract.mutates:
@@ -138,6 +139,10 @@ def poisoned_memory() -> Iterator[None]:
 def labelled(case: str) -> Callable[[str], str]:
     """Return what puts a case before torch's account of a difference."""
     return lambda text: f"{case}: {text}"
+
+
+def _is_raised(value: Any) -> bool:
+    return isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") in _RAISED
 
 
 def _wide(value: Any) -> Any:

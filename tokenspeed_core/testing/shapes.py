@@ -42,8 +42,15 @@ def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[P
     shapes = (contract or contract_of(spec)).cases or _SHAPES[spec.op]
     for index in range(max(len(shapes), len(spec.capability.dtypes))):
         dtype = spec.capability.dtypes[index % len(spec.capability.dtypes)]
-        problem = {**shapes[index % len(shapes)], "dtype": dtype}
-        if spec.op == "write_kv":
-            problem["kv_dtype"] = dtype
-        if not any(problem_refusals(spec.capability, problem)):
-            yield problem
+        shape = {**shapes[index % len(shapes)], "dtype": dtype}
+        kinds = [{"kv_dtype": kind} for kind in kv_dtypes(spec, dtype)] if spec.op == "write_kv" else [{}]
+        for problem in ({**shape, **kind} for kind in kinds):
+            if not any(problem_refusals(spec.capability, problem)):
+                yield problem
+
+
+def kv_dtypes(spec: KernelSpec, dtype: str) -> tuple[str, ...]:
+    """Return the types of a cache beside activations of `dtype`: the same, and the declared ones of eight bits."""
+    declared = spec.capability.kv_dtypes
+    same = (dtype,) if not declared or dtype in declared else ()
+    return (*same, *(kind for kind in declared if kind.startswith("float8")))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels.reference.cache import as_bytes
 
 MAX_MASKED_QUERIES = 1024  # a masked piece of a prompt: bounds the mask to this many rows of keys
 
@@ -147,9 +148,9 @@ class TorchAttention:
         if self._gathered[which].shape[0] < num_blocks:
             self._gathered[which] = cache.new_empty((num_blocks, size, num_heads, head_size))
         gathered = self._gathered[which][:num_blocks]
-        torch.index_select(cache, 0, piece.blocks, out=gathered)
+        torch.index_select(as_bytes(cache), 0, piece.blocks, out=as_bytes(gathered))
         if piece.unwritten is not None:
-            gathered.view(-1, num_heads, head_size).index_fill_(0, piece.unwritten, 0.0)
+            as_bytes(gathered).view(-1, num_heads, head_size).index_fill_(0, piece.unwritten, 0)
         return gathered.view(piece.num_rows, -1, num_heads, head_size)[:, : piece.length].to(self._dtype)
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, piece: _Piece) -> None:

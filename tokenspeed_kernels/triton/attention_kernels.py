@@ -129,6 +129,8 @@ def attend(
         token = (start_token + query).to(tl.int64)
         q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
         q = tl.load(q_ptrs[:, None] + column[None, :], mask=q_mask, other=0.0)
+        if k_ptr.dtype.element_ty == tl.float8e4nv:  # float16 holds e4m3 exactly, one instruction for two
+            q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
 
         stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
         start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW)

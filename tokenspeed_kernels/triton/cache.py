@@ -11,6 +11,14 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 
 
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr):
+    """Cast; what is beyond e4m3 becomes its largest number."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    return x.to(dtype)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_kv(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
@@ -31,8 +39,8 @@ def _write_kv(
         v_to = v_cache_ptr + block * v_cache_stride_b + offset * v_cache_stride_s
         k_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
         v_dtype: tl.constexpr = v_cache_ptr.dtype.element_ty
-        tl.store(k_to + head * k_cache_stride_h + column, k.to(k_dtype), mask=mask)
-        tl.store(v_to + head * v_cache_stride_h + column, v.to(v_dtype), mask=mask)
+        tl.store(k_to + head * k_cache_stride_h + column, _narrowed(k, k_dtype), mask=mask)
+        tl.store(v_to + head * v_cache_stride_h + column, _narrowed(v, v_dtype), mask=mask)
 
 
 def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:

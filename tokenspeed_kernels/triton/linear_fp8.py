@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 
-MOST_ROWS = 16    # of x that the streaming kernel takes
+MOST_ROWS = 64    # of x that the streaming kernel takes
 MOST_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
 
 LinearFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -66,9 +66,8 @@ def _few_rows(
 
 
 def tiling_of(out_size: int, in_size: int) -> Tiling:
-    """Return the tiling for few rows."""
-    del out_size
-    return Tiling(64, min(128, max(32, triton.next_power_of_2(in_size))), 4, 6)
+    """Return the tiling for few rows: fewer tiles in flight where many programs share a multiprocessor."""
+    return Tiling(64, min(128, max(32, triton.next_power_of_2(in_size))), 4, 4 if out_size >= 16384 else 8)
 
 
 def multiply_few(

@@ -1,0 +1,127 @@
+"""A KV cache of eight bits: what is written, what it costs, how it is scaled, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.kv_scales import read_kv_scales
+from tokenspeed_core.engine.launch import discover, resolve
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, BoundKernels, _Piece
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.local import LocalRunner, plan_only
+from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_kernels.reference.cache import write_kv
+
+E4M3 = {"kv_dtype": "float8_e4m3fn"}
+
+
+def test_what_is_beyond_the_caches_type_becomes_its_largest_number() -> None:
+    problem = {"num_kv_heads": 1, "head_size": 4, "block_size": 2, "dtype": "bfloat16", **E4M3}
+    caches = torch.zeros(2, 3, 2, 1, 4, dtype=torch.float8_e4m3fn)
+    k = torch.tensor([[[1.0, -1000.0, 0.3, 1e30]]], dtype=torch.bfloat16)
+    write_kv(problem)(k, -k, *caches, torch.tensor([3]))
+    assert caches[0].float()[1, 1, 0].tolist() == [1.0, -448.0, 0.3125, 448.0]
+    assert caches[1].float()[1, 1, 0].tolist() == [-1.0, 448.0, -0.3125, -448.0]
+    assert caches.float().count_nonzero() == 8
+
+
+def test_a_page_takes_as_many_bytes_as_its_type_says(
+    tiny_config: Callable[..., RunnerConfig], catalog: Catalog
+) -> None:
+    plans = {kind: plan_only(tiny_config(dtype="bfloat16", block_size=16, kv_dtype=kind), catalog)
+             for kind in (None, "float8_e4m3fn")}
+    (plain, plain_memory), (eight, eight_memory) = plans.values()
+    assert plain_memory["page_bytes"] == 2 * eight_memory["page_bytes"]
+    assert [dict(planned.problem)["kv_dtype"] for planned in eight.find("write_kv")] == ["float8_e4m3fn"]
+    assert [dict(planned.problem)["kv_dtype"] for planned in plain.find("write_kv")] == ["bfloat16"]
+
+
+class Doubles:
+    """An attention kernel whose result is the sum of what it was asked with."""
+
+    def prepare(self, step: object) -> None:
+        """Nothing."""
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        self.asked = q.clone()
+        out.copy_(v_cache)
+
+
+def test_a_layers_scale_divides_what_is_kept_and_multiplies_what_asks_and_comes_out() -> None:
+    kernel, kept = Doubles(), []
+    group = AttentionGroup()
+    group.pieces = (_Piece(is_decode=False, tokens=None),)
+    layer = AttentionLayer(group, 0, 0, 1, 1, 4, 0.5, None, kv_scale=4.0)
+    layer.bound = BoundKernels(kernel, kernel, is_split=False)
+    layer.write = lambda k, v, k_cache, v_cache, slots: kept.extend((k, v))
+    layer.k_cache = layer.v_cache = torch.full((2, 1, 4), 3.0)
+    q, k, v = torch.randn(3, 2, 1, 4)
+    given = [x.clone() for x in (q, k, v)]
+    out = layer(q, k, v)
+    assert torch.equal(kernel.asked, 4 * q)
+    assert torch.equal(kept[0], k / 4)
+    assert torch.equal(kept[1], v / 4)
+    assert torch.equal(out, torch.full((2, 1, 4), 12.0))
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), given, strict=True)), "what is given stays as it is"
+
+
+@pytest.mark.parametrize("scales", [(), (0.02, 0.01)])
+def test_tokens_hardly_change_with_the_caches_type(
+    make_runner: Callable[..., LocalRunner], scales: tuple[float, ...]
+) -> None:
+    prompts = [[(7 * seed + 11 * i) % 90 + 3 for i in range(20 + seed)] for seed in range(8)]
+    found = []
+    for changes in ({}, {**E4M3, "kv_scales": scales}):
+        runner, plans = make_runner(**changes), PlanMaker(4)
+        for slot, prompt in enumerate(prompts):
+            plans.add(str(slot), prompt, slot)
+        plans.step(runner, chunks={str(slot): len(prompt) for slot, prompt in enumerate(prompts)})
+        found.append([plans.sequences[str(slot)].output for slot in range(len(prompts))])
+    same = sum(a == b for a, b in zip(*found, strict=True))
+    assert same >= 6, f"{same} of 8 first tokens are the same"
+
+
+def scales_file(folder: Path, factors: object) -> str:
+    path = folder / "scales.json"
+    path.write_text(json.dumps({"model_type": "x", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors}}))
+    return str(path)
+
+
+def test_scales_are_read_for_each_layer(tmp_path: Path) -> None:
+    assert read_kv_scales(scales_file(tmp_path, {"0": {"1": 0.5, "0": 0.25}}), 2) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("factors", "complaint"),
+    [
+        ({"0": {"0": 1.0}}, "KeyError '1'; it must hold .* for layers 0 to 1"),
+        ([1.0, 1.0], "TypeError"),
+        ({"0": {"0": 1.0, "1": "much"}}, "could not convert string to float"),
+        ({"0": {"0": 1.0, "1": 0.0}}, "above 0 and finite"),
+    ],
+)
+def test_a_file_without_a_number_for_each_layer_is_refused(tmp_path: Path, factors: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"--quantization-param-path .*scales.json: .*{complaint}"):
+        read_kv_scales(scales_file(tmp_path, factors), 2)
+
+
+def test_a_file_that_is_not_there_is_refused_in_one_line() -> None:
+    config = Config.from_keywords(kv_cache_dtype="fp8_e4m3", quantization_param_path="/nowhere.json")
+    with pytest.raises(ConfigError, match=r"--quantization-param-path /nowhere.json: FileNotFoundError"):
+        resolve(config, discover(config))
+
+
+def test_scales_without_a_cache_of_eight_bits_and_unknown_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e4m3: give both"):
+        Config.from_keywords(quantization_param_path="scales.json")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8: must be one of auto, fp8_e4m3"):
+        Config.from_keywords(kv_cache_dtype="fp8")
