@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class ModelInfo:
     """What the core needs of a checkpoint's configuration.
 
-    `num_parameters` counts all weights (tied ones once); `cache_groups` is what each sequence keeps.
+    `num_parameters` counts all weights (tied ones once); `cache_groups` is what each sequence keeps;
+    `quantization` names the method in whose form the checkpoint holds its linear maps, if it does.
     """
 
     architecture: str
@@ -32,6 +33,7 @@ class ModelInfo:
     cache_groups: tuple[CacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The op contracts that this distribution brings: rotary positions, experts, linear maps in eight bits.
+"""The op contracts that this distribution brings: what the layers of models compute around attention.
 
 Imports no tensor library.
 """
@@ -9,6 +9,22 @@ from tokenspeed_core.api import DOTS, ROUNDING, OpContract, Quantization, Tolera
 
 _INPUTS = "tokenspeed_kernels.inputs"
 _REFERENCE = "tokenspeed_kernels.reference"
+
+_ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
+_NORM = {"size": "elements normalised together, N"}
+NORM = (
+    OpContract(
+        "rms_norm", "norm",
+        "(x [..., N], weight [N], eps: float) -> y [..., N]: normalised in float32, cast, times weight",
+        _NORM, f"{_REFERENCE}.norm:rms_norm", f"{_INPUTS}:rms_norm", ROUNDING, rows=("x",), cases=_ROWS,
+    ),
+    OpContract(
+        "add_rms_norm", "norm",
+        "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = its rms_norm",
+        _NORM, f"{_REFERENCE}.norm:add_rms_norm", f"{_INPUTS}:add_rms_norm", ROUNDING,
+        mutates=("residual",), rows=("x", "residual"), parts=("rms_norm",), cases=_ROWS,
+    ),
+)
 
 _HEADS = {
     "num_heads": "query heads H",
@@ -39,6 +55,23 @@ ROPE = (
     ),
 )
 
+DENSE = (
+    OpContract(
+        "silu_mul", "activation",
+        "(x [T, 2N]) -> y [T, N]: silu of the first half times the second",
+        {"size": "elements of the result's rows, N"},
+        f"{_REFERENCE}.activation:silu_mul", f"{_INPUTS}:silu_mul", ROUNDING,
+        rows=("x",), cases=({"size": 100}, {"size": 1536}),
+    ),
+    OpContract(
+        "linear", "linear",
+        "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
+        {"in_size": "input features I", "out_size": "output features O"},
+        f"{_REFERENCE}.linear:linear", f"{_INPUTS}:linear", DOTS,
+        rows=("x",), cases=({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512}),
+    ),
+)
+
 _MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}
 MOE = (
     OpContract(
@@ -66,7 +99,6 @@ _CODES = tuple(
     Tolerance(dtype, 0.13, 4e-3, "a value near the middle of two e4m3 codes may become either, 1/8 apart")
     for dtype in ("float32", "bfloat16", "float16")
 )
-_ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
 FP8 = (
     OpContract(
         "quantize_fp8", "linear",
@@ -79,8 +111,8 @@ FP8 = (
         "add_rms_norm_fp8", "norm",
         "(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, 1], residual): "
         "residual += x; y and scale are its rms_norm, rounded to the dtype and quantised",
-        {"size": "elements normalised together, N"},
-        f"{_REFERENCE}.fp8:add_rms_norm_fp8", "tokenspeed_core.testing.inputs:add_rms_norm", _CODES,
+        _NORM,
+        f"{_REFERENCE}.fp8:add_rms_norm_fp8", f"{_INPUTS}:add_rms_norm", _CODES,
         mutates=("residual",), rows=("x", "residual"), parts=("add_rms_norm", "quantize_fp8"), cases=_ROWS,
     ),
     OpContract(
@@ -88,7 +120,7 @@ FP8 = (
         "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): silu of the first half times the second, "
         "rounded to the dtype and quantised",
         {"size": "elements of the result's rows, N"},
-        f"{_REFERENCE}.fp8:silu_mul_fp8", "tokenspeed_core.testing.inputs:silu_mul", _CODES,
+        f"{_REFERENCE}.fp8:silu_mul_fp8", f"{_INPUTS}:silu_mul", _CODES,
         rows=("x",), parts=("silu_mul", "quantize_fp8"), cases=_ROWS,
     ),
     OpContract(

@@ -8,10 +8,29 @@ import torch
 from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
-from tokenspeed_core.testing.inputs import EPS, random, random_rows, random_weight
+from tokenspeed_core.testing.inputs import random, random_rows
 from tokenspeed_kernels.reference.fp8 import quantize_rows
 
+EPS = 1e-6
 MAX_POSITION = 512
+
+
+def rms_norm(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, N], or heads [T, 3, N] cut from wider rows if strided; weight [N]."""
+    size = problem["size"]
+    x = random((num, 5, size), problem, at, seed)[:, 1:4] if strided else random((num, size), problem, at, seed)
+    return {"x": x, "weight": _around_one(size, problem, at, seed), "eps": EPS}
+
+
+def add_rms_norm(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x and residual [T, N], weight [N]."""
+    size = problem["size"]
+    return {
+        "x": random_rows(num, size, problem, at, seed, strided),
+        "residual": random_rows(num, size, problem, at, seed, strided),
+        "weight": _around_one(size, problem, at, seed),
+        "eps": EPS,
+    }
 
 
 def rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
@@ -37,8 +56,21 @@ def qk_norm_rope(problem: Problem, num: int, at: device, seed: Generator, stride
     size = problem["head_size"]
     given = rope(problem, num, at, seed, strided)
     q, k = given.pop("q"), given.pop("k")
-    weights = {name: random_weight(size, problem, at, seed) for name in ("q_weight", "k_weight")}
+    weights = {name: _around_one(size, problem, at, seed) for name in ("q_weight", "k_weight")}
     return {"q": q, "k": k, **weights, "eps": EPS, **given}
+
+
+def silu_mul(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, 2N]."""
+    return {"x": random_rows(num, 2 * problem["size"], problem, at, seed, strided)}
+
+
+def linear(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, I], weight [O, I] of unit gain, a bias [O] for even T."""
+    inner, outer = problem["in_size"], problem["out_size"]
+    weight = random((outer, inner), problem, at, seed) / inner**0.5
+    bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
+    return {"x": random_rows(num, inner, problem, at, seed, strided), "weight": weight, "bias": bias}
 
 
 def moe_route(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
@@ -75,7 +107,7 @@ def linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided:
     weight, weight_scale = quantize_rows(random((outer, inner), problem, at, seed) / inner**0.5)
     if strided:
         x = _within_wider_rows(x)
-    bias = random_weight(outer, problem, at, seed) if num % 2 == 0 else None
+    bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
     return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
 
 
@@ -83,3 +115,7 @@ def _within_wider_rows(x: Tensor) -> Tensor:
     wide = torch.zeros((x.shape[0], x.shape[1] + 48), dtype=x.dtype, device=x.device)
     cut = wide[:, 16 : 16 + x.shape[1]]
     return cut.copy_(x)
+
+
+def _around_one(size: int, problem: Problem, at: device, seed: Generator) -> Tensor:
+    return 1 + random((size,), problem, at, seed) / 4

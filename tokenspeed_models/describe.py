@@ -83,7 +83,7 @@ def model_info(decoder: DecoderConfig) -> ModelInfo:
         architecture=decoder.architecture, vocab_size=decoder.vocab_size, max_model_len=decoder.max_model_len,
         dtype=decoder.dtype, num_layers=decoder.num_layers, num_parameters=count_parameters(decoder),
         cache_groups=cache_groups(decoder), eos_token_ids=decoder.eos_token_ids,
-        bos_token_id=decoder.bos_token_id,
+        bos_token_id=decoder.bos_token_id, quantization=decoder.quantization,
     )
 
 

@@ -6,7 +6,7 @@ Loading streams: one tensor is looked up, checked, copied and dropped before the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,10 +32,15 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """How a weight gets into a parameter that holds it in another form: `store` takes it, in `dtype`, on the device."""
+    """How a weight gets into a parameter that holds it in another form: `store` takes it, in `dtype`, on the device.
+
+    A checkpoint may hold the weight in that form already, the type of its slot's target. Then it is copied, and
+    `scale`, of the same rows, is filled from the tensor called as the weight with `_scale` behind.
+    """
 
     dtype: torch.dtype
     store: Callable[[torch.Tensor], None]
+    scale: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +66,7 @@ class WeightSlot:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Put a tensor of the slot's shape in its place, whatever its device and float type."""
-        if self.packing is None:
+        if self.packing is None or tensor.dtype == self.target.dtype:
             self.target.copy_(tensor)
         else:
             self.packing.store(tensor.to(self.target.device, self.packing.dtype))
@@ -85,6 +90,36 @@ class _Faults:
         return "; ".join(parts)
 
 
+class _Scales:
+    """The scales of weights that a checkpoint holds packed: each such weight has one, and no other has."""
+
+    def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
+        self._targets = targets
+        self._needed: dict[str, None] = {}
+        self._taken: dict[str, None] = {}
+
+    def need(self, weight: str) -> None:
+        """Note that a weight came packed."""
+        self._needed[f"{weight}_scale"] = None
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Fill a scale, a number a row, and say whether this was one."""
+        target = self._targets.get(name)
+        if target is None or tensor.numel() != target.numel() or tensor.dtype not in _READABLE:
+            return False
+        target.copy_(tensor.view(target.shape))
+        self._taken[name] = None
+        return True
+
+    def missing(self) -> list[str]:
+        """Return the scales that packed weights lack."""
+        return [name for name in self._needed if name not in self._taken]
+
+    def surplus(self) -> list[str]:
+        """Return the scales of weights that came whole, and so have new ones."""
+        return [name for name in self._taken if name not in self._needed]
+
+
 class WeightMap:
     """All slots of a model, by checkpoint name.
 
@@ -99,10 +134,16 @@ class WeightMap:
             if slot.name in self._slots:
                 raise ValueError(f"the weight map has two slots for {slot.name}")
             self._slots[slot.name] = slot
+        self._scales = {
+            f"{slot.name}_scale": slot.packing.scale for slot in self._slots.values() if slot.packing is not None
+        }
 
     def __iter__(self) -> Iterator[WeightSlot]:
         """Iterate over the slots of one complete checkpoint, without other forms of the same weights."""
         return (slot for slot in self._slots.values() if not slot.replaces)
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(name == known or name.endswith(f".{known}") for known in self._ignored)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -111,11 +152,11 @@ class WeightMap:
         Raises ValueError naming every missing, surplus, repeated or misshapen weight, after reading all.
         """
         pending = {slot.name: None for slot in self}
-        faults, seen = _Faults(), set()
+        faults, seen, scales = _Faults(), set(), _Scales(self._scales)
         for name, tensor in weights:
             slot = self._slots.get(name)
             if slot is None:
-                if not any(name == known or name.endswith(f".{known}") for known in self._ignored):
+                if not scales.take(name, tensor) and not self._is_ignored(name):
                     faults.surplus.append(name)
                 continue
             filled = slot.replaces or (name,)
@@ -128,11 +169,15 @@ class WeightMap:
             if tensor.shape != slot.target.shape:
                 shapes = f"{list(tensor.shape)} and needs {list(slot.target.shape)}"
                 faults.misshapen.append(f"{name} has shape {shapes}")
+            elif slot.packing is not None and tensor.dtype == slot.target.dtype:
+                slot.fill(tensor)
+                scales.need(name)
             elif tensor.dtype not in _READABLE:
                 faults.misshapen.append(f"{name} is {tensor.dtype}; only unquantised weights are supported")
             else:
                 slot.fill(tensor)
-        faults.missing.extend(pending)
+        faults.missing.extend([*pending, *scales.missing()])
+        faults.surplus.extend(scales.surplus())
         message = faults.message()
         if message:
             raise ValueError(

@@ -126,14 +126,15 @@ def test_every_setting_reaches_the_configuration_from_its_flag(served: list[Conf
     values = {
         "hf_overrides": '{"a": 1}', "dtype": "float32", "log_level": "debug", "log_level_http": "debug",
         "schedule_policy": "priority", "gpu_memory_utilization": "0.5", "cudagraph_capture_sizes": "1,2",
-        "kv_cache_memory": "1GB", "max_cudagraph_capture_size": "3",
+        "kv_cache_memory": "1GB", "max_cudagraph_capture_size": "3", "kv_cache_dtype": "fp8_e4m3",
     }
+    beside = {"quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"]}
     for name, field in Config.model_fields.items():
         if field.annotation is bool:
             off = field.default is True
             words = [f"--no-{flag(name)[2:]}" if off else flag(name)]
         else:
-            words = [flag(name), values.get(name, "3")]
+            words = [flag(name), values.get(name, "3"), *beside.get(name, [])]
         main(["serve", *words])
         config = served.pop()
         assert config.origin(name) == flag(name)

@@ -193,7 +193,7 @@ def test_advice_where_no_kernel_fits_is_of_what_is_left_out_or_missing(install: 
     assert how_to_get_kernels(discover([])) == "pip install tokenspeed-kernels"
     selector = Selector((), PlatformInfo("cpu"), hint=expected)
     with pytest.raises(SelectionError, match=f"none; {expected}$"):
-        selector.select("rms_norm", {"size": 64, "dtype": "float32"})
+        selector.select("greedy", {"vocab_size": 64, "dtype": "float32"})
 
 
 def test_a_selection_that_names_nobody_is_refused_with_the_nearest_name(install: Install) -> None:

@@ -24,7 +24,7 @@ from tokenspeed_core.kernels.spec import (
 
 CPU = PlatformInfo("cpu")
 HOPPER = PlatformInfo("cuda", (9, 0), "a device of compute capability 9.0")
-NORM = {"size": 64, "dtype": "float32"}
+LOGITS = {"vocab_size": 64, "dtype": "float32"}
 ATTENTION = AttentionProblem("decode", 8, 2, 64, "bfloat16", "bfloat16", 16, 0.125, None)
 
 EVERYWHERE = Capability(("cpu", "cuda"), ("float32", "bfloat16"), features=frozenset({"window"}))
@@ -34,7 +34,7 @@ ON_HOPPER = replace(ON_CUDA, min_compute_capability=(9, 0), max_compute_capabili
 
 def kernel(backend: str, capability: Capability, distribution: str = "", **changes: Any) -> InstalledKernel:
     spec = KernelSpec(
-        op=changes.pop("op", "rms_norm"), backend=backend, capability=capability, load="a.b:c", **changes
+        op=changes.pop("op", "greedy"), backend=backend, capability=capability, load="a.b:c", **changes
     )
     return InstalledKernel(spec, distribution or f"dist-{backend}")
 
@@ -46,14 +46,14 @@ SPECIAL = kernel("special", ON_HOPPER)
 
 def test_the_narrower_kernel_goes_before_the_general_one_and_the_reference_comes_last() -> None:
     for kernels in ((REFERENCE, PORTABLE, SPECIAL), (SPECIAL, PORTABLE, REFERENCE)):
-        assert Selector(kernels, HOPPER).select("rms_norm", NORM).spec.backend == "special"
-    assert Selector((REFERENCE, PORTABLE), HOPPER).select("rms_norm", NORM).spec.backend == "portable"
-    assert Selector((REFERENCE, PORTABLE), CPU).select("rms_norm", NORM).spec.backend == "plain"
+        assert Selector(kernels, HOPPER).select("greedy", LOGITS).spec.backend == "special"
+    assert Selector((REFERENCE, PORTABLE), HOPPER).select("greedy", LOGITS).spec.backend == "portable"
+    assert Selector((REFERENCE, PORTABLE), CPU).select("greedy", LOGITS).spec.backend == "plain"
 
 
 def test_equally_narrow_kernels_go_by_the_name_of_their_distribution() -> None:
     first, second = kernel("zeta", ON_CUDA, "a-dist"), kernel("alpha", ON_CUDA, "b-dist")
-    assert Selector((second, first), HOPPER).select("rms_norm", NORM).distribution == "a-dist"
+    assert Selector((second, first), HOPPER).select("greedy", LOGITS).distribution == "a-dist"
 
 
 def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by_phase() -> None:
@@ -102,34 +102,35 @@ def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
 def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:
     slow = kernel("slow", ON_HOPPER, needs_compile=True)
     selector = Selector((slow, PORTABLE), HOPPER)
-    assert selector.select("rms_norm", NORM).spec.backend == "portable"
-    assert "compiled before the first call" in selector.plan().explain("rms_norm")
-    named = Selector((slow, PORTABLE), HOPPER, [Preference("norm", ("slow",))])
-    assert named.select("rms_norm", NORM).spec.backend == "slow"
+    assert selector.select("greedy", LOGITS).spec.backend == "portable"
+    assert "compiled before the first call" in selector.plan().explain("greedy")
+    named = Selector((slow, PORTABLE), HOPPER, [Preference("sampling", ("slow",))])
+    assert named.select("greedy", LOGITS).spec.backend == "slow"
 
 
 def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> None:
     wrong = kernel(
-        "wrong", Capability(("cuda",), ("float16",), limits=(AxisLimit("size", 128),)), requires=("absent",)
+        "wrong", Capability(("cuda",), ("float16",), limits=(AxisLimit("vocab_size", 128),)), requires=("absent",)
     )
     selector = Selector(
-        (wrong, REFERENCE), HOPPER, [Preference("norm", ("wrong", "unheard"))], module_exists=lambda name: False
+        (wrong, REFERENCE), HOPPER, [Preference("sampling", ("wrong", "unheard"))], module_exists=lambda name: False
     )
     with pytest.raises(SelectionError) as caught:
-        selector.select("rms_norm", NORM)
+        selector.select("greedy", LOGITS)
     message = str(caught.value)
     for part in (
-        "--norm-backend asks for wrong, unheard", "dtype float32 is not among float16", "size 64 is below 128",
+        "--sampling-backend asks for wrong, unheard", "dtype float32 is not among float16",
+        "vocab_size 64 is below 128",
         "module 'absent' is not installed", "unheard: no such backend", "backends that fit: plain",
     ):
         assert part in message
 
 
 def test_a_list_of_backends_is_tried_in_order_and_auto_ends_it() -> None:
-    on_cpu = Selector((REFERENCE, PORTABLE), CPU, [Preference("norm", ("portable", "auto"))])
-    assert on_cpu.select("rms_norm", NORM).spec.backend == "plain"
-    reversed_order = Selector((PORTABLE, SPECIAL), HOPPER, [Preference("norm", ("portable", "special"))])
-    assert reversed_order.select("rms_norm", NORM).spec.backend == "portable"
+    on_cpu = Selector((REFERENCE, PORTABLE), CPU, [Preference("sampling", ("portable", "auto"))])
+    assert on_cpu.select("greedy", LOGITS).spec.backend == "plain"
+    reversed_order = Selector((PORTABLE, SPECIAL), HOPPER, [Preference("sampling", ("portable", "special"))])
+    assert reversed_order.select("greedy", LOGITS).spec.backend == "portable"
 
 
 def test_a_narrowed_preference_speaks_before_the_general_one() -> None:
@@ -152,8 +153,8 @@ def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -
 
 def test_a_device_outside_the_range_is_told_the_range() -> None:
     selector = Selector((SPECIAL, REFERENCE), PlatformInfo("cuda", (8, 0)))
-    assert selector.select("rms_norm", NORM).spec.backend == "plain"
-    assert "compute capability 8.0 is outside 9.0 to 9.0" in selector.plan().explain("rms_norm")
+    assert selector.select("greedy", LOGITS).spec.backend == "plain"
+    assert "compute capability 8.0 is outside 9.0 to 9.0" in selector.plan().explain("greedy")
 
 
 def test_the_plan_lists_the_layers_of_each_problem_and_is_not_changed_by_reading_it() -> None:
@@ -161,27 +162,27 @@ def test_the_plan_lists_the_layers_of_each_problem_and_is_not_changed_by_reading
     for layer in (3, 0, 1, 5):
         selector.select_attention(ATTENTION, layer=layer)
     selector.select_attention(replace(ATTENTION, window=64), layer=2)
-    selector.select("rms_norm", NORM)
+    selector.select("greedy", LOGITS)
     plan = selector.plan()
     assert plan == selector.plan()
     assert [planned.layers for planned in plan.find("attention")] == [(0, 1, 3, 5), (2,)]
     assert len(plan.find("attention", layer=2)) == 1
     assert "layers 0-1, 3, 5" in plan.explain("attention")
-    assert plan.backends() == {"attention": ("plain",), "norm": ("plain",)}
+    assert plan.backends() == {"attention": ("plain",), "sampling": ("plain",)}
     assert json.loads(plan.to_json())["ops"][0]["layers"] == [0, 1, 3, 5]
     assert all(len(line) < 120 for line in plan.table().splitlines())
 
 
 def test_the_same_problem_is_decided_once() -> None:
     selector = Selector((REFERENCE,), CPU)
-    assert selector.select("rms_norm", NORM) is selector.select("rms_norm", dict(NORM))
+    assert selector.select("greedy", LOGITS) is selector.select("greedy", dict(LOGITS))
 
 
 def test_a_wrong_problem_names_what_is_missing_and_what_is_surplus() -> None:
-    with pytest.raises(ValueError, match=r"missing \['size'\], unknown \['seize'\]"):
-        Selector((REFERENCE,), CPU).select("rms_norm", {"seize": 3, "dtype": "float32"})
-    with pytest.raises(ValueError, match="unknown op 'norm_rms'; known: "):
-        Selector((REFERENCE,), CPU).select("norm_rms", NORM)
+    with pytest.raises(ValueError, match=r"missing \['vocab_size'\], unknown \['seize'\]"):
+        Selector((REFERENCE,), CPU).select("greedy", {"seize": 3, "dtype": "float32"})
+    with pytest.raises(SelectionError, match="unknown op 'ydeerg'; known: "):
+        Selector((REFERENCE,), CPU).select("ydeerg", LOGITS)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +194,12 @@ def test_a_wrong_problem_names_what_is_missing_and_what_is_surplus() -> None:
         lambda: Capability(("cuda",), ("float32",), features=frozenset({"fast"})),
         lambda: Capability(("cuda",), ("float32",), phases=("later",)),
         lambda: Capability(("cuda",), ("float32",), head_sizes=(0,)),
-        lambda: AxisLimit("size", 10, 9),
-        lambda: AxisLimit("size", 10, 15, multiple_of=16),
+        lambda: AxisLimit("vocab_size", 10, 9),
+        lambda: AxisLimit("vocab_size", 10, 15, multiple_of=16),
         lambda: kernel("auto", ON_CUDA),
         lambda: kernel("Loud Name", ON_CUDA),
         lambda: kernel("x", ON_CUDA, requires=("a.b",)),
-        lambda: KernelSpec("rms_norm", "x", ON_CUDA, load="module.attribute"),
+        lambda: KernelSpec("greedy", "x", ON_CUDA, load="module.attribute"),
     ],
 )
 def test_nonsense_is_rejected_when_a_descriptor_is_built(build: Any) -> None:

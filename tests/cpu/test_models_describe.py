@@ -66,7 +66,7 @@ def test_a_mistral_has_a_window_unless_it_says_null() -> None:
 
 @pytest.mark.parametrize(("describe", "keys", "message"), [
     (describe_llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
-    (describe_llama, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set: .*not built"),
+    (describe_llama, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8.*: served are"),
     (describe_llama, {"vocab_size": None}, "vocab_size is missing, and must be a positive integer"),
     (describe_llama, {"hidden_size": "64"}, "hidden_size is '64'"),
     (describe_llama, {"num_key_value_heads": 3}, r"num_attention_heads \(4\) is no multiple"),

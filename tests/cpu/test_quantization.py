@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from torch import Tensor
 
 from tokenspeed_core.api import ModelSpec, Quantization
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import discover, dry_run, resolve
-from tokenspeed_core.errors import CheckpointError, PluginError
+from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.config import RunnerConfig
@@ -186,3 +187,70 @@ def test_a_dry_run_shows_the_kernels_of_the_method() -> None:
     assert "quantization: fp8" in report
     assert "weight_bytes: known after start" in report
     assert "linear_fp8" in report
+
+
+STORED = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+    }},
+}
+
+
+def store_quantized(folder: Path) -> None:
+    """Quantise a checkpoint on disk as compressed-tensors writes it: weights of e4m3, scales [O, 1] in bfloat16."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": STORED}))
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        scale = (tensor.abs().amax(dim=1, keepdim=True) / 448).to(torch.bfloat16)
+        tensors[f"{name}_scale"] = scale
+        tensors[name] = (tensor / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_checkpoint_that_is_quantised_already_is_read_as_it_is(tmp_path: Path) -> None:
+    reference = save_reference("Qwen3", tmp_path, initializer_range=0.08)
+    store_quantized(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert load_target(QWEN3.describe)(config).quantization == "fp8"
+    build = QuantizedBuild()
+    model = load_target(QWEN3.load)(config, build)
+    model.load_weights(read_safetensors(str(tmp_path), model, lambda done, total: None))
+    stored = load_file(tmp_path / "model.safetensors")
+    held, name = model.layers[1].attention.qkv, "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(held.weight[:64].float(), stored[name].float())
+    assert torch.equal(held.scale[:64], stored[f"{name}_scale"].float())
+    token_ids = list(range(3, 40))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0]
+        found = sequence_logits(model, build, token_ids)
+    assert (found - expected).norm() / expected.norm() < 0.15
+
+
+def test_packed_weights_without_scales_and_scales_without_packed_weights_are_named() -> None:
+    linear = Linear(QuantizedBuild(), 16, (Projection("a", 4, None), Projection("b", 4, None)))
+    packed, scale = fp8.quantize_rows(normal(4, 16))
+    given = {"a.weight": packed, "b.weight": normal(4, 16), "b.weight_scale": scale}
+    with pytest.raises(ValueError, match=r"missing: a.weight_scale; not expected: b.weight_scale"):
+        WeightMap(linear.slots("")).load(given.items())
+    whole = Linear(DenseBuild(), 16, (Projection("a", 4, None),))
+    with pytest.raises(ValueError, match=r"not expected: a.weight_scale; a.weight is torch.float8_e4m3fn"):
+        WeightMap(whole.slots("")).load({"a.weight": packed, "a.weight_scale": scale}.items())
+
+
+def test_the_engine_takes_the_method_from_the_checkpoint_and_refuses_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_reference("Qwen3", tmp_path)
+    store_quantized(tmp_path)
+    config = Config.from_keywords(model=str(tmp_path), skip_tokenizer_init=True)
+    catalog = discover(config)
+    assert resolve(config, catalog).runner.quantization == FP8_METHOD
+    with pytest.raises(ConfigError, match=r"--quantization fp4: .* is fp8 already; leave it out"):
+        resolve(Config.from_keywords(model=str(tmp_path), quantization="fp4"), catalog)

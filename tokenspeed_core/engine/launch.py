@@ -86,7 +86,9 @@ def resolve(
         for name in wish.backends:
             if name != "auto":
                 catalog.get(f"kernels.{wish.family}", name)  # a misspelt name must not be passed over in a list
-    wanted = config.quantization
+    wanted = config.quantization or info.quantization
+    if wanted != (info.quantization or wanted):
+        raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
     method = None if wanted is None else catalog.load(catalog.get("quantization", wanted), Quantization, required=True)
     path = config.quantization_param_path
     scales = () if path is None else read_kv_scales(path, info.num_layers)

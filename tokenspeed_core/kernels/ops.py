@@ -1,4 +1,6 @@
-"""The contracts of the ops that models and the runner ask for; no tensor library is imported.
+"""What an op contract is, and those of the ops that the runner itself asks for; models' come by plugins.
+
+No tensor library is imported.
 
 An op is asked for by name and *problem*: the axes its contract lists, and `dtype`. The kernel is then called
 with the tensors of its signature. Unless `mutates` says so, inputs are left alone and results are new.
@@ -94,34 +96,6 @@ _KV = {
 }
 
 _CONTRACTS = (
-    OpContract(
-        "rms_norm", "norm",
-        "(x [..., N], weight [N], eps: float) -> y [..., N]: normalised in float32, cast, times weight",
-        {"size": "elements normalised together, N"},
-        "tokenspeed_kernels.reference.norm:rms_norm", "tokenspeed_core.testing.inputs:rms_norm", ROUNDING,
-        rows=("x",),
-    ),
-    OpContract(
-        "add_rms_norm", "norm",
-        "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = its rms_norm",
-        {"size": "elements normalised together, N"},
-        "tokenspeed_kernels.reference.norm:add_rms_norm", "tokenspeed_core.testing.inputs:add_rms_norm",
-        ROUNDING, mutates=("residual",), rows=("x", "residual"), parts=("rms_norm",),
-    ),
-    OpContract(
-        "silu_mul", "activation",
-        "(x [T, 2N]) -> y [T, N]: silu of the first half times the second",
-        {"size": "elements of the result's rows, N"},
-        "tokenspeed_kernels.reference.activation:silu_mul", "tokenspeed_core.testing.inputs:silu_mul",
-        ROUNDING, rows=("x",),
-    ),
-    OpContract(
-        "linear", "linear",
-        "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
-        {"in_size": "input features I", "out_size": "output features O"},
-        "tokenspeed_kernels.reference.linear:linear", "tokenspeed_core.testing.inputs:linear", DOTS,
-        rows=("x",),
-    ),
     OpContract(
         "write_kv", "cache",
         "(k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T]) -> None; a slot "

@@ -90,10 +90,11 @@ class Selector:
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
         """Return the kernel for an op and problem, the same one whenever the problem is the same.
 
-        Raises ValueError on an unknown op or wrong axes, SelectionError if no kernel can be taken.
+        Raises ValueError on wrong axes, SelectionError if no plugin brings the op or no kernel can be taken.
         """
         if op not in self._ops:
-            raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(self._ops))}")
+            hint = f"; {self._hint}" if self._hint else ""
+            raise SelectionError(f"unknown op {op!r}; known: {', '.join(sorted(self._ops))}{hint}")
         contract = self._ops[op]
         contract.check(problem)
         key = (op, tuple(sorted(problem.items())))

@@ -13,39 +13,6 @@ from torch import Generator, Tensor, device
 
 from tokenspeed_core.kernels.ops import Problem
 
-EPS = 1e-6
-
-
-def rms_norm(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
-    """Make x [T, N], or heads [T, 3, N] cut from wider rows if strided; weight [N]."""
-    size = problem["size"]
-    x = random((num, 5, size), problem, at, seed)[:, 1:4] if strided else random((num, size), problem, at, seed)
-    return {"x": x, "weight": random_weight(size, problem, at, seed), "eps": EPS}
-
-
-def add_rms_norm(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
-    """Make x and residual [T, N], weight [N]."""
-    size = problem["size"]
-    return {
-        "x": random_rows(num, size, problem, at, seed, strided),
-        "residual": random_rows(num, size, problem, at, seed, strided),
-        "weight": random_weight(size, problem, at, seed),
-        "eps": EPS,
-    }
-
-
-def silu_mul(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
-    """Make x [T, 2N]."""
-    return {"x": random_rows(num, 2 * problem["size"], problem, at, seed, strided)}
-
-
-def linear(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
-    """Make x [T, I], weight [O, I] of unit gain, a bias [O] for even T."""
-    inner, outer = problem["in_size"], problem["out_size"]
-    weight = random((outer, inner), problem, at, seed) / inner**0.5
-    bias = random_weight(outer, problem, at, seed) if num % 2 == 0 else None
-    return {"x": random_rows(num, inner, problem, at, seed, strided), "weight": weight, "bias": bias}
-
 
 def write_kv(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
     """Make k and v [T, K, D]; caches of one of two layers of an arena; distinct slots, every fifth one -1."""
@@ -92,8 +59,3 @@ def random_rows(num: int, size: int, problem: Problem, at: device, seed: Generat
     if not strided:
         return random((num, size), problem, at, seed)
     return random((num, size + 48), problem, at, seed)[:, 16 : 16 + size]
-
-
-def random_weight(size: int, problem: Problem, at: device, seed: Generator) -> Tensor:
-    """Make a vector around one."""
-    return 1 + random((size,), problem, at, seed) / 4

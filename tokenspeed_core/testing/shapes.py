@@ -13,13 +13,8 @@ from tokenspeed_core.plugins.catalog import Catalog
 
 NUM_ROWS = (0, 1, 7, 33)
 
-_NORMS = ({"size": 64}, {"size": 200}, {"size": 1024})
 _VOCABULARIES = ({"vocab_size": 300}, {"vocab_size": 5000})
 _SHAPES: dict[str, tuple[dict[str, Any], ...]] = {
-    "rms_norm": _NORMS,
-    "add_rms_norm": _NORMS,
-    "silu_mul": ({"size": 100}, {"size": 1536}),
-    "linear": ({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512}),
     "write_kv": (
         {"num_kv_heads": 3, "head_size": 24, "block_size": 8},
         {"num_kv_heads": 8, "head_size": 128, "block_size": 16},

@@ -75,7 +75,9 @@ class Linear:
         for projection in self.projections:
             rows, shard = slice(start, start + projection.size), projection.shard
             start += projection.size
-            packing = None if self.scale is None else Packing(self.dtype, partial(self._store, rows))
+            packing = None
+            if self.scale is not None:
+                packing = Packing(self.dtype, partial(self._store, rows), self.scale[rows])
             yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard, packing=packing)
             if self.bias is not None:
                 cut = shard if shard is not None and shard.axis == 0 else None
