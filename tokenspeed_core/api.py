@@ -9,7 +9,7 @@ from tokenspeed_core.kernels.attention import (
     AttentionProblem,
     AttentionStep,
 )
-from tokenspeed_core.kernels.ops import DOTS, ROUNDING, OpContract, Problem, Tolerance
+from tokenspeed_core.kernels.ops import DOTS, OpContract, Problem, Tolerance
 from tokenspeed_core.kernels.spec import AxisLimit, Capability, KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
 from tokenspeed_core.models import (
@@ -28,7 +28,6 @@ from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Pol
 
 __all__ = [
     "DOTS",
-    "ROUNDING",
     "AttentionCall",
     "AttentionFactory",
     "AttentionKernel",

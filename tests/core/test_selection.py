@@ -76,27 +76,27 @@ def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by
 
 
 def test_a_measured_kernel_that_does_not_fit_or_must_be_compiled_is_passed_over() -> None:
-    ranking = Ranking("rms_norm", None, (9, 0), (("slow", "1"), ("narrow", "2"), ("portable", "3")))
+    ranking = Ranking("greedy", None, (9, 0), (("slow", "1"), ("narrow", "2"), ("portable", "3")))
     slow = kernel("slow", ON_HOPPER, needs_compile=True)
     narrow = kernel("narrow", replace(ON_HOPPER, dtypes=("float16",)))
     selector = Selector((SPECIAL, slow, narrow, PORTABLE), HOPPER, rankings=[ranking])
-    assert selector.select("rms_norm", NORM).spec.backend == "portable"
+    assert selector.select("greedy", LOGITS).spec.backend == "portable"
 
 
 def test_auto_passes_over_a_kernel_whose_packages_are_there_and_do_not_load() -> None:
     broken = kernel("broken", ON_HOPPER, requires=("json",), obtain="pip install it again")
     selector = Selector((broken, PORTABLE), HOPPER)
-    assert selector.select("rms_norm", NORM).spec.backend == "portable"
-    assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in selector.plan().explain("rms_norm")
+    assert selector.select("greedy", LOGITS).spec.backend == "portable"
+    assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in selector.plan().explain("greedy")
     with pytest.raises(SelectionError, match=r"broken \(dist-broken\): it does not load: ModuleNotFoundError"):
-        Selector((broken, PORTABLE), HOPPER, [Preference("norm", ("broken",))]).select("rms_norm", NORM)
+        Selector((broken, PORTABLE), HOPPER, [Preference("sampling", ("broken",))]).select("greedy", LOGITS)
 
 
 def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
     lacking = kernel("lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'")
     selector = Selector((lacking, PORTABLE), HOPPER)
-    selector.select("rms_norm", NORM)
-    assert "module 'no_such_module' is not installed -> pip install 'x[lacking]'" in selector.plan().explain("rms_norm")
+    selector.select("greedy", LOGITS)
+    assert "module 'no_such_module' is not installed -> pip install 'x[lacking]'" in selector.plan().explain("greedy")
 
 
 def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:

@@ -90,8 +90,6 @@ def resolve(
     if wanted != (info.quantization or wanted):
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
     method = None if wanted is None else catalog.load(catalog.get("quantization", wanted), Quantization, required=True)
-    path = config.quantization_param_path
-    scales = () if path is None else read_kv_scales(path, info.num_layers)
     runner = RunnerConfig(
         checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
         model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,
@@ -101,7 +99,8 @@ def resolve(
         cudagraph_capture_sizes=config.cudagraph_capture_sizes,
         gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
         max_total_tokens=config.max_total_tokens, quantization=method, preferences=wishes,
-        kv_dtype=None if config.kv_cache_dtype == "auto" else "float8_e4m3fn", kv_scales=scales,
+        kv_dtype=None if config.kv_cache_dtype == "auto" else "float8_e4m3fn",
+        kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
         num_threads=num_threads,
     )
     return Resolved(settled, checkpoint, runner, find_policy(config.schedule_policy, catalog))

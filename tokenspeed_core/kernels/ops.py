@@ -30,11 +30,6 @@ class Tolerance:
     source: str
 
 
-ROUNDING = (
-    Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24, summed over up to 8192 terms"),
-    Tolerance("bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9 each, with room for cancellation"),
-    Tolerance("float16", 4e-3, 4e-3, "two or three roundings of 2^-12 each, with room for cancellation"),
-)
 DOTS = (
     Tolerance("float32", 2e-3, 2e-3, "matrix units round float32 inputs to 11 bits (tf32)"),
     Tolerance("bfloat16", 3e-2, 3e-2, "inputs of 8 bits, probabilities rounded once more"),

@@ -22,11 +22,6 @@ from tokenspeed_core.runner.memory import PoolLimits
 from tokenspeed_core.runner.platform import describe_device
 from tokenspeed_core.runner.rows import most_blocks
 
-_DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
@@ -64,7 +59,6 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
 
     Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
     """
-    dtype = _DTYPES[config.dtype]
     kernels, rankings, ops = installed_kernels(catalog), installed_rankings(catalog), installed_ops(catalog)
     hint = how_to_get_kernels(catalog)
     uses_graphs = device.type == "cuda" and not config.enforce_eager
@@ -77,10 +71,7 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
 
     chosen = selector()
     place = torch.device("meta") if only_plan else device
-    build = ModelBuild(
-        config.model_info, dtype, place, chosen, config.quantization, _DTYPES[config.kv_dtype or config.dtype],
-        config.kv_scales,
-    )
+    build = ModelBuild(config, place, chosen)
     family: Callable[[Any, ModelBuild], Model] = load_target(config.model_spec.load)
     try:
         model = family(config.hf_config, build)
@@ -97,6 +88,7 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
         PoolLimits.of(config.model_info.cache_groups, block_size, build.kv_dtype.itemsize, config.max_model_len),
         sample=build.op("sample", **sampling, dtype="float32"),
         greedy={
-            _DTYPES[name]: build.op("greedy", **sampling, dtype=name) for name in sorted({config.dtype, "float32"})
+            getattr(torch, name): build.op("greedy", **sampling, dtype=name)
+            for name in sorted({config.dtype, "float32"})
         },
     )

@@ -12,8 +12,8 @@ from tokenspeed_core.errors import CheckpointError, SelectionError
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Choice, Selector
-from tokenspeed_core.models import ModelInfo, Quantization
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, BoundKernels
+from tokenspeed_core.runner.config import RunnerConfig
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -33,20 +33,16 @@ class ModelBuild:
     known, since the block size is decided for all of them together.
     """
 
-    def __init__(
-        self, info: ModelInfo, dtype: torch.dtype, device: torch.device, selector: Selector,
-        quantization: Quantization | None = None, kv_dtype: torch.dtype | None = None,
-        kv_scales: Sequence[float] = (),
-    ) -> None:
+    def __init__(self, config: RunnerConfig, device: torch.device, selector: Selector) -> None:
         """Start empty. `device` may be the meta device, to plan without memory."""
-        self.dtype = dtype
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype or config.dtype)
         self.device = device
-        self.quantization = quantization
-        self.kv_dtype = kv_dtype or dtype
-        self._kv_scales = kv_scales
+        self.quantization = config.quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []
-        self.groups = {group.name: AttentionGroup() for group in info.cache_groups}
+        self.groups = {group.name: AttentionGroup() for group in config.model_info.cache_groups}
+        self._kv_scales = config.kv_scales
         self._kernels: dict[tuple[str, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
