@@ -35,7 +35,8 @@ def test_busy_share_and_gaps_are_those_of_known_kernels() -> None:
     ]
     text = timeline.text()
     assert "busy 47.5 % of 0.20 ms, 4 kernels in 3 launches" in text
-    assert "0.01 inside launches, 0.10 between them" in text
+    assert timeline.between == [100.0]
+    assert "0.01 inside launches, 0.10 in 1 gaps between them, median 100.0 µs" in text
     assert text.index("100.0 µs") < text.index("5.0 µs"), "the longest gap is named first"
 
 

@@ -16,6 +16,7 @@ WIDTH, HEIGHT = 440, 230          # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 36
 COLORS = ("#1f6feb", "#d1495b", "#2a9d8f", "#8d6a9f")
 NUM_TICKS = 5
+PANELS_A_ROW = 4
 HEAD = 56                         # above the panels
 
 Point = tuple[float, float]
@@ -43,8 +44,7 @@ class Panel:
 
 def draw(result: Mapping[str, Any]) -> str:
     """Return a result's picture. Raises BenchError where it holds nothing to draw."""
-    rows = [list(_panels(run)) for _, run in runs_of(result)]
-    rows = [row for row in rows if row]
+    rows = list(_rows(result))
     if not rows:
         raise BenchError("there is nothing to plot: no traffic was measured")
     width, height = WIDTH * max(map(len, rows)), HEAD + HEIGHT * len(rows)
@@ -58,6 +58,23 @@ def draw(result: Mapping[str, Any]) -> str:
         for j, panel in enumerate(row):
             parts.append(f'<g transform="translate({j * WIDTH} {HEAD + i * HEIGHT})">{_panel(panel)}</g>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _rows(result: Mapping[str, Any]) -> Iterator[list[Panel]]:
+    """Yield the panels of each row: a load has one to itself, repeats share one."""
+    shared: list[Panel] = []
+    for _, run in runs_of(result):
+        panels = list(_panels(run))
+        if len(panels) > 1 or len(shared) == PANELS_A_ROW:
+            if shared:
+                yield shared
+            shared = []
+        if len(panels) > 1:
+            yield panels
+        else:
+            shared += panels
+    if shared:
+        yield shared
 
 
 def _title(result: Mapping[str, Any]) -> str:
@@ -120,9 +137,9 @@ def _panel(panel: Panel) -> str:
         value = top * i / (NUM_TICKS - 1)
         _, y = place((low, value))
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 6, y + 4, f"{value:.4g}", anchor="end"))
+        parts.append(_text(LEFT - 6, y + 4, _number(value), anchor="end"))
     step = _nice((high - low) / (NUM_TICKS - 1)) if high > low else 1.0
-    ticks = panel.ticks or {i * step: f"{i * step:.4g}" for i in range(NUM_TICKS) if i * step <= high}
+    ticks = panel.ticks or {i * step: _number(i * step) for i in range(NUM_TICKS) if i * step <= high}
     for value, name in ticks.items():
         parts.append(_text(place((value, 0))[0], bottom + 15, name, anchor="middle"))
     parts.append(_text((LEFT + right) / 2, HEIGHT - 6, panel.x_label, anchor="middle", color="#777"))
@@ -155,6 +172,10 @@ def _nice(value: float) -> float:
     """Return a round number at or above a value."""
     step = 10.0 ** math.floor(math.log10(value))
     return next(each * step for each in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if each * step >= value * (1 - 1e-9))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "", size: int = 0) -> str:

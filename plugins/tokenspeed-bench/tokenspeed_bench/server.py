@@ -94,7 +94,7 @@ def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, fl
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environ,
                 start_new_session=True,  # a Ctrl-C stops the load, whose answers the server still has to end
             )
-        before = signal.signal(signal.SIGTERM, _leave)  # leaves no server behind either
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # keeps what was measured, as a Ctrl-C
         try:
             _await(server, api, log)
             try:
@@ -132,10 +132,6 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         server.kill()
         server.wait()
-
-
-def _leave(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _free_port() -> int:

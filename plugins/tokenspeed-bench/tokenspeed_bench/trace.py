@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.figures import percentile
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_CPU = frozenset({"cpu_op"})
@@ -41,7 +42,8 @@ class Timeline:
     num_works: int
     num_launches: int
     gaps: Sequence[tuple[float, float, str, str]]  # begin, length, what was before and what came after
-    inside: float  # of the gaps, those between kernels of one launch
+    inside: float  # of the gaps, the sum of those between kernels of one launch
+    between: Sequence[float]  # the others, each
 
     def text(self) -> str:
         """Return it in words."""
@@ -52,14 +54,18 @@ class Timeline:
             f"  {self.where}: busy {100 * self.busy / self.span:.1f} % of {self.span / 1e3:.2f} ms, "
             f"{self.num_works:,} {'kernels' if is_device else 'operators'}{launches}",
             f"  idle {idle / 1e3:.2f} ms"
-            + (f": {self.inside / 1e3:.2f} inside launches, {(idle - self.inside) / 1e3:.2f} between them"
-               if is_device else ""),
+            + (f": {self.inside / 1e3:.2f} inside launches, {sum(self.between) / 1e3:.2f} in "
+               f"{len(self.between):,} gaps between them{_middle(self.between)}" if is_device else ""),
         ]
         longest = sorted(self.gaps, key=lambda gap: -gap[1])[:NUM_GAPS]
         return "\n".join(lines + [
             f"  gap of {length:8.1f} µs at {begin / 1e3:9.3f} ms, after {before[:44]}, before {after[:44]}"
             for begin, length, before, after in longest
         ])
+
+
+def _middle(gaps: Sequence[float]) -> str:
+    return f", median {percentile(sorted(gaps), 50):.1f} µs" if gaps else ""
 
 
 def named(path: str, name: str) -> str:
@@ -99,16 +105,19 @@ def read(events: Sequence[Mapping[str, Any]]) -> Timeline:
     start, end, busy, inside = works[0].begin, works[0].begin, 0.0, 0.0
     last = works[0]
     gaps: list[tuple[float, float, str, str]] = []
+    between: list[float] = []
     for work in works:
         if work.begin > end:
             if work.launch == last.launch:
                 inside += work.begin - end
+            else:
+                between.append(work.begin - end)
             gaps.append((end - start, work.begin - end, last.name, work.name))
         if work.end > end:
             busy += work.end - max(end, work.begin)
             end, last = work.end, work
     num_launches = len({work.launch for work in works})
-    return Timeline(where, max(end - start, 1e-9), busy, len(works), num_launches, gaps, inside)
+    return Timeline(where, max(end - start, 1e-9), busy, len(works), num_launches, gaps, inside, between)
 
 
 def _works(events: Sequence[Mapping[str, Any]], kinds: frozenset[str]) -> Iterator[Busy]:
