@@ -46,17 +46,19 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def attention_step(
-    num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0
+    num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0, num_shared: int = 0
 ) -> tuple[AttentionStep, int]:
     """Return a step whose blocks are scattered over a pool, and the pool's number of blocks.
 
     With a `max_model_len` it is as a captured one: the host knows no length, the table has columns for so many tokens.
+    All rows have the first one's blocks for their first `num_shared` keys.
     """
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     table = torch.zeros((len(seq_lens), max(*counts, -(-max_model_len // BLOCK_SIZE))), dtype=torch.int32)
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     for row, blocks in enumerate(order.split(counts)):
         table[row, : len(blocks)] = blocks
+    table[:, : num_shared // BLOCK_SIZE] = table[0, : num_shared // BLOCK_SIZE]
     starts = (0, *accumulate(num_queries))
     step = AttentionStep(
         num_rows=len(seq_lens), num_tokens=starts[-1], max_num_query=max(num_queries),
@@ -75,7 +77,8 @@ def attention_problem(phase: str) -> AttentionProblem:
 
 
 def attention_case(
-    name: str, num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0
+    name: str, num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0,
+    num_shared: int = 0,
 ) -> Case:
     """Return an attention case of qwen3-8b's heads; causal products count once, not their masked half.
 
@@ -84,10 +87,13 @@ def attention_case(
     phase = "decode" if max(num_queries) == 1 else "prefill"
     problem = attention_problem(phase)
     seen = sum(n * length - n * (n - 1) / 2 for n, length in zip(num_queries, seq_lens, strict=True))
-    num_bytes = 2 * sum(seq_lens) * K * D * BF16 + 2 * sum(num_queries) * H * D * BF16
+    num_keys = sum(seq_lens) - num_shared * (len(seq_lens) - 1)
+    num_bytes = 2 * num_keys * K * D * BF16 + 2 * sum(num_queries) * H * D * BF16
 
     def bind(spec: KernelSpec) -> Callable[[], Tensor]:
-        step, num_blocks = attention_step(num_queries, seq_lens, device, max_model_len=max_model_len)
+        step, num_blocks = attention_step(
+            num_queries, seq_lens, device, max_model_len=max_model_len, num_shared=num_shared
+        )
         arena = torch.randn((num_blocks, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
         q = torch.randn((step.num_tokens, H, D), dtype=torch.bfloat16, device=device)
         out = torch.empty_like(q)
@@ -107,12 +113,16 @@ def attention_case(
 def attention_cases(device: torch.device, *, max_model_len: int = 0) -> Iterator[Case]:
     """Yield the cases of attention, each named by its phase first; with a `max_model_len`, all as captured steps."""
 
-    def case(name: str, num_queries: list[int], seq_lens: list[int], longest: int = max_model_len) -> Case:
-        return attention_case(name, num_queries, seq_lens, device, max_model_len=longest)
+    def case(
+        name: str, num_queries: list[int], seq_lens: list[int], longest: int = max_model_len, *, num_shared: int = 0
+    ) -> Case:
+        return attention_case(name, num_queries, seq_lens, device, max_model_len=longest, num_shared=num_shared)
 
     yield case("decode 64 x 2048", [1] * 64, [2048] * 64)
     if not max_model_len:
         yield case("decode 64 x 2048 of 40960", [1] * 64, [2048] * 64, 40960)
+    yield case("decode 32 x 6144", [1] * 32, [6144] * 32)
+    yield case("decode 32 x 6144, 4096 shared", [1] * 32, [6144] * 32, num_shared=4096)
     yield case("decode 256 x 640", [1] * 256, [640] * 256)
     yield case("decode 1 x 32768", [1], [32768])
     yield case("decode 16, 128 to 16384", [1] * 16, [128] * 8 + [16384] * 8)

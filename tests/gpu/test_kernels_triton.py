@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.spec import KernelSpec
-from tokenspeed_core.testing.attention import check_attention
+from tokenspeed_core.testing.attention import Rows, attends, check_attention, limits_of, make_scene
 from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.triton.attention import TritonAttention
 
 pytestmark = pytest.mark.gpu
 
@@ -30,3 +32,31 @@ def test_the_product_in_eight_bits_conforms_on_both_sides_of_few_rows(num_rows: 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.op == "attention"], ids=lambda s: s.backend)
 def test_paged_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     check_attention(spec, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "rows"),
+    [
+        pytest.param(32, Rows((1,), (3000,)), id="one long row in many parts"),
+        pytest.param(64, Rows((1,) * 5, (900, 30, 400, 129, 0)), id="eight query heads a key head"),
+        pytest.param(32, Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024), id="keys that all rows share"),
+    ],
+)
+def test_parts_of_rows_are_merged_to_the_same_bits_at_every_replay(num_heads: int, rows: Rows) -> None:
+    device = torch.device("cuda")
+    problem = AttentionProblem("decode", num_heads, 8, 128, "bfloat16", "bfloat16", 16, 128**-0.5, None)
+    scene = make_scene(problem, rows, device, seed=0)
+    kernel = TritonAttention(problem, limits_of(scene), device)
+    attends(kernel, problem, scene, rows)
+    outs = [torch.full_like(scene.q, float("nan"), memory_format=torch.contiguous_format) for _ in range(8)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:  # layers, each of which uses the same memory for its parts
+            kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
+    graph.replay()
+    first = outs[0].clone()
+    for _ in range(50):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, first) for out in outs)

@@ -26,10 +26,14 @@ NUM_LAYERS = 2  # of the arena: a block holds all layers, so caches are strided
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a step: query tokens and tokens in the cache afterwards, decodes first."""
+    """The rows of a step: query tokens and tokens in the cache afterwards, decodes first.
+
+    The blocks that `num_shared` tokens fill are the same in all rows.
+    """
 
     num_queries: tuple[int, ...]
     seq_lens: tuple[int, ...]
+    num_shared: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +59,7 @@ DECODE_ROWS = (
     Rows((1,), (300,)),
     Rows((1, 1, 1, 1, 1), (64, 16, 17, 1, 145)),
     Rows((3, 3), (50, 3)),
+    Rows((1,) * 11, (400, 325, 340, 700, 321, 333, 322, 350, 399, 321, 0), num_shared=320),
 )
 PADDED_ROWS = Rows((1, 1, 1, 1), (33, 90, 0, 0))
 
@@ -121,12 +126,26 @@ def attend(kernel: AttentionKernel, scene: Scene) -> Tensor:
 
 
 def replays(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
-    """Capture a decode step in a CUDA graph and replay it on longer sequences in other blocks."""
-    first = make_scene(problem, Rows((1, 1, 1), (20, 3, 40)), device, seed=1, max_len=256)
-    second = make_scene(problem, Rows((1, 1, 1), (200, 90, 0)), device, seed=2, max_len=256)
+    """Capture decode steps in CUDA graphs and replay them on sequences of other lengths in other blocks."""
+    queries, others = (1,) * 11, (700, 650, 680, 650, 690, 650)
+    alone = Rows(queries, (200, 90, 70, 610, *others, 0))
+    together = Rows(queries, (900, 650, 720, 641, *others, 0), num_shared=640)
+    briefly = Rows(queries, (500, 399, 720, 641, *others, 410), num_shared=384)
+    replay(factory, problem, device, Rows((1, 1, 1), (20, 3, 40)), Rows((1, 1, 1), (200, 90, 0)))
+    for first, second in ((alone, together), (together, alone), (together, briefly)):
+        replay(factory, problem, device, first, second)
+
+
+def replay(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device, captured: Rows, replayed: Rows
+) -> None:
+    """Capture a decode step of some rows in a CUDA graph and replay it on others."""
+    longest = max(256, *captured.seq_lens, *replayed.seq_lens)
+    first = make_scene(problem, captured, device, seed=1, max_len=longest)
+    second = make_scene(problem, replayed, device, seed=2, max_len=longest)
     kernel = factory(problem, limits_of(first), device)
     attend(kernel, first)
-    bounds = replace(first.step, max_seq_len=256, host_query_start=None, host_seq_lens=None)
+    bounds = replace(first.step, max_seq_len=longest, host_query_start=None, host_seq_lens=None)
     out = torch.full_like(first.q, float("nan"), memory_format=torch.contiguous_format)
     kernel.prepare(bounds)
     graph = torch.cuda.CUDAGraph()
@@ -139,10 +158,11 @@ def replays(factory: AttentionFactory, problem: AttentionProblem, device: torch.
     first.v_cache.copy_(second.v_cache)
     kernel.prepare(bounds)
     graph.replay()
+    num_real = sum(length > 0 for length in replayed.seq_lens)
     tolerance = common_ops()["attention"].tolerance(problem.dtype)
     assert not out.isnan().any(), f"{problem}: a replayed graph leaves NaN in a padding row"
     torch.testing.assert_close(
-        out[:2].to(torch.float32), second.expected[:2], rtol=tolerance.relative, atol=tolerance.absolute,
+        out[:num_real].to(torch.float32), second.expected[:num_real], rtol=tolerance.relative, atol=tolerance.absolute,
         msg=labelled(f"{problem}: a replayed graph"),
     )
 
@@ -164,6 +184,9 @@ def make_scene(
     order = iter(torch.randperm(pool, generator=generator).tolist())
     for row, length in enumerate(rows.seq_lens):
         for index, first in enumerate(range(0, length, size)):
+            if row and first + size <= rows.num_shared:
+                table[row, index] = table[0, index]
+                continue
             table[row, index] = block = next(order)
             filled = arena[block, NUM_LAYERS - 1, :, : min(size, length - first)]
             filled.copy_(torch.randn(filled.shape, generator=generator))

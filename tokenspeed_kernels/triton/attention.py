@@ -9,17 +9,20 @@ import triton
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
-from tokenspeed_kernels.triton.attention_kernels import attend, merge
+from tokenspeed_kernels.triton.attention_kernels import attend
+from tokenspeed_kernels.triton.shared import BLOCK_N as SHARED_BLOCK_N
+from tokenspeed_kernels.triton.shared import MERGED_PARTS, SharedLaunch, SharedPrefix
 
 LEAST_SPLIT = 128  # keys of a split where rows are too few to fill the device
 LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
-MAX_SPLITS = 64
+MAX_SPLITS = MERGED_PARTS**2  # since parts are merged, and then what was merged
 FULL = 2  # programs of a multiprocessor that keep it busy
 WANTED = 4  # programs of a multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles of all splits, by phase of the problem
 MAX_DECODE_ROWS = 64  # of a tile of the decode launch: more query tokens a row are a prompt
 LOG2_E = 1.4426950408889634
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
+MERGED_HEADS = 4  # query heads that a program merges at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,19 @@ class _Launch:
     least: int
     one_tile: bool
     tiling: Tiling
+    shared: SharedLaunch | None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether results of several programs may have to be merged."""
+        return self.num_splits > 1 or self.shared is not None
 
 
 class TritonAttention:
     """Paged attention for any mix of rows. `prepare` does host arithmetic only, so graphs may replay it.
 
-    Where the host knows the rows, the leading ones of one token go through the decode launch.
+    Where the host knows the rows, the leading ones of one token go through the decode launch. Keys that all
+    rows of it share are read once; the first layer of each pass finds how many.
     """
 
     prepares_on_host = True
@@ -64,7 +74,7 @@ class TritonAttention:
         self._num_groups = problem.num_heads // problem.num_kv_heads
         self._block_d = max(16, triton.next_power_of_2(problem.head_size))
         wide = problem.dtype == "float32" or self._block_d > 128
-        self._decode = decode_tiling or Tiling(16, 32 if wide else 64, 2, 2)
+        self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
         self._num_multiprocessors = _num_multiprocessors(device)
         self._max_model_len = limits.max_model_len
@@ -72,12 +82,17 @@ class TritonAttention:
         num_slots = NUM_SLOTS[problem.phase]
         self._partial = torch.empty((num_slots, self._block_d), dtype=torch.float32, device=device)
         self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
+        num_counts = limits.max_num_rows * problem.num_kv_heads * (MERGED_PARTS + 1)
+        self._arrived = torch.zeros(num_counts, dtype=torch.int32, device=device)
+        self.shared = SharedPrefix(problem, limits, device, self._block_d)
+        self._first_layer: int | None = None  # the address of its keys
         self._launches: tuple[_Launch, ...] = ()
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
         """Decide the launches of a step from host-side numbers."""
         self._step = step
+        self._first_layer = None
         num_decodes = 0
         if self._decode_rows(step.max_num_query) <= self._max_decode_rows:
             num_decodes = step.num_rows
@@ -95,7 +110,14 @@ class TritonAttention:
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
         assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
+        if self._first_layer is None:
+            self._first_layer = k_cache.data_ptr()
         for launch in self._launches:
+            if launch.shared is not None:
+                assert self._step is not None, "launches come from a step"
+                if k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any of them
+                    self.shared.find(self._step, launch.shared)
+                self.shared.attend(self._step, launch.shared, q, k_cache, v_cache)
             self._attend(launch, q, k_cache, v_cache, out)
 
     def _decode_launch(self, num_rows: int, max_num_query: int) -> _Launch:
@@ -105,47 +127,40 @@ class TritonAttention:
         if programs >= FULL * self._num_multiprocessors:
             least, splits = LONG_SPLIT, MAX_SPLITS
         else:
-            least, splits = LEAST_SPLIT, -(-WANTED * self._num_multiprocessors // programs)
+            least, splits = LEAST_SPLIT, WANTED * self._num_multiprocessors // programs
         room = self._lse.shape[0] // (programs * block_m)
         splits = max(1, min(splits, -(-self._max_model_len // least), room, MAX_SPLITS))
-        return _Launch(0, num_rows, num_rows, max_num_query, splits, least, True, tiling)
+        shared = self.shared.launch(num_rows) if max_num_query == 1 and room else None
+        return _Launch(0, num_rows, num_rows, max_num_query, splits, least, True, tiling, shared)
 
     def _prefill_launch(self, first_row: int, step: AttentionStep) -> _Launch:
         num_rows = step.num_rows - first_row
         tokens = self._prefill.block_m // self._num_groups
         num_tiles = (step.num_tokens - first_row) // tokens + num_rows
-        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, 0, False, self._prefill)
+        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, 0, False, self._prefill, None)
 
     def _decode_rows(self, num_query: int) -> int:
         """Return the rows of a tile that holds all queries of a row."""
         return max(self._decode.block_m, triton.next_power_of_2(num_query * self._num_groups))
 
     def _attend(self, launch: _Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        problem, step, tiling = self._problem, self._step, launch.tiling
+        problem, step, tiling, shared = self._problem, self._step, launch.tiling, self.shared
         assert step is not None, "forward before prepare"
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
-            q, k_cache, v_cache, out, self._partial, self._lse,
+            q, k_cache, v_cache, out, self._partial, self._lse, self._arrived, shared.partial, shared.lse, shared.found,
             step.query_start, step.seq_lens, step.block_table,
-            launch.first_row, launch.num_rows, launch.num_splits, launch.least, problem.window or 0,
-            problem.scale * LOG2_E,
+            launch.first_row, launch.num_rows, launch.num_splits, launch.shared.num_pieces if launch.shared else 0,
+            launch.least, problem.window or 0, problem.scale * LOG2_E,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             *k_cache.stride()[:3], step.block_table.stride(0),
             G=self._num_groups, D=problem.head_size, BLOCK_D=self._block_d, BLOCK_SIZE=problem.block_size,
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.num_splits > 1,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.is_merged,
             ONE_TILE=launch.one_tile, HAS_WINDOW=problem.window is not None,
-            PRECISION="ieee" if problem.dtype == "float32" else "tf32",
+            PRECISION="ieee" if problem.dtype == "float32" else "tf32", SHARED=launch.shared is not None,
+            SHARED_BLOCK_N=SHARED_BLOCK_N, OVERLAPS=bool(shared.overlap), MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+            **(shared.overlap if launch.shared else {}),
         )
-        if launch.num_splits > 1:
-            columns = min(32, self._block_d)
-            grid = (launch.num_rows, problem.num_heads * launch.max_num_query, self._block_d // columns)
-            merge[grid](
-                self._partial, self._lse, out, step.query_start, step.seq_lens, launch.first_row,
-                launch.num_splits, launch.least, problem.window or 0, out.stride(0), out.stride(1),
-                G=self._num_groups, K=problem.num_kv_heads, D=problem.head_size, BLOCK_D=self._block_d,
-                BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, HAS_WINDOW=problem.window is not None,
-                COLUMNS=columns, BLOCK_SPLITS=MAX_SPLITS, num_warps=2,
-            )
 
 
 def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> TritonAttention:

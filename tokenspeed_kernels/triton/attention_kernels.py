@@ -2,13 +2,22 @@
 
 The query heads that share a key head stand together in the rows of a tile, so each key is read once for all
 of them. Softmax is online (Milakov and Gimelshein, 2018); splits of the keys are merged by their
-log-sum-exps, as in FlashDecoding (Dao et al., 2023). Scores are in base 2.
+log-sum-exps, as in FlashDecoding (Dao et al., 2023), by the program that finishes last. Scores are in base 2.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+
+@triton.jit
+def _fit_keys(q, key_dtype: tl.constexpr):
+    """Cast queries to what keys are raised to: float16 holds e4m3 exactly, one instruction for two."""
+    if key_dtype == tl.float8e4nv:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return q
 
 
 @triton.jit
@@ -74,25 +83,94 @@ def _share(num_keys, num_splits, least, BLOCK_N: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits) * BLOCK_N, least)
 
 
-_VARYING = ["num_rows", "first_row", "num_splits", "least", "window"]
+@triton.jit
+def _merge_parts(
+    partial_ptr, lse_ptr, origin, stride, num_parts, place,
+    BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):
+    """Merge up to PARTS parts of some query heads, which stand at origin + place + part * stride.
+
+    Returns what the heads got from all of them [heads, BLOCK_D], and its log-sum-exp.
+    """
+    part = tl.arange(0, PARTS)
+    is_one = part < num_parts
+    cell = part[:, None] * stride + place[None, :]
+    # `.cg` reads where the writes of other multiprocessors are.
+    lse = tl.load(lse_ptr + origin + cell, mask=is_one[:, None], other=float("-inf"), cache_modifier=".cg")
+    cells = partial_ptr + origin * BLOCK_D + (cell[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :])
+    partial = tl.load(cells, mask=is_one[:, None, None], other=0.0, cache_modifier=".cg")
+    highest = tl.max(lse, axis=0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(lse - base[None, :])
+    total = tl.sum(weight, axis=0)
+    acc = tl.sum(partial * weight[:, :, None], axis=0) / tl.where(total == 0.0, 1.0, total)[:, None]
+    return acc, tl.where(total == 0.0, float("-inf"), base + tl.log2(total))
+
+
+@triton.jit
+def _merge_group(
+    partial_ptr, lse_ptr, origin, num_parts, num_members,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
+):
+    """Merge parts of a tile of query heads into the place of the first of them."""
+    for first in range(0, num_members, MEMBERS):
+        member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
+        acc, lse = _merge_parts(partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_D, PARTS)
+        tl.debug_barrier()  # all threads have read what is overwritten
+        cells = partial_ptr + origin * BLOCK_D + member[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        tl.store(cells, acc)
+        tl.store(lse_ptr + origin + member, lse)
+
+
+@triton.jit
+def _merge(
+    out_ptr, partial_ptr, lse_ptr, origin, stride, num_parts, shared_partial_ptr, shared_lse_ptr, num_pieces,
+    num_shared, row, kv_head, start_token, num_members, out_stride_t, out_stride_h,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
+):
+    """Store what the query heads of a tile got from its parts and from `num_shared` shared pieces."""
+    column = tl.arange(0, BLOCK_D)
+    for first in range(0, num_members, MEMBERS):
+        member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
+        head = kv_head * G + member % G
+        acc, lse = _merge_parts(partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_D, PARTS)
+        if num_shared > 0:
+            shared_origin = (row * tl.num_programs(1) + kv_head).to(tl.int64) * G * num_pieces
+            shared_acc, shared_lse = _merge_parts(
+                shared_partial_ptr, shared_lse_ptr, shared_origin, 1, num_shared, member * num_pieces, BLOCK_D, PARTS,
+            )
+            highest = tl.maximum(lse, shared_lse)
+            weight = tl.exp2(lse - highest)
+            shared_weight = tl.exp2(shared_lse - highest)
+            acc = acc * weight[:, None] + shared_acc * shared_weight[:, None]
+            acc = acc / (weight + shared_weight)[:, None]
+        token = (start_token + member // G).to(tl.int64)
+        out_ptrs = (out_ptr + token * out_stride_t + head * out_stride_h)[:, None] + column[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < D)[None, :])
+
+
+_VARYING = ["num_rows", "first_row", "num_splits", "num_pieces", "least", "window"]
 _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
 def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
-    first_row, num_rows, num_splits, least, window, log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h,
-    stride_b, stride_s, stride_h, table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, shared_partial_ptr, shared_lse_ptr, found_ptr,
+    query_start_ptr, seq_lens_ptr, table_ptr, first_row, num_rows, num_splits, num_pieces, least, window, log2_scale,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, SHARED_BLOCK_N: tl.constexpr,
+    OVERLAPS: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
 ):
     """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
 
     Row i's tiles start at query_start[i] // TOKENS + i, counted from `first_row`; the few surplus tiles
-    leave at once. k and v have the same strides. With splits, a row is cut into up to `num_splits` of no
-    fewer than `least` keys; results go to `partial` and `lse`, a program's own slice of each, unless the
-    row is one piece.
+    leave at once. k and v have the same strides. With SPLIT, which ONE_TILE must go with, a row is cut into up to
+    `num_splits` parts of no fewer than `least` keys. Unless the row is one part, results go to `partial` and `lse`,
+    a program's own slice of each, and programs count in `arrived`, all zeros before and after: the last one of
+    PARTS neighbours merges theirs, the last of those all. With SHARED the first `found[0]` keys are left out:
+    their results are in `shared_partial` already.
     """
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
@@ -118,7 +196,20 @@ def attend(
     num_queries = tl.load(query_start_ptr + row + 1) - start_token
     seq_len = tl.load(seq_lens_ptr + row)
     first_query = tile * TOKENS
-    if first_query < num_queries:
+    stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
+    start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW)
+    is_whole = True
+    shared = 0
+    if SHARED:
+        shared = tl.where(seq_len > 0, tl.load(found_ptr), 0)
+        start = shared
+    if SPLIT:
+        share = _share(stop - start, num_splits, least, BLOCK_N)
+        num_parts = tl.cdiv(stop - start, share)
+        is_whole = (num_parts <= 1) & (shared == 0)
+        start += split * share
+        stop = tl.minimum(stop, start + share)
+    if (first_query < num_queries) & ((split == 0) | (start < stop)):
         member = tl.arange(0, BLOCK_M)
         query = first_query + member // G
         head = kv_head * G + member % G
@@ -129,17 +220,8 @@ def attend(
         token = (start_token + query).to(tl.int64)
         q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
         q = tl.load(q_ptrs[:, None] + column[None, :], mask=q_mask, other=0.0)
-        if k_ptr.dtype.element_ty == tl.float8e4nv:  # float16 holds e4m3 exactly, one instruction for two
-            q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+        q = _fit_keys(q, k_ptr.dtype.element_ty)
 
-        stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
-        start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW)
-        is_whole = True
-        if SPLIT:
-            share = _share(stop - start, num_splits, least, BLOCK_N)
-            is_whole = stop - start <= share
-            start += split * share
-            stop = tl.minimum(stop, start + share)
         unmasked = start
         if not HAS_WINDOW:
             whole = tl.minimum(stop, seq_len - num_queries + first_query + 1) - start
@@ -164,44 +246,42 @@ def attend(
         )
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if is_whole:
-            if split == 0:
-                out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
-                tl.store(out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+            out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
+            tl.store(out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
         elif SPLIT:
-            program = (tl.program_id(0) * tl.num_programs(1) + kv_head) * num_splits + split
-            slot = program.to(tl.int64) * BLOCK_M + member
-            tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=q_mask)
+            pair = tl.program_id(0) * tl.num_programs(1) + kv_head
+            origin = pair.to(tl.int64) * num_splits * BLOCK_M
+            slot = origin + split * BLOCK_M + member
+            tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=used[:, None])
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(lse_ptr + slot, lse, mask=used)
-
-
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
-def merge(
-    partial_ptr, lse_ptr, out_ptr, query_start_ptr, seq_lens_ptr, first_row, num_splits, least, window,
-    out_stride_t, out_stride_h,
-    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-):
-    """Grid (rows, query heads * query tokens, BLOCK_D / COLUMNS): merge the splits of one query head, if any."""
-    row = tl.program_id(0)
-    query = tl.program_id(1) // (G * K)
-    head = tl.program_id(1) % (G * K)
-    kv_head = head // G
-    start_token = tl.load(query_start_ptr + first_row + row)
-    num_queries = tl.load(query_start_ptr + first_row + row + 1) - start_token
-    seq_len = tl.load(seq_lens_ptr + first_row + row)
-    num_keys = seq_len - _first_key(seq_len - num_queries, window, BLOCK_N, HAS_WINDOW)
-    if (query < num_queries) & (num_keys > _share(num_keys, num_splits, least, BLOCK_N)):
-        split = tl.arange(0, BLOCK_SPLITS)
-        program = ((row * K + kv_head) * num_splits + split).to(tl.int64)
-        slot = program * BLOCK_M + query * G + head % G
-        lse = tl.load(lse_ptr + slot, mask=split < num_splits, other=float("-inf"))
-        highest = tl.max(lse, axis=0)
-        weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
-        weight = weight / tl.maximum(tl.sum(weight, axis=0), 1e-30)
-        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        mask = (split < num_splits)[:, None] & (column < D)[None, :]
-        partial = tl.load(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], mask=mask, other=0.0)
-        out = tl.sum(partial * weight[:, None], axis=0).to(out_ptr.dtype.element_ty)
-        token = (start_token + query).to(tl.int64)
-        tl.store(out_ptr + token * out_stride_t + head * out_stride_h + column, out, mask=column < D)
+            tl.debug_barrier()  # all of the program's stores come before its count
+            arrived_ptr += pair * (PARTS + 1)
+            group = split // PARTS
+            num_groups = tl.cdiv(num_parts, PARTS)
+            count = tl.minimum(num_parts - group * PARTS, PARTS)
+            if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") == count - 1:
+                tl.store(arrived_ptr + group, 0)
+                stride = BLOCK_M
+                is_last = True
+                if num_groups > 1:
+                    _merge_group(
+                        partial_ptr, lse_ptr, origin + group * PARTS * BLOCK_M, count, num_queries * G,
+                        BLOCK_M, BLOCK_D, MEMBERS, PARTS,
+                    )
+                    tl.debug_barrier()
+                    is_last = tl.atomic_add(arrived_ptr + PARTS, 1, sem="acq_rel") == num_groups - 1
+                    count = num_groups
+                    stride = PARTS * BLOCK_M
+                if is_last:
+                    tl.store(arrived_ptr + PARTS, 0)
+                    num_shared = 0
+                    if SHARED:
+                        if OVERLAPS:
+                            gdc_wait()  # for the shared pieces
+                        num_shared = tl.cdiv(shared, _share(shared, num_pieces, 0, SHARED_BLOCK_N))
+                    _merge(
+                        out_ptr, partial_ptr, lse_ptr, origin, stride, count, shared_partial_ptr, shared_lse_ptr,
+                        num_pieces, num_shared, row, kv_head, start_token, num_queries * G,
+                        out_stride_t, out_stride_h, G, D, BLOCK_D, MEMBERS, PARTS,
+                    )
