@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 BENCH = (sys.executable, "-P", "-m", "tokenspeed_core.cli", "bench")
 SMALL = ("--device", "cpu", "--kv-cache-memory", "64MiB")
@@ -75,7 +76,8 @@ def named(folder: Path) -> list[psutil.Process]:
             if any(str(folder) in word for word in process.info["cmdline"] or ())]
 
 
-def test_ctrl_c_leaves_what_was_measured_and_no_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_broken_off_leaves_what_was_measured_and_no_server(number: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     child = subprocess.Popen(
         [*BENCH, "serve", "--users", "2", "--requests", "5000", "--input-len", "16", "--output-len", "16", *SMALL,
@@ -87,7 +89,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_server(tmp_path: Path) -> None:
         assert child.poll() is None
     time.sleep(3)
     assert any("serve" in process.info["cmdline"] for process in named(tmp_path))
-    os.killpg(child.pid, signal.SIGINT)
+    os.killpg(child.pid, number)
     _, said = child.communicate(timeout=60)
     assert child.returncode == 130, said
     assert "what was measured is kept" in said

@@ -125,7 +125,8 @@ def _client(
     target: Target, sessions: Sequence[Session], arrivals: Sequence[float | None], num_users: int, shared: _Shared
 ) -> None:
     """Run one client process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and asks for what was measured
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent hears them, and asks for what was measured
+        signal.signal(number, signal.SIG_IGN)
     shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
 
 
