@@ -8,8 +8,8 @@ RANKINGS = (
     Ranking(
         "attention", "prefill", (9, 0),
         (
-            ("fa3", "qwen3-8b on NVIDIA H200: prefill 6.57 s"),
-            ("triton", "qwen3-8b on NVIDIA H200: prefill 7.01 s"),
+            ("fa3", "qwen3-8b on NVIDIA H200: prefill 6.54 s"),
+            ("triton", "qwen3-8b on NVIDIA H200: prefill 6.80 s"),
         ),
     ),
     Ranking(
