@@ -141,3 +141,12 @@ def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(num_rows:
     )
     expected = min(first_odd * block_size, 605 * block_size - 1) // BLOCK_N * BLOCK_N
     assert shared.found.tolist() == [expected if expected >= LEAST_KEYS else 0, 0]
+
+
+def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> None:
+    problem = replace(PROBLEM, dtype="float16", kv_dtype="float8_e4m3fn")
+    rows = rows_of(LENGTHS, 320)
+    scene = make_scene(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(scene), CPU)
+    attends(kernel, problem, scene, rows)
+    assert int(kernel.shared.found[0]) == 320
