@@ -174,6 +174,11 @@ def _rows(device: torch.device, num: int) -> Iterator[Case]:
     arena = torch.zeros((num // BLOCK_SIZE + 1, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
     slots = torch.randperm(num, device=device)
     cache = {"num_kv_heads": K, "head_size": D, "block_size": BLOCK_SIZE, "kv_dtype": "bfloat16"}
+    place = [q, k, v, arena[:, 0], arena[:, 1], slots]
+    both = {**heads, **cache}
+    placed = num * ((2 * H + 4 * K) * D * BF16 + D * 4)
+    yield _case("rope_write_kv", f"{num} x {H}+{K}", both, [*place, positions, table, False], placed)
+    yield _case("qk_norm_rope_write_kv", f"{num} x {H}+{K}", both, [*place, *norms, positions, table, False], placed)
     yield _case("write_kv", f"{num}", cache, [k, v, arena[:, 0], arena[:, 1], slots], 4 * num * K * D * BF16)
 
 

@@ -21,6 +21,7 @@ from tokenspeed_core.models import (
     ModelInfo,
     ModelSpec,
     Quantization,
+    Rotation,
     WeightReader,
 )
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
@@ -57,6 +58,7 @@ __all__ = [
     "RecurrentState",
     "RequestRecord",
     "Room",
+    "Rotation",
     "SlidingWindow",
     "StepRecord",
     "Tolerance",

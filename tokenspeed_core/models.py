@@ -99,11 +99,22 @@ class WeightReader(Protocol):
         """Yield weights; call `report(bytes_done, bytes_total)` as they are read."""
 
 
-class AttentionCall(Protocol):
-    """A layer's attention, bound to its KV cache: writes k and v, then attends."""
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The op that rotates a layer's queries and keys, such as "rope", and its one axis that attention lacks."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend. q [T, H, D]; k, v [T, K, D]; returns [T, H, D], valid until the next call."""
+    op: str
+    rotary_size: int
+
+
+class AttentionCall(Protocol):
+    """A layer's attention, bound to its KV cache: rotates q and k if asked for, writes k and v, then attends."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rotation: Any) -> torch.Tensor:
+        """Attend. q [T, H, D]; k, v [T, K, D]; returns [T, H, D], valid until the next call.
+
+        `rotation` is what the rotation's op takes after q and k. q and k may be written.
+        """
 
 
 class BuildContext(Protocol):
@@ -118,9 +129,12 @@ class BuildContext(Protocol):
 
     def attention(
         self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
-        window: int | None = None, group: str = "full",
+        window: int | None = None, group: str = "full", rotation: Rotation | None = None,
     ) -> AttentionCall:
-        """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call."""
+        """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call.
+
+        With a `rotation`, one kernel may rotate and write the cache; without, q and k come as they are to be used.
+        """
 
 
 class Model(Protocol):

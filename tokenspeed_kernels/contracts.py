@@ -37,6 +37,7 @@ _HEADS = {
     "head_size": "elements of a head, D",
     "rotary_size": "leading elements of a head that are rotated, R <= D, even",
 }
+_CACHE = {"block_size": "tokens of a block", "kv_dtype": "dtype of the cache"}
 _ROPES = (
     {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "rotary_size": 64},
     {"num_heads": 5, "num_kv_heads": 1, "head_size": 48, "rotary_size": 32},
@@ -75,6 +76,23 @@ DENSE = (
         f"{_REFERENCE}.linear:linear", f"{_INPUTS}:linear", DOTS,
         rows=("x",), cases=({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512}),
     ),
+)
+
+def _write(rotation: str, arguments: str) -> OpContract:
+    name = f"{rotation}_write_kv"
+    return OpContract(
+        name, "cache",
+        "(q [T, H, D], k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T], "
+        f"{arguments}) -> None: {rotation} of q in place and of k into the cache, v into the cache as write_kv does",
+        {**_HEADS, **_CACHE}, f"{_REFERENCE}.rope_cache:{name}", f"{_INPUTS}:{name}", _ROUNDING,
+        mutates=("q", "k_cache", "v_cache"), rows=("q", "k", "v", "slots", "positions"),
+        parts=(rotation, "write_kv"), cases=tuple({**case, "block_size": 16} for case in _ROPES),
+    )
+
+
+ROPE_CACHE = (
+    _write("rope", "positions, cos_sin, interleaved"),
+    _write("qk_norm_rope", "q_weight [D], k_weight [D], eps, positions, cos_sin, interleaved"),
 )
 
 _MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}

@@ -106,6 +106,8 @@ TRITON_MOE = (
 TRITON_CACHE = (
     _triton("write_kv", "cache:write_kv"),
     _triton("write_kv", "cache:write_kv", capability=_FP8_UNITS, kv_dtypes=_FP8),
+    _triton("rope_write_kv", "rope_cache:rope_write_kv"),
+    _triton("qk_norm_rope_write_kv", "rope_cache:qk_norm_rope_write_kv"),
 )
 _WINDOWS = frozenset({"graph_safe", "window"})
 _HEADS = (AxisLimit("head_size", 1, 256),)

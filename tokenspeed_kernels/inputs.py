@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
-from tokenspeed_core.testing.inputs import random, random_rows
+from tokenspeed_core.testing.inputs import random, random_rows, write_kv
 from tokenspeed_kernels.reference.fp8 import quantize_rows
 
 EPS = 1e-6
@@ -71,6 +71,20 @@ def linear(problem: Problem, num: int, at: device, seed: Generator, strided: boo
     weight = random((outer, inner), problem, at, seed) / inner**0.5
     bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
     return {"x": random_rows(num, inner, problem, at, seed, strided), "weight": weight, "bias": bias}
+
+
+def rope_write_kv(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """As rope, and v, caches and slots as for write_kv."""
+    rotation = rope(problem, num, at, seed, strided)
+    cache = write_kv(problem, num, at, seed, strided)
+    return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
+
+
+def qk_norm_rope_write_kv(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """As qk_norm_rope, and v, caches and slots as for write_kv."""
+    rotation = qk_norm_rope(problem, num, at, seed, strided)
+    cache = write_kv(problem, num, at, seed, strided)
+    return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
 
 
 def moe_route(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenspeed_core.api import AttentionCall, Model
+from tokenspeed_core.api import AttentionCall, Model, Rotation
 
 
 class DenseBuild:
@@ -37,11 +37,15 @@ class DenseBuild:
 
     def attention(
         self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
-        window: int | None = None, group: str = "full",
+        window: int | None = None, group: str = "full", rotation: Rotation | None = None,
     ) -> AttentionCall:
         """Return a layer's attention with a cache of its own."""
         self.problems.append(("attention", {"layer": layer, "window": window, "group": group}))
-        self.caches[layer] = _DenseAttention(num_heads // num_kv_heads, scale, window)
+        rotate = None if rotation is None else self.op(
+            rotation.op, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
+            rotary_size=rotation.rotary_size, dtype=str(self.dtype).removeprefix("torch."),
+        )
+        self.caches[layer] = _DenseAttention(num_heads // num_kv_heads, scale, window, rotate)
         return self.caches[layer]
 
     def clear(self) -> None:
@@ -68,15 +72,19 @@ def sequence_logits(
 class _DenseAttention:
     """Causal attention over all keys of one sequence, with a window where there is one."""
 
-    def __init__(self, num_repeats: int, scale: float, window: int | None) -> None:
-        self.num_repeats, self.scale, self.window = num_repeats, scale, window
+    def __init__(
+        self, num_repeats: int, scale: float, window: int | None, rotate: Callable[..., None] | None
+    ) -> None:
+        self.num_repeats, self.scale, self.window, self.rotate = num_repeats, scale, window, rotate
         self.clear()
 
     def clear(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
+        if self.rotate is not None:
+            self.rotate(q, k, *rotation)
         self.keys.append(k.clone())
         self.values.append(v.clone())
         keys = torch.cat(self.keys).repeat_interleave(self.num_repeats, dim=1)

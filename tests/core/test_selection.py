@@ -11,6 +11,7 @@ import pytest
 
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.select import Preference, Selector
 from tokenspeed_core.kernels.spec import (
     PHASES,
@@ -183,6 +184,44 @@ def test_a_wrong_problem_names_what_is_missing_and_what_is_surplus() -> None:
         Selector((REFERENCE,), CPU).select("greedy", {"seize": 3, "dtype": "float32"})
     with pytest.raises(SelectionError, match="unknown op 'ydeerg'; known: "):
         Selector((REFERENCE,), CPU).select("ydeerg", LOGITS)
+
+
+AXES = {**LOGITS, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "kv_dtype": "float32"}
+FUSED = OpContract(
+    "greedy_write", "sampling", "", {"head_size": "", "vocab_size": ""}, "a.b:c", "a.b:d", (),
+    parts=("greedy", "write_kv"),
+)
+PARTS = (REFERENCE, kernel("plain", EVERYWHERE, op="write_kv"))
+
+
+def test_a_fused_op_is_taken_for_its_parts_where_a_kernel_fits() -> None:
+    fast = kernel("fast", ON_CUDA, op="greedy_write")
+    selector = Selector((*PARTS, fast), HOPPER, ops=merge_ops((FUSED,)))
+    (choice,) = selector.select_all(FUSED.parts, AXES, layer=3)
+    assert (choice.spec, dict(choice.problem)) == (fast.spec, {"head_size": 64, **LOGITS})
+    assert [(planned.op, planned.backend, planned.layers) for planned in selector.plan().ops] == [
+        ("greedy_write", "fast", (3,))
+    ]
+
+
+def test_its_parts_run_where_none_fits_and_the_plan_says_why() -> None:
+    fast = kernel("fast", ON_CUDA, op="greedy_write")
+    selector = Selector((*PARTS, fast), CPU, ops=merge_ops((FUSED,)))
+    choices = selector.select_all(FUSED.parts, AXES)
+    assert [(choice.spec.op, sorted(choice.problem)) for choice in choices] == [
+        ("greedy", ["dtype", "vocab_size"]), ("write_kv", sorted(AXES.keys() - {"vocab_size"}))
+    ]
+    plan = selector.plan()
+    assert plan.backends() == {"sampling": ("plain",), "cache": ("plain",)}
+    assert "its parts run one by one\n  not fast from dist-fast: it runs on cuda" in plan.explain("greedy_write")
+    assert "its parts" in plan.table()
+
+
+def test_ops_that_nobody_fuses_are_selected_one_by_one() -> None:
+    with pytest.raises(SelectionError, match="unknown op 'greedier'"):
+        Selector(PARTS, CPU).select_all(("greedy", "greedier"), AXES)
+    choices = Selector(PARTS, CPU).select_all(("write_kv", "greedy"), AXES)
+    assert [choice.spec.op for choice in choices] == ["write_kv", "greedy"]
 
 
 @pytest.mark.parametrize(

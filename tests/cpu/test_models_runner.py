@@ -8,11 +8,16 @@ import pytest
 import torch
 from tiny_families import FAMILIES, save_reference
 
+from tokenspeed_core.api import Capability, KernelSpec
 from tokenspeed_core.checkpoint import resolve_checkpoint
+from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.spec import InstalledKernel
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner import assemble
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_kernels.contracts import ROPE_CACHE
 
 PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1))}
 
@@ -29,10 +34,10 @@ def start(folder: Path) -> tuple[LocalRunner, int]:
     return build(config, catalog, lambda what, done, total: None), len(found.info.cache_groups)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_through_the_paged_cache_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    reference = save_reference(family, tmp_path)
-    runner, num_groups = start(tmp_path)
+def serve_as_transformers_does(family: str, folder: Path) -> LocalRunner:
+    """Serve a family's tiny checkpoint and compare its tokens; return the runner."""
+    reference = save_reference(family, folder)
+    runner, num_groups = start(folder)
     maker = PlanMaker(runner.block_size, num_groups)
     for slot, (name, prompt) in enumerate(PROMPTS.items()):
         maker.add(name, prompt, slot)
@@ -47,3 +52,30 @@ def test_greedy_tokens_through_the_paged_cache_are_those_of_transformers(family:
         for at in range(sequence.num_prompt - 1, len(sequence.tokens) - 1):
             chosen = logits[at, sequence.tokens[at + 1]]
             assert logits[at].max() - chosen <= 1e-4, f"{name}, position {at}"
+    return runner
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_through_the_paged_cache_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    runner = serve_as_transformers_does(family, tmp_path)
+    (fused,) = (op for op in runner.kernel_plan.ops if op.op.endswith("rope_write_kv"))
+    assert fused.backend == ""
+    assert runner.kernel_plan.find("write_kv")[0].backend == "torch"
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [
+        InstalledKernel(
+            KernelSpec(contract.name, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin"
+        )
+        for contract in ROPE_CACHE
+    ]
+    monkeypatch.setattr(assemble, "installed_kernels", lambda catalog: (*installed_kernels(catalog), *own))
+    runner = serve_as_transformers_does(family, tmp_path)
+    ops = {planned.op: planned for planned in runner.kernel_plan.ops}
+    assert not {"rope", "qk_norm_rope", "write_kv"} & set(ops)
+    fused = ops["rope_write_kv" if family == "Llama" else "qk_norm_rope_write_kv"]
+    assert (fused.backend, fused.layers) == ("own", (0, 1, 2))

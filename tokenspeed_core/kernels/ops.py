@@ -48,8 +48,9 @@ class OpContract:
     `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` names arguments
     written in place; `rows` names those with a leading axis of independent rows; `errors` says when an
     implementation may raise; `reference` and `inputs` are "module:function": the meaning of the op, and a
-    generator of inputs for a problem. `parts` names the ops that a fused op composes. `cases` are problems, without
-    their dtype, on which the conformance kit runs it.
+    generator of inputs for a problem. `parts` names the ops that a fused op composes, in their order; they run
+    where no kernel of the fused op fits, if it was asked for as such (`Selector.select_all`). `cases` are problems,
+    without their dtype, on which the conformance kit runs it.
     """
 
     name: str
@@ -64,6 +65,10 @@ class OpContract:
     parts: tuple[str, ...] = ()
     cases: tuple[Problem, ...] = ()
     errors: str = "none: shapes are the caller's duty, checked when the model is built"
+
+    def cut(self, axes: Problem) -> Problem:
+        """Return those axes that are this op's."""
+        return {axis: value for axis, value in axes.items() if axis in self.axes or axis == "dtype"}
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError naming every axis that the problem lacks or should not have."""

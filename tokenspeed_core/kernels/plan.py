@@ -28,7 +28,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOp:
-    """One op and problem, the layers that share it, and all candidates in the order of preference."""
+    """One op and problem, the layers that share it, and all candidates in the order of preference.
+
+    `backend` and `distribution` are empty for a fused op that nothing fits: then its parts run.
+    """
 
     op: str
     family: str
@@ -52,7 +55,7 @@ class KernelPlan:
         used: dict[str, tuple[str, ...]] = {}
         for planned in self.ops:
             names = used.get(planned.family, ())
-            used[planned.family] = names if planned.backend in names else (*names, planned.backend)
+            used[planned.family] = names if planned.backend in ("", *names) else (*names, planned.backend)
         return used
 
     def find(self, op: str, layer: int | None = None) -> tuple[PlannedOp, ...]:
@@ -69,7 +72,7 @@ class KernelPlan:
         for (op, backend, distribution), planned in _grouped(self.ops).items():
             others = {v.backend: v.reasons[0].what for p in planned for v in p.verdicts if v.reasons}
             losers = "; ".join(f"{name}: {why}" for name, why in others.items() if name != backend)
-            rows.append((op, backend, distribution, str(len(planned)), losers or "-"))
+            rows.append((op, backend or "its parts", distribution or "-", str(len(planned)), losers or "-"))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         padded = ([*map(str.ljust, row, widths), row[4]] for row in rows)
         lines = ["  ".join(cells) for cells in padded]
@@ -102,7 +105,8 @@ def _explained(planned: PlannedOp) -> Iterable[str]:
     axes = ", ".join(f"{name}={value}" for name, value in planned.problem)
     layers = f" (layers {_ranges(planned.layers)})" if planned.layers else ""
     yield f"{planned.op}{layers}: {axes}"
-    yield f"  {planned.backend} from {planned.distribution}: {planned.because}"
+    taken = f"{planned.backend} from {planned.distribution}: " if planned.backend else ""
+    yield f"  {taken}{planned.because}"
     for verdict in planned.verdicts:
         for reason in verdict.reasons:
             mend = f" -> {reason.mend}" if reason.mend else ""

@@ -43,11 +43,6 @@ class Choice:
     distribution: str
     problem: Problem
 
-    def kernel(self) -> Callable[..., Any]:
-        """Import the kernel and build it for the problem (not for attention, which needs limits)."""
-        built: Callable[..., Any] = self.spec.factory()(self.problem)
-        return built
-
 
 def has_module(name: str) -> bool:
     """Say whether a top-level module is installed, without importing it."""
@@ -83,8 +78,7 @@ class Selector:
         self._needs = needs
         self._hint = hint
         self._module_exists = module_exists
-        self._choices: dict[Hashable, Choice] = {}
-        self._planned: dict[Hashable, PlannedOp] = {}
+        self._decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = {}
         self._layers: dict[Hashable, set[int]] = {}
 
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
@@ -92,17 +86,22 @@ class Selector:
 
         Raises ValueError on wrong axes, SelectionError if no plugin brings the op or no kernel can be taken.
         """
-        if op not in self._ops:
-            hint = f"; {self._hint}" if self._hint else ""
-            raise SelectionError(f"unknown op {op!r}; known: {', '.join(sorted(self._ops))}{hint}")
-        contract = self._ops[op]
-        contract.check(problem)
-        key = (op, tuple(sorted(problem.items())))
-        if key not in self._choices:
-            self._choices[key], self._planned[key] = self._decide(contract, problem)
-        if layer is not None:
-            self._layers.setdefault(key, set()).add(layer)
-        return self._choices[key]
+        contract = self._contract(op)
+        choice, planned = self._choose(contract, problem, layer)
+        if choice is None:
+            raise SelectionError(self._refused(contract, problem, planned.verdicts))
+        return choice
+
+    def select_all(self, ops: tuple[str, ...], axes: Problem, *, layer: int | None = None) -> tuple[Choice, ...]:
+        """Return the kernels of ops that run one after another: a fused one where it fits, else one for each.
+
+        `axes` holds those of all the ops. An op is fused from these if its contract's `parts` are just these; the
+        plan has it also where nothing fits, with the reasons. Raises as `select` does.
+        """
+        for contract in self._ops.values():
+            if contract.parts == ops and (fused := self._choose(contract, contract.cut(axes), layer)[0]):
+                return (fused,)
+        return tuple(self.select(op, self._contract(op).cut(axes), layer=layer) for op in ops)
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
         """Return the attention backend for a layer's problem; raises as `select` does."""
@@ -111,11 +110,27 @@ class Selector:
     def plan(self) -> KernelPlan:
         """Return all decisions so far as a frozen plan."""
         ops = tuple(
-            replace(planned, layers=tuple(sorted(self._layers.get(key, ())))) for key, planned in self._planned.items()
+            replace(planned, layers=tuple(sorted(self._layers.get(key, ()))))
+            for key, (_, planned) in self._decided.items()
         )
         return KernelPlan(self._platform.name or self._platform.kind, ops)
 
-    def _decide(self, contract: OpContract, problem: Problem) -> tuple[Choice, PlannedOp]:
+    def _contract(self, op: str) -> OpContract:
+        if op not in self._ops:
+            hint = f"; {self._hint}" if self._hint else ""
+            raise SelectionError(f"unknown op {op!r}; known: {', '.join(sorted(self._ops))}{hint}")
+        return self._ops[op]
+
+    def _choose(self, contract: OpContract, problem: Problem, layer: int | None) -> tuple[Choice | None, PlannedOp]:
+        contract.check(problem)
+        key = (contract.name, tuple(sorted(problem.items())))
+        if key not in self._decided:
+            self._decided[key] = self._decide(contract, problem)
+        if layer is not None:
+            self._layers.setdefault(key, set()).add(layer)
+        return self._decided[key]
+
+    def _decide(self, contract: OpContract, problem: Problem) -> tuple[Choice | None, PlannedOp]:
         names, source = self._wanted(contract, problem)
         figures = self._figures(contract.name, problem.get("phase"))
         candidates = [kernel for kernel in self._kernels if kernel.spec.op == contract.name]
@@ -125,13 +140,14 @@ class Selector:
         while taken is not None and (failure := _load_failure(taken.spec)):
             judged = [(kernel, failure if kernel is taken else reasons) for kernel, reasons in judged]
             taken, because = _first(judged, names, source, figures)
-        verdicts = tuple(_verdict(kernel, reasons, taken, names, figures) for kernel, reasons in judged)
-        if taken is None:
-            raise SelectionError(self._refused(contract, problem, names, source, verdicts))
         planned = PlannedOp(
             op=contract.name, family=contract.family, problem=tuple(sorted(problem.items())), layers=(),
-            backend=taken.spec.backend, distribution=taken.distribution, because=because, verdicts=verdicts,
+            backend="" if taken is None else taken.spec.backend,
+            distribution="" if taken is None else taken.distribution, because=because,
+            verdicts=tuple(_verdict(kernel, reasons, taken, names, figures) for kernel, reasons in judged),
         )
+        if taken is None:
+            return None, planned
         return Choice(taken.spec, taken.distribution, MappingProxyType(dict(problem))), planned
 
     def _figures(self, op: str, phase: str | None) -> dict[str, str]:
@@ -157,10 +173,8 @@ class Selector:
         hardware = _hardware_refusals(spec.capability, self._platform)
         return (*hardware, *missing, *problem_refusals(spec.capability, problem, self._needs))
 
-    def _refused(
-        self, contract: OpContract, problem: Problem, names: tuple[str, ...], source: str,
-        verdicts: tuple[Verdict, ...],
-    ) -> str:
+    def _refused(self, contract: OpContract, problem: Problem, verdicts: tuple[Verdict, ...]) -> str:
+        names, source = self._wanted(contract, problem)
         axes = ", ".join(f"{axis}={value}" for axis, value in sorted(problem.items()))
         device = self._platform.name or self._platform.kind
         lines = [f"no kernel for op {contract.name!r} ({axes}) on {device}"]
@@ -191,7 +205,7 @@ def _first(
                 return kernel, figures.get(kernel.spec.backend, unmeasured)
             if name == kernel.spec.backend:
                 return kernel, f"asked for by {source}"
-    return None, ""
+    return None, "nothing fits, so its parts run one by one"
 
 
 def _load_failure(spec: KernelSpec) -> tuple[Reason, ...]:

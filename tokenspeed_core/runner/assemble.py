@@ -11,12 +11,11 @@ import torch
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.attention import AttentionLimits
 from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops, installed_rankings
-from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Model
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.runner.build import AttentionPlan, ModelBuild, solve_block_size
+from tokenspeed_core.runner.build import ModelBuild, solve_block_size
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.memory import PoolLimits
 from tokenspeed_core.runner.platform import describe_device
@@ -31,7 +30,6 @@ class Assembly:
     model: Model
     build: ModelBuild
     selector: Selector
-    attention: dict[Any, AttentionPlan]
     block_size: int
     pool: PoolLimits
     sample: Callable[..., torch.Tensor]
@@ -47,11 +45,6 @@ class Assembly:
             max_model_len=config.max_model_len,
             max_num_blocks=most_blocks(config.max_model_len, self.block_size),
         )
-
-    @property
-    def kernel_plan(self) -> KernelPlan:
-        """Every decision, with its reasons."""
-        return self.selector.plan()
 
 
 def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, only_plan: bool = False) -> Assembly:
@@ -82,9 +75,10 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
         raise CheckpointError(f"--quantization {method.name}: {config.model_info.architecture} asks for no "
                               f"{method.linear}, so it would have no effect; leave it out")
     block_size = solve_block_size(build, config.block_size, selector)
+    build.select_attention(block_size)
     sampling = {"vocab_size": config.model_info.vocab_size}
     return Assembly(
-        config, model, build, chosen, build.select_attention(block_size), block_size,
+        config, model, build, chosen, block_size,
         PoolLimits.of(config.model_info.cache_groups, block_size, build.kv_dtype.itemsize, config.max_model_len),
         sample=build.op("sample", **sampling, dtype="float32"),
         greedy={

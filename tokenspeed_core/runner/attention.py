@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenspeed_core.kernels.attention import AttentionKernel, AttentionProblem, AttentionStep
+from tokenspeed_core.kernels.select import Choice
+from tokenspeed_core.models import Rotation
 from tokenspeed_core.runner.inputs import GroupInputs
-
-WriteKV = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundKernels:
-    """The kernels of one layer problem; `is_split` says that the phases have different backends."""
-
-    prefill: AttentionKernel
-    decode: AttentionKernel
-    is_split: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """What serves a run of query tokens in this step; `tokens` None stands for all of them."""
-
-    is_decode: bool
-    tokens: slice | None
 
 
 class AttentionGroup:
@@ -35,28 +20,24 @@ class AttentionGroup:
 
     def __init__(self) -> None:
         """Start without layers."""
-        self.kernels: dict[AttentionProblem, BoundKernels] = {}
-        self.slot_mapping: torch.Tensor = torch.empty(0, dtype=torch.int64)
-        self.pieces: tuple[_Piece, ...] = ()
-
-    @property
-    def is_split(self) -> bool:
-        """Whether mixed steps are served in two parts."""
-        return any(bound.is_split for bound in self.kernels.values())
+        self.kernels: dict[AttentionProblem, AttentionKernel] = {}
+        self.is_split = False  # whether mixed steps are served in two parts, since the phases have different backends
+        self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
+        self.pieces: list[tuple[str, AttentionStep, slice | None]] = []  # phase, and which query tokens (None: all)
 
     def begin(self, inputs: GroupInputs) -> None:
         """Take a step: tell each kernel in use, and note which query tokens it serves."""
         self.slot_mapping = inputs.slot_mapping
-        parts: list[tuple[bool, AttentionStep, slice | None]]
         if inputs.decodes is not None and inputs.prefills is not None:
             middle = inputs.decodes.num_tokens
-            parts = [(True, inputs.decodes, slice(0, middle)), (False, inputs.prefills, slice(middle, None))]
+            self.pieces = [("decode", inputs.decodes, slice(middle)), ("prefill", inputs.prefills, slice(middle, None))]
         else:
-            parts = [(inputs.num_decodes == inputs.step.num_rows, inputs.step, None)]
-        for bound in self.kernels.values():
-            for is_decode, step, _ in parts:
-                (bound.decode if is_decode else bound.prefill).prepare(step)
-        self.pieces = tuple(_Piece(is_decode, tokens) for is_decode, _, tokens in parts)
+            is_decode = inputs.num_decodes == inputs.step.num_rows
+            self.pieces = [("decode" if is_decode else "prefill", inputs.step, None)]
+        for phase, step, _ in self.pieces:
+            for problem, kernel in self.kernels.items():
+                if problem.phase == phase:
+                    kernel.prepare(step)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,29 +55,44 @@ class AttentionLayer:
     head_size: int
     scale: float
     window: int | None
+    rotation: Rotation | None
     kv_scale: float = 1.0
-    bound: BoundKernels = field(init=False)
-    write: WriteKV = field(init=False)
-    k_cache: torch.Tensor = field(init=False)
-    v_cache: torch.Tensor = field(init=False)
+    choices: dict[str, Choice] = field(default_factory=dict)  # by phase
+    kernels: dict[str, AttentionKernel] = field(default_factory=dict)  # by phase
+    place: Callable[..., None] = field(init=False)  # (q, k, v, k_cache, v_cache, slots, *rotation)
+    k_cache: Tensor = field(init=False)
+    v_cache: Tensor = field(init=False)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
-        group, bound = self.group, self.bound
-        if self.kv_scale != 1.0:
-            q, k, v = q * self.kv_scale, k / self.kv_scale, v / self.kv_scale
-        self.write(k, v, self.k_cache, self.v_cache, group.slot_mapping)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
+        """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
+        self.place(q, k, v, self.k_cache, self.v_cache, self.group.slot_mapping, *rotation)
         out = q.new_empty(q.shape)
-        for piece in group.pieces:
-            kernel = bound.decode if piece.is_decode else bound.prefill
-            if piece.tokens is None:
+        for phase, _, tokens in self.group.pieces:
+            kernel = self.kernels[phase]
+            if tokens is None:
                 kernel.forward(q, self.k_cache, self.v_cache, out)
             else:
-                kernel.forward(q[piece.tokens], self.k_cache, self.v_cache, out[piece.tokens])
+                kernel.forward(q[tokens], self.k_cache, self.v_cache, out[tokens])
         return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
 
 
-def bind_arena(layers: Sequence[AttentionLayer], arena: torch.Tensor, block_size: int, dtype: torch.dtype) -> None:
+def placing(rotate: Callable[..., None] | None, write: Callable[..., None], scale: float) -> Callable[..., None]:
+    """Return what `AttentionLayer.place` is where no kernel does it at once. q is rotated and scaled in place."""
+
+    def place(
+        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *rotation: Any
+    ) -> None:
+        if rotate is not None:
+            rotate(q, k, *rotation)
+        if scale != 1.0:
+            q.mul_(scale)
+            k, v = k / scale, v / scale
+        write(k, v, k_cache, v_cache, slots)
+
+    return place
+
+
+def bind_arena(layers: Sequence[AttentionLayer], arena: Tensor, block_size: int, dtype: torch.dtype) -> None:
     """Give each layer its views of an arena, uint8 [pages, page_bytes].
 
     A page of an attention group starts with its block, `[layers, 2, block_size, K, D]`.

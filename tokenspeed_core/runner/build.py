@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from tokenspeed_core.errors import CheckpointError, SelectionError
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
+from tokenspeed_core.kernels.ops import Problem
 from tokenspeed_core.kernels.plan import KernelPlan
-from tokenspeed_core.kernels.select import Choice, Selector
-from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, BoundKernels
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import PHASES
+from tokenspeed_core.models import Rotation
+from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, placing
 from tokenspeed_core.runner.config import RunnerConfig
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """The backends of both phases for one layer problem."""
-
-    prefill: Choice
-    decode: Choice
 
 
 class ModelBuild:
@@ -50,12 +45,12 @@ class ModelBuild:
         key = (op, tuple(sorted(problem.items())))
         if key not in self._kernels:
             choice = self.selector.select(op, problem)
-            self._kernels[key] = _unplaced if self.device.type == "meta" else choice.kernel()
+            self._kernels[key] = _unplaced if self.device.type == "meta" else choice.spec.factory()(choice.problem)
         return self._kernels[key]
 
     def attention(
         self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
-        window: int | None = None, group: str = "full",
+        window: int | None = None, group: str = "full", rotation: Rotation | None = None,
     ) -> AttentionLayer:
         """Register a layer's attention. Raises CheckpointError where `describe` named no such group."""
         if group not in self.groups:
@@ -65,7 +60,7 @@ class ModelBuild:
             )
         index = sum(each.group is self.groups[group] for each in self.layers)
         call = AttentionLayer(
-            self.groups[group], index, layer, num_heads, num_kv_heads, head_size, scale, window,
+            self.groups[group], index, layer, num_heads, num_kv_heads, head_size, scale, window, rotation,
             self._kv_scales[layer] if self._kv_scales else 1.0,
         )
         self.layers.append(call)
@@ -79,37 +74,39 @@ class ModelBuild:
             dtype=name, kv_dtype=kv_name, block_size=block_size, scale=layer.scale, window=layer.window,
         )
 
-    def select_attention(self, block_size: int) -> dict[AttentionProblem, AttentionPlan]:
-        """Choose the backends of all layers, and of their KV writes, for a block size.
+    def select_attention(self, block_size: int) -> None:
+        """Choose the backends of all layers, and what rotates and writes their caches, for a block size.
 
-        The keys are the prefill problems. Raises SelectionError.
+        Raises SelectionError.
         """
-        plans: dict[AttentionProblem, AttentionPlan] = {}
         for layer in self.layers:
-            problem = self.problem(layer, block_size, "prefill")
-            plans[problem] = AttentionPlan(
-                self.selector.select_attention(problem, layer=layer.layer),
-                self.selector.select_attention(replace(problem, phase="decode"), layer=layer.layer),
-            )
-            self.selector.select("write_kv", _kv_problem(problem), layer=layer.layer)
-        return plans
+            for phase in PHASES:
+                problem = self.problem(layer, block_size, phase)
+                layer.choices[phase] = self.selector.select_attention(problem, layer=layer.layer)
+            layer.place = self._placing(layer, asdict(problem))
 
-    def bind_attention(
-        self, plans: dict[AttentionProblem, AttentionPlan], limits: AttentionLimits, block_size: int
-    ) -> None:
+    def _placing(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
+        """Return what rotates and writes the cache: one kernel where one fits and no scale stands between."""
+        ops: tuple[str, ...] = ("write_kv",)
+        if layer.rotation is not None:
+            ops, axes = (layer.rotation.op, *ops), {**axes, "rotary_size": layer.rotation.rotary_size}
+        chains = (ops,) if layer.kv_scale == 1.0 else tuple((op,) for op in ops)
+        choices = [each for chain in chains for each in self.selector.select_all(chain, axes, layer=layer.layer)]
+        *before, write = (self.op(choice.spec.op, **choice.problem) for choice in choices)
+        if len(choices) < len(ops):
+            return write
+        return placing(before[0] if before else None, write, layer.kv_scale)
+
+    def bind_attention(self, limits: AttentionLimits) -> None:
         """Build the chosen backends, one per cache group, phase and distinct problem."""
         for layer in self.layers:
-            problem = self.problem(layer, block_size, "prefill")
             kernels = layer.group.kernels
-            if problem not in kernels:
-                plan = plans[problem]
-                kernels[problem] = BoundKernels(
-                    plan.prefill.spec.factory()(problem, limits, self.device),
-                    plan.decode.spec.factory()(replace(problem, phase="decode"), limits, self.device),
-                    is_split=plan.prefill.spec != plan.decode.spec,
-                )
-            layer.bound = kernels[problem]
-            layer.write = self.op("write_kv", **_kv_problem(problem))
+            for phase, choice in layer.choices.items():
+                problem = AttentionProblem(**choice.problem)
+                if problem not in kernels:
+                    kernels[problem] = choice.spec.factory()(problem, limits, self.device)
+                layer.kernels[phase] = kernels[problem]
+                layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
 
 
 def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[], Selector]) -> int:
@@ -121,23 +118,21 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
     """
     if wanted is not None:
         return wanted
-    best: tuple[int, int] | None = None
-    first_error: SelectionError | None = None
+    found: list[tuple[int, int]] = []
+    errors: list[SelectionError] = []
     for size in _BLOCK_SIZES:
         trial = scratch()
         try:
             for layer in build.layers:
-                for phase in ("prefill", "decode"):
+                for phase in PHASES:
                     trial.select_attention(build.problem(layer, size, phase))
         except SelectionError as error:
-            first_error = first_error or error
-            continue
-        found = (_rank(trial.plan()), size)
-        best = found if best is None else min(best, found)
-    if best is None:
-        assert first_error is not None
-        raise first_error
-    return best[1]
+            errors.append(error)
+        else:
+            found.append((_rank(trial.plan()), size))
+    if not found:
+        raise errors[0]
+    return min(found)[1]
 
 
 def _rank(plan: KernelPlan) -> int:
@@ -147,11 +142,6 @@ def _rank(plan: KernelPlan) -> int:
         for planned in plan.ops
         for verdict in planned.verdicts[: [each.backend for each in planned.verdicts].index(planned.backend)]
     )
-
-
-def _kv_problem(problem: AttentionProblem) -> dict[str, Any]:
-    axes = ("num_kv_heads", "head_size", "block_size", "kv_dtype", "dtype")
-    return {axis: value for axis, value in asdict(problem).items() if axis in axes}
 
 
 def _unplaced(*arguments: Any, **keywords: Any) -> Any:

@@ -68,7 +68,7 @@ class LocalRunner:
         self.page_bytes = assembly.pool.page_bytes
         self.num_pages = 0
         self._model = assembly.model
-        assembly.build.bind_attention(assembly.attention, assembly.limits, assembly.block_size)
+        assembly.build.bind_attention(assembly.limits)
         self._groups = tuple(assembly.build.groups.values())
         self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
         self._traits = SlotTraits(self.config.max_num_seqs + 1)
@@ -90,7 +90,7 @@ class LocalRunner:
     @property
     def kernel_plan(self) -> KernelPlan:
         """Every kernel decision, with its reasons."""
-        return self._assembly.kernel_plan
+        return self._assembly.selector.plan()
 
     def resize(self, num_pages: int) -> None:
         """Replace the arena by an empty one and forget all slots. Nothing may be in flight."""
@@ -170,7 +170,7 @@ class LocalRunner:
     def describe(self) -> Mapping[str, Any]:
         """Return what runs, for reports."""
         return {
-            "device": self._assembly.selector.plan().platform,
+            "device": self.kernel_plan.platform,
             "dtype": self.config.dtype,
             "threads": torch.get_num_threads(),
             "block_size": self.block_size,

@@ -71,8 +71,7 @@ class StepGraphs:
             (size for size in sizes if size.num_chunks), key=lambda size: (size.num_chunk_tokens, size.num_decodes)
         )
         self._layouts = {size: StagedLayout(size, self._num_words(size)) for size in sizes}
-        bound = [each for group in groups for each in group.kernels.values()]
-        kernels = [kernel for each in bound for kernel in (each.prefill, each.decode)]
+        kernels = [kernel for group in groups for kernel in group.kernels.values()]
         self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in kernels)
         device, num_rows = rows.state.device, max(size.num_rows for size in sizes)
         num_tokens = max(size.num_tokens for size in sizes)

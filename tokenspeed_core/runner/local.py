@@ -57,7 +57,7 @@ def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mappi
     total = int(psutil.virtual_memory().total) if is_cpu else torch.cuda.get_device_properties(device).total_memory
     pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
     left = {} if is_cpu or not weights else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
-    return assembly.kernel_plan, {
+    return assembly.selector.plan(), {
         "device_bytes": total,
         "weight_bytes": weights,
         "block_size": assembly.block_size,
@@ -74,16 +74,13 @@ def _assemble_and_load(
         assembly = assemble(config, catalog, device)
         load_weights(assembly.model, config.checkpoint_path, config.load_format, catalog, progress)
     except torch.OutOfMemoryError as error:
-        needed = config.model_info.num_parameters * _BYTES[config.dtype]
+        needed = config.model_info.num_parameters * getattr(torch, config.dtype).itemsize
         free = torch.cuda.mem_get_info(device)[0]
         raise CapacityError(
             f"the weights are {needed / GIB:.2f} GiB as {config.dtype}, and {device} has {free / GIB:.2f} GiB "
             "free; free the device, or take a smaller model or --dtype bfloat16"
         ) from error
     return assembly
-
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:

@@ -22,37 +22,46 @@ def _load(ptr, mask):
 
 
 @triton.jit
-def _rotate_heads(
-    x_ptr, stride_t, stride_h, weight_ptr, eps, token, head, num_heads, cos, sin, pair,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+def rotate_heads(
+    x_ptr, stride_h, out_ptr, out_stride_h, weight_ptr, eps, angles_ptr, head, num_heads, num_kept,
+    D: tl.constexpr, R: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
 ):
-    """Norm and rotate heads [HEADS] of one token in place; cos, sin [BLOCK_PAIRS]."""
+    """Norm and rotate heads [HEADS] of one token's row by its row of cosines and sines.
+
+    The first `num_kept` heads of the result go to `out`, which may be x. Loads that wait for nothing come first:
+    those of the angles wait for the token's position, the stores for its slot.
+    """
     HALF: tl.constexpr = R // 2
+    pair, rest = tl.arange(0, BLOCK_PAIRS), R + tl.arange(0, BLOCK_REST)
     first = pair * 2 if INTERLEAVED else pair
     second = first + 1 if INTERLEAVED else first + HALF
-    mask = (head < num_heads)[:, None] & (pair < HALF)[None, :]
-    base = x_ptr + token * stride_t + head[:, None] * stride_h
-    stored = tl.load(base + first[None, :], mask=mask, other=0.0)
+    there, kept = (head < num_heads)[:, None], (head < num_kept)[:, None]
+    base, out = x_ptr + head[:, None] * stride_h, out_ptr + head[:, None] * out_stride_h
+    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
+    stored = tl.load(base + first[None, :], mask=there & (pair < HALF)[None, :], other=0.0)
     a = stored.to(tl.float32)
-    b = _load(base + second[None, :], mask)
+    b = _load(base + second[None, :], there & (pair < HALF)[None, :])
+    if D > R:
+        c = _load(base + rest[None, :], there & (rest < D)[None, :])
     if HAS_NORM:
+        a_weight = _load(weight_ptr + first, pair < HALF)[None, :]
+        b_weight = _load(weight_ptr + second, pair < HALF)[None, :]
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-        rest = R + tl.arange(0, BLOCK_REST)
-        rest_mask = (head < num_heads)[:, None] & (rest < D)[None, :]
         if D > R:
-            c = _load(base + rest[None, :], rest_mask)
             squares += tl.sum(c * c, axis=1)
         scale = tl.rsqrt(squares / D + eps)[:, None]
-        a = (a * scale).to(stored.dtype).to(tl.float32) * _load(weight_ptr + first, pair < HALF)[None, :]
-        b = (b * scale).to(stored.dtype).to(tl.float32) * _load(weight_ptr + second, pair < HALF)[None, :]
+        a = ((a * scale).to(stored.dtype).to(tl.float32) * a_weight).to(stored.dtype).to(tl.float32)
+        b = ((b * scale).to(stored.dtype).to(tl.float32) * b_weight).to(stored.dtype).to(tl.float32)
         if D > R:
             c = (c * scale).to(stored.dtype).to(tl.float32) * _load(weight_ptr + rest, rest < D)[None, :]
-            tl.store(base + rest[None, :], c.to(stored.dtype), mask=rest_mask)
-        a = a.to(stored.dtype).to(tl.float32)
-        b = b.to(stored.dtype).to(tl.float32)
-    tl.store(base + first[None, :], (a * cos[None, :] - b * sin[None, :]).to(stored.dtype), mask=mask)
-    tl.store(base + second[None, :], (b * cos[None, :] + a * sin[None, :]).to(stored.dtype), mask=mask)
+    cos = _load(angles_ptr + pair, pair < HALF)[None, :]
+    sin = _load(angles_ptr + HALF + pair, pair < HALF)[None, :]
+    turned_a, turned_b = (a * cos - b * sin).to(stored.dtype), (b * cos + a * sin).to(stored.dtype)
+    tl.store(out + first[None, :], turned_a.to(out_dtype), mask=kept & (pair < HALF)[None, :])
+    tl.store(out + second[None, :], turned_b.to(out_dtype), mask=kept & (pair < HALF)[None, :])
+    if D > R:
+        tl.store(out + rest[None, :], c.to(stored.dtype).to(out_dtype), mask=kept & (rest < D)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
@@ -62,24 +71,23 @@ def _rope(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
 ):
-    HALF: tl.constexpr = R // 2
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    pair = tl.arange(0, BLOCK_PAIRS)
-    angles = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride + pair
-    cos = tl.load(angles, mask=pair < HALF, other=0.0)
-    sin = tl.load(angles + HALF, mask=pair < HALF, other=0.0)
-    head = tl.arange(0, HEADS)
+    angles_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * cos_sin_stride
     if block < Q_BLOCKS:
-        _rotate_heads(
-            q_ptr, q_stride_t, q_stride_h, q_weight_ptr, eps, token, block * HEADS + head, H, cos, sin, pair,
-            D, R, BLOCK_REST, INTERLEAVED, HAS_NORM,
+        head = block * HEADS + tl.arange(0, HEADS)
+        row = q_ptr + token * q_stride_t
+        rotate_heads(
+            row, q_stride_h, row, q_stride_h, q_weight_ptr, eps, angles_ptr, head, H, H,
+            D, R, BLOCK_PAIRS, BLOCK_REST, INTERLEAVED, HAS_NORM,
         )
     else:
-        _rotate_heads(
-            k_ptr, k_stride_t, k_stride_h, k_weight_ptr, eps, token, (block - Q_BLOCKS) * HEADS + head, K,
-            cos, sin, pair, D, R, BLOCK_REST, INTERLEAVED, HAS_NORM,
+        head = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
+        row = k_ptr + token * k_stride_t
+        rotate_heads(
+            row, k_stride_h, row, k_stride_h, k_weight_ptr, eps, angles_ptr, head, K, K,
+            D, R, BLOCK_PAIRS, BLOCK_REST, INTERLEAVED, HAS_NORM,
         )
 
 

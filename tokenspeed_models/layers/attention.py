@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from tokenspeed_core.api import BuildContext
+from tokenspeed_core.api import BuildContext, Rotation
 from tokenspeed_models.describe import window_group
-from tokenspeed_models.layers.linear import Activation, Linear, Projection, dtype_name
+from tokenspeed_models.layers.linear import Activation, Linear, Projection
 from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -34,37 +34,29 @@ class Attention:
         self.out = Linear(build, num_heads * head_size, (
             Projection("o_proj", hidden_size, Shard(1, "attn", num_heads)),
         ), bias=out_bias)
-        self.cos_sin, self.eps = cos_sin, qk_norm_eps
-        self.norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.cos_sin = cos_sin
+        self._norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if qk_norm_eps is not None:
             q_weight, k_weight = torch.empty(2, head_size, dtype=build.dtype, device=build.device)
-            self.norm_weights = (q_weight, k_weight)
+            self._norm = (q_weight, k_weight, qk_norm_eps)
         self._split = [num_heads, num_kv_heads, num_kv_heads]
         self._heads = (sum(self._split), head_size)
-        self._rotate = build.op(
-            "rope" if qk_norm_eps is None else "qk_norm_rope", num_heads=num_heads,
-            num_kv_heads=num_kv_heads, head_size=head_size, rotary_size=cos_sin.shape[1],
-            dtype=dtype_name(build.dtype),
-        )
         self._attend = build.attention(
             layer=layer, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
             scale=head_size**-0.5, window=window, group=window_group(window),
+            rotation=Rotation("rope" if qk_norm_eps is None else "qk_norm_rope", cos_sin.shape[1]),
         )
 
     def __call__(self, x: Activation, positions: torch.Tensor) -> torch.Tensor:
         """Map x [T, hidden] at int64 positions [T] to [T, hidden]."""
         q, k, v = self.qkv(x).view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
-        if self.norm_weights is None:
-            self._rotate(q, k, positions, self.cos_sin, False)
-        else:
-            self._rotate(q, k, *self.norm_weights, self.eps, positions, self.cos_sin, False)
-        return self.out(self._attend(q, k, v).flatten(1))
+        return self.out(self._attend(q, k, v, *(self._norm or ()), positions, self.cos_sin, False).flatten(1))
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the projections, and of the norms of queries and keys."""
         yield from self.qkv.slots(prefix)
         yield from self.out.slots(prefix)
-        for name, weight in zip(("q_norm", "k_norm"), self.norm_weights or (), strict=False):
+        for name, weight in zip(("q_norm", "k_norm"), (self._norm or ())[:2], strict=False):
             yield WeightSlot(f"{prefix}{name}.weight", weight, None, "norm")
 
     def boundaries(self, prefix: str) -> Iterator[Boundary]:
