@@ -146,8 +146,12 @@ class Model(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint in. Raises ValueError naming every missing, surplus or misshapen weight."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [T, hidden]; token_ids and positions are int64 [T] on the device."""
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Return hidden states [R, hidden] of `wanted`, int64 [R] among the T tokens (None: all, in their order).
+
+        token_ids and positions are int64 [T] on the device. What the others need not have, such as the last
+        layer's MLP, is best left out: of a prompt's thousands of tokens one is wanted.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, vocab] (in the model's dtype or float32) for rows of hidden states [R, hidden]."""

@@ -63,7 +63,7 @@ def sequence_logits(
     positions = torch.arange(len(token_ids), device=build.device)
     step = chunk or len(token_ids)
     parts = [
-        model.logits(model.forward(ids[start : start + step], positions[start : start + step]))
+        model.logits(model.forward(ids[start : start + step], positions[start : start + step], None))
         for start in range(0, len(token_ids), step)
     ]
     return torch.cat(parts)

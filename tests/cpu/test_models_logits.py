@@ -83,6 +83,11 @@ def test_logits_are_those_of_transformers(
         expected = reference(torch.tensor([token_ids])).logits[0]
         torch.testing.assert_close(sequence_logits(model, build, token_ids), expected, atol=1e-4, rtol=1e-4)
         chunked = sequence_logits(model, build, token_ids, chunk=7)
+        for wanted in ([39], [3, 20, 20], []):
+            build.clear()
+            rows = torch.tensor(wanted, dtype=torch.int64)
+            some = model.logits(model.forward(torch.tensor(token_ids), torch.arange(40), rows))
+            torch.testing.assert_close(some, expected[rows], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=1e-4)
 
 

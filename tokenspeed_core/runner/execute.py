@@ -216,10 +216,10 @@ class LocalRunner:
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
-        hidden = self._model.forward(inputs.token_ids, inputs.positions)
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.logit_index)
         if not len(inputs.rows):
             return _Launched(plan, None, None)
-        logits = self._model.logits(hidden if inputs.logit_index is None else hidden[inputs.logit_index])
+        logits = self._model.logits(hidden)
         return _Launched(plan, logits, Rows(inputs.rows, inputs.slots, inputs.device_slots, inputs.new_positions))
 
     def _copy_blocks(self, plan: StepPlan) -> None:

@@ -263,10 +263,9 @@ class StepGraphs:
 
     def _forward(self, bucket: _Bucket) -> None:
         size = bucket.layout.size
-        hidden = self._model.forward(*self._token_inputs(size))
-        if size.num_chunks:
-            hidden = hidden.index_select(0, bucket.columns["last"])
-        logits = self._model.logits(hidden)
+        token_ids, positions = self._token_inputs(size)
+        wanted = bucket.columns["last"] if size.num_chunks else None
+        logits = self._model.logits(self._model.forward(token_ids, positions, wanted))
         if self._logits is None:
             self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
         self._logits[: size.num_rows].copy_(logits)

@@ -47,10 +47,13 @@ class Attention:
             rotation=Rotation("rope" if qk_norm_eps is None else "qk_norm_rope", cos_sin.shape[1]),
         )
 
-    def __call__(self, x: Activation, positions: torch.Tensor) -> torch.Tensor:
-        """Map x [T, hidden] at int64 positions [T] to [T, hidden]."""
+    def __call__(
+        self, x: Activation, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map x [T, hidden] at int64 positions [T] to [R, hidden], those `wanted` (int64 [R]; None: all)."""
         q, k, v = self.qkv(x).view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
-        return self.out(self._attend(q, k, v, *(self._norm or ()), positions, self.cos_sin, False).flatten(1))
+        heads = self._attend(q, k, v, *(self._norm or ()), positions, self.cos_sin, False).flatten(1)
+        return self.out(heads if wanted is None else heads.index_select(0, wanted))
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the projections, and of the norms of queries and keys."""

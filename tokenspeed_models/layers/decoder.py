@@ -30,18 +30,22 @@ class DecoderLayer:
         self.post_norm, self.mlp = RMSNorm(build, hidden_size, norm_eps), mlp
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what is to be added, and the residual stream [T, hidden], which is written in place.
 
-        The first layer is given no residual: x is the stream.
+        The first layer is given no residual: x is the stream. Behind attention only the rows `wanted` (int64 [R];
+        None: all) are computed.
         """
         normalized: Activation
         if residual is None:
             normalized, residual = self.input_norm(x), x
         else:
             normalized, residual = self.input_norm.add_before_linear(x, residual)
-        x = self.attention(normalized, positions)
+        x = self.attention(normalized, positions, wanted)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
         normalized, residual = self.post_norm.add_before_linear(x, residual)
         return self.mlp(normalized), residual
 
@@ -75,13 +79,18 @@ class CausalLM:
         self.norm = RMSNorm(build, hidden_size, norm_eps)
         self.head = OutputHead(build, vocab_size, hidden_size, self.embedding if tie_embeddings else None)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [T, hidden] of int64 token ids [T] at int64 positions [T]."""
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return hidden states [R, hidden] of `wanted` (int64 [R]; None: all) of T int64 token ids at positions [T].
+
+        The last layer needs keys and values of all tokens; all that comes behind its attention, only those wanted.
+        """
         x, residual = self.embedding(token_ids), None
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, residual = layer(x, residual, positions)
-        if residual is None:
-            return self.norm(x)
+        x, residual = last(x, residual, positions, wanted)
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
