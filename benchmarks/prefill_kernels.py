@@ -1,0 +1,74 @@
+"""Lists where the time of prompts goes, by kernel: the `prefill` traffic through `LLM` on dummy weights, traced.
+
+    python benchmarks/prefill_kernels.py qwen3-8b
+
+Prints prompt tokens per second without the profiler, then milliseconds, share and calls of each kernel, and how long
+the device was idle between the first and the last of them. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_bench.shapes import SHAPES, write
+from tokenspeed_bench.traffic import prefill
+from torch.profiler import ProfilerActivity, profile
+
+from tokenspeed_core import LLM, SamplingParams
+
+
+def seconds(llm: LLM, num_prompts: int) -> float:
+    """Serve prompts of 4096 tokens from an empty prefix cache; return what it took."""
+    (wave,) = prefill(num_prompts)
+    llm.reset_prefix_cache()
+    begin = time.perf_counter()
+    llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in wave],
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+    )
+    return time.perf_counter() - begin
+
+
+def report(events: list[Any], most: int) -> None:
+    """Print the kernels that took most of the time from the first one's start to the last one's end."""
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    total: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    idle, end = 0.0, spans[0][0]
+    for start, stop, name in spans:
+        total[name] += stop - start
+        count[name] += 1
+        idle += max(0.0, start - end)
+        end = max(end, stop)
+    window = end - spans[0][0]
+    for name, us in total.most_common(most):
+        print(f"{us / 1e3:9.2f} ms {us / window:6.1%} {count[name]:6d} x {us / count[name]:9.1f} us  {name[:100]}")
+    print(f"{window / 1e3:9.2f} ms in all, {idle / 1e3:.2f} ms of them idle")
+
+
+def main() -> None:
+    """Parse, time, trace, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--traced-prompts", type=int, default=12)
+    parser.add_argument("--kernels", type=int, default=20, help="how many to list")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(str(write(options.shape, Path(folder))), load_format="dummy")
+        seconds(llm, 2)
+        for _ in range(2):
+            print(f"{options.prompts * 4096 / seconds(llm, options.prompts):.0f} prompt tokens/s", flush=True)
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            seconds(llm, options.traced_prompts)
+        report([event for event in trace.events() if "CUDA" in str(event.device_type)], options.kernels)
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()
