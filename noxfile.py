@@ -26,6 +26,7 @@ PLUGINS = [
     "plugins/tokenspeed-bench",
     "plugins/tokenspeed-demo",
     "plugins/tokenspeed-models-mistral",
+    "plugins/tokenspeed-plugin-tools",
     "plugins/tokenspeed-kernels-hopper",
 ]
 OURS = [CORE, *PLUGINS]

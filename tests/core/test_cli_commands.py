@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,11 +12,9 @@ import pytest
 
 from tokenspeed_core import __version__
 from tokenspeed_core.cli import main
-from tokenspeed_core.cli.plugins import table
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.schema import SECTIONS, flag
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.plugins import Entry, Status
 
 HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "transformers", "tokenizers", "huggingface_hub", "rich")
 
@@ -47,7 +44,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("--version",), ("serve", "--help"), ("serve", "--help=backends"), ("plugins", "list")],
+    [("--help",), ("--version",), ("serve", "--help"), ("serve", "--help=backends")],
 )
 def test_what_only_informs_imports_no_heavy_library(arguments: tuple[str, ...]) -> None:
     code = (
@@ -66,7 +63,7 @@ def test_the_top_level_help_imports_no_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ""
-    for command in ("serve", "chat", "plugins", "env"):
+    for command in ("serve", "chat"):
         assert f"  {command} " in done.stdout
 
 
@@ -164,8 +161,6 @@ def test_a_dry_run_explains_and_does_not_serve(
         ),
         (("serve", "--port", "x"), "--port x: must be a whole number"),
         (("serve", "--port"), "option '--port' requires an argument"),
-        (("plugins", "lst"), "no such command 'lst'"),
-        (("plugins", "list", "--jsn"), "--jsn: no such option; `tokenspeed plugins --help` lists them"),
         (("serve", "--max-num-batched-tokens", "1"), "--chunked-prefill-size"),
         (("chat", "--base-url", "http://127.0.0.1:1", "--port", "1"), "--base-url takes a server as it runs"),
         (("chat", "--base-url", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1"),
@@ -194,60 +189,15 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tokenspeed {__version__}\n"
 
 
-def entry(name: str, kind: str = "models", status: Status = Status.OK, reason: str = "") -> Entry:
-    name_of = "tokenspeed-models-of-a-stranger"
-    return Entry(kind, name, "m:S", 1, name_of, "1.0", "editable /a/long/path/to/it", "", status, reason)
-
-
-def test_the_table_of_plugins_fits_the_terminal_and_gives_reasons() -> None:
-    entries = (
-        *(entry(f"Family{i}") for i in range(30)),
-        entry("x", "ops", Status.INCOMPATIBLE, "needs api 2 of ops"),
-    )
-    lines = table(entries, 80).splitlines()
-    assert lines[0].split() == ["NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS"]
-    assert all(len(line) <= 80 for line in lines[:-1])
-    assert lines[-1] == "tokenspeed-models-of-a-stranger ops (x): needs api 2 of ops"
-    wide = table(entries, 1000)
-    assert wide.splitlines()[0].split()[-1] == "ORIGIN"
-    assert "Family0, Family1," in wide
-    assert "/a/long/path/to/it" in wide
-
-
-def test_a_command_without_words_helps_or_lists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_words_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "serve" in capsys.readouterr().out
-    assert main(["plugins"]) == 0
-    without = capsys.readouterr().out
-    assert main(["plugins", "list"]) == 0
-    assert capsys.readouterr().out == without != ""
-
-
-def test_plugins_are_listed_for_machines_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "list", "--json"]) == 0
-    for each in json.loads(capsys.readouterr().out):
-        assert set(each) == set(Entry.__dataclass_fields__)
-
-
-def test_the_environment_page_masks_secrets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOKENSPEED_API_KEY", "s3cret")
-    monkeypatch.setenv("TOKENSPEED_PORT", "1234")
-    assert main(["env", "--json"]) == 0
-    page = json.loads(capsys.readouterr().out)
-    hub = {name: value for name, value in os.environ.items() if name.startswith(("HF_HO", "HF_HUB_OFF", "CUDA_V"))}
-    assert page["environment"] == {"TOKENSPEED_API_KEY": "***", "TOKENSPEED_PORT": "1234", **hub}
-    assert page["libraries"]["pydantic"][0].isdigit()
 
 
 def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    info = tmp_path / "greeter-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tokenspeed.commands]\ngreet = greeter_module:run [api1]\n")
+    write_command(tmp_path, "greeter", "greet", "greeter_module:run [api1]")
     (tmp_path / "greeter_module.py").write_text("def run(words):\n    print('hello', *words)\n    return 5\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["--help"]) == 0
@@ -258,9 +208,45 @@ def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
     monkeypatch.delitem(sys.modules, "greeter_module")
 
 
+def test_a_command_of_ours_that_is_not_installed_is_named_with_the_distribution_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.distributions", list)
+    for command, distribution in (("plugins", "tokenspeed-plugin-tools"), ("bench", "tokenspeed-bench")):
+        expected = f"{command}: comes with {distribution}, which is not installed; pip install {distribution}"
+        assert refusal(capsys, command) == expected
+
+
+def write_command(folder: Path, distribution: str, name: str, value: str) -> None:
+    info = folder / f"{distribution}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[tokenspeed.commands]\n{name} = {value}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("greet", "m:run [api9]", "commands greet of greeter 1.0 is incompatible: needs api 9 of commands"),
+        ("serve", "m:run [api1]", None),
+    ],
+)
+def test_a_plugins_command_that_may_not_be_used_says_why_and_one_of_ours_is_not_shadowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: list[Config],
+    name: str, value: str, expected: str | None,
+) -> None:
+    write_command(tmp_path, "greeter", name, value)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if expected is None:
+        assert main([name]) == 7
+        assert len(served) == 1
+    else:
+        assert expected in refusal(capsys, name)
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("tokenspeed pl", "plugins"), ("tokenspeed serve --max-n", "--max-num-seqs"),
+    [("tokenspeed ch", "chat"), ("tokenspeed serve --max-n", "--max-num-seqs"),
      ("tokenspeed serve --attention-backend.d", "--attention-backend.decode")],
 )
 def test_the_shell_completes_commands_and_flags(typed: str, expected: str) -> None:

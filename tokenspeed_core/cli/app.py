@@ -34,9 +34,8 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "serve": Command("tokenspeed_core.cli.serve", "Serve a model over the OpenAI HTTP API.", True),
     "chat": Command("tokenspeed_core.cli.chat", "Chat with a server, or start one.", True),
-    "plugins": Command("tokenspeed_core.cli.plugins", "Show what is installed."),
-    "env": Command("tokenspeed_core.cli.env", "Describe this machine, for a bug report."),
 }
+BROUGHT_BY = {"plugins": "tokenspeed-plugin-tools", "env": "tokenspeed-plugin-tools", "bench": "tokenspeed-bench"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,18 +117,15 @@ def _nothing() -> None:
 
 
 def _add_plugin_commands(app: typer.Typer) -> None:
-    from tokenspeed_core.plugins import Catalog
+    from tokenspeed_core.plugins import Catalog, Selection
 
     try:
         catalog = Catalog.discover(check=False)
     except PluginError as error:
         typer.echo(f"tokenspeed: {error}", err=True)
-        return
+        catalog = Catalog.discover(Selection(frozenset()), check=False)  # ours show what is wrong
     passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     for entry in catalog.entries("commands"):
-        if entry.name in COMMANDS:
-            typer.echo(f"tokenspeed: {entry.distribution} offers a command {entry.name}, which is built in", err=True)
-            continue
         app.command(entry.name, help=f"From {entry.distribution} {entry.version}.", context_settings=passing_all_on)(
             _plugin_command(catalog, entry.name)
         )
@@ -168,11 +164,26 @@ def _explain_usage(error: Any, command: str | None) -> str:
             name = option.removeprefix("--").replace("-", "_")
             return unknown(name, option)
         return f"{option}: no such option; `tokenspeed {command or ''} --help` lists them".replace("  ", " ")
-    if command is not None and command not in COMMANDS and "such command" in message.lower():
-        near = get_close_matches(command, COMMANDS, n=1)
-        meant = f"did you mean `tokenspeed {near[0]}`?" if near else "`tokenspeed --help` lists them"
-        return f"{command}: no such command; {meant}"
+    if command is not None and command not in COMMANDS and message.lower().startswith("no such command"):
+        return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")
+
+
+def _no_such(command: str) -> str:
+    """Say which distribution brings a command, why an installed one may not be used, or the nearest name."""
+    from tokenspeed_core.plugins import Catalog
+
+    try:
+        catalog = Catalog.discover(check=False)
+        if catalog.is_installed("commands", command):
+            catalog.get("commands", command)
+    except PluginError as error:
+        return str(error)
+    if command in BROUGHT_BY:
+        return f"{command}: comes with {BROUGHT_BY[command]}, which is not installed; pip install {BROUGHT_BY[command]}"
+    near = get_close_matches(command, catalog.names("commands"), n=1)
+    meant = f"did you mean `tokenspeed {near[0]}`?" if near else "`tokenspeed --help` lists them"
+    return f"{command}: no such command; {meant}"
 
 
 def _say(message: str) -> int:

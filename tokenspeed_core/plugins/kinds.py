@@ -13,8 +13,8 @@ class Kind:
     """A kind of plugin. `api` is the contract's number; entries name theirs as `value [api1]`.
 
     `is_named`: users type the entries' names, so two distributions must not claim the same one, nor one
-    that is `built_in`. `is_used`: this core asks for such plugins; kernels of a family for which it has no op
-    are used where a plugin brings `ops`.
+    that is `built_in`, unless they are ours. `is_used`: this core asks for such plugins; kernels of a family
+    for which it has no op are used where a plugin brings `ops`.
     """
 
     api: int
@@ -39,7 +39,7 @@ KINDS: dict[str, Kind] = {
     "ops": Kind(1),  # op contracts
     "rankings": Kind(1),  # which backends were measured to be the fastest, TokenSpeed's own alone
     "hooks": Kind(1, is_named=False),  # behaviour: modules of hook implementations
-    "commands": Kind(1),  # subcommands of tokenspeed
+    "commands": Kind(1, built_in=("serve", "chat", "plugins", "env", "bench")),  # subcommands of tokenspeed
     "policies": Kind(1, built_in=("fcfs", "priority")),  # scheduling policies, for --schedule-policy
     "platforms": UNUSED,  # kinds of device
     "executors": UNUSED,  # ways to run workers

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
-from tokenspeed_core.plugins.selection import Selection, normalise
+from tokenspeed_core.plugins.selection import OURS, Selection, normalise
 
 _NO_USE = "this core does not use plugins of this kind yet"
 _NO_OP = "this core does not use plugins of this kind yet: it has no op of the family, and no plugin brings ops"
@@ -105,7 +105,7 @@ def _misfit(entry: Entry, core_version: str) -> str:
         return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: {which}"
     if not SpecifierSet(entry.requires_core).contains(core_version, prereleases=True):
         return f"needs tokenspeed-core {entry.requires_core}, this is {core_version}"
-    if entry.name in kind.built_in:
+    if entry.name in kind.built_in and entry.distribution not in OURS:
         return f"the name {entry.name} is built in; its author must choose another"
     return ""
 

@@ -11,7 +11,9 @@ from difflib import get_close_matches
 from tokenspeed_core.errors import PluginError
 
 VARIABLE = "TOKENSPEED_PLUGINS"
-OURS = frozenset(f"tokenspeed-{part}" for part in ("core", "kernels", "models", "parsers", "demo", "bench"))
+OURS = frozenset(
+    f"tokenspeed-{part}" for part in ("core", "kernels", "models", "parsers", "demo", "bench", "plugin-tools")
+)
 
 
 def normalise(name: str) -> str:

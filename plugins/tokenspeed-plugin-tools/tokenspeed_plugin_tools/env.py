@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core import __version__
-from tokenspeed_core.cli.plugins import table
-from tokenspeed_core.plugins import Catalog
+from tokenspeed_core.commands import Catalog
+from tokenspeed_plugin_tools.listing import table
 
 LIBRARIES = (
     "torch",
@@ -33,11 +33,6 @@ LIBRARIES = (
     "typer",
 )
 SECRETS = frozenset({"KEY", "TOKEN", "SECRET", "PASSWORD"})
-
-
-def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the command."""
-    app.command(name, help=text)(describe)
 
 
 def describe(as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False) -> int:

@@ -1,4 +1,4 @@
-"""`tokenspeed plugins`: what is installed, from metadata alone."""
+"""`tokenspeed plugins list`: what is installed, from metadata alone."""
 
 from __future__ import annotations
 
@@ -10,24 +10,11 @@ from typing import Annotated
 
 import typer
 
-from tokenspeed_core.plugins import Catalog, Entry, Selection, Status
+from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
 GAP = "  "
 NARROWEST = ((6, 20), (4, 10), (6, 0), (0, 18), (2, 12))  # what shrinks to fit a terminal: column, how far
-
-
-def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the group of commands."""
-    group = typer.Typer(help=text, rich_markup_mode=None, invoke_without_command=True)
-    group.callback()(_group)
-    group.command("list", help="List the installed plugins, importing none.")(list_plugins)
-    app.add_typer(group, name=name)
-
-
-def _group(context: typer.Context) -> int:
-    """List where no subcommand is named."""
-    return 0 if context.invoked_subcommand else list_plugins()
 
 
 def list_plugins(

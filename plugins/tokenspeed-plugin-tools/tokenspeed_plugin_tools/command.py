@@ -1,0 +1,85 @@
+"""The two commands, and the subcommands of `tokenspeed plugins`: only the one that was typed is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+
+import typer
+
+from tokenspeed_core import TokenSpeedError
+
+HELP = "Show the installed plugins, and say what each does here. Without COMMAND: list."
+
+
+class ToolsError(TokenSpeedError):
+    """A question about plugins that has no answer; the message says what to ask instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A function that typer reads its options from ("module:function"), and its line in the help.
+
+    The function returns the exit status.
+    """
+
+    target: str
+    text: str
+
+    def load(self) -> Callable[..., int]:
+        """Import the function."""
+        module, _, name = self.target.partition(":")
+        function: Callable[..., int] = getattr(import_module(module), name)
+        return function
+
+
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "list": Subcommand("tokenspeed_plugin_tools.listing:list_plugins", "List the installed plugins, importing none."),
+}
+
+
+def plugins(words: Sequence[str]) -> int:
+    """Run a subcommand of `tokenspeed plugins`, or `list`; return the exit status. Raises ToolsError."""
+    arguments = list(words)
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h")):
+        arguments.insert(0, "list")
+    if not arguments[0].startswith("-") and arguments[0] not in SUBCOMMANDS:
+        near = get_close_matches(arguments[0], SUBCOMMANDS, n=1)
+        meant = f"did you mean `tokenspeed plugins {near[0]}`?" if near else f"there is {', '.join(SUBCOMMANDS)}"
+        raise ToolsError(f"plugins {arguments[0]}: no such command; {meant}")
+    group = _application(HELP)
+    group.callback()(_group)
+    for name, each in SUBCOMMANDS.items():
+        group.command(name, help=each.text)(each.load() if name == arguments[0] else _nothing)
+    return _run(group, arguments, "tokenspeed plugins")
+
+
+def env(words: Sequence[str]) -> int:
+    """Run `tokenspeed env`; return the exit status."""
+    from tokenspeed_plugin_tools.env import describe
+
+    app = _application("")
+    app.command(help="Describe this machine, for a bug report.")(describe)
+    return _run(app, list(words), "tokenspeed env")
+
+
+def _application(text: str) -> typer.Typer:
+    return typer.Typer(
+        help=text, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+
+
+def _run(app: typer.Typer, words: list[str], name: str) -> int:
+    status = app(words, prog_name=name, standalone_mode=False)
+    return status if isinstance(status, int) else 0
+
+
+def _group() -> None:
+    """Make typer ask for a subcommand even while there is one."""
+
+
+def _nothing() -> None:
+    """Stand in the help for a subcommand that was not asked for."""
