@@ -28,6 +28,7 @@ PLUGINS = [
     "plugins/tokenspeed-models-mistral",
     "plugins/tokenspeed-plugin-tools",
     "plugins/tokenspeed-kernels-hopper",
+    "plugins/tokenspeed-kernels-blackwell",
 ]
 OURS = [CORE, *PLUGINS]
 ALONE = {  # tests in this tree that need one distribution, and the core, alone

@@ -1,0 +1,72 @@
+"""Which backends a device of compute capability 10.0 gets, without the device; and what others are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import PlatformInfo
+from tokenspeed_core.plugins import Catalog
+
+
+def selector(capability: tuple[int, int]) -> Selector:
+    catalog = Catalog.discover()
+    return Selector(
+        installed_kernels(catalog), PlatformInfo("cuda", capability, f"compute capability {capability}"),
+        rankings=installed_rankings(catalog), ops=installed_ops(catalog), needs=frozenset({"graph_safe"}),
+    )
+
+
+def problem(phase: str, block_size: int = 64, dtype: str = "bfloat16") -> AttentionProblem:
+    return AttentionProblem(phase, 32, 8, 128, dtype, dtype, block_size, 128**-0.5, None)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 1), (10, 3)])
+def test_a_blackwell_device_gets_this_backend_for_prompts_and_the_portable_one_for_decodes(
+    capability: tuple[int, int]
+) -> None:
+    chosen = selector(capability)
+    taken = [chosen.select_attention(problem(phase)) for phase in ("prefill", "decode")]
+    assert [(choice.spec.backend, choice.distribution) for choice in taken] == [
+        ("blackwell", "tokenspeed-kernels-blackwell"), ("triton", "tokenspeed-kernels"),
+    ]
+    assert "not blackwell from tokenspeed-kernels-blackwell: phase decode is not among prefill" in (
+        chosen.plan().explain("attention")
+    )
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_devices_before_and_after_are_told_in_one_line_why_they_do_not_get_it(capability: tuple[int, int]) -> None:
+    chosen = selector(capability)
+    assert chosen.select_attention(problem("prefill")).spec.backend == "triton"
+    major, minor = capability
+    said = f"blackwell: compute capability {major}.{minor} is outside 10.0 to 10.3"
+    assert said in chosen.plan().table()
+
+
+def test_what_it_was_not_made_for_goes_to_the_portable_backend_with_the_reason() -> None:
+    chosen = selector((10, 0))
+    for other, reason in (
+        (problem("prefill", block_size=16), "block_size 16 is not among 64"),
+        (problem("prefill", dtype="float32"), "dtype float32 is not among bfloat16, float16"),
+    ):
+        assert chosen.select_attention(other).spec.backend == "triton"
+        assert reason in chosen.plan().explain("attention")
+
+
+def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() -> None:
+    lines = dry_run(Config.from_keywords(device="cpu")).splitlines()
+    (said,) = [line for line in lines if "blackwell: " in line]
+    assert said.startswith("attention")
+    assert "blackwell: it runs on cuda, and the device is cpu" in said
+
+
+def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
+    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "blackwell", "decode": "torch"})
+    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for blackwell.*that fit: torch"):
+        dry_run(config)
