@@ -16,6 +16,7 @@ from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError
 from tokenspeed_core.kernels.select import Preference
+from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Ready
 from tokenspeed_core.models import Quantization
@@ -150,17 +151,15 @@ def dry_run(config: Config) -> str:
     """Resolve everything and load nothing; return the report for people."""
     from tokenspeed_core.runner.local import plan_only
 
-    catalog = discover(config)
-    config = Hooks.load(catalog).adjust(config)
-    resolved = resolve(config, catalog, with_weights=False)
+    catalog, resolved = _settle(config)
+    config = resolved.config
     info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
     weights = choose_format(checkpoint.files, config.load_format, catalog)
     text = _describe_text(config, checkpoint)
     plan, memory = plan_only(resolved.runner, catalog)
-    settled = resolved.config
     changed = [
-        f"  {name}: {getattr(settled, name)} ({settled.origin(name)})"
-        for name in type(settled).model_fields if settled.origin(name) != "default" and name != "api_key"
+        f"  {name}: {getattr(config, name)} ({config.origin(name)})"
+        for name in type(config).model_fields if config.origin(name) != "default" and name != "api_key"
     ]
     parts = [
         f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
@@ -172,6 +171,23 @@ def dry_run(config: Config) -> str:
         "collectives: none (one process)",
     ]
     return "\n".join(parts)
+
+
+def plan_kernels(config: Config, platform: PlatformInfo | None = None) -> tuple[Catalog, KernelPlan]:
+    """Decide the kernels alone, for this machine or for another platform with what is installed here.
+
+    Raises as `resolve` does, and SelectionError.
+    """
+    from tokenspeed_core.runner.assemble import plan_for
+
+    catalog, resolved = _settle(config)
+    return catalog, plan_for(resolved.runner, catalog, platform)
+
+
+def _settle(config: Config) -> tuple[Catalog, Resolved]:
+    """Resolve what needs no weights, with what the plugins' hooks change."""
+    catalog = discover(config)
+    return catalog, resolve(Hooks.load(catalog).adjust(config), catalog, with_weights=False)
 
 
 def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:

@@ -11,14 +11,15 @@ import torch
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.kernels.attention import AttentionLimits
 from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops, installed_rankings
+from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import load_target
+from tokenspeed_core.kernels.spec import PlatformInfo, load_target
 from tokenspeed_core.models import Model
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.build import ModelBuild, solve_block_size
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.memory import PoolLimits
-from tokenspeed_core.runner.platform import describe_device
+from tokenspeed_core.runner.platform import describe_device, resolve_device
 from tokenspeed_core.runner.rows import most_blocks
 
 
@@ -47,8 +48,19 @@ class Assembly:
         )
 
 
-def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, only_plan: bool = False) -> Assembly:
+def plan_for(config: RunnerConfig, catalog: Catalog, platform: PlatformInfo | None) -> KernelPlan:
+    """Return the kernels for a platform, None for the device of the configuration. Raises as `assemble` does."""
+    device = resolve_device(config.device) if platform is None else torch.device(platform.kind)
+    return assemble(config, catalog, device, only_plan=True, platform=platform).selector.plan()
+
+
+def assemble(
+    config: RunnerConfig, catalog: Catalog, device: torch.device, *, only_plan: bool = False,
+    platform: PlatformInfo | None = None,
+) -> Assembly:
     """Select kernels for `device` and construct the model there (on the meta device for a plan only).
+
+    A plan may be for another `platform` of the device's kind than the one that is there.
 
     Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
     """
@@ -59,7 +71,8 @@ def assemble(config: RunnerConfig, catalog: Catalog, device: torch.device, *, on
 
     def selector() -> Selector:
         return Selector(
-            kernels, describe_device(device), config.preferences, rankings=rankings, ops=ops, needs=needs, hint=hint,
+            kernels, platform or describe_device(device), config.preferences, rankings=rankings, ops=ops, needs=needs,
+            hint=hint,
         )
 
     chosen = selector()

@@ -9,13 +9,9 @@ from importlib import import_module
 
 import typer
 
-from tokenspeed_core import TokenSpeedError
+from tokenspeed_plugin_tools.errors import ToolsError
 
 HELP = "Show the installed plugins, and say what each does here. Without COMMAND: list."
-
-
-class ToolsError(TokenSpeedError):
-    """A question about plugins that has no answer; the message says what to ask instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +33,7 @@ class Subcommand:
 
 SUBCOMMANDS: dict[str, Subcommand] = {
     "list": Subcommand("tokenspeed_plugin_tools.listing:list_plugins", "List the installed plugins, importing none."),
+    "why": Subcommand("tokenspeed_plugin_tools.why:why", "Say why a kernel runs or not, and what would change it."),
 }
 
 

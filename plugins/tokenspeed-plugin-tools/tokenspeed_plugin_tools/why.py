@@ -1,0 +1,124 @@
+"""`tokenspeed plugins why`: why this kernel, why not that one, and what would change it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from tokenspeed_core.api import PlatformInfo
+from tokenspeed_core.commands import Catalog, Entry, Status
+from tokenspeed_core.commands.planning import (
+    ConfigFile,
+    KernelPlan,
+    ModelArgument,
+    PlannedOp,
+    Verdict,
+    configure,
+    plan_kernels,
+    with_settings,
+)
+from tokenspeed_plugin_tools.errors import ToolsError
+
+_ARCHITECTURE = re.compile(r"sm_?(\d+)(\d)[af]?\Z")
+
+
+def _why(
+    op: Annotated[str, typer.Argument(metavar="OP", help="an op or a family, such as attention")],
+    positional: ModelArgument = None,
+    config: ConfigFile = None,
+    layer: Annotated[int | None, typer.Option("--layer", min=0, help="of this layer only")] = None,
+    platform: Annotated[
+        str | None, typer.Option("--platform", help="cpu, or a GPU that need not be here: sm90, sm100")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    *,
+    flags: dict[str, Any],
+) -> int:
+    """Print every candidate for an op of a model, with the reasons; no weights are loaded."""
+    there = None if platform is None else parse_platform(platform)
+    if there is not None and "device" in flags:
+        raise ToolsError(f"--device {flags['device']}: --platform {platform} names the device; leave one out")
+    catalog, plan = plan_kernels(configure(positional, flags, config), there)
+    found = plan.find(op, layer)
+    if not found:
+        raise ToolsError(_not_in(plan, op, layer))
+    outside = _outside(catalog, {planned.family for planned in found})
+    if as_json:
+        print(json.dumps(_record(plan, found, outside), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(_lines(plan, found, outside)))
+    return 0
+
+
+why = with_settings(_why)
+
+
+def parse_platform(text: str) -> PlatformInfo:
+    """Return the platform that a user names. Raises ToolsError."""
+    if text == "cpu":
+        return PlatformInfo("cpu", None, "CPU")
+    match = _ARCHITECTURE.match(text.lower())
+    if match is None:
+        raise ToolsError(f"--platform {text}: no such platform; cpu, or a compute capability as sm80, sm90 or sm100")
+    major, minor = int(match[1]), int(match[2])
+    return PlatformInfo("cuda", (major, minor), f"a GPU of compute capability {major}.{minor} (sm_{major}{minor})")
+
+
+def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
+    if layer is not None and plan.find(op):
+        layers = sorted({number for planned in plan.find(op) for number in planned.layers})
+        there = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers: it is decided once for all"
+        return f"--layer {layer}: {op} has {there}"
+    ops = ", ".join(sorted({planned.op for planned in plan.ops}))
+    return f"why {op}: this model asks for no such op; it asks for {ops}"
+
+
+def _outside(catalog: Catalog, families: Iterable[str]) -> list[Entry]:
+    """Return the entries for these families that were not even candidates."""
+    kinds = {f"kernels.{family}" for family in families}
+    return [entry for entry in catalog.all() if entry.kind in kinds and entry.status is not Status.OK]
+
+
+def _record(plan: KernelPlan, found: Sequence[PlannedOp], outside: Sequence[Entry]) -> dict[str, Any]:
+    return {
+        "platform": plan.platform,
+        "ops": [{**asdict(planned), "problem": dict(planned.problem)} for planned in found],
+        "not_considered": [asdict(entry) for entry in outside],
+    }
+
+
+def _lines(plan: KernelPlan, found: Sequence[PlannedOp], outside: Sequence[Entry]) -> Iterator[str]:
+    yield f"on {plan.platform}"
+    for planned in found:
+        yield ""
+        yield f"{planned.op}{_layers(planned.layers)}: {', '.join(f'{name}={v}' for name, v in planned.problem)}"
+        chosen = f"{planned.backend} from {planned.distribution}" if planned.backend else "nothing"
+        yield f"  runs   {chosen}: {planned.because}"
+        for verdict in planned.verdicts:
+            if verdict.reasons:
+                yield f"  {'fits ' if verdict.fits else 'cannot'} {verdict.backend} from {verdict.distribution}"
+                yield from _reasons(verdict)
+    if outside:
+        yield "\nnot considered"
+    for entry in outside:
+        yield f"  {entry.name} from {entry.distribution} {entry.version}: {entry.status}: {entry.reason}"
+
+
+def _reasons(verdict: Verdict) -> Iterator[str]:
+    for reason in verdict.reasons:
+        yield f"           {reason.what}"
+        if reason.mend:
+            yield f"           -> {reason.mend}"
+
+
+def _layers(layers: Sequence[int]) -> str:
+    if not layers:
+        return ""
+    is_run = len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1
+    text = f"{layers[0]}-{layers[-1]}" if is_run else ", ".join(map(str, layers))
+    return f" (layers {text})" if len(layers) > 1 else f" (layer {text})"
