@@ -17,7 +17,7 @@ FEATURES = ("window", "graph_safe", "batch_invariant")
 """`window`: attention to the last tokens only. `graph_safe`: a captured call replays on new data of the same
 shapes. `batch_invariant`: a row's bits do not depend on the other rows."""
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*\Z")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)?\Z")  # name, or vendor/name
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
@@ -126,7 +126,7 @@ class KernelSpec:
     def __post_init__(self) -> None:
         for what, name in (("op", self.op), ("backend", self.backend)):
             if not _NAME.match(name):
-                raise ValueError(f"{what} {name!r} must be lower-case letters, digits, '_', '-' or '.'")
+                raise ValueError(f"{what} {name!r} must be 'name' or 'vendor/name', of a-z, 0-9, '_', '-' and '.'")
         if self.backend == "auto":
             raise ValueError("the backend name 'auto' means the host's own choice")
         if not _TARGET.match(self.load):

@@ -125,6 +125,29 @@ def attend(kernel: AttentionKernel, scene: Scene) -> Tensor:
     return out
 
 
+def attends_once(factory: AttentionFactory, problem: AttentionProblem, device: torch.device, rows: Rows) -> None:
+    """Build a backend for a problem and compare one step with the formula."""
+    scene = make_scene(problem, rows, device, seed=0)
+    attends(factory(problem, limits_of(scene), device), problem, scene, rows)
+
+
+def ignores_other_rows(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
+    """Compare the bits of a step's last row with those that it has alone, and with those of a second run."""
+    rows = Rows((1, 1, 1), (70, 9, 41)) if problem.phase == "decode" else Rows((5, 12, 9), (40, 12, 33))
+    scene = make_scene(problem, rows, device, seed=0)
+    step, num = scene.step, rows.num_queries[-1]
+    alone = replace(
+        step, num_rows=1, num_tokens=num, max_num_query=num, max_seq_len=rows.seq_lens[-1],
+        query_start=step.query_start[-2:] - step.query_start[-2], seq_lens=step.seq_lens[-1:],
+        block_table=step.block_table[-1:], host_query_start=(0, num), host_seq_lens=rows.seq_lens[-1:],
+    )
+    kernel = factory(problem, limits_of(scene), device)
+    together, again = attend(kernel, scene)[-num:], attend(kernel, scene)[-num:]
+    single = attend(kernel, replace(scene, step=alone, q=scene.q[-num:]))
+    assert torch.equal(together, again), f"{problem}: the same step gave other bits the second time"
+    assert torch.equal(together, single), f"{problem}: a row depends on the others"
+
+
 def replays(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
     """Capture decode steps in CUDA graphs and replay them on sequences of other lengths in other blocks."""
     queries, others = (1,) * 11, (700, 650, 680, 650, 690, 650)

@@ -104,6 +104,18 @@ def ignores_other_rows(
             assert same, f"{contract.name} {dict(problem)}: a row depends on the others"
 
 
+def repeats(
+    kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device
+) -> None:
+    """Compare the bits of two calls with equal inputs."""
+    first, second = (
+        run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False)) for _ in range(2)
+    )
+    for got, want in zip(first, second, strict=True):
+        same = torch.equal(_wide(got), _wide(want))
+        assert same, f"{contract.name} {dict(problem)}: the same call gave other bits the second time"
+
+
 def replays(
     kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device
 ) -> None:

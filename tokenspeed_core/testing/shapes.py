@@ -34,7 +34,7 @@ def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[P
 
     A plugin's op brings its shapes in its contract. Raises KeyError if no installed plugin has such an op.
     """
-    shapes = (contract or contract_of(spec)).cases or _SHAPES[spec.op]
+    shapes = shapes_of(spec.op, contract or contract_of(spec))
     for index in range(max(len(shapes), len(spec.capability.dtypes))):
         dtype = spec.capability.dtypes[index % len(spec.capability.dtypes)]
         shape = {**shapes[index % len(shapes)], "dtype": dtype}
@@ -42,6 +42,11 @@ def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[P
         for problem in ({**shape, **kind} for kind in kinds):
             if not any(problem_refusals(spec.capability, problem)):
                 yield problem
+
+
+def shapes_of(op: str, contract: OpContract) -> tuple[Problem, ...]:
+    """Return the problems of an op, without dtypes: what its contract brings, or the kit's own for the common ones."""
+    return contract.cases or _SHAPES[op]
 
 
 def kv_dtypes(spec: KernelSpec, dtype: str) -> tuple[str, ...]:

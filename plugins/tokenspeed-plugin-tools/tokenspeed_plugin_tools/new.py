@@ -1,0 +1,158 @@
+"""`tokenspeed plugins new KIND NAME`: a package that installs, passes its tests and serves, as it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from tokenspeed_core import TokenSpeedError, __version__
+from tokenspeed_core.testing.distribution import api_of, core_range
+
+_WORD = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*\Z")
+_WITH_KERNELS = "tokenspeed-core[default]"  # a kernel alone serves nothing: the rest comes with it
+
+
+class NewError(TokenSpeedError):
+    """A package that cannot be written; the message says what to type instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a kind of package is made of.
+
+    `group` is its entry points' group, `use` a line that uses it; both know the fields of `Names`. `sources` maps each
+    file of the package, `test` its tests, to a template.
+    """
+
+    group: str
+    summary: str
+    use: str
+    sources: Mapping[str, str]
+    test: str = "common/test_kernel.py"
+    requires: tuple[str, ...] = ()
+    core: str = _WITH_KERNELS
+
+
+def _kernel(folder: str) -> Mapping[str, str]:
+    return {"__init__.py": f"{folder}/__init__.py", "kernel.py": f"{folder}/kernel.py"}
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "attention": Recipe(
+        "kernels.attention", "The attention backend $name for TokenSpeed.", "tokenspeed serve --attention-backend $name",
+        _kernel("attention"), requires=("torch>=2.11",),
+    ),
+    "moe": Recipe(
+        "kernels.moe", "The expert backend $name for TokenSpeed.", "tokenspeed serve --moe-backend $name,auto",
+        _kernel("moe"), requires=("torch>=2.11",),
+    ),
+    "linear": Recipe(
+        "kernels.linear", "The backend $name for TokenSpeed's matrix products.", "tokenspeed serve",
+        _kernel("linear"), requires=("torch>=2.11",),
+    ),
+    "sampling": Recipe(
+        "kernels.sampling", "The sampling backend $name for TokenSpeed.",
+        "tokenspeed serve --sampling-backend $name,auto", _kernel("sampling"), requires=("torch>=2.11",),
+    ),
+    "model": Recipe(
+        "models", "The model family $name for TokenSpeed.",
+        "tokenspeed serve $package/example --load-format dummy --skip-tokenizer-init",
+        {
+            "__init__.py": "model/__init__.py", "describe.py": "model/describe.py", "model.py": "model/model.py",
+            "example/config.json": "model/config.json",
+        },
+        test="model/test.py", requires=("tokenspeed-models",),
+    ),
+    "policy": Recipe(
+        "policies", "The scheduling policy $name for TokenSpeed.", "tokenspeed serve --schedule-policy $name",
+        {"__init__.py": "policy/__init__.py"}, test="policy/test.py", requires=("numpy>=2.0",), core="tokenspeed-core",
+    ),
+    "command": Recipe(
+        "commands", "The command tokenspeed $name.", "tokenspeed $name", {"__init__.py": "command/__init__.py"},
+        test="command/test.py", core="tokenspeed-core",
+    ),
+}
+NOT_YET = {"tool-parser": "tool_parsers", "reasoning-parser": "reasoning_parsers"}  # by the kind that they would be
+
+
+def new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"one of {', '.join(RECIPES)}")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="your own name, or VENDOR/NAME, such as acme/flash")],
+    path: Annotated[Path | None, typer.Option(metavar="DIR", help="the folder to write; by default ./DISTRIBUTION")] = None,
+) -> int:
+    """Write a package of a kind, and say what to do with it. Raises NewError; nothing is overwritten."""
+    fields = fields_of(kind, name)
+    folder = path or Path(fields["distribution"])
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise NewError(f"{folder} is there already; name another folder with --path")
+    for target, text in contents(kind, fields):
+        (folder / target).parent.mkdir(parents=True, exist_ok=True)
+        (folder / target).write_text(text, encoding="utf-8")
+    typer.echo(
+        f"wrote {folder}: {fields['summary']}\n\n"
+        f"  pip install -e '{folder}[test]'\n  pytest {folder}\n  tokenspeed plugins check {fields['distribution']}\n"
+        f"  {fields['use']}"
+    )
+    return 0
+
+
+def fields_of(kind: str, name: str) -> dict[str, str]:
+    """Return what the templates of a kind are filled with for a name. Raises NewError."""
+    recipe = _recipe(kind)
+    vendor, slash, own = name.partition("/")
+    if not _WORD.match(vendor) or (slash and not _WORD.match(own)):
+        raise NewError(f"the name {name!r} must be NAME or VENDOR/NAME, each of a-z, 0-9 and single '-'; such as acme/flash")
+    distribution = f"{vendor}-{own or kind}"
+    if vendor == "tokenspeed":
+        raise NewError("names of vendor tokenspeed are TokenSpeed's own; take yours")
+    package = distribution.replace("-", "_")
+    camel = "".join(part.capitalize() for part in package.split("_"))
+    names = {
+        "models": (f"{camel.removesuffix('Model')}ForCausalLM", package.upper()),
+        "policies": (f"{vendor}/{own or kind}", camel),
+        "commands": (distribution, "run"),
+    }
+    entry, attribute = names.get(recipe.group, (f"{vendor}/{own or kind}", package.upper()))
+    fields = {
+        "distribution": distribution, "package": package, "name": entry, "attribute": attribute,
+        "group": recipe.group, "api": str(api_of(recipe.group)), "core_version": __version__, "core_range": core_range(),
+    }
+    dependencies = [core_range().replace("tokenspeed-core", recipe.core), *recipe.requires]
+    fields["dependencies"] = ", ".join(f'"{line}"' for line in dependencies)
+    return {**fields, "summary": Template(recipe.summary).substitute(fields), "use": Template(recipe.use).substitute(fields)}
+
+
+def contents(kind: str, fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (path in the folder, text) of a package's files."""
+    recipe, package = _recipe(kind), fields["package"]
+    sources = {
+        "pyproject.toml": "common/pyproject.toml", "README.md": "common/README.md",
+        ".github/workflows/tests.yml": "common/ci.yml",
+        **{f"{package}/{target}": source for target, source in recipe.sources.items()},
+        f"tests/test_{package}.py": recipe.test,
+    }
+    for target, source in sources.items():
+        template = files("tokenspeed_plugin_tools").joinpath("templates", *f"{source}.template".split("/"))
+        yield target, Template(template.read_text(encoding="utf-8")).substitute(fields)
+    yield f"{package}/py.typed", ""
+
+
+def _recipe(kind: str) -> Recipe:
+    if kind in RECIPES:
+        return RECIPES[kind]
+    if kind in NOT_YET:
+        raise NewError(
+            f"plugins new {kind}: tokenspeed-core {__version__} does not use {NOT_YET[kind]} yet, so such a package would "
+            f"have no effect; there is {', '.join(RECIPES)}"
+        )
+    near = get_close_matches(kind, RECIPES, n=1)
+    meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(RECIPES)}"
+    raise NewError(f"plugins new {kind}: no such kind; {meant}")

@@ -1,0 +1,13 @@
+"""`python -m tokenspeed_core.testing DISTRIBUTION`: its verdicts, a JSON object a line; the last line of a question counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from tokenspeed_core.testing.verdicts import verdicts
+
+if __name__ == "__main__":
+    for verdict in verdicts(sys.argv[1]):
+        print(json.dumps(asdict(verdict)), flush=True)

@@ -1,0 +1,141 @@
+"""The conformance of a kernel as a class to inherit: set `spec = MINE`, and its questions are tests.
+
+Each runs on every device of this machine that the spec declares, and is skipped where there is none.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+from unittest import SkipTest
+
+import torch
+
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.ops import OpContract, Problem
+from tokenspeed_core.kernels.select import Selector, has_module
+from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.testing import attention as of_attention
+from tokenspeed_core.testing import conformance
+from tokenspeed_core.testing.cells import beyond, cells
+from tokenspeed_core.testing.shapes import contract_of
+
+_PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
+_DECODE = of_attention.Rows((1, 1, 1), (33, 7, 16))
+_FEW = 3  # rows of the small run that each cell gets
+
+
+class KernelConformance:
+    """What is asked of a kernel. Subclasses set `spec`, and `contract` where its op is not installed."""
+
+    spec: ClassVar[KernelSpec]
+    contract: ClassVar[OpContract | None] = None
+
+    def test_it_agrees_with_the_reference_in_poisoned_memory(self) -> None:
+        """Odd shapes, no rows, strided inputs; what nobody wrote is NaN; inputs stay as they were."""
+        for device in self._devices():
+            if self.spec.op == "attention":
+                assert of_attention.check_attention(self.spec, device), "it declares no problem that the kit has"
+            else:
+                conformance.check(self.spec, device, contract=self._contract())
+
+    def test_every_declared_cell_runs(self) -> None:
+        """Every pair of declared values on a CPU, every combination on a device, against the reference."""
+        for device in self._devices():
+            problems = list(cells(self.spec, self._contract(), pairs_only=device.type == "cpu"))
+            assert problems, f"{self.spec.backend} declares no problem of op {self.spec.op!r} that the kit can make"
+            for problem in problems:
+                try:
+                    self._runs(problem, device)
+                except AssertionError:
+                    raise
+                except Exception as error:
+                    raise AssertionError(
+                        f"it declares {dict(problem)} and fails on {device}: {type(error).__name__}: {error}"
+                    ) from error
+
+    def test_one_value_beyond_each_bound_is_refused(self) -> None:
+        """Selection refuses the nearest problems that are not declared, and other hardware."""
+        contract = self._contract()
+        for what, problem in beyond(self.spec, contract):
+            assert self._is_refused(problem, self._declared_platform()), f"{what} is beyond the spec and not refused"
+        inside = next(cells(self.spec, contract, pairs_only=True))
+        for platform in self._other_platforms():
+            assert self._is_refused(inside, platform), f"{platform} is beyond the spec and not refused"
+
+    def test_rows_do_not_depend_on_each_other_where_it_claims_so(self) -> None:
+        """Batch invariance, to the bit; and the same call gives the same bits twice."""
+        if "batch_invariant" not in self.spec.capability.features:
+            raise SkipTest("it does not claim batch_invariant")
+        for device in self._devices():
+            for problem in cells(self.spec, self._contract(), pairs_only=True):
+                if self.spec.op == "attention":
+                    of_attention.ignores_other_rows(self.spec.factory(), AttentionProblem(**problem), device)
+                else:
+                    kernel = self.spec.factory()(problem)
+                    conformance.ignores_other_rows(kernel, self._contract(), problem, 33, device)
+                    conformance.repeats(kernel, self._contract(), problem, 33, device)
+
+    def test_a_captured_call_replays_where_it_claims_so(self) -> None:
+        """CUDA graphs: captured on some inputs, replayed on others, to the bit."""
+        if "graph_safe" not in self.spec.capability.features:
+            raise SkipTest("it does not claim graph_safe")
+        devices = [device for device in self._devices() if device.type == "cuda"]
+        if not devices:
+            raise SkipTest("no device here has graphs")
+        for problem in cells(self.spec, self._contract(), pairs_only=True):
+            if self.spec.op != "attention":
+                conformance.replays(self.spec.factory()(problem), self._contract(), problem, 33, devices[0])
+            elif problem["phase"] == "decode":
+                of_attention.replays(self.spec.factory(), AttentionProblem(**problem), devices[0])
+
+    def _contract(self) -> OpContract:
+        return self.contract or contract_of(self.spec)
+
+    def _devices(self) -> list[torch.device]:
+        """Return this machine's devices that the spec declares. Raises SkipTest where there is none."""
+        missing = [name for name in self.spec.requires if not has_module(name)]
+        if missing:
+            raise SkipTest(f"{', '.join(missing)} is not installed; {self.spec.obtain or 'install it'}")
+        declared = self.spec.capability
+        found = [torch.device("cpu")] if "cpu" in declared.platforms else []
+        if "cuda" in declared.platforms and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+            low, high = declared.min_compute_capability, declared.max_compute_capability
+            if (low is None or low <= capability) and (high is None or capability <= high):
+                found.append(torch.device("cuda"))
+        if not found:
+            raise SkipTest(f"this machine has no device that it declares: {' or '.join(declared.platforms)}")
+        return found
+
+    def _runs(self, problem: Problem, device: torch.device) -> None:
+        if self.spec.op == "attention":
+            of_attention.attends_once(self.spec.factory(), AttentionProblem(**problem), device,
+                                      _DECODE if problem["phase"] == "decode" else _PREFILL)
+        else:
+            kernel = self.spec.factory()(problem)
+            conformance.agrees_with_reference(kernel, self._contract(), problem, _FEW, device, strided=False)
+
+    def _is_refused(self, problem: Problem, platform: PlatformInfo) -> bool:
+        kernels, ops = [InstalledKernel(self.spec, "under test")], {self.spec.op: self._contract()}
+        try:
+            Selector(kernels, platform, ops=ops, module_exists=lambda name: True).select(self.spec.op, problem)
+        except SelectionError:
+            return True
+        return False
+
+    def _declared_platform(self) -> PlatformInfo:
+        declared = self.spec.capability
+        return PlatformInfo(
+            declared.platforms[0], declared.min_compute_capability or declared.max_compute_capability
+        )
+
+    def _other_platforms(self) -> list[PlatformInfo]:
+        declared = self.spec.capability
+        low, high = declared.min_compute_capability, declared.max_compute_capability
+        others: list[PlatformInfo] = [PlatformInfo("none")]
+        if low is not None:
+            others.append(PlatformInfo("cuda", (low[0] - 1, 9)))
+        if high is not None:
+            others.append(PlatformInfo("cuda", (high[0], high[1] + 1)))
+        return others
