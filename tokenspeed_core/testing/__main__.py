@@ -1,4 +1,4 @@
-"""`python -m tokenspeed_core.testing DISTRIBUTION`: its verdicts, a JSON object a line; the last line of a question counts."""
+"""`python -m tokenspeed_core.testing DISTRIBUTION`: its verdicts, a JSON object a line."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Proble
     capability = spec.capability
     for limit in capability.limits:
         assert limit.axis in contract.axes, (
-            f"{spec.backend} bounds the axis {limit.axis!r}, which op {spec.op!r} has not; it has {sorted(contract.axes)}"
+            f"{spec.backend} bounds the axis {limit.axis!r}, which op {spec.op!r} has not; "
+            f"it has {', '.join(sorted(contract.axes))}"
         )
         for value in outside(limit):
             yield f"{limit.axis} {value}", {**inside, limit.axis: value}

@@ -68,7 +68,7 @@ class DistributionConformance:
             seconds, loaded = json.loads(done.stdout.splitlines()[-1])
             heavy = sorted(set(HEAVY) & set(loaded))
             assert not heavy, (
-                f"importing {module} loads {', '.join(heavy)}; keep the descriptor apart, and import it in what `load` names"
+                f"importing {module} loads {', '.join(heavy)}; keep the descriptor apart from what `load` names"
             )
             assert seconds < MOST_SECONDS, f"importing {module} takes {seconds:.2f} s; at most {MOST_SECONDS} s"
 
@@ -127,8 +127,8 @@ def literal(path: Path, name: str) -> str | None:
     if not path.is_file():
         return None
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and name in map(ast.unparse, node.targets):
-            return str(node.value.value)
+        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
+            return str(node.value.value) if isinstance(node.value, ast.Constant) else None
     return None
 
 

@@ -15,7 +15,7 @@ _SIGNS = {"ok": "ok", "failed": "FAILED", "skipped": "-", "running": "DIED"}
 
 
 def check(
-    distribution: Annotated[str, typer.Argument(metavar="DIST", help="an installed distribution, such as acme-attention")],
+    distribution: Annotated[str, typer.Argument(metavar="DIST", help="an installed distribution")],
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> int:
     """Print a verdict per line; return 1 where anything failed, or where the process died.
@@ -43,7 +43,8 @@ def check(
         return 0 if passed else 1
     if child.returncode:
         typer.echo(f"the process ended with {child.returncode}: {(stderr.strip().splitlines() or ['no word'])[-1]}")
-    typer.echo(f"{distribution}: {'passed' if passed else 'FAILED'}, " + ", ".join(f"{n} {w}" for w, n in counts.items()))
+    total = ", ".join(f"{num} {word}" for word, num in counts.items())
+    typer.echo(f"{distribution}: {'passed' if passed else 'FAILED'}, {total}")
     return 0 if passed else 1
 
 

@@ -34,6 +34,8 @@ class Subcommand:
 SUBCOMMANDS: dict[str, Subcommand] = {
     "list": Subcommand("tokenspeed_plugin_tools.listing:list_plugins", "List the installed plugins, importing none."),
     "why": Subcommand("tokenspeed_plugin_tools.why:why", "Say why a kernel runs or not, and what would change it."),
+    "new": Subcommand("tokenspeed_plugin_tools.new:new", "Write a package that installs, passes its tests and serves."),
+    "check": Subcommand("tokenspeed_plugin_tools.check:check", "Ask the conformance kit about a distribution."),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ def _kernel(folder: str) -> Mapping[str, str]:
 
 RECIPES: Mapping[str, Recipe] = {
     "attention": Recipe(
-        "kernels.attention", "The attention backend $name for TokenSpeed.", "tokenspeed serve --attention-backend $name",
-        _kernel("attention"), requires=("torch>=2.11",),
+        "kernels.attention", "The attention backend $name for TokenSpeed.",
+        "tokenspeed serve --attention-backend $name", _kernel("attention"), requires=("torch>=2.11",),
     ),
     "moe": Recipe(
         "kernels.moe", "The expert backend $name for TokenSpeed.", "tokenspeed serve --moe-backend $name,auto",
@@ -86,21 +87,28 @@ NOT_YET = {"tool-parser": "tool_parsers", "reasoning-parser": "reasoning_parsers
 def new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"one of {', '.join(RECIPES)}")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="your own name, or VENDOR/NAME, such as acme/flash")],
-    path: Annotated[Path | None, typer.Option(metavar="DIR", help="the folder to write; by default ./DISTRIBUTION")] = None,
+    path: Annotated[Path | None, typer.Option(metavar="DIR", help="where; by default ./DISTRIBUTION")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> int:
     """Write a package of a kind, and say what to do with it. Raises NewError; nothing is overwritten."""
     fields = fields_of(kind, name)
-    folder = path or Path(fields["distribution"])
+    distribution = fields["distribution"]
+    folder = path or Path(distribution)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise NewError(f"{folder} is there already; name another folder with --path")
+    written = []
     for target, text in contents(kind, fields):
         (folder / target).parent.mkdir(parents=True, exist_ok=True)
         (folder / target).write_text(text, encoding="utf-8")
-    typer.echo(
-        f"wrote {folder}: {fields['summary']}\n\n"
-        f"  pip install -e '{folder}[test]'\n  pytest {folder}\n  tokenspeed plugins check {fields['distribution']}\n"
-        f"  {fields['use']}"
-    )
+        written.append(target)
+    then = [
+        f"cd {folder}", "pip install -e '.[test]'", "pytest", f"tokenspeed plugins check {distribution}", fields["use"],
+    ]
+    if as_json:
+        facts = {"folder": str(folder), "distribution": distribution, "name": fields["name"]}
+        typer.echo(json.dumps({**facts, "files": written, "then": then}, indent=2))
+    else:
+        typer.echo("\n".join([f"wrote {folder}: {fields['summary']}", "", *(f"  {line}" for line in then)]))
     return 0
 
 
@@ -109,25 +117,20 @@ def fields_of(kind: str, name: str) -> dict[str, str]:
     recipe = _recipe(kind)
     vendor, slash, own = name.partition("/")
     if not _WORD.match(vendor) or (slash and not _WORD.match(own)):
-        raise NewError(f"the name {name!r} must be NAME or VENDOR/NAME, each of a-z, 0-9 and single '-'; such as acme/flash")
-    distribution = f"{vendor}-{own or kind}"
+        raise NewError(f"the name {name!r} must be NAME or VENDOR/NAME, of a-z, 0-9 and single '-', as acme/flash")
     if vendor == "tokenspeed":
         raise NewError("names of vendor tokenspeed are TokenSpeed's own; take yours")
+    distribution = f"{vendor}-{own or kind}"
     package = distribution.replace("-", "_")
-    camel = "".join(part.capitalize() for part in package.split("_"))
-    names = {
-        "models": (f"{camel.removesuffix('Model')}ForCausalLM", package.upper()),
-        "policies": (f"{vendor}/{own or kind}", camel),
-        "commands": (distribution, "run"),
-    }
-    entry, attribute = names.get(recipe.group, (f"{vendor}/{own or kind}", package.upper()))
+    entry, attribute = _entry(recipe, f"{vendor}/{own or kind}", package)
+    requires = [core_range().replace("tokenspeed-core", recipe.core), *recipe.requires]
     fields = {
         "distribution": distribution, "package": package, "name": entry, "attribute": attribute,
-        "group": recipe.group, "api": str(api_of(recipe.group)), "core_version": __version__, "core_range": core_range(),
+        "group": recipe.group, "api": str(api_of(recipe.group)), "core_version": __version__,
+        "core_range": core_range(), "dependencies": ", ".join(f'"{line}"' for line in requires),
     }
-    dependencies = [core_range().replace("tokenspeed-core", recipe.core), *recipe.requires]
-    fields["dependencies"] = ", ".join(f'"{line}"' for line in dependencies)
-    return {**fields, "summary": Template(recipe.summary).substitute(fields), "use": Template(recipe.use).substitute(fields)}
+    said = {what: Template(getattr(recipe, what)).substitute(fields) for what in ("summary", "use")}
+    return {**fields, **said}
 
 
 def contents(kind: str, fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -145,13 +148,23 @@ def contents(kind: str, fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield f"{package}/py.typed", ""
 
 
+def _entry(recipe: Recipe, name: str, package: str) -> tuple[str, str]:
+    """Return what users type for a package's entry, and the attribute that the entry points at."""
+    camel = "".join(part.capitalize() for part in package.split("_"))
+    if recipe.group == "models":  # named as config.json names it
+        return f"{camel.removesuffix('Model')}ForCausalLM", package.upper()
+    if recipe.group == "commands":  # a word of the command line
+        return package.replace("_", "-"), "run"
+    return name, camel if recipe.group == "policies" else package.upper()
+
+
 def _recipe(kind: str) -> Recipe:
     if kind in RECIPES:
         return RECIPES[kind]
     if kind in NOT_YET:
         raise NewError(
-            f"plugins new {kind}: tokenspeed-core {__version__} does not use {NOT_YET[kind]} yet, so such a package would "
-            f"have no effect; there is {', '.join(RECIPES)}"
+            f"plugins new {kind}: tokenspeed-core {__version__} does not use {NOT_YET[kind]} yet, so such a package "
+            f"would have no effect; there is {', '.join(RECIPES)}"
         )
     near = get_close_matches(kind, RECIPES, n=1)
     meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(RECIPES)}"

@@ -1,0 +1,81 @@
+"""`tokenspeed plugins check` tells what is wrong with a distribution, each question apart, whatever the plugin does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake_site import Site
+
+from tokenspeed_core.cli import main
+
+CORE = "tokenspeed-core>=0.1"
+
+
+@pytest.fixture
+def checked(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Install a distribution, check it, and return the status and the verdicts by question."""
+    monkeypatch.setenv("PYTHONPATH", str(site.path))
+
+    def check(source: str, *, requires: str = CORE, group: str = "commands", value: str = "acme:run [api1]") -> Any:
+        site.install("acme", {f"{group} acme": value}, requires=requires, files={"acme.py": source})
+        status = main(["plugins", "check", "acme", "--json"])
+        report = json.loads(capsys.readouterr().out)
+        return status, {each["question"]: each for each in report["verdicts"]}
+
+    return check
+
+
+def failures(verdicts: dict[str, Any]) -> str:
+    return "\n".join(each["detail"] for each in verdicts.values() if each["verdict"] not in ("ok", "skipped"))
+
+
+def test_a_sound_distribution_passes(checked: Any) -> None:
+    status, verdicts = checked("def run(words):\n    return 0\n")
+    assert (status, failures(verdicts)) == (0, "")
+    assert len(verdicts) == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import tokenspeed_no_such_module\n", "fails to import"),
+        ("def run(:\n", "SyntaxError"),
+        ("import sys; sys.modules['torch'] = sys; run = print\n", "loads torch"),
+        ("import time; e = time.process_time() + 0.5\nwhile time.process_time() < e: pass\nrun = print\n", "takes 0."),
+    ],
+    ids=["import error", "syntax error", "torch at top level", "slow"],
+)
+def test_a_module_that_must_not_be_imported_so_is_found(checked: Any, source: str, said: str) -> None:
+    status, verdicts = checked(source)
+    assert status == 1
+    assert said in failures(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"value": "acme:run"}, "names no api"),
+        ({"value": "acme:run [api7]"}, "needs api 7"),
+        ({"requires": ""}, "says no range"),
+        ({"requires": "tokenspeed-core>=99"}, "needs tokenspeed-core >=99"),
+        ({"group": "comands"}, "did its author mean commands?"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_found(checked: Any, wrong: dict[str, str], said: str) -> None:
+    status, verdicts = checked("run = print\n", **wrong)
+    assert status == 1
+    assert said in failures(verdicts)
+
+
+def test_an_unknown_distribution_fails_every_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "check", "nobody-has-this"]) == 1
+    assert "nobody-has-this is not installed" in capsys.readouterr().out
+
+
+def test_a_plugin_that_ends_the_process_is_a_verdict(checked: Any) -> None:
+    source = "import os, sys\nif 'tokenspeed_core.testing.verdicts' in sys.modules: os._exit(3)\nrun = print\n"
+    status, verdicts = checked(source)
+    assert status == 1
+    assert "the process died in this question" in failures(verdicts)

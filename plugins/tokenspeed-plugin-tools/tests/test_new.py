@@ -1,0 +1,62 @@
+"""`tokenspeed plugins new` writes whole packages, refuses what would have no effect, and overwrites nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenspeed_plugin_tools.new import NOT_YET, RECIPES
+
+from tokenspeed_core.cli import main
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_package_of_every_kind_is_whole_and_its_entry_point_exists(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    assert main(["plugins", "new", kind, "acme", "--path", str(folder)]) == 0
+    made = {path.name for path in folder.iterdir()}
+    assert made == {".github", "README.md", "pyproject.toml", "tests", f"acme_{kind}"}
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    ((group, points),) = project["entry-points"].items()
+    (value,) = points.values()
+    assert group == f"tokenspeed.{RECIPES[kind].group}"
+    module, attribute = value.removesuffix(" [api1]").split(":")
+    assert attribute in (folder / module / "__init__.py").read_text()
+    assert any(line.startswith("tokenspeed-core") and ">=" in line for line in project["dependencies"])
+    for path in folder.rglob("*.py"):
+        ast.parse(path.read_text())
+    assert not [path for path in folder.rglob("*") if path.is_file() and "$" in path.read_text()]
+
+
+def test_the_parts_of_a_name_are_the_vendor_and_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugins", "new", "attention", "acme/flash-2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["folder"], facts["distribution"], facts["name"]) == ("acme-flash-2", "acme-flash-2", "acme/flash-2")
+    assert facts["then"][-1] == "tokenspeed serve --attention-backend acme/flash-2"
+    assert (tmp_path / "acme-flash-2" / "acme_flash_2" / "kernel.py").is_file()
+
+
+@pytest.mark.parametrize("kind", NOT_YET)
+def test_a_kind_that_nothing_reads_yet_is_refused_in_one_line(kind: str, refusal: Callable[..., str]) -> None:
+    from tokenspeed_core.plugins.kinds import KINDS
+
+    assert not KINDS[NOT_YET[kind]].is_used, "it is used now: write a template for it"
+    said = refusal("plugins", "new", kind, "acme")
+    assert "does not use" in said
+    assert "no effect" in said
+
+
+def test_what_is_mistyped_is_refused_with_what_there_is(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    (tmp_path / "mine").write_text("precious")
+    assert "did you mean attention?" in refusal("plugins", "new", "atention", "acme")
+    assert "NAME or VENDOR/NAME" in refusal("plugins", "new", "moe", "Acme Inc.")
+    assert "TokenSpeed's own" in refusal("plugins", "new", "moe", "tokenspeed/fast")
+    assert "is there already" in refusal("plugins", "new", "moe", "acme", "--path", str(tmp_path))
+    assert (tmp_path / "mine").read_text() == "precious"

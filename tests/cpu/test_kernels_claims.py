@@ -1,0 +1,158 @@
+"""A spec that says more than its kernel does is found out, cell by cell; and what it does not say is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, product
+from types import ModuleType
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AxisLimit, Capability, KernelSpec
+from tokenspeed_core.kernels.ops import common_ops
+from tokenspeed_core.testing.cells import beyond, cells, covering, outside
+from tokenspeed_core.testing.kernel import KernelConformance
+from tokenspeed_core.testing.shapes import contract_of
+from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.reference.attention import TorchAttention
+
+FLOATS = ("float32", "bfloat16")
+Suite = Callable[..., KernelConformance]
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
+    """Return a maker of suites whose kernel is a factory of the test."""
+
+    def make(op: str, factory: Any, **capability: Any) -> KernelConformance:
+        module = ModuleType("kernel_under_test")
+        module.factory = factory  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "kernel_under_test", module)
+        said = Capability(**{"platforms": ("cpu",), "dtypes": FLOATS, **capability})
+        spec = KernelSpec(op, "acme/mine", said, load="kernel_under_test:factory")
+        return type("Mine", (KernelConformance,), {"spec": spec})()
+
+    return make
+
+
+def product_of(problem: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    return functional.linear
+
+
+def knows_float32_alone(problem: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    if problem["dtype"] != "float32":
+        raise NotImplementedError("float32 only")
+    return functional.linear
+
+
+def calls_differ(problem: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    calls: list[int] = []
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        calls.append(1)
+        return functional.linear(x, weight, bias) + 1e-7 * len(calls)
+
+    return linear
+
+
+class OneHeadSize(TorchAttention):
+    def __init__(self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> None:
+        if problem.head_size == 96 and problem.block_size == 8:
+            raise RuntimeError("no such tile")
+        super().__init__(problem, limits, device)
+
+
+class LooksAtOtherRows(TorchAttention):
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q, k_cache, v_cache, out)
+        out += 1e-6 * len(q)
+
+
+def test_a_declared_dtype_that_does_not_run_is_found(suite: Suite) -> None:
+    with pytest.raises(AssertionError, match=r"it declares .*bfloat16.* and fails on cpu: NotImplementedError"):
+        suite("linear", knows_float32_alone).test_every_declared_cell_runs()
+    suite("linear", knows_float32_alone, dtypes=("float32",)).test_every_declared_cell_runs()
+
+
+def test_a_pair_of_declared_values_that_does_not_run_is_found(suite: Suite) -> None:
+    with pytest.raises(AssertionError, match=r"head_size': 96.* no such tile"):
+        suite("attention", OneHeadSize).test_every_declared_cell_runs()
+
+
+def test_a_claim_of_batch_invariance_is_held_to_the_bit(suite: Suite) -> None:
+    claim = {"features": frozenset({"batch_invariant"}), "dtypes": ("float32",)}
+    ask = "test_rows_do_not_depend_on_each_other_where_it_claims_so"
+    with pytest.raises(AssertionError, match="other bits the second time"):
+        getattr(suite("linear", calls_differ, **claim), ask)()
+    with pytest.raises(AssertionError, match="a row depends on the others"):
+        getattr(suite("attention", LooksAtOtherRows, **claim), ask)()
+    with pytest.raises(SkipTest, match="does not claim"):
+        getattr(suite("linear", product_of), ask)()
+
+
+def test_a_bound_on_an_axis_that_the_op_does_not_have_is_found(suite: Suite) -> None:
+    odd = suite("linear", product_of, limits=(AxisLimit("hidden_size", 1, 64),))
+    with pytest.raises(AssertionError, match="bounds the axis 'hidden_size', which op 'linear' has not"):
+        odd.test_one_value_beyond_each_bound_is_refused()
+
+
+def test_a_kernel_for_devices_that_are_not_here_is_skipped_with_the_reason(suite: Suite) -> None:
+    with pytest.raises(SkipTest, match="this machine has no device that it declares: npu"):
+        suite("linear", product_of, platforms=("npu",)).test_every_declared_cell_runs()
+
+
+def test_one_value_beyond_each_bound_is_tried() -> None:
+    capability = Capability(
+        ("cpu",), ("float32",), kv_dtypes=("float32",), head_sizes=(64, 128), block_sizes=(16,), phases=("decode",),
+        limits=(AxisLimit("num_heads", 4, 16, multiple_of=2),),
+    )
+    spec = KernelSpec("attention", "acme/mine", capability, load="m:f")
+    tried = {what for what, _ in beyond(spec, common_ops()["attention"])}
+    assert {"num_heads 2", "num_heads 18", "num_heads 7", "head_size 63", "head_size 129", "block_size 17",
+            "phase prefill", "dtype bfloat16", "kv_dtype float16", "window 20"} <= tried
+    assert not {"head_size 64", "phase decode", "dtype float32"} & tried
+
+
+@pytest.mark.parametrize("limit", [AxisLimit("n", 1), AxisLimit("n", 16, 64), AxisLimit("n", 5, 90, multiple_of=8)])
+def test_what_is_outside_a_limit_is_refused_by_it(limit: AxisLimit) -> None:
+    assert all(limit.refusal(value) for value in outside(limit))
+
+
+def test_a_covering_has_every_pair_of_values_and_few_rows() -> None:
+    axes = {"a": "xyz", "b": "12", "c": "pqrs", "d": "uv"}
+    rows = list(covering(axes))
+    for first, second in combinations(axes, 2):
+        assert {(row[first], row[second]) for row in rows} == set(product(axes[first], axes[second]))
+    assert len(rows) <= 16
+
+
+def test_on_a_device_every_combination_is_a_cell_and_on_a_cpu_every_pair() -> None:
+    (spec,) = descriptors.TORCH_ATTENTION
+    contract = contract_of(spec)
+    pairs, every = (list(cells(spec, contract, pairs_only=only)) for only in (True, False))
+    assert len(pairs) < 60 < 400 < len(every)
+    assert all(problem in every for problem in pairs)
+
+
+def test_a_factory_that_raises_is_a_failed_cell_and_no_crash(suite: Suite) -> None:
+    def raises(problem: Any) -> Any:
+        raise SystemError("driver")
+
+    with pytest.raises(AssertionError, match="SystemError: driver"):
+        suite("linear", raises).test_every_declared_cell_runs()
+
+
+def test_our_own_descriptors_declare_no_bound_that_refuses_nothing() -> None:
+    specs = [spec for specs in vars(descriptors).values() if isinstance(specs, tuple) for spec in specs
+             if isinstance(spec, KernelSpec)]
+    assert len(specs) > 20
+    for spec in specs:
+        type("Ours", (KernelConformance,), {"spec": replace(spec, requires=())})(
+        ).test_one_value_beyond_each_bound_is_refused()

@@ -1,0 +1,102 @@
+"""What `tokenspeed plugins new` writes: every package installs, passes its own tests, and serves as it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenspeed_core.cli import main
+
+KINDS = ("attention", "moe", "linear", "sampling", "model", "policy", "command")
+PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
+ASK = """
+import json, sys
+from tokenspeed_core import LLM, SamplingParams
+settings = json.loads(sys.argv[1])
+with LLM(device="cpu", max_model_len=64, **settings) as llm:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (out,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)
+    print(json.dumps([out.outputs[0].token_ids, {f: list(b) for f, b in llm.kernel_plan.backends().items()}]))
+"""
+TINY_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 101, "hidden_size": 64, "intermediate_size": 56,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6, "dtype": "float32", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a package of each kind, all installed into its folder `site`."""
+    folder = tmp_path_factory.mktemp("made")
+    for kind in KINDS:
+        assert main(["plugins", "new", kind, "acme", "--path", str(folder / kind)]) == 0
+    subprocess.run(
+        [sys.executable, "-P", *PIP, "--target", str(folder / "site"), *(str(folder / kind) for kind in KINDS)],
+        check=True,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(made: Path) -> Callable[..., str]:
+    """Run this Python with the packages installed, away from this tree; return what it printed."""
+
+    def run(*words: str) -> str:
+        environ = {**os.environ, "PYTHONPATH": str(made / "site"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-P", *words], cwd=made, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_the_tests_that_come_with_each_package_pass(made: Path, run: Callable[..., str]) -> None:
+    said = run("-m", "pytest", "-q", "--import-mode=importlib", *(f"{kind}/tests" for kind in KINDS))
+    assert "failed" not in said
+    assert " passed" in said
+
+
+def test_each_package_gets_the_conformance_kits_verdicts(run: Callable[..., str]) -> None:
+    for kind in KINDS:
+        report = json.loads(run("-m", "tokenspeed_core.cli", "plugins", "check", f"acme-{kind}", "--json"))
+        assert report["passed"], report
+        assert len(report["verdicts"]) > (5 if kind != "command" else 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "settings"),
+    [
+        ("attention", "acme/attention", {"attention_backend": "acme/attention"}),
+        ("linear", "acme/linear", {}),
+        ("sampling", "acme/sampling", {"sampling_backend": "acme/sampling,auto"}),
+        ("moe", "acme/moe", {"moe_backend": "acme/moe,auto", "model": "experts"}),
+        ("attention", "", {"schedule_policy": "acme/policy"}),
+        ("attention", "", {"model": "model/acme_model/example"}),
+    ],
+    ids=["attention", "linear", "sampling", "moe", "policy", "model"],
+)
+def test_each_package_serves_as_it_stands(
+    made: Path, run: Callable[..., str], family: str, backend: str, settings: dict[str, Any]
+) -> None:
+    if "model" in settings:
+        (made / "experts").mkdir(exist_ok=True)
+        (made / "experts" / "config.json").write_text(json.dumps(TINY_EXPERTS))
+        settings = {**settings, "load_format": "dummy", "skip_tokenizer_init": True,
+                    "model": str(made / settings["model"])}
+    ids, backends = json.loads(run("-c", ASK, json.dumps(settings)).splitlines()[-1])
+    assert len(ids) == 8
+    assert backend in ("", *backends[family])
+
+
+def test_the_command_is_one_of_tokenspeeds(run: Callable[..., str]) -> None:
+    assert run("-m", "tokenspeed_core.cli", "acme-command", "Ada") == "hello, Ada\n"
+    assert "acme-command" in run("-m", "tokenspeed_core.cli", "--help")
