@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from tokenspeed_core.config import Config
@@ -9,7 +11,7 @@ from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
-from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.select import Preference, Selector
 from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
 
@@ -70,3 +72,22 @@ def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_se
     config = Config.from_keywords(device="cpu", attention_backend={"prefill": "blackwell", "decode": "torch"})
     with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for blackwell.*that fit: torch"):
         dry_run(config)
+
+
+def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone() -> None:
+    catalog = Catalog.discover()
+    for names, taken in ((("auto",), "blackwell"), (("flashinfer",), "flashinfer")):
+        chosen = Selector(
+            installed_kernels(catalog), PlatformInfo("cuda", (10, 3), "B300"), [Preference("attention", names)],
+            module_exists=lambda name: True,
+        )
+        assert chosen.select_attention(problem("prefill")).spec.backend == taken
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="the library is installed")
+def test_without_its_library_the_plan_says_how_to_get_it() -> None:
+    chosen = selector((10, 0))
+    chosen.select_attention(problem("decode"))
+    assert "module 'flashinfer' is not installed -> pip install 'tokenspeed-kernels-blackwell[flashinfer]'" in (
+        chosen.plan().explain("attention")
+    )
