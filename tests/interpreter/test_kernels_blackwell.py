@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import PROMPTS
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, PROMPTS
+from tokenspeed_kernels_blackwell.block_scaled import TILINGS
+from tokenspeed_kernels_blackwell.reference import nvfp4_values
 
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.testing.attention import Rows, attends, check_attention, limits_of, make_scene
+from tokenspeed_core.testing.conformance import check, make_inputs
+from tokenspeed_core.testing.shapes import contract_of
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -41,3 +45,27 @@ def test_prompts_of_several_tiles_and_blocks_follow_the_formula(window: int | No
     rows = Rows((1, 64, 2, 65, 1), (129, 192, 2, 130, 64))
     scene = make_scene(asked, rows, CPU, seed=0)
     attends(PROMPTS.factory()(asked, limits_of(scene), CPU), asked, scene, rows)
+
+
+MORE_ROWS = (0, 1, TILINGS[0].block_t + 1, TILINGS[-1].block_t + 3)
+
+
+def test_products_of_mxfp8_conform() -> None:
+    assert check(BLOCK_SCALED[0], CPU, num_rows=MORE_ROWS) >= 3 * len(MORE_ROWS)
+
+
+@pytest.mark.parametrize("num_rows", MORE_ROWS)
+def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows: int) -> None:
+    """The interpreter takes a scale's byte for an exponent; so does what is expected here, so sums can be compared."""
+    contract = contract_of(BLOCK_SCALED[1])
+    for case in contract.cases:
+        problem = {**case, "dtype": "float16"}
+        given = make_inputs(contract, problem, num_rows, CPU, strided=True)
+        found = BLOCK_SCALED[1].factory()(problem)(*given.values())
+        x, weight = (
+            nvfp4_values(given[name], torch.exp2(given[f"{name}_scale"].view(torch.uint8).float() - 127))
+            for name in ("x", "weight")
+        )
+        expected = x @ weight.T * given["scale"] + (0 if given["bias"] is None else given["bias"])
+        torch.testing.assert_close(found.float(), expected, rtol=6e-3, atol=6e-3)
+        assert num_rows == 0 or (x @ weight.T).abs().max() > 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.api import Capability, KernelSpec
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
-__all__ = ["FLASHINFER", "PROMPTS"]
+__all__ = ["BLOCK_SCALED", "FLASHINFER", "PROMPTS", "TORCH_BLOCKS"]
 
 _HALVES = ("bfloat16", "float16")
 _OLDEST, _NEWEST = (10, 0), (10, 3)
@@ -34,4 +34,39 @@ FLASHINFER = KernelSpec(
     requires=("flashinfer",),
     obtain="pip install 'tokenspeed-kernels-blackwell[flashinfer]'",
     needs_compile=True,  # the library compiles its launcher, and downloads kernels, at the first call
+)
+
+
+def _block_scaled(op: str) -> KernelSpec:
+    return KernelSpec(
+        op=op,
+        backend="blackwell",
+        capability=Capability(
+            platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST, dtypes=_HALVES,
+            features=frozenset({"graph_safe"}), limits=(AxisLimit("in_size", 128, multiple_of=128),),
+        ),
+        load=f"tokenspeed_kernels_blackwell.block_scaled:{op}",
+        requires=("triton",),
+    )
+
+
+def _torch_blocks(op: str, size: str) -> KernelSpec:
+    return KernelSpec(
+        op=op,
+        backend="torch-blocks",
+        capability=Capability(
+            platforms=("cpu", "cuda"), dtypes=("float32", *_HALVES), features=frozenset({"graph_safe"}),
+            limits=(AxisLimit(size, 32, multiple_of=32),),
+        ),
+        load=f"tokenspeed_kernels_blackwell.reference:{op}",
+        reference=True,
+    )
+
+
+BLOCK_SCALED = (_block_scaled("linear_mxfp8"), _block_scaled("linear_nvfp4"))
+TORCH_BLOCKS = (
+    _torch_blocks("quantize_mxfp8", "size"),
+    _torch_blocks("linear_mxfp8", "in_size"),
+    _torch_blocks("quantize_nvfp4", "size"),
+    _torch_blocks("linear_nvfp4", "in_size"),
 )

@@ -1,0 +1,103 @@
+"""Block-scaled linear maps: what the reference means, and the kernel as machine code for compute capability 10."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from machine_code import REGISTERS, SHARED_BYTES, TENSOR_COLUMNS, compiled
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, TORCH_BLOCKS
+from tokenspeed_kernels_blackwell.block_scaled import BLOCK_K, BLOCK_N, MXFP8, NVFP4, TILINGS, Format, Tiling
+from tokenspeed_kernels_blackwell.block_scaled_kernel import multiply
+from tokenspeed_kernels_blackwell.reference import E2M1, mxfp8_rows, mxfp8_values, nvfp4_rows, nvfp4_values
+
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
+from tokenspeed_core.plugins import Catalog
+from tokenspeed_core.testing.conformance import check
+
+CPU = torch.device("cpu")
+SCALED = {MXFP8: "kind::mxf8f6f4.block_scale.block32", NVFP4: "kind::mxf4nvf4.block_scale.block16"}
+
+
+@pytest.mark.parametrize("spec", TORCH_BLOCKS, ids=lambda spec: spec.op)
+def test_the_reference_conforms(spec: KernelSpec) -> None:
+    assert check(spec, CPU) > 10
+
+
+def test_an_mxfp8_scale_is_the_least_power_of_two_that_keeps_a_group_within_448() -> None:
+    x = torch.zeros(1, 6 * 32)
+    for group, largest in enumerate((448.0, 449.0, 224.0, 0.0, 1e-38, 3e38)):
+        x[0, 32 * group + 5] = -largest
+    codes, scale = mxfp8_rows(x)
+    assert scale.tolist()[0][:4] == [127, 128, 126, 0]
+    assert codes.float().abs().max() <= 448
+    torch.testing.assert_close(mxfp8_values(codes, scale), x, rtol=2**-4, atol=1e-39)
+
+
+def test_values_of_mxfp8_are_within_a_sixteenth() -> None:
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    rounded = mxfp8_values(*mxfp8_rows(x))
+    assert ((rounded - x).abs() <= x.abs() / 16 + x.abs().amax() * 2**-16).all()
+
+
+def test_what_e2m1_holds_comes_back_and_what_lies_between_goes_to_the_nearest_even_code() -> None:
+    one = torch.ones(1)
+    held = torch.tensor([E2M1, tuple(-value for value in E2M1)]).flatten().view(1, 16)
+    assert torch.equal(nvfp4_values(*nvfp4_rows(held, one)), held)
+    between = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, *[0.0] * 8]])
+    expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    assert nvfp4_values(*nvfp4_rows(between, one))[0, :8].tolist() == expected
+
+
+def test_a_groups_scale_is_rounded_to_e4m3_under_the_scale_of_all() -> None:
+    x = torch.zeros(1, 32)
+    x[0, 3], x[0, 20] = 2688.0, 6.5
+    codes, group_scale = nvfp4_rows(x, torch.tensor([0.5]))
+    assert group_scale.float().tolist() == [[448.0, 2.25]]  # 2688 / 6 / 0.5 is beyond the largest; 6.5 / 6 / 0.5
+    assert codes[0, 1].item() >> 4 == 7, "the later of two values stands in the high bits"
+    assert codes[0, 10].item() & 15 == 7
+
+
+@pytest.mark.parametrize("capability", [100, 103])
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.block_t} tokens")
+@pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
+def test_the_tensor_cores_scale_the_operands_themselves(
+    form: Format, tiling: Tiling, capability: int, tmp_path: Path
+) -> None:
+    value, scale = ("fp8e4nv", "u8") if form is MXFP8 else ("u8", "fp8e4nv")
+    signature = {
+        "x_ptr": f"*{value}", "x_scale_ptr": f"*{scale}", "w_ptr": f"*{value}", "w_scale_ptr": f"*{scale}",
+        "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        **dict.fromkeys(("x_stride", "x_scale_stride", "num_rows", "N"), "i32"),
+    }
+    constants = {
+        "K": 4096, "FORMAT": form.name, "PACKED": form.packed, "GROUP": form.group, "HAS_SCALE": form is NVFP4,
+        "HAS_BIAS": True, "BLOCK_N": BLOCK_N, "BLOCK_T": tiling.block_t, "BLOCK_K": BLOCK_K,
+    }
+    code = compiled(
+        multiply, signature, constants, tmp_path, capability=capability,
+        aligned=tuple(name for name in signature if name not in ("scale_ptr", "num_rows")),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )
+    assert code.count(f"tcgen05.mma.cta_group::1.{SCALED[form]}") > 0
+    assert code.count("mma.sync") == 0
+    assert code.stack_bytes == 0, "registers are spilled"
+    assert code.num_registers * 32 * tiling.num_warps <= REGISTERS
+    assert code.shared_bytes <= SHARED_BYTES
+    assert code.tensor_columns <= TENSOR_COLUMNS
+
+
+@pytest.mark.parametrize("op", [spec.op for spec in BLOCK_SCALED])
+def test_a_blackwell_device_gets_the_kernel_and_others_the_reference_with_the_reason(op: str) -> None:
+    catalog = Catalog.discover()
+    problem = {"in_size": 4096, "out_size": 1024, "dtype": "bfloat16"}
+    for capability, backend in (((10, 0), "blackwell"), ((9, 0), "torch-blocks")):
+        chosen = Selector(
+            installed_kernels(catalog), PlatformInfo("cuda", capability), ops=installed_ops(catalog),
+            needs=frozenset({"graph_safe"}),
+        )
+        assert chosen.select(op, problem).spec.backend == backend
+    assert "compute capability 9.0 is outside 10.0 to 10.3" in chosen.plan().explain(op)

@@ -1,0 +1,43 @@
+"""Triton code of products of block-scaled operands, which these tensor cores scale themselves."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, scale_ptr, bias_ptr, y_ptr, x_stride, x_scale_stride, num_rows, N,
+    K: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """Store y [T, N]: grid (tiles of N, tiles of T). The weight is the side of 128 rows, whatever the number of tokens.
+
+    x and w hold PACKED values of FORMAT in an element; GROUP values share a scale; `scale` is one factor of all.
+    """
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = column < N
+    real = row < num_rows
+    element = tl.arange(0, BLOCK_K // PACKED)
+    group = tl.arange(0, BLOCK_K // GROUP)
+    wide_row = tl.minimum(row, num_rows - 1).to(tl.int64)  # rows that are none repeat the last, and are not stored
+    wide_column = tl.minimum(column, N - 1).to(tl.int64)
+    w_ptrs = w_ptr + wide_column[:, None] * (K // PACKED) + element[None, :]
+    w_scale_ptrs = w_scale_ptr + wide_column[:, None] * (K // GROUP) + group[None, :]
+    x_ptrs = x_ptr + wide_row[:, None] * x_stride + element[None, :]
+    x_scale_ptrs = x_scale_ptr + wide_row[:, None] * x_scale_stride + group[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        w = tl.load(w_ptrs + start // PACKED)
+        w_scale = tl.load(w_scale_ptrs + start // GROUP)
+        x = tl.load(x_ptrs + start // PACKED)
+        x_scale = tl.load(x_scale_ptrs + start // GROUP)
+        total = tl.dot_scaled(w, w_scale, FORMAT, x.T, x_scale, FORMAT, total)
+    if HAS_SCALE:
+        total *= tl.load(scale_ptr)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    y_ptrs = y_ptr + wide_row[None, :] * N + wide_column[:, None]
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])

@@ -1,0 +1,111 @@
+"""Linear maps of block-scaled operands in plain torch: their meaning, on any device.
+
+MXFP8 is that of the OCP Microscaling specification 1.0 (arXiv:2310.10537), its scale rounded up so that no value
+saturates; NVFP4 is described in arXiv:2509.25149.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import Problem
+
+E4M3_LARGEST, E2M1_LARGEST = 448.0, 6.0
+MX_GROUP, NV_GROUP = 32, 16
+E8M0_BIAS = 127
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; the fourth bit is the sign
+
+Quantized = tuple[Tensor, Tensor]
+
+
+def mxfp8_rows(x: Tensor) -> Quantized:
+    """Return x [T, N] as float8_e4m3fn [T, N] and its scales' exponents, uint8 [T, N / 32], 127 being 1."""
+    groups = _groups(x.to(torch.float32), MX_GROUP)
+    mantissa, exponent = torch.frexp(groups.abs().amax(dim=-1) / E4M3_LARGEST)
+    exponent = (exponent - (mantissa == 0.5).to(torch.int32)).clamp(-E8M0_BIAS, E8M0_BIAS)
+    exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
+    codes = torch.ldexp(groups, -exponent.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+    return codes, (exponent + E8M0_BIAS).to(torch.uint8)
+
+
+def mxfp8_values(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return what `mxfp8_rows` stored, in float32."""
+    exponent = scale.to(torch.int32) - E8M0_BIAS
+    groups = _groups(codes.to(torch.float32), MX_GROUP)
+    return torch.ldexp(groups, exponent.unsqueeze(-1)).flatten(-2)
+
+
+def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
+    """Return x [T, N] as e2m1, two in a uint8 [T, N / 2], the earlier in the low bits, and e4m3 scales [T, N / 16].
+
+    `scale`, float32 of one element above 0, stands over those: the largest magnitude of all values / 2688, or more.
+    """
+    groups = _groups(x.to(torch.float32), NV_GROUP)
+    largest = groups.abs().amax(dim=-1) / E2M1_LARGEST / scale
+    group_scale = largest.clamp_(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
+    divisor = (group_scale.to(torch.float32) * scale).unsqueeze(-1)
+    scaled = torch.where(divisor == 0, 0.0, groups / divisor).flatten(-2)
+    codes = _nearest_e2m1(scaled.abs()) | (scaled < 0).to(torch.uint8) << 3
+    return codes[..., 0::2] | codes[..., 1::2] << 4, group_scale
+
+
+def nvfp4_values(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return what `nvfp4_rows` stored, in float32, without the scale over all."""
+    each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int64)
+    magnitude = torch.tensor(E2M1, device=codes.device)[each & 7]
+    values = _groups(torch.where(each >= 8, -magnitude, magnitude), NV_GROUP)
+    return (values * scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+def quantize_mxfp8(problem: Problem) -> Callable[[Tensor], Quantized]:
+    """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale uint8 [T, N / 32])`."""
+    del problem  # the rows tell their size
+    return mxfp8_rows
+
+
+def quantize_nvfp4(problem: Problem) -> Callable[[Tensor, Tensor], Quantized]:
+    """Return `quantize(x [T, N], scale [1]) -> (y uint8 [T, N / 2], scale float8_e4m3fn [T, N / 16])`."""
+    del problem
+    return nvfp4_rows
+
+
+def linear_mxfp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; each call widens both to float32."""
+    dtype: torch.dtype = getattr(torch, problem["dtype"])
+
+    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+        y = functional.linear(mxfp8_values(x, x_scale), mxfp8_values(weight, weight_scale))
+        return (y if bias is None else y.add_(bias)).to(dtype)
+
+    return linear
+
+
+def linear_nvfp4(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """Return `linear(x, x_scale, weight, weight_scale, scale, bias) -> y [T, O]`; each call widens both to float32."""
+    dtype: torch.dtype = getattr(torch, problem["dtype"])
+
+    def linear(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        y = functional.linear(nvfp4_values(x, x_scale), nvfp4_values(weight, weight_scale)).mul_(scale)
+        return (y if bias is None else y.add_(bias)).to(dtype)
+
+    return linear
+
+
+def _groups(x: Tensor, size: int) -> Tensor:
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _nearest_e2m1(magnitude: Tensor) -> Tensor:
+    """Return the codes of the nearest values, the even code where two are as near, the largest where none is above."""
+    codes = torch.zeros(magnitude.shape, dtype=torch.uint8, device=magnitude.device)
+    for code, (low, high) in enumerate(pairwise(E2M1)):
+        middle = (low + high) / 2
+        codes += (magnitude >= middle if code % 2 else magnitude > middle).to(torch.uint8)
+    return codes
