@@ -33,7 +33,9 @@ class Subcommand:
 
 SUBCOMMANDS: dict[str, Subcommand] = {
     "list": Subcommand("tokenspeed_plugin_tools.listing:list_plugins", "List the installed plugins, importing none."),
+    "info": Subcommand("tokenspeed_plugin_tools.info:info", "Tell all about one distribution."),
     "why": Subcommand("tokenspeed_plugin_tools.why:why", "Say why a kernel runs or not, and what would change it."),
+    "doctor": Subcommand("tokenspeed_plugin_tools.doctor:doctor", "Find what is broken, and the line that mends it."),
     "new": Subcommand("tokenspeed_plugin_tools.new:new", "Write a package that installs, passes its tests and serves."),
     "check": Subcommand("tokenspeed_plugin_tools.check:check", "Ask the conformance kit about a distribution."),
 }

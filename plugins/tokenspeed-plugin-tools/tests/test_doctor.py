@@ -1,0 +1,190 @@
+"""`plugins doctor`: each way an installation can be broken, the line that mends it, and that nothing breaks doctor."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from fake_site import Site
+
+from tokenspeed_core.cli import main
+
+POLICY = "POLICY = object()\n"
+KERNELS = {"vendor": "SPEC", "lost": "LOST"}
+
+
+def diagnose(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """Return the exit status, and the findings by distribution."""
+    status = main(["plugins", "doctor", *words, "--json"])
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in json.loads(capsys.readouterr().out)["findings"]:
+        found.setdefault(each["distribution"], []).append(each)
+    return status, found
+
+
+def test_what_is_sound_is_called_so(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("sound", {"policies calm": "sound:POLICY [api1]"}, files={"sound.py": POLICY})
+    _, found = diagnose(capsys)
+    assert "sound" not in found
+    status = main(["plugins", "doctor"])
+    text = capsys.readouterr().out
+    assert text.partition("\n")[0].startswith("no problems") == (status == 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "what", "mend"),
+    [
+        ("raise OSError('no disk')\n", "OSError: no disk", "pip install --force-reinstall odd==1.0"),
+        ("def\n", "SyntaxError", "pip install --force-reinstall odd==1.0"),
+        ("import no_such_library\n", "No module named 'no_such_library'", "install what provides 'no_such_library'"),
+        ("import odd.part\n", "No module named 'odd.part'", "pip install --force-reinstall odd==1.0"),
+        ("OTHER = 1\n", "AttributeError", "pip install --force-reinstall odd==1.0"),
+        ("raise SystemExit(4)\n", "SystemExit: 4", "pip install --force-reinstall odd==1.0"),
+        ("import os\nos.abort()\n", "its import ended the process with status -6", "TOKENSPEED_PLUGINS=-odd"),
+    ],
+)
+def test_an_import_that_fails_is_found(
+    site: Site, capsys: pytest.CaptureFixture[str], source: str, what: str, mend: str
+) -> None:
+    site.install("odd", {"policies odd": "odd:POLICY [api1]"}, files={"odd.py": source})
+    status, found = diagnose(capsys)
+    (finding,) = found["odd"]
+    assert status == 1
+    assert what in finding["what"]
+    assert mend in finding["mend"]
+    assert "TOKENSPEED_PLUGINS=-odd goes without it" in finding["mend"]
+
+
+@pytest.mark.parametrize(
+    ("value", "requires", "what", "mend"),
+    [
+        ("odd:P [api2]", "", "needs api 2 of policies", "pip install --upgrade tokenspeed-core"),
+        ("odd:P [api0]", "", "needs api 0 of policies", "pip install --upgrade odd"),
+        ("odd:P", "", "names no api", "tell its author"),
+        ("odd:P [api1]", "tokenspeed-core>=99", "needs tokenspeed-core >=99", "pip install --upgrade odd"),
+        ("odd:POLICY [api1]", "no-such-thing>=2", "it requires no-such-thing>=2, which is not installed",
+         "pip install 'no-such-thing>=2'"),
+        ("odd:POLICY [api1]", "typer<0.0.1", "it requires typer<0.0.1, which is", "pip install 'typer<0.0.1'"),
+    ],
+)
+def test_what_does_not_fit_is_found(
+    site: Site, capsys: pytest.CaptureFixture[str], value: str, requires: str, what: str, mend: str
+) -> None:
+    site.install("odd", {"policies odd": value}, requires=requires, files={"odd.py": POLICY})
+    status, found = diagnose(capsys)
+    (finding,) = found["odd"]
+    assert status == 1
+    assert what in finding["what"]
+    assert mend in finding["mend"]
+
+
+def test_two_with_one_name_are_found_until_the_selection_settles_it(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        site.install(name, {"policies same": f"{name}:POLICY [api1]"}, files={f"{name}.py": POLICY})
+    status, found = diagnose(capsys)
+    assert status == 1
+    assert "policies same is claimed by first 1.0 and second 1.0" in found["second"][0]["what"]
+    assert "TOKENSPEED_PLUGINS=-second" in found["second"][0]["mend"]
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", "-second")
+    _, found = diagnose(capsys)
+    assert not {"first", "second"} & found.keys()
+
+
+def test_a_shadowing_of_a_built_in_name_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("rude", {"policies fcfs": "rude:P [api1]", "commands serve": "rude:P [api1]"},
+                 files={"rude.py": "P = 1\n"})
+    status, found = diagnose(capsys)
+    assert status == 1
+    assert sorted(each["what"] for each in found["rude"]) == [
+        "commands serve: the name serve is built in; its author must choose another",
+        "policies fcfs: the name fcfs is built in; its author must choose another",
+    ]
+
+
+def test_metadata_without_code_is_found_with_the_folder_to_remove(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = site.path / "stale_thing.egg-info"
+    stale.mkdir()
+    (stale / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: stale-thing\nVersion: 0.9\n")
+    (stale / "entry_points.txt").write_text("[tokenspeed.policies]\nstale = stale_thing.gone:P [api1]\n")
+    site.install("gone", {"policies gone": "gone_module:P [api1]"})
+    status, found = diagnose(capsys)
+    assert status == 1
+    (finding,) = found["stale-thing"]
+    assert "the module stale_thing is gone" in finding["what"]
+    assert finding["mend"] == f"rm -r {stale}"
+    assert found["gone"][0]["mend"] == "pip uninstall -y gone"
+
+
+def test_a_second_copy_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("twice", {"policies twice": "twice:POLICY [api1]"}, version="1.0", files={"twice.py": POLICY})
+    site.install("twice", {"policies twice": "twice:POLICY [api1]"}, version="2.0")
+    status, found = diagnose(capsys)
+    assert status == 1
+    assert "installed twice" in found["twice"][0]["what"]
+    assert "then pip install twice" in found["twice"][0]["mend"]
+
+
+def test_a_missing_vendor_library_is_a_note_with_the_line_that_brings_it(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        "from tokenspeed_core.api import Capability, KernelSpec\n"
+        "SPEC = KernelSpec(op='attention', backend='vendor', capability=Capability(('cuda',), ('bfloat16',)),\n"
+        "                  load='vendor_plugin:make', requires=('no_such_library',), obtain='pip install it')\n"
+        "LOST = KernelSpec(op='attention', backend='lost', capability=Capability(('cuda',), ('bfloat16',)),\n"
+        "                  load='vendor_plugin_gone:make')\n"
+    )
+    site.install(
+        "vendor-plugin",
+        {f"kernels.attention {name}": f"vendor_plugin:{spec} [api1]" for name, spec in KERNELS.items()},
+        files={"vendor_plugin.py": source},
+    )
+    _, found = diagnose(capsys)
+    lost, missing = sorted(found["vendor-plugin"], key=lambda each: each["is_note"])
+    assert "names vendor_plugin_gone:make, whose module does not exist" in lost["what"]
+    assert missing["is_note"]
+    assert "needs the module no_such_library" in missing["what"]
+    assert missing["mend"] == "pip install it"
+
+
+def test_a_descriptor_that_imports_a_tensor_library_is_noted(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("slow", {"policies slow": "slow:POLICY [api1]"},
+                 files={"slow.py": f"import torch\n{POLICY}", "torch.py": "tensor = 1\n"})
+    _, found = diagnose(capsys)
+    (finding,) = found["slow"]
+    assert finding["is_note"]
+    assert "imports torch with its descriptor" in finding["what"]
+
+
+def test_everything_broken_at_once_and_switched_off_is_still_looked_at(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install("raises", {"policies angry": "raises:P [api1]"}, files={"raises.py": "raise OSError('no disk')\n"})
+    site.install("tomorrow", {"policies new": "tomorrow:P [api2]"}, files={"tomorrow.py": "P = 1\n"})
+    site.install("gone", {"policies gone": "gone_module:P [api1]"})
+    everything = {"raises", "tomorrow", "gone"}
+    assert everything <= diagnose(capsys)[1].keys()
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", "")
+    assert everything - {"raises"} <= diagnose(capsys)[1].keys()
+    assert "raises" not in diagnose(capsys, "--no-plugins")[1]
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", "absent")
+    status, found = diagnose(capsys)
+    assert status == 1
+    assert found["TOKENSPEED_PLUGINS"][0]["mend"] == "correct the variable, or unset it"
+    assert not {"raises", "tomorrow"} & set(sys.modules)
+
+
+def test_each_problem_stands_with_its_mend_below_its_distribution(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.install("gone", {"policies gone": "gone_module:P [api1]"})
+    assert main(["plugins", "doctor"]) == 1
+    text = capsys.readouterr().out
+    assert f"gone 1.0\n  only its metadata is left in {site.path}: the module gone_module is gone\n" in text
+    assert "  -> pip uninstall -y gone" in text

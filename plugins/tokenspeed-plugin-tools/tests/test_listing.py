@@ -1,0 +1,167 @@
+"""`plugins list` and `plugins info`: what is shown of sound and broken plugins, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_site import Site
+from tokenspeed_plugin_tools.origins import PUBLISHED
+
+from tokenspeed_core.cli import main
+
+Refusal = Callable[..., str]
+POLICY = "POLICY = object()\n"
+RAISES = "raise OSError('no disk')\n"
+ROOT = Path(__file__).parents[3]
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:
+    assert main(["plugins", "list", *words, "--json"]) == 0
+    return {f"{each['distribution']} {each['name']}": each for each in json.loads(capsys.readouterr().out)}
+
+
+@pytest.fixture
+def zoo(site: Site) -> Site:
+    """Install one plugin of every status."""
+    site.install("sound", {"policies calm": "sound:POLICY [api1]"}, files={"sound.py": POLICY})
+    site.install("raises", {"policies angry": "raises:POLICY [api1]"}, files={"raises.py": RAISES})
+    site.install("misspelt", {"policies odd": "misspelt:POLICY [api1]"}, files={"misspelt.py": "def\n"})
+    site.install("tomorrow", {"policies new": "tomorrow:POLICY [api2]"}, files={"tomorrow.py": POLICY})
+    site.install("yesterday", {"policies old": "y:P [api1]"}, requires="tokenspeed-core<0.0.1")
+    site.install("early", {"grammar g": "early:G [api1]"}, files={"early.py": "G = 1\n"})
+    site.install("rude", {"policies fcfs": "rude:P [api1]"}, files={"rude.py": "P = 1\n"})
+    return site
+
+
+def test_the_status_of_each_is_told_from_metadata(
+    zoo: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = listed(capsys)
+    status = {name.partition(" ")[0]: each["status"] for name, each in found.items()}
+    assert status.items() >= {
+        "sound": "ok", "raises": "ok", "misspelt": "ok", "tomorrow": "incompatible", "yesterday": "incompatible",
+        "early": "unused", "rude": "incompatible",
+    }.items()
+    assert found["tomorrow new"]["reason"].startswith("needs api 2 of policies")
+    assert found["yesterday old"]["reason"].startswith("needs tokenspeed-core <0.0.1")
+    assert found["rude fcfs"]["reason"] == "the name fcfs is built in; its author must choose another"
+    assert not {"sound", "raises", "early"} & set(sys.modules)
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", "-sound")
+    assert listed(capsys)["sound calm"]["status"] == "disabled"
+    monkeypatch.delenv("TOKENSPEED_PLUGINS")
+    assert listed(capsys, "--no-plugins")["sound calm"]["reason"] == "left out by --no-plugins"
+
+
+def test_loading_finds_those_that_fail_and_imports_nothing_here(
+    zoo: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = listed(capsys, "--load", "--kind", "policies")
+    assert found["sound calm"]["status"] == "ok"
+    assert (found["raises angry"]["status"], found["raises angry"]["reason"]) == ("failed", "OSError: no disk")
+    assert found["misspelt odd"]["reason"].startswith("SyntaxError")
+    assert found["tomorrow new"]["status"] == "incompatible"
+    assert not {"sound", "raises"} & set(sys.modules)
+
+
+def test_a_plugin_whose_import_ends_the_process_or_hangs_up_harms_nobody(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.install("deadly", {"policies d": "deadly:P [api1]"}, files={"deadly.py": "import os\nos._exit(3)\n"})
+    site.install("noisy", {"policies n": "noisy:P [api1]"}, files={"noisy.py": "print('noise')\nP = 1\n"})
+    found = listed(capsys, "--load", "--kind", "policies")
+    assert found["deadly d"]["reason"].startswith("its import ended the process with status 3")
+    assert found["noisy n"]["status"] == "ok"
+
+
+def test_the_table_says_who_published_what_and_is_cut_to_a_kind(
+    zoo: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (zoo.path / "sound-1.0.dist-info" / "direct_url.json").write_text(
+        '{"url": "file:///home/me/sound", "dir_info": {"editable": true}}'
+    )
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plugins", "list", "--kind", "policies"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN"]
+    rows = {line.split()[0]: line for line in lines[1:] if line}
+    assert rows["sound"].endswith("third party, editable /home/me/sound")
+    assert "early" not in rows
+    assert "raises" in rows
+    ours = listed(capsys, "--kind", "commands")["tokenspeed-plugin-tools plugins"]
+    assert ours["publisher"] == "ours"
+
+
+def test_a_kind_of_which_nothing_is_installed_is_refused(site: Site, refusal: Refusal) -> None:
+    assert "--kind nonsense: nothing of this kind is installed; there is " in refusal(
+        "plugins", "list", "--kind", "nonsense"
+    )
+
+
+def test_info_tells_what_one_distribution_is_and_what_its_import_costs(
+    zoo: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins", "info", "sound", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["name"], record["version"], record["publisher"]) == ("sound", "1.0", "third party")
+    assert record["is_editable"] is False
+    assert record["import_ms"] > 0
+    assert [(each["kind"], each["name"], each["status"]) for each in record["provides"]] == [
+        ("policies", "calm", "ok"),
+    ]
+    assert main(["plugins", "info", "calm"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("sound 1.0\n  origin   third party, installed\n")
+    assert main(["plugins", "info", "raises"]) == 0
+    assert "failed: OSError: no disk" in capsys.readouterr().out
+    assert main(["plugins", "info", "tomorrow"]) == 0
+    assert "incompatible: needs api 2 of policies" in capsys.readouterr().out
+
+
+def test_info_names_the_modules_that_kernels_need_and_how_to_get_them(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = (
+        "from tokenspeed_core.api import Capability, KernelSpec\n"
+        "SPEC = KernelSpec(op='attention', backend='vendor', capability=Capability(('cuda',), ('bfloat16',)),\n"
+        "                  load='vendor_plugin:make', requires=('no_such_library',), obtain='pip install it')\n"
+    )
+    site.install("vendor-plugin", {"kernels.attention vendor": "vendor_plugin:SPEC [api1]"},
+                 files={"vendor_plugin.py": spec})
+    assert main(["plugins", "info", "vendor-plugin"]) == 0
+    assert "needs    no_such_library (missing: pip install it)" in capsys.readouterr().out
+    assert main(["plugins", "info", "vendor-plugin", "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["required_modules"]
+    assert needed == {"no_such_library": {"is_installed": False, "obtain": "pip install it"}}
+
+
+def test_info_about_nothing_installed_names_the_nearest(zoo: Site, refusal: Refusal) -> None:
+    assert "did you mean sound?" in refusal("plugins", "info", "sounds")
+
+
+def test_with_thirty_plugins_only_what_is_asked_for_is_imported(site: Site) -> None:
+    for number in range(30):
+        name = f"stranger_{number}"
+        site.install(name, {f"policies p{number}": f"{name}:P [api1]", f"commands c{number}": f"{name}:run [api1]"},
+                     files={f"{name}.py": "P = object()\ndef run(words):\n    return 0\n"})
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); from tokenspeed_core.cli import main; main(sys.argv[1:]);"
+        "print('IMPORTED', *(name for name in sys.modules if name.startswith(('stranger', 'torch', 'numpy'))))"
+    )
+    for words, imported in ((("--help",), ""), (("plugins", "list"), ""), (("c7",), " stranger_7")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(site.path), *words], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == f"IMPORTED{imported}"
+        assert done.stderr == ""
+
+
+@pytest.mark.tree
+def test_every_distribution_of_this_repository_is_known_as_ours() -> None:
+    folders = [*ROOT.glob("tokenspeed_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    assert {path.parent.name.replace("_", "-") for path in folders} <= PUBLISHED

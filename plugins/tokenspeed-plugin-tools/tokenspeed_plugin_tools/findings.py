@@ -1,0 +1,134 @@
+"""What can be wrong with installed plugins, each with the line that mends it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from tokenspeed_core.commands import VARIABLE, Entry, Status, normalise
+from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
+from tokenspeed_plugin_tools.probe import Probed
+
+
+def of_metadata(installed: Sequence[Installed]) -> Iterator[Finding]:
+    """Yield what is wrong that metadata and folders tell: code that is gone, unmet requirements, second copies."""
+    first: dict[str, Installed] = {}
+    for each in installed:
+        if each.name in first:
+            other = first[each.name]
+            if other.root != each.root or other.version != each.version:
+                yield Finding(
+                    each.name, each.version,
+                    f"installed twice: this copy in {each.root} is behind {other.version} in {other.root}",
+                    f"pip uninstall -y {each.name} until it says that none is installed, then pip install {each.name}",
+                )
+            continue
+        first[each.name] = each
+        yield from _gone(each)
+        yield from _unmet(each)
+
+
+def _gone(installed: Installed) -> Iterator[Finding]:
+    modules = {
+        point.value.partition(":")[0].partition("[")[0].strip().partition(".")[0]
+        for point in installed.distribution.entry_points if point.group.startswith(GROUP)
+    }
+    for module in sorted(modules):
+        try:
+            is_there = importlib.util.find_spec(module) is not None
+        except (ImportError, ValueError):
+            is_there = False
+        if not is_there:
+            leftover = next(installed.root.glob(f"{installed.name.replace('-', '[-_.]')}*.egg-info"), None)
+            yield Finding(
+                installed.name, installed.version,
+                f"only its metadata is left in {installed.root}: the module {module} is gone",
+                f"rm -r {leftover}" if leftover else f"pip uninstall -y {installed.name}",
+            )
+
+
+def _unmet(installed: Installed) -> Iterator[Finding]:
+    for line in installed.distribution.requires or ():
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            yield Finding(installed.name, installed.version, f"it requires {line!r}, which is no requirement",
+                          f"pip uninstall -y {installed.name}")
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if normalise(requirement.name) == "tokenspeed-core":
+            continue  # that range is judged with the entries
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:
+            found = ""
+        if not found or not requirement.specifier.contains(found, prereleases=True):
+            what = f"which is {found}" if found else "which is not installed"
+            name = f"{requirement.name}{requirement.specifier}"
+            yield Finding(installed.name, installed.version, f"it requires {name}, {what}", f"pip install '{name}'")
+
+
+def of_status(entries: Iterable[Entry]) -> Iterator[Finding]:
+    """Yield what the core says of entries that it does not use."""
+    for entry in entries:
+        what = f"{entry.kind} {entry.name}: {entry.reason}"
+        if entry.status is Status.INCOMPATIBLE:
+            yield Finding(entry.distribution, entry.version, what, _upgrade(entry))
+        elif entry.status is Status.FAILED:
+            reason, _, _ = entry.reason.partition("; ")
+            yield Finding(entry.distribution, entry.version, reason,
+                          f"pip uninstall {entry.distribution}, or {VARIABLE}=-{entry.distribution}")
+        elif entry.status is Status.UNUSED:
+            yield Finding(entry.distribution, entry.version, what, "nothing: a newer core may use it", is_note=True)
+
+
+def _upgrade(entry: Entry) -> str:
+    if "upgrade tokenspeed-core" in entry.reason:
+        return "pip install --upgrade tokenspeed-core"
+    if "built in" in entry.reason or "no kind" in entry.reason or "names no api" in entry.reason:
+        return f"pip uninstall {entry.distribution}, and tell its author"
+    return f"pip install --upgrade {entry.distribution}, or pip uninstall it"
+
+
+def of_probes(probed: Mapping[Entry, Probed]) -> Iterator[Finding]:
+    """Yield what importing the plugins showed."""
+    for entry, told in probed.items():
+        what = f"{entry.kind} {entry.name}"
+        without = f"{VARIABLE}=-{entry.distribution}"
+        if told.error:
+            yield Finding(
+                entry.distribution, entry.version, f"{what} fails to import: {told.error}",
+                f"{_again(entry, told.error)}; {without} goes without it",
+            )
+        for target in told.dangling:
+            yield Finding(entry.distribution, entry.version, f"{what} names {target}, whose module does not exist",
+                          _again(entry, ""))
+        for need in told.needs:
+            if not need.is_installed:
+                yield Finding(
+                    entry.distribution, entry.version, f"{what} needs the module {need.module}, not installed",
+                    need.obtain or f"install what provides {need.module}", is_note=True,
+                )
+        if told.heavy:
+            yield Finding(
+                entry.distribution, entry.version,
+                f"{what} imports {', '.join(told.heavy)} with its descriptor ({told.seconds:.1f} s at every start)",
+                f"its author moves that import into the module that is loaded when it is chosen; {without} goes "
+                "without it", is_note=True,
+            )
+
+
+def _again(entry: Entry, error: str) -> str:
+    """Return the line that installs a distribution again, or what its import lacks."""
+    _, missing, module = error.partition("No module named ")
+    own = entry.value.partition(":")[0].partition(".")[0]
+    if missing and not f"{module.strip(chr(39))}.".startswith(f"{own}."):
+        return f"install what provides {module}, and tell its author to declare it"
+    kind, _, folder = entry.origin.partition(" ")
+    if kind == "editable":
+        return f"mend what is in {folder}"
+    return f"pip install --force-reinstall {entry.distribution}=={entry.version}"

@@ -1,0 +1,96 @@
+"""`tokenspeed plugins info`: all that can be known of one distribution."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+import typer
+
+from tokenspeed_core.commands import Catalog, Entry, normalise
+from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_plugin_tools.origins import publisher
+from tokenspeed_plugin_tools.probe import Probed, probe
+
+
+def info(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="a distribution, or the name of what it provides")],
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> int:
+    """Print where a distribution came from, what it provides and needs, and what its import costs."""
+    entries = _find(Catalog.discover(check=False).all(), name)
+    record = describe(entries)
+    print(json.dumps(record, indent=2) if as_json else as_text(record))
+    return 0
+
+
+def _find(entries: tuple[Entry, ...], name: str) -> list[Entry]:
+    """Return the entries of a distribution, or of the only one that provides a name. Raises ToolsError."""
+    wanted = normalise(name)
+    providers = {entry.distribution for entry in entries if entry.name == name}
+    names = sorted({entry.distribution for entry in entries})
+    if wanted not in names:
+        if len(providers) > 1:
+            raise ToolsError(f"info {name}: several distributions provide it; name one: {', '.join(sorted(providers))}")
+        if not providers:
+            near = get_close_matches(wanted, names, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"installed: {', '.join(names) or 'none'}"
+            raise ToolsError(f"info {name}: no installed distribution of that name provides plugins; {meant}")
+        (wanted,) = providers
+    return [entry for entry in entries if entry.distribution == wanted]
+
+
+def describe(entries: list[Entry]) -> dict[str, Any]:
+    """Return what is known of a distribution; its usable plugins are imported, in a process of their own."""
+    first = entries[0]
+    probed = probe(entries)
+    needs = {need.module: need for told in probed.values() for need in told.needs}
+    return {
+        "name": first.distribution,
+        "version": first.version,
+        "publisher": publisher(first.distribution),
+        "origin": first.origin,
+        "is_editable": first.origin.startswith("editable "),
+        "requires_core": first.requires_core,
+        "import_ms": round(sum(told.seconds for told in probed.values()) * 1000, 1),
+        "imports": sorted({library for told in probed.values() for library in told.heavy}),
+        "required_modules": {
+            module: {"is_installed": need.is_installed, "obtain": need.obtain} for module, need in needs.items()
+        },
+        "provides": [_provided(entry, probed.get(entry)) for entry in entries],
+    }
+
+
+def _provided(entry: Entry, told: Probed | None) -> dict[str, Any]:
+    has_failed = told is not None and bool(told.error)
+    return {
+        "kind": entry.kind, "name": entry.name, "api": entry.api, "value": entry.value,
+        "status": "failed" if has_failed else str(entry.status),
+        "reason": told.error if told is not None and has_failed else entry.reason,
+        "import_ms": None if told is None else round(told.seconds * 1000, 1),
+    }
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """Lay a description out for people."""
+    needed = (
+        f"{module} ({'installed' if each['is_installed'] else 'missing: ' + (each['obtain'] or 'unknown')})"
+        for module, each in record["required_modules"].items()
+    )
+    heavy = f", and brings {', '.join(record['imports'])}" if record["imports"] else ""
+    lines = [
+        f"{record['name']} {record['version']}",
+        f"  origin   {record['publisher']}, {record['origin']}",
+        f"  core     {record['requires_core'] or 'any version'}",
+        f"  needs    {', '.join(needed) or 'no other modules'}",
+        f"  import   {record['import_ms']} ms{heavy}",
+        "  provides",
+    ]
+    width = max(len(f"{each['kind']} {each['name']}") for each in record["provides"])
+    for each in record["provides"]:
+        what = f"{each['kind']} {each['name']}".ljust(width)
+        api = "-" if each["api"] is None else each["api"]
+        reason = f": {each['reason']}" if each["reason"] else ""
+        lines.append(f"    {what}  api {api}  {each['status']}{reason}")
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""The distributions that offer plugins, read one by one, so that one whose metadata is broken hides no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import Distribution
+from pathlib import Path
+
+from tokenspeed_core.commands import normalise
+
+GROUP = "tokenspeed."
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong with a distribution. A `note` harms nobody, or only whoever wants what is missing."""
+
+    distribution: str
+    version: str
+    what: str
+    mend: str
+    is_note: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A distribution whose metadata was read, and the folder that holds the metadata."""
+
+    distribution: Distribution
+    name: str
+    version: str
+    root: Path
+
+
+def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[Finding]]:
+    """Return the distributions that offer plugins, and a finding for each whose metadata cannot be read."""
+    good: list[Installed] = []
+    bad: list[Finding] = []
+    for each in distributions:
+        root = Path(str(each.locate_file("")))
+        try:
+            if GROUP not in (each.read_text("entry_points.txt") or ""):
+                continue
+            name, number = each.metadata["Name"], each.metadata["Version"]
+            if not name or not number:
+                raise ValueError("METADATA names no version" if name else "METADATA is missing or names nothing")
+            for point in each.entry_points:
+                _ = point.extras  # a value of another form raises here
+            text = each.read_text("direct_url.json")
+            if text:
+                json.loads(text)
+        except Exception as error:  # metadata may be anything at all
+            bad.append(_unreadable(each, root, error))
+        else:
+            good.append(Installed(each, normalise(name), number, root))
+    return good, bad
+
+
+def _unreadable(distribution: Distribution, root: Path, error: Exception) -> Finding:
+    texts = (path for path in sorted(root.glob("*.dist-info")) if (path / "entry_points.txt").is_file())
+    folder = next((path for path in texts if _text_of(path) == distribution.read_text("entry_points.txt")), root)
+    name = folder.name.partition("-")[0] or str(root)
+    what = f"its metadata cannot be read: {type(error).__name__}: {error}"
+    return Finding(name, "", what, f"rm -r {folder}, then install it again")
+
+
+def _text_of(path: Path) -> str:
+    return (path / "entry_points.txt").read_text(errors="replace")
