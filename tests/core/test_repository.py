@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.tree
 
@@ -122,6 +123,15 @@ def test_nobody_depends_on_a_name_that_belongs_to_another_project() -> None:
     for folder in DISTRIBUTIONS:
         text = (folder / "pyproject.toml").read_text()
         assert not re.search(r'"tokenspeed(-kernel)?[\[<>=~!; ]*"', text), folder
+
+
+def test_every_plugin_of_ours_says_which_cores_it_fits() -> None:
+    core = tomllib.loads((ROOT / "tokenspeed_core/pyproject.toml").read_text())["project"]
+    for folder in DISTRIBUTIONS:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        wanted = [Requirement(line) for line in project["dependencies"] if line.startswith("tokenspeed-core")]
+        if project["name"] != "tokenspeed-core":
+            assert [bool(each.specifier) and core["version"] in each.specifier for each in wanted] == [True], folder
 
 
 def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
