@@ -27,7 +27,7 @@ def install(tmp_path: Path) -> Iterator[Install]:
     """Write the metadata of a distribution, as pip would, and return all that are written so far."""
 
     def write(
-        name: str, entries: str, *, version: str = "1.0", requires: str = "", where: str = "a"
+        name: str, entries: str, *, version: str = "1.0", requires: str = "", where: str = "modules"
     ) -> list[Distribution]:
         root = tmp_path / where
         info = root / f"{name.replace('-', '_')}-{version}.dist-info"

@@ -147,6 +147,13 @@ def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
                 assert re.search(rf"^(def |class )?{attribute}\b", source.read_text(), re.MULTILINE), value
 
 
+def test_no_name_is_trusted_that_a_stranger_could_still_publish() -> None:
+    from tokenspeed_core.plugins.selection import OURS
+
+    names = {tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"] for folder in DISTRIBUTIONS}
+    assert names > OURS
+
+
 def test_requirements_list_every_distribution() -> None:
     listed = set(re.findall(r"^-e \./(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     assert listed == {str(folder.relative_to(ROOT)) for folder in DISTRIBUTIONS}

@@ -184,6 +184,7 @@ class Config(BaseModel):
 
     no_plugins: bool = _setting(False, "running", "use TokenSpeed's own distributions only")
     strict_plugins: bool = _setting(False, "running", "end when any plugin fails to load")
+    plugins_lock: str | None = _setting(None, "running", "end unless plugins are as this file of plugins freeze says")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

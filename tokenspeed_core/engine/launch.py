@@ -57,7 +57,8 @@ class Started:
 
 def discover(config: Config) -> Catalog:
     """Return the catalog that a configuration allows. Raises PluginError."""
-    return Catalog.discover(Selection.read(no_plugins=config.no_plugins), strict=config.strict_plugins)
+    selection = Selection.read(no_plugins=config.no_plugins, lock=config.plugins_lock)
+    return Catalog.discover(selection, strict=config.strict_plugins)
 
 
 def resolve(

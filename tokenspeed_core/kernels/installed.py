@@ -38,9 +38,23 @@ def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
 
 
 def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
-    """Return the common op contracts and those of plugins. Raises ValueError on a name taken twice."""
-    loaded = (catalog.load(entry) for entry in catalog.entries("ops"))
-    return merge_ops(*((each,) if isinstance(each, OpContract) else each for each in loaded if each is not None))
+    """Return the common op contracts and those of plugins, each an OpContract or several.
+
+    Of an entry with one that is none, or whose name is taken, nothing is kept. Raises PluginError under
+    --strict-plugins.
+    """
+    found: list[OpContract] = []
+    for entry in catalog.entries("ops"):
+        value = catalog.load(entry)
+        if value is None:
+            continue
+        contracts = value if isinstance(value, tuple) else (value,)
+        try:
+            merge_ops(found, contracts)
+            found += contracts
+        except ValueError as error:
+            catalog.reject(entry, str(error))
+    return merge_ops(found)
 
 
 def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:

@@ -143,9 +143,14 @@ def common_ops() -> Mapping[str, OpContract]:
 
 
 def merge_ops(*more: Iterable[OpContract]) -> Mapping[str, OpContract]:
-    """Return the common contracts with those of plugins. Raises ValueError on a name taken twice."""
+    """Return the common contracts with those of plugins. Raises ValueError on a name taken twice.
+
+    It raises that on what is no contract, too.
+    """
     merged = dict(common_ops())
     for contract in (contract for contracts in more for contract in contracts):
+        if not isinstance(contract, OpContract):
+            raise ValueError(f"{contract!r} is no OpContract")
         if contract.name in merged:
             raise ValueError(f"op {contract.name!r} has a contract already; a plugin's op needs its own name")
         merged[contract.name] = contract

@@ -7,9 +7,10 @@ import importlib
 import importlib.metadata
 import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from types import FunctionType
 from typing import Any, TypeVar, overload
 
 from tokenspeed_core import __version__
@@ -17,7 +18,7 @@ from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import kind_of
 from tokenspeed_core.plugins.metadata import read_entries
-from tokenspeed_core.plugins.selection import VARIABLE, Selection
+from tokenspeed_core.plugins.selection import OURS, VARIABLE, Selection
 
 T = TypeVar("T")
 logger = logging.getLogger("tokenspeed.plugins")
@@ -29,8 +30,11 @@ class Catalog:
     Holds what was imported and what failed; everything else about an entry never changes.
     """
 
-    def __init__(self, entries: Sequence[Entry], *, strict: bool = False) -> None:
+    def __init__(self, entries: Sequence[Entry], selection: Selection | None = None, *, strict: bool = False) -> None:
+        """`selection` is the one by which the entries were judged."""
         self._entries = tuple(_mark_conflicts(entries))
+        self._selection = selection or Selection()
+        self._pinned: Mapping[str, str] | None = None
         self._strict = strict
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, str] = {}
@@ -48,20 +52,25 @@ class Catalog:
         """Read the installed plugins' metadata. `selection` is read from the environment where not given.
 
         Raises PluginError where the selection names an unknown distribution, and, unless `check` is off
-        (for commands that only list), where two distributions claim one name.
+        (for commands that only list), as `check` does.
         """
         found = importlib.metadata.distributions() if distributions is None else distributions
         chosen = Selection.read() if selection is None else selection
-        catalog = cls(read_entries(found, chosen, core_version), strict=strict)
+        catalog = cls(read_entries(found, chosen, core_version), chosen, strict=strict)
         if check:
             catalog.check()
         return catalog
 
     def check(self) -> None:
-        """Raise PluginError for the first name claimed by two distributions, and the line that settles it."""
+        """Raise PluginError for a name claimed twice, and for what the user named or locked and cannot have."""
         for entry in self._entries:
             if entry.status is Status.FAILED:  # before anything is loaded, that is the only failure
                 raise PluginError(entry.reason)
+        usable = {entry.distribution for entry in self._usable()}
+        for name in sorted((self._selection.only or frozenset()) - usable):
+            reasons = [f"{e.kind} {e.name} is {e.status}: {e.reason}" for e in self._entries if e.distribution == name]
+            raise PluginError(f"{VARIABLE} names {name}, and nothing of it can be used; {'; '.join(reasons)}")
+        self._pins()
 
     @property
     def is_strict(self) -> bool:
@@ -71,8 +80,8 @@ class Catalog:
     def all(self) -> tuple[Entry, ...]:
         """Return every entry, the unusable ones included, with what is known of failures."""
         return tuple(
-            replace(entry, status=Status.FAILED, reason=self._failures[entry].strip().splitlines()[-1])
-            if entry in self._failures
+            replace(entry, status=Status.FAILED, reason=failure.strip().splitlines()[-1], traceback=failure)
+            if (failure := self._failures.get(entry))
             else entry
             for entry in self._entries
         )
@@ -122,9 +131,11 @@ class Catalog:
     def load(self, entry: Entry, expected: type[Any] = object, *, required: bool = False) -> Any | None:
         """Import an entry's descriptor, which must be an `expected`.
 
-        A failure is logged with its traceback, shown by `all`, and answered with None; it raises
-        PluginError where the user named the entry (`required`) or asked for --strict-plugins.
+        A failure is logged with its traceback, shown by `all`, and answered with None; it raises PluginError where
+        the user named the entry (`required`) or its distribution, where that is locked, and under --strict-plugins.
+        Here alone plugins are imported: where a lock is not met, a TokenSpeedError is raised before any is.
         """
+        required = required or self._strict or entry.distribution in self._required()
         if entry not in self._loaded and entry not in self._failures:
             try:
                 self._loaded[entry] = _import(entry, expected)
@@ -132,22 +143,26 @@ class Catalog:
                 self._failures[entry] = traceback.format_exc()
                 logger.warning("plugin %s %s (%s) failed to load:\n%s",
                                entry.kind, entry.name, entry.distribution, self._failures[entry])
-        if entry in self._failures and (required or self._strict):
+        if entry in self._failures and required:
             raise self._failed(entry)
         return self._loaded.get(entry)
 
     def reject(self, entry: Entry, reason: str) -> None:
-        """Note that what an entry loaded is of no use. Raises PluginError under --strict-plugins."""
+        """Note that what an entry loaded is of no use. Raises PluginError where `load` would for a failure."""
         self._loaded.pop(entry, None)
         self._failures[entry] = reason
         logger.warning("plugin %s %s (%s) is left out: %s", entry.kind, entry.name, entry.distribution, reason)
-        if self._strict:
+        if self._strict or entry.distribution in self._required():
             raise self._failed(entry)
 
     def digest(self) -> str:
-        """Return a short hash of what resolved, by which processes agree that they see the same plugins."""
+        """Return a short hash of what resolved, by which processes agree that they see the same plugins.
+
+        It covers versions and, with a lock, the content of their files.
+        """
+        pins = self._pins()
         lines = sorted(
-            f"{e.kind} {e.name} {e.value} {e.distribution} {e.version}"
+            f"{e.kind} {e.name} {e.value} {e.distribution} {e.version} {pins.get(e.distribution)}"
             for e in self._entries
             if e.status is Status.OK
         )
@@ -164,6 +179,25 @@ class Catalog:
     def _usable(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.status is Status.OK and entry not in self._failures]
 
+    def _required(self) -> set[str]:
+        """Return the distributions that the user wants by name, so that none of them may fail."""
+        return {*(self._selection.only or ()), *self._pins()}
+
+    def _pins(self) -> Mapping[str, str]:
+        """Return the content's hash of each distribution that is locked, none without a lock.
+
+        Raises PluginError where nobody of TokenSpeed's own reads locks, and what the reader does for one not met.
+        """
+        path = self._selection.lock
+        if path is None or self._pinned is not None:
+            return self._pinned or {}
+        readers = [entry for entry in self.entries("locks") if entry.distribution in OURS]
+        if not readers:
+            raise PluginError(f"plugins lock {path}: what reads it is missing or left out; {VARIABLE} shows "
+                              "whether, `pip install tokenspeed-plugin-tools` brings it")
+        self._pinned = dict(_import(readers[0], FunctionType)(path, self._entries))
+        return self._pinned
+
     def _failed(self, entry: Entry) -> PluginError:
         last = self._failures[entry].strip().splitlines()[-1]
         return PluginError(
@@ -174,6 +208,10 @@ class Catalog:
 
 def _import(entry: Entry, expected: type[Any]) -> Any:
     module, _, attribute = entry.value.partition(":")
+    if (intruder := entry.intruder()) is not None:
+        home = entry.editable or entry.root
+        raise ImportError(f"{module} would come from {intruder}, and {entry.distribution} is in {home}; rename the "
+                          "former, or take its folder off sys.path")
     value: Any = importlib.import_module(module)
     for part in filter(None, attribute.split(".")):
         value = getattr(value, part)

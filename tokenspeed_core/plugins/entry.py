@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+import sys
+from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 
 class Status(StrEnum):
@@ -22,7 +26,8 @@ class Entry:
     """An entry point of group `tokenspeed.<kind>`. `reason` is empty where the status is ok.
 
     `api` is None where the entry names none; `requires_core` is a version specifier, "" for any;
-    `origin` is "installed", "editable PATH", or the URL or path that pip installed from.
+    `origin` is "installed", "editable PATH", or the URL or path that pip installed from; `root` is the folder that
+    holds the distribution's metadata, "" where that is unknown; `traceback` is of an import that failed.
     """
 
     kind: str
@@ -35,3 +40,38 @@ class Entry:
     requires_core: str
     status: Status
     reason: str
+    root: str = field(default="", compare=False)  # two paths may lead to one copy
+    traceback: str = field(default="", compare=False)
+
+    @property
+    def editable(self) -> str:
+        """The folder of an editable install, "" for any other."""
+        kind, _, folder = self.origin.partition(" ")
+        return folder if kind == "editable" else ""
+
+    def source(self) -> Path | None:
+        """Return the folder or file of the outermost package of the value, importing nothing; None where there is none.
+
+        Namespace packages hold no code and are passed through, to find this distribution's part of them.
+        """
+        name, path = "", None
+        for part in self.value.partition(":")[0].split("."):
+            name = f"{name}.{part}".lstrip(".")
+            spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
+            if spec is None or spec.origin is not None:
+                break
+            path = spec.submodule_search_locations
+        if spec is None or spec.origin is None:
+            return None
+        origin = Path(spec.origin).resolve()
+        return origin if spec.submodule_search_locations is None else origin.parent
+
+    def intruder(self) -> Path | None:
+        """Return what an import would find in place of this distribution's code, None where it finds that.
+
+        It is something of the same name that comes earlier on `sys.path`, in the working directory for one. What
+        is imported already does not come into question.
+        """
+        home, top = self.editable or self.root, self.value.partition(":")[0].partition(".")[0]
+        source = self.source() if home and top not in sys.modules else None
+        return None if source is None or source.is_relative_to(Path(home).resolve()) else source

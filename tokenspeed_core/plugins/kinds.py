@@ -39,6 +39,7 @@ KINDS: dict[str, Kind] = {
     "ops": Kind(1),  # op contracts
     "rankings": Kind(1),  # which backends were measured to be the fastest, TokenSpeed's own alone
     "hooks": Kind(1, is_named=False),  # behaviour: modules of hook implementations
+    "locks": Kind(1, is_named=False),  # readers of plugins.lock, TokenSpeed's own alone
     "commands": Kind(1, built_in=("serve", "chat", "plugins", "env", "bench")),  # subcommands of tokenspeed
     "policies": Kind(1, built_in=("fcfs", "priority")),  # scheduling policies, for --schedule-policy
     "platforms": UNUSED,  # kinds of device

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import site
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
@@ -17,6 +19,7 @@ from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, k
 from tokenspeed_core.plugins.selection import OURS, Selection, normalise
 
 _NO_USE = "this core does not use plugins of this kind yet"
+_MISPLACED = "it is in the working directory, from which nothing is loaded; `pip install .` installs it"
 _NO_OP = "this core does not use plugins of this kind yet: it has no op of the family, and no plugin brings ops"
 
 
@@ -25,14 +28,14 @@ def read_entries(
 ) -> list[Entry]:
     """Return every `tokenspeed.*` entry, by distribution name, then kind, then entry name.
 
-    `distributions` come in the order of `sys.path`: a second copy of one is shadowed by the first.
+    `distributions` come in the order of `sys.path`: a second copy of one is shadowed by the first. Those in the
+    working directory come last, and are not used: whoever starts a program somewhere has not installed what is there.
     Raises PluginError where the selection names a distribution that provides no plugin.
     """
     entries: dict[tuple[str, str, str, str], Entry] = {}
     versions: dict[str, str] = {}
-    for distribution in distributions:
-        if GROUP_PREFIX not in (distribution.read_text("entry_points.txt") or ""):
-            continue
+    ours = (each for each in distributions if GROUP_PREFIX in (each.read_text("entry_points.txt") or ""))
+    for distribution in sorted(ours, key=lambda each: _is_working_directory(_root(each))):
         name = normalise(distribution.name)
         is_copy = name in versions
         versions.setdefault(name, distribution.version)
@@ -65,7 +68,7 @@ def _entries_of(
     distribution: Distribution, name: str, selection: Selection, core_version: str
 ) -> Iterator[Entry]:
     requires_core = _requires_core(distribution)
-    origin = _origin(distribution)
+    origin, root = _origin(distribution), _root(distribution)
     for point in distribution.entry_points:
         if not point.group.startswith(GROUP_PREFIX):
             continue
@@ -81,8 +84,9 @@ def _entries_of(
             requires_core=requires_core,
             status=Status.OK,
             reason="",
+            root=root,
         )
-        refused = selection.refusal(name)
+        refused = _MISPLACED if _is_working_directory(root) else selection.refusal(name)
         misfit = _misfit(entry, core_version)
         if refused:
             yield replace(entry, status=Status.DISABLED, reason=refused)
@@ -130,6 +134,18 @@ def _requires_core(distribution: Distribution) -> str:
         if normalise(requirement.name) == "tokenspeed-core" and applies:
             ranges.append(str(requirement.specifier))
     return ",".join(filter(None, ranges))
+
+
+def _root(distribution: Distribution) -> str:
+    return str(distribution.locate_file(""))
+
+
+def _is_working_directory(folder: str) -> bool:
+    """Say whether a folder is the working directory, and none that Python itself installs into."""
+    try:
+        return os.path.samefile(folder or ".", ".") and folder not in site.getsitepackages()
+    except OSError:  # one of the two is gone, or no folder
+        return False
 
 
 def _origin(distribution: Distribution) -> str:

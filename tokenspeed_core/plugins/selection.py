@@ -12,7 +12,7 @@ from tokenspeed_core.errors import PluginError
 
 VARIABLE = "TOKENSPEED_PLUGINS"
 OURS = frozenset(
-    f"tokenspeed-{part}" for part in ("core", "kernels", "models", "parsers", "demo", "bench", "plugin-tools")
+    f"tokenspeed-{part}" for part in ("core", "kernels", "models", "demo", "bench", "plugin-tools")
 )
 
 
@@ -28,19 +28,26 @@ class Selection:
     only: frozenset[str] | None = None  # None: all
     excluded: frozenset[str] = frozenset()
     because: str = ""
+    lock: str | None = None  # the file that pins them
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None, *, no_plugins: bool = False) -> Selection:
-        """Read `TOKENSPEED_PLUGINS`: names (only these), `-name` (all but these), empty (none)."""
-        text = (os.environ if environ is None else environ).get(VARIABLE)
+    def read(
+        cls, environ: Mapping[str, str] | None = None, *, no_plugins: bool = False, lock: str | None = None
+    ) -> Selection:
+        """Read `TOKENSPEED_PLUGINS`: names (only these), `-name` (all but these), empty (none).
+
+        `TOKENSPEED_PLUGINS_LOCK` names the lock where `lock` does not, for any program of this environment.
+        """
+        environ = os.environ if environ is None else environ
+        text, lock = environ.get(VARIABLE), lock or environ.get(f"{VARIABLE}_LOCK") or None
         words = text.replace(",", " ").split() if text is not None else []
         excluded = frozenset(normalise(word[1:]) for word in words if word.startswith("-"))
         named = frozenset(normalise(word) for word in words if not word.startswith("-"))
         if no_plugins:
-            return cls(frozenset(), excluded, "--no-plugins")
+            return cls(frozenset(), excluded, "--no-plugins", lock)
         if text is None or (excluded and not named):
-            return cls(None, excluded, f"{VARIABLE}={text}")
-        return cls(named, excluded, f"{VARIABLE}={text}")
+            return cls(None, excluded, f"{VARIABLE}={text}", lock)
+        return cls(named, excluded, f"{VARIABLE}={text}", lock)
 
     def refusal(self, distribution: str) -> str:
         """Return why a distribution (normalised name) is left out, "" when it is not."""

@@ -38,6 +38,8 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "doctor": Subcommand("tokenspeed_plugin_tools.doctor:doctor", "Find what is broken, and the line that mends it."),
     "new": Subcommand("tokenspeed_plugin_tools.new:new", "Write a package that installs, passes its tests and serves."),
     "check": Subcommand("tokenspeed_plugin_tools.check:check", "Ask the conformance kit about a distribution."),
+    "freeze": Subcommand("tokenspeed_plugin_tools.freeze:freeze", "Print a lock of the plugins as they are installed."),
+    "verify": Subcommand("tokenspeed_plugin_tools.verify:verify", "Compare what is installed with a lock."),
 }
 
 

@@ -1,0 +1,227 @@
+"""A lock: what `plugins freeze` writes, what is found changed, and that nothing is imported where anything is."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from base64 import urlsafe_b64encode
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_site import Site
+from tokenspeed_plugin_tools.freeze import as_toml
+from tokenspeed_plugin_tools.lock import LockError, freeze, mismatches, read_lock
+
+from tokenspeed_core import TokenSpeedError
+from tokenspeed_core.cli import main
+from tokenspeed_core.commands import Catalog, Selection, Status
+
+Refusal = Callable[..., str]
+SPY = "raise SystemExit('a plugin was imported')"
+ENTRY = {"models Toy": "toy.spec:SPEC [api1]"}
+
+
+def lock(path: Path) -> str:
+    """Freeze what is installed into a file, and return its name."""
+    path.write_text(as_toml(freeze(Catalog.discover(Selection.read({})).all())))
+    return str(path)
+
+
+def found(file: str) -> list[str]:
+    return mismatches(read_lock(file), Catalog.discover(Selection.read({})).all())
+
+
+@pytest.fixture
+def toy(site: Site) -> Site:
+    site.install("toy", ENTRY, files={"toy/__init__.py": "", "toy/spec.py": "SPEC = 1"})
+    return site
+
+
+def test_a_lock_says_the_same_whenever_it_is_written_and_is_met(toy: Site, tmp_path: Path) -> None:
+    first, again = lock(tmp_path / "one"), lock(tmp_path / "two")
+    text = Path(first).read_text()
+    assert text == Path(again).read_text()
+    assert '[toy]\nversion = "1.0"\nsha256 = "' in text
+    assert '    "models Toy = toy.spec:SPEC",\n' in text
+    assert found(first) == []
+    assert main(["plugins", "verify", first]) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("toy/spec.py", "SPEC = 2"),
+        ("toy/new.py", "listed in no RECORD"),
+        ("toy/deeper/new.so", "nor this, which would be imported in place of a module"),
+        ("toy-1.0.dist-info/entry_points.txt", "[tokenspeed.models]\nToy = toy.other:SPEC [api1]\n"),
+    ],
+)
+def test_a_change_on_disk_is_found(toy: Site, tmp_path: Path, file: str, text: str) -> None:
+    locked = lock(tmp_path / "lock")
+    (toy.path / file).parent.mkdir(exist_ok=True)
+    (toy.path / file).write_text(text)
+    assert all(line.startswith("toy 1.0") for line in found(locked))
+    assert "toy 1.0 has changed" in found(locked)[-1]
+    assert "pip install --force-reinstall --no-deps toy==1.0" in found(locked)[-1]
+
+
+def test_bytecode_and_what_installers_note_for_themselves_are_no_change(toy: Site, tmp_path: Path) -> None:
+    locked = lock(tmp_path / "lock")
+    (toy.path / "toy/__pycache__").mkdir()
+    (toy.path / "toy/__pycache__/spec.cpython-311.pyc").write_bytes(b"bytes")
+    (toy.path / "toy-1.0.dist-info/INSTALLER").write_text("another")
+    assert found(locked) == []
+
+
+def test_what_is_missing_surplus_or_of_another_version_is_named_with_what_mends_it(toy: Site, tmp_path: Path) -> None:
+    toy.install("gone", {"models Gone": "gone:SPEC [api1]"}, files={"gone.py": ""})
+    locked = lock(tmp_path / "lock")
+    for name in ("toy", "gone"):
+        (toy.path / f"{name}-1.0.dist-info").rename(tmp_path / name)
+    toy.install("toy", ENTRY, version="1.1")
+    toy.install("stranger", {"models Strange": "strange:SPEC [api1]"})
+    assert found(locked) == [
+        "gone 1.0 is not installed; `pip install --force-reinstall --no-deps gone==1.0`",
+        "stranger 1.0 is not locked; `pip uninstall stranger` or TOKENSPEED_PLUGINS=-stranger",
+        "toy is 1.1, locked is 1.0; `pip install --force-reinstall --no-deps toy==1.0`",
+    ]
+
+
+def test_what_the_user_leaves_out_need_not_be_locked_but_what_is_locked_may_not_be_left_out(
+    toy: Site, tmp_path: Path
+) -> None:
+    locked = lock(tmp_path / "lock")
+    toy.install("stranger", {"models Strange": "strange:SPEC [api1]"})
+    Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": "-stranger"}, lock=locked))
+    with pytest.raises(LockError, match=r"toy 1\.0 is disabled: left out by TOKENSPEED_PLUGINS=-toy"):
+        Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": "-stranger,-toy"}, lock=locked))
+
+
+def test_an_editable_install_is_named_as_one_and_a_change_in_its_folder_is_found(site: Site, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "toy").mkdir(parents=True)
+    (project / "toy/spec.py").write_text("SPEC = 1")
+    (project / "toy/__init__.py").touch()
+    info = site.install("toy", ENTRY)
+    (info / "direct_url.json").write_text(f'{{"url": "file://{project}", "dir_info": {{"editable": true}}}}')
+    sys.path.insert(0, str(project))
+    try:
+        locked = lock(tmp_path / "lock")
+        assert f'editable = "{project}"' in Path(locked).read_text()
+        (project / "toy/spec.py").write_text("SPEC = 2")
+        assert found(locked) == [f"toy 1.0 has changed: its files; restore what is under {project}"]
+        (info / "direct_url.json").unlink()
+        assert found(locked)[0].startswith(f"toy is no editable install, locked is an editable install of {project}")
+    finally:
+        sys.path.remove(str(project))
+
+
+def test_nothing_is_imported_where_a_lock_is_not_met(
+    toy: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = lock(tmp_path / "lock")
+    (toy.path / "toy/spec.py").write_text(SPY)
+    with pytest.raises(LockError, match="what is installed is not what was locked"):
+        Catalog.discover(Selection.read({}, lock=locked))
+    monkeypatch.setenv("TOKENSPEED_PLUGINS_LOCK", locked)  # for every program of the environment
+    unchecked = Catalog.discover(check=False)
+    with pytest.raises(LockError):
+        unchecked.load(unchecked.get("models", "Toy"))
+    assert unchecked.get("models", "Toy").status is Status.OK
+    assert "toy" not in sys.modules
+
+
+def test_a_locked_plugin_that_fails_to_load_ends_the_start(toy: Site, tmp_path: Path) -> None:
+    (toy.path / "toy/spec.py").write_text("import no_such_library")
+    catalog = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))
+    with pytest.raises(TokenSpeedError, match=r"models Toy of toy 1\.0 failed to load: ModuleNotFoundError"):
+        catalog.load(catalog.get("models", "Toy"))
+
+
+def test_processes_agree_on_the_content_of_files_where_there_is_a_lock(toy: Site, tmp_path: Path) -> None:
+    launcher = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))
+    without = Catalog.discover(Selection.read({}))
+    (toy.path / "toy/spec.py").write_text("SPEC = 2")
+    engine = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))  # the file was changed meanwhile
+    with pytest.raises(TokenSpeedError, match="other plugins than the launcher"):
+        engine.verify(launcher.digest())
+    with pytest.raises(TokenSpeedError, match="other plugins than the launcher"):
+        without.verify(launcher.digest())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "No such file"), ("[toy", "TOMLDecodeError"), ("[toy]\nversion = '1'", "KeyError: 'entry_points'"),
+        ("[toy]\nversion = '1'\nsha256 = ''\nentry_points = []\nsigned = true", "unexpected keyword argument 'signed'"),
+    ],
+)
+def test_a_file_that_is_no_lock_is_refused_with_what_writes_one(
+    tmp_path: Path, refusal: Refusal, text: str | None, expected: str
+) -> None:
+    file = tmp_path / "lock"
+    if text is not None:
+        file.write_text(text)
+    said = refusal("serve", "--plugins-lock", str(file), "--dry-run")
+    assert expected in said
+    assert said.endswith(f"`tokenspeed plugins freeze > {file}` writes one")
+
+
+def test_without_the_tools_a_lock_is_not_passed_over(tmp_path: Path) -> None:
+    selection = Selection.read({"TOKENSPEED_PLUGINS": "-tokenspeed-plugin-tools"}, lock=lock(tmp_path / "lock"))
+    with pytest.raises(TokenSpeedError, match="what reads it is missing or left out"):
+        Catalog.discover(selection)
+
+
+def test_a_stranger_may_not_read_locks(site: Site, tmp_path: Path) -> None:
+    site.install("lenient", {"locks anything-goes": "lenient:accept [api1]"}, files={"lenient.py": SPY})
+    locked = lock(tmp_path / "lock")
+    site.install("stranger", {"models Strange": "strange:SPEC [api1]"})
+    with pytest.raises(LockError):
+        Catalog.discover(Selection.read({}, lock=locked))
+    assert "lenient" not in sys.modules
+
+
+def test_serve_refuses_what_is_not_as_locked_and_names_it_and_verify_says_the_same(
+    toy: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = lock(tmp_path / "lock")
+    (toy.path / "toy/spec.py").write_text(SPY)
+    assert main(["serve", "--plugins-lock", locked, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "no plugin is imported\n  toy 1.0 has changed" in said
+    assert main(["plugins", "verify", locked]) == 1
+    assert capsys.readouterr().out.strip() in said
+
+
+def test_the_changed_file_of_a_wheel_that_pip_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "toy/__init__.py": "", "toy/spec.py": "SPEC = 1\n", "toy/kernel.py": "",
+        "toy-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
+        "toy-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "toy-1.0.dist-info/entry_points.txt": "[tokenspeed.models]\nToy = toy.spec:SPEC [api1]\n",
+    }
+    wheel = tmp_path / "toy-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        record = ["toy-1.0.dist-info/RECORD,,"]
+        for name, text in files.items():
+            archive.writestr(name, text)
+            digest = urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+            record.append(f"{name},sha256={digest},{len(text)}")
+        archive.writestr("toy-1.0.dist-info/RECORD", "\n".join(record) + "\n")
+    site = tmp_path / "installed"
+    options = ["-q", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(wheel)], check=True)
+    monkeypatch.syspath_prepend(str(site))
+    locked = lock(tmp_path / "lock")
+    assert found(locked) == []
+    (site / "toy/spec.py").write_text("SPEC = 2\n")
+    (site / "toy/kernel.py").unlink()
+    assert found(locked) == [
+        "toy 1.0 has changed: toy/kernel.py, toy/spec.py; `pip install --force-reinstall --no-deps toy==1.0`"
+    ]
