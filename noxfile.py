@@ -29,6 +29,7 @@ PLUGINS = [
     "plugins/tokenspeed-plugin-tools",
     "plugins/tokenspeed-kernels-hopper",
     "plugins/tokenspeed-kernels-blackwell",
+    "plugins/tokenspeed-kernels-deepgemm",
 ]
 OURS = [CORE, *PLUGINS]
 ALONE = {  # tests in this tree that need one distribution, and the core, alone
@@ -39,6 +40,7 @@ ALONE = {  # tests in this tree that need one distribution, and the core, alone
 VENDORS = {  # a vendor's distribution, and the tests that compare ours with what is in its wheel
     "tokenspeed-fa3==3.0.0.post20260810": "plugins/tokenspeed-kernels-hopper/tests",
     "flashinfer-python==0.7.2.post1": "plugins/tokenspeed-kernels-blackwell/tests/test_flashinfer.py",
+    "sgl-deep-gemm==0.2.5": "plugins/tokenspeed-kernels-deepgemm/tests",
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
 

@@ -1,0 +1,127 @@
+"""DeepGEMM's backend without its library: the reference it stands beside, what it calls, what is said without it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib.metadata import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tokenspeed_kernels_deepgemm import DEEPGEMM, TORCH
+from tokenspeed_kernels_deepgemm.reference import quantize_blocks, quantize_groups, spread_blocks
+from torch import Tensor
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.select import Preference, Selector
+from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
+from tokenspeed_core.plugins import Catalog
+from tokenspeed_core.testing.conformance import check
+
+HAS_LIBRARY = importlib.util.find_spec("deep_gemm") is not None
+WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+CPU = torch.device("cpu")
+PROBLEM = {"in_size": 4096, "out_size": 1024, "dtype": "bfloat16"}
+
+
+def selector(capability: tuple[int, int], *backends: str, module_exists: Callable[[str], bool]) -> Selector:
+    catalog = Catalog.discover()
+    wanted = [Preference("linear", backends)] if backends else []
+    return Selector(
+        installed_kernels(catalog), PlatformInfo("cuda", capability), wanted, ops=installed_ops(catalog),
+        needs=frozenset({"graph_safe"}), module_exists=module_exists,
+    )
+
+
+def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, **given: Any) -> None:
+    """Do what the library's function does with these arguments, block by block."""
+    assert given == {"disable_ue8m0_cast": True}
+    (x, x_scale), (weight, weight_scale) = a, b
+    assert all(tensor.is_contiguous() for tensor in (x, x_scale, weight, weight_scale, d))
+    total = torch.zeros(d.shape)
+    for block in range(x.shape[1] // 128):
+        part = slice(128 * block, 128 * block + 128)
+        scale = weight_scale[:, block].repeat_interleave(128)
+        total += x[:, part].float() @ weight[:, part].float().T * x_scale[:, block : block + 1] * scale
+    d.copy_(total)
+
+
+@pytest.mark.parametrize("spec", TORCH, ids=lambda spec: spec.op)
+def test_the_reference_conforms(spec: KernelSpec) -> None:
+    assert check(spec, CPU) > 10
+
+
+def test_each_block_of_a_weight_and_each_group_of_a_row_has_a_scale_of_its_own() -> None:
+    weight = torch.zeros(200, 300)
+    weight[150, 290], weight[3, 130] = -448.0, 4.48
+    codes, scale = quantize_blocks(weight)
+    torch.testing.assert_close(scale[1, 2], torch.tensor(1.0))
+    torch.testing.assert_close(scale[0, 1], torch.tensor(0.01))
+    torch.testing.assert_close(codes.float() * spread_blocks(scale, 200, 300), weight)
+    x = torch.ones(2, 200)
+    x[1, 190] = 448.0
+    torch.testing.assert_close(quantize_groups(x)[1], torch.tensor([[1 / 448, 1 / 448], [1 / 448, 1.0]]))
+
+
+@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+def test_over_a_function_that_computes_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType("deep_gemm")
+    library.__dict__["fp8_gemm_nt"] = multiply
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    assert check(DEEPGEMM, CPU) >= 16
+
+
+def test_it_is_taken_by_name_on_the_device_it_is_for_and_never_by_auto() -> None:
+    for names, taken in (((), "torch-fp8-block"), (("deepgemm",), "deepgemm")):
+        chosen = selector((9, 0), *names, module_exists=lambda name: True)
+        assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == taken
+
+
+def test_elsewhere_the_plan_says_why_it_is_not_taken_and_how_to_get_it() -> None:
+    chosen = selector((10, 0), module_exists=lambda name: name != "deep_gemm")
+    assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "torch-fp8-block"
+    said = chosen.plan().explain("linear_fp8_block")
+    assert "compute capability 10.0 is outside 9.0 to 9.0" in said
+    assert "module 'deep_gemm' is not installed -> pip install 'tokenspeed-kernels-deepgemm[deepgemm]'" in said
+
+
+def test_without_a_gpu_the_demo_still_serves() -> None:
+    assert dry_run(Config.from_keywords(device="cpu")).startswith("model demo: ")
+
+
+def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
+    about = metadata("tokenspeed-kernels-deepgemm")
+    assert about.get_all("Provides-Extra") == ["deepgemm"]
+    needed = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
+    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == ["tokenspeed-core", "torch"]
+
+
+@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+def test_the_librarys_own_function_takes_the_arguments_that_the_backend_gives() -> None:
+    (wheel,) = Path(WHEELS or "").glob("sgl_deep_gemm-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        tree = ast.parse(archive.read("deep_gemm/__init__.py"))
+        code = archive.read("deep_gemm/_C.so")
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    aliases = {
+        target.id: node.value.id for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
+        for target in node.targets if isinstance(target, ast.Name)
+    }
+    found = functions[aliases["fp8_gemm_nt"]]
+    names = [argument.arg for argument in found.args.args]
+    assert names[:3] == ["a", "b", "d"]
+    assert "disable_ue8m0_cast" in names
+    assert len(found.args.defaults) == len(names) - 3
+    schema = f"{found.name}(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(a!) d, Tensor? c, "
+    assert re.search(rb"\b" + re.escape(schema).encode(), code)

@@ -1,0 +1,37 @@
+"""Linear maps in eight bits with a scale a block: descriptors. Imports no tensor library."""
+
+from __future__ import annotations
+
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
+
+__all__ = ["DEEPGEMM", "TORCH"]
+
+DEEPGEMM = KernelSpec(
+    op="linear_fp8_block",
+    backend="deepgemm",
+    capability=Capability(
+        # From 10.0 on the library rounds scales to powers of two, which is not what the op means.
+        platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 0), dtypes=("bfloat16",),
+        features=frozenset({"graph_safe"}),
+        limits=(AxisLimit("in_size", 128, multiple_of=128), AxisLimit("out_size", 128, multiple_of=128)),
+    ),
+    load="tokenspeed_kernels_deepgemm.linear:linear_fp8_block",
+    requires=("deep_gemm",),
+    obtain="pip install 'tokenspeed-kernels-deepgemm[deepgemm]'",
+    needs_compile=True,  # the library compiles a kernel for each shape at its first call
+)
+
+
+def _torch(op: str) -> KernelSpec:
+    return KernelSpec(
+        op=op,
+        backend="torch-fp8-block",
+        capability=Capability(
+            platforms=("cpu", "cuda"), dtypes=("float32", "bfloat16", "float16"), features=frozenset({"graph_safe"}),
+        ),
+        load=f"tokenspeed_kernels_deepgemm.reference:{op}",
+        reference=True,
+    )
+
+
+TORCH = (_torch("quantize_fp8_groups"), _torch("linear_fp8_block"))

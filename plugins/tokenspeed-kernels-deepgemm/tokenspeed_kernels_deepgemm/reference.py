@@ -1,0 +1,68 @@
+"""Linear maps of e4m3 operands with a scale a block, in plain torch: their meaning, on any device.
+
+The form in which DeepSeek-V3 (arXiv:2412.19437) holds its weights, and quantises activations as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import Problem
+
+BLOCK = 128     # rows and features that share a scale of a weight; features that share one of activations
+LARGEST = 448.0  # of e4m3
+LEAST = 1e-10   # of a group's largest magnitude: a group of zeros has a scale too
+
+Linear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [T, N] as float8_e4m3fn [T, N] and float32 scales [T, ceil(N / 128)]."""
+    wide = functional.pad(x.to(torch.float32), (0, -x.shape[1] % BLOCK))
+    groups = wide.reshape(x.shape[0], wide.shape[1] // BLOCK, BLOCK)
+    scale = groups.abs().amax(dim=-1).clamp_(min=LEAST).div_(LARGEST)
+    codes = (groups / scale.unsqueeze(-1)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.reshape(wide.shape)[:, : x.shape[1]], scale
+
+
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [O, I] as float8_e4m3fn [O, I] and float32 scales [ceil(O / 128), ceil(I / 128)]."""
+    wide = weight.to(torch.float32)
+    padded = functional.pad(wide, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
+    tiles = padded.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK)
+    scale = tiles.abs().amax(dim=(-2, -1)).clamp_(min=LEAST).div_(LARGEST)
+    codes = (wide / spread_blocks(scale, weight.shape[0], weight.shape[1])).clamp_(-LARGEST, LARGEST)
+    return codes.to(torch.float8_e4m3fn), scale
+
+
+def spread_groups(scale: Tensor, size: int) -> Tensor:
+    """Return a scale for each of `size` features from one for each group of them."""
+    return scale.repeat_interleave(BLOCK, dim=-1)[..., :size]
+
+
+def spread_blocks(scale: Tensor, num_rows: int, size: int) -> Tensor:
+    """Return a scale for each element of a weight [num_rows, size] from one for each block."""
+    return spread_groups(scale, size).repeat_interleave(BLOCK, dim=0)[:num_rows]
+
+
+def quantize_fp8_groups(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
+    del problem  # the rows tell their size
+    return quantize_groups
+
+
+def linear_fp8_block(problem: Problem) -> Linear:
+    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; each call widens both to float32."""
+    dtype: torch.dtype = getattr(torch, problem["dtype"])
+
+    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+        out_size, in_size = weight.shape
+        wide = x.to(torch.float32) * spread_groups(x_scale, in_size)
+        y = functional.linear(wide, weight.to(torch.float32) * spread_blocks(weight_scale, out_size, in_size))
+        return (y if bias is None else y.add_(bias)).to(dtype)
+
+    return linear
