@@ -1,0 +1,68 @@
+"""The Blackwell plugin on a Blackwell device: every declared problem, prompts in graphs, auto's choice."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, FLASHINFER, PROMPTS
+
+from tokenspeed_core import LLM
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.testing.attention import Rows, attend, check_attention, limits_of, make_scene
+from tokenspeed_core.testing.conformance import check
+
+IS_BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() in ((10, 0), (10, 3))
+HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_BLACKWELL, reason="needs a device of compute capability 10.0 or 10.3"),
+]
+NEEDS_LIBRARY = pytest.mark.skipif(not HAS_LIBRARY, reason=f"needs its library: {FLASHINFER.obtain}")
+BACKENDS = [PROMPTS, pytest.param(FLASHINFER, marks=NEEDS_LIBRARY)]
+
+
+@pytest.mark.parametrize("spec", BACKENDS, ids=lambda spec: spec.backend)
+def test_attention_conforms_on_the_device(spec: KernelSpec) -> None:
+    assert check_attention(spec, torch.device("cuda")) >= 20
+
+
+@pytest.mark.parametrize("spec", BLOCK_SCALED, ids=lambda spec: spec.op)
+def test_block_scaled_products_conform_on_the_device(spec: KernelSpec) -> None:
+    assert check(spec, torch.device("cuda"), num_rows=(0, 1, 17, 64, 131)) >= 20
+
+
+@pytest.mark.parametrize("spec", BACKENDS, ids=lambda spec: spec.backend)
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_captured_step_of_prompts_replays_on_other_lengths(spec: KernelSpec, window: int | None) -> None:
+    device = torch.device("cuda")
+    problem = AttentionProblem("prefill", 8, 2, 128, "bfloat16", "bfloat16", 64, 128**-0.5, window)
+    first = make_scene(problem, Rows((9, 5, 2), (20, 5, 40)), device, seed=1, max_len=256)
+    second = make_scene(problem, Rows((1, 12, 3), (200, 90, 3)), device, seed=2, max_len=256)
+    kernel = spec.factory()(problem, limits_of(first), device)
+    attend(kernel, first)
+    bounds = replace(first.step, max_num_query=16, max_seq_len=256, host_query_start=None, host_seq_lens=None)
+    kernel.prepare(bounds)
+    out = torch.full_like(first.q, float("nan"), memory_format=torch.contiguous_format)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.forward(first.q, first.k_cache, first.v_cache, out)
+    for name in ("query_start", "seq_lens", "block_table"):
+        getattr(first.step, name).copy_(getattr(second.step, name))
+    first.q.copy_(second.q)
+    first.k_cache.copy_(second.k_cache)
+    first.v_cache.copy_(second.v_cache)
+    kernel.prepare(bounds)
+    graph.replay()
+    torch.testing.assert_close(out.float(), second.expected, rtol=3e-2, atol=3e-2)
+
+
+def test_auto_takes_it_for_prompts_and_the_portable_kernel_for_decodes() -> None:
+    with LLM(device="cuda", gpu_memory_utilization=0.3, max_cudagraph_capture_size=2) as llm:
+        taken = {dict(op.problem)["phase"]: op.backend for op in llm.kernel_plan.find("attention")}
+        assert llm.generate(["what is 23 + 45?"])[0].outputs[0].token_ids
+    assert taken == {"prefill": "blackwell", "decode": "triton"}

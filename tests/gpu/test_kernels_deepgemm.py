@@ -1,0 +1,23 @@
+"""DeepGEMM with its library on a Hopper device: every declared problem, replays in graphs among them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from tokenspeed_kernels_deepgemm import DEEPGEMM
+
+from tokenspeed_core.testing.conformance import check
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_HOPPER, reason="needs a device of compute capability 9.0"),
+    pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is None, reason=f"needs its library: {DEEPGEMM.obtain}"),
+]
+
+
+def test_products_with_a_scale_a_block_conform_on_the_device() -> None:
+    assert check(DEEPGEMM, torch.device("cuda")) >= 16
