@@ -1,4 +1,8 @@
-"""All that a plugin may import of the core (besides `tokenspeed_core.testing`), and what its `api` covers."""
+"""All that a plugin may import of the core (besides `commands` and `testing`), and what its `api` covers.
+
+Stable: docs/contract.json holds every signature here, in the hooks and of the ops, beside `API_VERSION`. An addition
+raises its minor; whatever would break a plugin raises its major, and the `api` of the kinds that it concerns.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ from tokenspeed_core.models import (
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
+API_VERSION = "1.0"
+
 __all__ = [
+    "API_VERSION",
     "DOTS",
     "AttentionCall",
     "AttentionFactory",

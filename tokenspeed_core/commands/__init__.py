@@ -1,4 +1,7 @@
-"""What a command of a plugin may import of the core besides `api`. This much is light, so that a command may be."""
+"""What a command of a plugin may import of the core besides `api`. This much is light, so that a command may be.
+
+Provisional: a minor of tokenspeed-core may change it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The conformance kit: any kernel against its op's reference. Its modules import torch; the core does not."""
+"""The conformance kit, for the authors of plugins. Its modules import torch where they need it; the core does not.
+
+`distribution`, `kernel`, `model` and `policy` have a class each to inherit, whose questions are tests; `verdicts` asks
+them of what is installed. Stable as `tokenspeed_core.api` is: docs/contract.json holds their signatures. The other
+modules are what these are made of: provisional.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from typing import ClassVar
 import tokenspeed_core
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry, Status
-from tokenspeed_core.plugins.kinds import KINDS
 from tokenspeed_core.plugins.selection import Selection, normalise
 
 HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
@@ -109,11 +108,6 @@ def is_public(name: str) -> bool:
     return name == "tokenspeed_core" or name.removeprefix("tokenspeed_core.") in (
         *tokenspeed_core.__all__, "__version__", "api", "commands", "testing"
     )
-
-
-def api_of(kind: str) -> int:
-    """Return the number of a kind's contract, which entries write as `[api1]`. Raises KeyError."""
-    return KINDS[kind].api
 
 
 def core_range(version: str = tokenspeed_core.__version__) -> str:

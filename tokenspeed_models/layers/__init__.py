@@ -2,6 +2,8 @@
 
 A layer is a plain object that holds tensors and bound kernels. It is built from a `BuildContext`, called
 with activations, and lists its `slots` (weights) and `boundaries` (placements).
+
+Provisional: docs/contract.json holds every signature; whatever changes one raises `LAYERS_API`.
 """
 
 from __future__ import annotations

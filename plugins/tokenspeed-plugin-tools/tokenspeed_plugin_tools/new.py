@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from tokenspeed_core import TokenSpeedError, __version__
-from tokenspeed_core.testing.distribution import api_of, core_range
+from tokenspeed_core.commands import KINDS
+from tokenspeed_core.testing.distribution import core_range
 
 _WORD = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*\Z")
 _WITH_KERNELS = "tokenspeed-core[default]"  # a kernel alone serves nothing: the rest comes with it
@@ -126,7 +127,7 @@ def fields_of(kind: str, name: str) -> dict[str, str]:
     requires = [core_range().replace("tokenspeed-core", recipe.core), *recipe.requires]
     fields = {
         "distribution": distribution, "package": package, "name": entry, "attribute": attribute,
-        "group": recipe.group, "api": str(api_of(recipe.group)), "core_version": __version__,
+        "group": recipe.group, "api": str(KINDS[recipe.group].api), "core_version": __version__,
         "core_range": core_range(), "dependencies": ", ".join(f'"{line}"' for line in requires),
     }
     said = {what: Template(getattr(recipe, what)).substitute(fields) for what in ("summary", "use")}

@@ -1,0 +1,59 @@
+"""The pages for authors of plugins say what the code does now."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.tree
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+REQUIREMENTS = (DOCS / "plugin-requirements.md").read_text()
+ROW = re.compile(r"^\| (S?\d+) \| (.+?) \| (met|partly|not|otherwise)\b(.*) \|$", re.MULTILINE)
+TEST = re.compile(r"`((?:tests|plugins)/[\w/.-]+\.py)::(\w+)`")
+
+
+def maker(name: str) -> ModuleType:
+    """Return a script of docs/, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def tests_of(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_the_page_of_kinds_is_current() -> None:
+    assert (DOCS / "plugins.md").read_text() == maker("make_plugins").page(), "run python docs/make_plugins.py"
+
+
+def test_every_requirement_has_a_row_and_every_met_one_a_test() -> None:
+    rows = ROW.findall(REQUIREMENTS)
+    assert [number for number, *_ in rows] == [*map(str, range(1, 31)), *(f"S{n}" for n in range(1, 6))]
+    bare = [number for number, _, verdict, text in rows if verdict == "met" and not TEST.search(text)]
+    assert bare == []
+    silent = [number for number, _, verdict, text in rows if verdict != "met" and len(text) < 20]
+    assert silent == [], "a row that is not met says why"
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(TEST.findall(REQUIREMENTS))), ids=lambda part: part)
+def test_every_test_that_the_requirements_name_exists(path: str, name: str) -> None:
+    assert name in tests_of(path)
+
+
+def test_the_pages_say_plainly_that_nothing_is_sandboxed() -> None:
+    assert "not sandboxed: installing one is trusting it" in (ROOT / "README.md").read_text()
+    assert "No sandbox" in (DOCS / "plugins.md").read_text()
