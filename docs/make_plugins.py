@@ -125,8 +125,8 @@ def kit() -> Iterator[str]:
     yield """## The conformance kit
 
 A class to inherit for each: set what it names, and its questions are tests of pytest's, or of any runner that takes
-`test_` methods. `tokenspeed plugins check DIST` asks them of an installed distribution in a process of its own, a verdict
-a line, or all of them with `--json`. Where this machine has no device for a question, it is skipped with the reason.
+`test_` methods. `tokenspeed plugins check DIST` asks them of an installed distribution in a process of its own: a
+verdict a line, or all with `--json`. Where this machine has no device for a question, it is skipped with the reason.
 """
     for suite in SUITES:
         yield f"### `{suite.__module__}.{suite.__name__}`\n\n{one_line(suite)}\n"

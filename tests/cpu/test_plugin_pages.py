@@ -31,7 +31,7 @@ def maker(name: str) -> ModuleType:
 
 
 @cache
-def tests_of(path: str) -> frozenset[str]:
+def functions_of(path: str) -> frozenset[str]:
     tree = ast.parse((ROOT / path).read_text())
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -51,7 +51,7 @@ def test_every_requirement_has_a_row_and_every_met_one_a_test() -> None:
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(TEST.findall(REQUIREMENTS))), ids=lambda part: part)
 def test_every_test_that_the_requirements_name_exists(path: str, name: str) -> None:
-    assert name in tests_of(path)
+    assert name in functions_of(path)
 
 
 def test_the_pages_say_plainly_that_nothing_is_sandboxed() -> None:

@@ -33,13 +33,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_plugin_that_imports_internals_of_the_core_fails(package: Any) -> None:
-    suite = package("def run(words):\n    from tokenspeed_core.scheduler import policy\n    import tokenspeed_core.kv\n")
-    with pytest.raises(AssertionError, match="tokenspeed_core.scheduler.policy.*tokenspeed_core.kv"):
+    suite = package("from tokenspeed_core.scheduler import policy\ndef run(words):\n    import tokenspeed_core.kv\n")
+    with pytest.raises(AssertionError, match=r"tokenspeed_core.scheduler.policy; .*tokenspeed_core.kv"):
         suite.test_it_imports_only_what_is_public_of_the_core()
 
 
 def test_what_is_public_may_be_imported(package: Any) -> None:
-    source = "from tokenspeed_core import LLM, __version__, api\nfrom tokenspeed_core.api import KernelSpec\nrun = print\n"
+    source = "from tokenspeed_core import LLM, __version__, api\nfrom tokenspeed_core.api import View\nrun = print\n"
     package(source).test_it_imports_only_what_is_public_of_the_core()
     assert is_public("tokenspeed_core.testing.kernel.KernelConformance")
     assert not is_public("tokenspeed_core.apiary")
