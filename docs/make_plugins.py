@@ -41,6 +41,8 @@ ABOUT: dict[str, tuple[str, Any, str]] = {
               "that does not exist is left out, and said to be.", None, "every installed one is called"),
     "commands": ("A subcommand: the value is a function that takes the words after it and returns the exit status. "
                  "Only `tokenspeed_core.commands` is there for it besides the api.", None, "`tokenspeed NAME`"),
+    "locks": ("What writes and checks `plugins.lock`. TokenSpeed's own alone: a stranger's entry is not asked.", None,
+              "`--plugins-lock FILE`"),
     "policies": ("A scheduling policy: the entry's value is a factory without parameters.", api.Policy,
                  "`--schedule-policy NAME`"),
 }
