@@ -121,6 +121,16 @@ def test_metadata_without_code_is_found_with_the_folder_to_remove(
     assert found["gone"][0]["mend"] == "pip uninstall -y gone"
 
 
+def test_an_editable_install_whose_folder_is_gone_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    info = site.install("moved", {"policies moved": "moved_module:P [api1]"})
+    (info / "direct_url.json").write_text('{"url": "file:///home/me/mo%20ved", "dir_info": {"editable": true}}')
+    status, found = diagnose(capsys)
+    (finding,) = found["moved"]
+    assert status == 1
+    assert "it was installed from /home/me/mo ved, and the module moved_module is not there" in finding["what"]
+    assert finding["mend"] == "pip uninstall -y moved, or put it back and pip install -e /home/me/mo ved"
+
+
 def test_a_second_copy_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.install("twice", {"policies twice": "twice:POLICY [api1]"}, version="1.0", files={"twice.py": POLICY})
     site.install("twice", {"policies twice": "twice:POLICY [api1]"}, version="2.0")

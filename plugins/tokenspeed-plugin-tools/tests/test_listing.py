@@ -142,6 +142,7 @@ def test_info_names_the_modules_that_kernels_need_and_how_to_get_them(
 
 def test_info_about_nothing_installed_names_the_nearest(zoo: Site, refusal: Refusal) -> None:
     assert "did you mean sound?" in refusal("plugins", "info", "sounds")
+    assert "did you mean tomorrow?" in refusal("plugins", "info", "morrow")
 
 
 def test_with_thirty_plugins_only_what_is_asked_for_is_imported(site: Site) -> None:

@@ -26,7 +26,7 @@ def doctor(
     everything, chosen, selection = _judge(installed, no_plugins=no_plugins)
     found += selection
     found += findings.of_metadata(installed)
-    gone = {each.distribution for each in found if "is left in" in each.what}
+    gone = {each.distribution for each in found if each.is_code_gone}
     found += findings.of_status(entry for entry in _worst(everything, chosen) if entry.distribution not in gone)
     found += findings.of_probes(probe([entry for entry in chosen if entry.distribution not in gone]))
     unique = sorted(dict.fromkeys(found), key=lambda each: (each.is_note, each.distribution))

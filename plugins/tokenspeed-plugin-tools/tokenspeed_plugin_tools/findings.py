@@ -41,13 +41,15 @@ def _gone(installed: Installed) -> Iterator[Finding]:
             is_there = importlib.util.find_spec(module) is not None
         except (ImportError, ValueError):
             is_there = False
-        if not is_there:
-            leftover = next(installed.root.glob(f"{installed.name.replace('-', '[-_.]')}*.egg-info"), None)
-            yield Finding(
-                installed.name, installed.version,
-                f"only its metadata is left in {installed.root}: the module {module} is gone",
-                f"rm -r {leftover}" if leftover else f"pip uninstall -y {installed.name}",
-            )
+        if is_there:
+            continue
+        leftover = next(installed.root.glob(f"{installed.name.replace('-', '[-_.]')}*.egg-info"), None)
+        mend = f"rm -r {leftover}" if leftover else f"pip uninstall -y {installed.name}"
+        what = f"only its metadata is left in {installed.root}: the module {module} is gone"
+        if installed.editable is not None:
+            what = f"it was installed from {installed.editable}, and the module {module} is not there any more"
+            mend += f", or put it back and pip install -e {installed.editable}"
+        yield Finding(installed.name, installed.version, what, mend, is_code_gone=True)
 
 
 def _unmet(installed: Installed) -> Iterator[Finding]:

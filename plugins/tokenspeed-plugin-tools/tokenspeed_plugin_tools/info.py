@@ -34,8 +34,8 @@ def _find(entries: tuple[Entry, ...], name: str) -> list[Entry]:
         if len(providers) > 1:
             raise ToolsError(f"info {name}: several distributions provide it; name one: {', '.join(sorted(providers))}")
         if not providers:
-            near = get_close_matches(wanted, names, n=1)
-            meant = f"did you mean {near[0]}?" if near else f"installed: {', '.join(names) or 'none'}"
+            near = [each for each in names if wanted in each] or get_close_matches(wanted, names, n=1)
+            meant = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(names) or 'none'}"
             raise ToolsError(f"info {name}: no installed distribution of that name provides plugins; {meant}")
         (wanted,) = providers
     return [entry for entry in entries if entry.distribution == wanted]

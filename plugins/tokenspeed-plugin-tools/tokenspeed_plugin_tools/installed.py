@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 from tokenspeed_core.commands import normalise
 
@@ -15,23 +16,28 @@ GROUP = "tokenspeed."
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with a distribution. A `note` harms nobody, or only whoever wants what is missing."""
+    """Something wrong with a distribution. A note harms nobody, or only whoever wants what is missing."""
 
     distribution: str
     version: str
     what: str
     mend: str
     is_note: bool = False
+    is_code_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A distribution whose metadata was read, and the folder that holds the metadata."""
+    """A distribution whose metadata was read, and the folder that holds the metadata.
+
+    `editable` is the folder of an editable install, None for any other.
+    """
 
     distribution: Distribution
     name: str
     version: str
     root: Path
+    editable: Path | None = None
 
 
 def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[Finding]]:
@@ -48,14 +54,20 @@ def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[F
                 raise ValueError("METADATA names no version" if name else "METADATA is missing or names nothing")
             for point in each.entry_points:
                 _ = point.extras  # a value of another form raises here
-            text = each.read_text("direct_url.json")
-            if text:
-                json.loads(text)
+            editable = _editable(each)
         except Exception as error:  # metadata may be anything at all
             bad.append(_unreadable(each, root, error))
         else:
-            good.append(Installed(each, normalise(name), number, root))
+            good.append(Installed(each, normalise(name), number, root, editable))
     return good, bad
+
+
+def _editable(distribution: Distribution) -> Path | None:
+    """Return the folder that an editable install points at. Raises ValueError for a record that is not JSON."""
+    record = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if not record.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(urlparse(str(record["url"])).path))
 
 
 def _unreadable(distribution: Distribution, root: Path, error: Exception) -> Finding:
