@@ -24,6 +24,7 @@ PLUGINS = [
     "tokenspeed_kernels",
     "tokenspeed_models",
     "plugins/tokenspeed-bench",
+    "plugins/tokenspeed-chat",
     "plugins/tokenspeed-demo",
     "plugins/tokenspeed-models-mistral",
     "plugins/tokenspeed-plugin-tools",

@@ -63,8 +63,7 @@ def test_the_top_level_help_imports_no_command() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ""
-    for command in ("serve", "chat"):
-        assert f"  {command} " in done.stdout
+    assert "  serve " in done.stdout
 
 
 def test_help_shows_sections_and_every_setting_in_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +161,6 @@ def test_a_dry_run_explains_and_does_not_serve(
         (("serve", "--port", "x"), "--port x: must be a whole number"),
         (("serve", "--port"), "option '--port' requires an argument"),
         (("serve", "--max-num-batched-tokens", "1"), "--chunked-prefill-size"),
-        (("chat", "--base-url", "http://127.0.0.1:1", "--port", "1"), "--base-url takes a server as it runs"),
-        (("chat", "--base-url", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(
@@ -212,7 +209,7 @@ def test_a_command_of_ours_that_is_not_installed_is_named_with_the_distribution_
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.metadata.distributions", list)
-    for command, distribution in (("plugins", "tokenspeed-plugin-tools"), ("bench", "tokenspeed-bench")):
+    for command, distribution in (("plugins", "tokenspeed-plugin-tools"), ("chat", "tokenspeed-chat")):
         expected = f"{command}: comes with {distribution}, which is not installed; pip install {distribution}"
         assert refusal(capsys, command) == expected
 
@@ -246,7 +243,7 @@ def test_a_plugins_command_that_may_not_be_used_says_why_and_one_of_ours_is_not_
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("tokenspeed ch", "chat"), ("tokenspeed serve --max-n", "--max-num-seqs"),
+    [("tokenspeed ser", "serve"), ("tokenspeed serve --max-n", "--max-num-seqs"),
      ("tokenspeed serve --attention-backend.d", "--attention-backend.decode")],
 )
 def test_the_shell_completes_commands_and_flags(typed: str, expected: str) -> None:

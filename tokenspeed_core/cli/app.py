@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,20 +20,11 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer release
 USAGE_STATUS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command of ours: where it lives, and its line in `tokenspeed --help`."""
-
-    module: str
-    text: str
-    takes_settings: bool = False
-
-
-COMMANDS: dict[str, Command] = {
-    "serve": Command("tokenspeed_core.cli.serve", "Serve a model over the OpenAI HTTP API.", True),
-    "chat": Command("tokenspeed_core.cli.chat", "Chat with a server, or start one.", True),
+SERVE = "Serve a model over the OpenAI HTTP API."  # here, so that the list of commands imports none
+BROUGHT_BY = {
+    "bench": "tokenspeed-bench", "chat": "tokenspeed-chat", "env": "tokenspeed-plugin-tools",
+    "plugins": "tokenspeed-plugin-tools",
 }
-BROUGHT_BY = {"plugins": "tokenspeed-plugin-tools", "env": "tokenspeed-plugin-tools", "bench": "tokenspeed-bench"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,12 +43,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = next((word for word in words if not word.startswith("-")), None)
     try:
-        if command in COMMANDS and COMMANDS[command].takes_settings:
-            topic = _help_topic(words)
-            if topic is not None:
-                from tokenspeed_core.cli.settings import print_help
+        if command == "serve":
+            from tokenspeed_core.cli.serve import OVERVIEW
+            from tokenspeed_core.cli.settings import help_topic, print_help
 
-                print_help(command, topic)
+            topic = help_topic(words)
+            if topic is not None:
+                print_help(OVERVIEW, topic)
                 return 0
         app = build(command)
         status = app(words, prog_name="tokenspeed", standalone_mode=False)
@@ -88,12 +78,12 @@ def build(command: str | None) -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_top)
-    everything = "_TOKENSPEED_COMPLETE" in os.environ
-    for name, ours in COMMANDS.items():
-        if name == command or everything:
-            import_module(ours.module).register(app, name, ours.text)
-        else:
-            app.command(name, help=ours.text)(_nothing)
+    if command == "serve" or "_TOKENSPEED_COMPLETE" in os.environ:
+        from tokenspeed_core.cli.serve import register
+
+        register(app, "serve", SERVE)
+    else:
+        app.command("serve", help=SERVE)(_nothing)
     _add_plugin_commands(app)
     return app
 
@@ -141,30 +131,19 @@ def _plugin_command(catalog: Catalog, name: str) -> Callable[[typer.Context], in
     return run
 
 
-def _help_topic(words: Sequence[str]) -> str | None:
-    """Return what `--help` was asked about: "" for the sections, None where it was not asked."""
-    for word in words:
-        if word == "--":
-            return None
-        if word in ("--help", "-h"):
-            return ""
-        if word.startswith("--help="):
-            return word.removeprefix("--help=")
-    return None
-
-
 def _explain_usage(error: Any, command: str | None) -> str:
     """Say what was mistyped, and the nearest thing that exists."""
     option = getattr(error, "option_name", None)
     message = str(error.format_message())
     if option is not None and option.startswith("--") and "such option" in message.lower():
-        if command in COMMANDS and COMMANDS[command].takes_settings:
+        context = getattr(error, "ctx", None)
+        if context is not None and any(each.name == "max_model_len" for each in context.command.params):
             from tokenspeed_core.config.build import unknown
 
             name = option.removeprefix("--").replace("-", "_")
             return unknown(name, option)
         return f"{option}: no such option; `tokenspeed {command or ''} --help` lists them".replace("  ", " ")
-    if command is not None and command not in COMMANDS and message.lower().startswith("no such command"):
+    if command is not None and command != "serve" and message.lower().startswith("no such command"):
         return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")
 

@@ -17,6 +17,16 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="th
 ConfigFile = Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")]
 
 
+OVERVIEW = (
+    "tokenspeed serve [MODEL] [OPTIONS]",
+    "Serve MODEL (a path or Hugging Face repo id) over the OpenAI HTTP API; none: the bundled demo.",
+    (
+        ("--config FILE", "read settings from a YAML file; flags and the environment go first"),
+        ("--dry-run", "resolve model, plugins, kernels and memory, load nothing"),
+    ),
+)
+
+
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the command."""
     app.command(name, help=text)(with_settings(serve))

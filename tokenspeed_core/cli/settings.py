@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from tokenspeed_core.config.describe import bounds, default_of
 from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata
 from tokenspeed_core.errors import ConfigError
 
+Overview = tuple[str, str, tuple[tuple[str, str], ...]]  # of a command: usage, what it does, options of its own
 DOT = "__"  # stands for the dot of `--attention-backend.decode` in a Python name
 
 
@@ -59,7 +60,7 @@ def _parameter(name: str, annotation: Any) -> tuple[str, inspect.Parameter]:
     return name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def print_help(command: str, topic: str) -> None:
+def print_help(command: Overview, topic: str) -> None:
     """Print the sections, or the options of one, of a flag, or of all that speak of a word.
 
     Raises ConfigError, with the nearest section or flag, where nothing does.
@@ -76,30 +77,20 @@ def print_help(command: str, topic: str) -> None:
     typer.echo("\n".join(line for name in names for line in _option(name, width)))
 
 
-OVERVIEWS = {
-    "serve": (
-        "tokenspeed serve [MODEL] [OPTIONS]",
-        "Serve MODEL (a path or Hugging Face repo id) over the OpenAI HTTP API; none: the bundled demo.",
-        (
-            ("--config FILE", "read settings from a YAML file; flags and the environment go first"),
-            ("--dry-run", "resolve model, plugins, kernels and memory, load nothing"),
-        ),
-    ),
-    "chat": (
-        "tokenspeed chat [MODEL] [OPTIONS]",
-        "Chat with the server at --base-url, or with one that is started for it, with the options of serve.",
-        (
-            ("--base-url URL", "a server that runs, such as http://127.0.0.1:8000"),
-            ("--system TEXT", "the system message"),
-            ("--temperature NUMBER", "0 takes the likeliest token; none: the model's own"),
-            ("--config FILE", "read settings from a YAML file"),
-        ),
-    ),
-}
+def help_topic(words: Sequence[str]) -> str | None:
+    """Return what `--help` was asked about: "" for the sections, None where it was not asked."""
+    for word in words:
+        if word == "--":
+            return None
+        if word in ("--help", "-h"):
+            return ""
+        if word.startswith("--help="):
+            return word.removeprefix("--help=")
+    return None
 
 
-def _overview(command: str) -> str:
-    usage, text, own = OVERVIEWS[command]
+def _overview(command: Overview) -> str:
+    usage, text, own = command
     width = shutil.get_terminal_size((80, 24)).columns
     lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
     lines += [f"  {form:<22} {meaning}" for form, meaning in own]

@@ -12,16 +12,8 @@ import typer
 
 from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.commands import Catalog, Entry, Status
-from tokenspeed_core.commands.planning import (
-    ConfigFile,
-    KernelPlan,
-    ModelArgument,
-    PlannedOp,
-    Verdict,
-    configure,
-    plan_kernels,
-    with_settings,
-)
+from tokenspeed_core.commands.planning import KernelPlan, PlannedOp, Verdict, plan_kernels
+from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
 from tokenspeed_plugin_tools.errors import ToolsError
 
 _ARCHITECTURE = re.compile(r"sm_?(\d+)(\d)[af]?\Z")

@@ -19,11 +19,8 @@ from typing import NoReturn
 
 import typer
 
-from tokenspeed_core.cli.client import ChatClient
-from tokenspeed_core.config import Config
-from tokenspeed_core.config.sources import without_settings
-from tokenspeed_core.engine.orphan import end_with_parent
-from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_chat.client import ChatClient
+from tokenspeed_core.commands.settings import Config, EngineDeadError, end_with_parent, without_settings
 
 POLL = 0.1  # seconds between looks at a server that starts
 PATIENCE = 30.0  # seconds that a server has to end before it is killed

@@ -1,4 +1,4 @@
-"""`tokenspeed chat`: a conversation in the terminal, with a running server or one started for it."""
+"""The conversation: turns of a person, or of lines from a pipe."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_core.cli.client import ChatClient, Unreachable
-from tokenspeed_core.cli.serve import ConfigFile, ModelArgument, configure
-from tokenspeed_core.cli.settings import with_settings
-from tokenspeed_core.errors import ConfigError, TokenSpeedError
+from tokenspeed_chat.client import ChatClient, Unreachable
+from tokenspeed_core import TokenSpeedError
+from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure
 
 
-def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the command."""
-    app.command(name, help=text)(with_settings(chat))
+class ChatError(TokenSpeedError):
+    """A conversation that cannot be had."""
 
 
-def chat(
+def talk(
     *,
     positional: ModelArgument = None,
     base_url: Annotated[str | None, typer.Option("--base-url", help="a server that runs")] = None,
@@ -32,23 +30,23 @@ def chat(
     options = {} if temperature is None else {"temperature": temperature}
     if base_url is not None:
         if positional is not None or config is not None or set(flags) - {"api_key"}:
-            raise ConfigError("--base-url takes a server as it runs: settings of a server go without it")
+            raise ChatError("--base-url takes a server as it runs: settings of a server go without it")
         key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
-        return _talk(ChatClient(base_url, key), system, options)
+        return _take_turns(ChatClient(base_url, key), system, options)
     resolved = configure(positional, flags, config)
-    from tokenspeed_core.cli.child import started_server
+    from tokenspeed_chat.child import started_server
 
     with started_server(resolved) as url:
-        return _talk(ChatClient(url, resolved.api_key), system, options)
+        return _take_turns(ChatClient(url, resolved.api_key), system, options)
 
 
-def _talk(client: ChatClient, system: str | None, options: dict[str, Any]) -> int:
+def _take_turns(client: ChatClient, system: str | None, options: dict[str, Any]) -> int:
     """Take turns; return the exit status."""
     is_person = sys.stdin.isatty()
     try:
         model = client.model()
     except Unreachable as error:
-        raise TokenSpeedError(str(error)) from error
+        raise ChatError(str(error)) from error
     if is_person:
         import readline  # noqa: F401  # gives input() its history and editing
 
@@ -81,7 +79,7 @@ def _answer(
         typer.echo(" [stopped]", err=True)
     except Unreachable as error:
         if not is_person:
-            raise TokenSpeedError(str(error)) from error
+            raise ChatError(str(error)) from error
         typer.echo(f"\ntokenspeed: {error}", err=True)
         messages.pop()
         return

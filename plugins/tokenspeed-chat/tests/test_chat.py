@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenspeed_chat.child import started_server
+from tokenspeed_chat.client import ChatClient, Unreachable
 
 from tokenspeed_core.cli import main
-from tokenspeed_core.cli.child import started_server
-from tokenspeed_core.cli.client import ChatClient, Unreachable
-from tokenspeed_core.config import Config
-from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.commands.settings import Config, EngineDeadError
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -120,6 +119,40 @@ def test_no_server_is_said_with_what_to_do() -> None:
         ChatClient("127.0.0.1:1").model()
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--base-url", "http://127.0.0.1:1", "--port", "1"), "--base-url takes a server as it runs"),
+        (("--base-url", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1"),
+        (("--prt", "1"), "--prt: no such setting; did you mean --port?"),
+        (("--help=bakends",), "did you mean --help=backends?"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: str
+) -> None:
+    assert main(["chat", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert expected in captured.err
+
+
+def test_its_help_imports_no_heavy_library() -> None:
+    code = (
+        "import sys; from tokenspeed_core.cli import main; status = main(['chat', '--help']);"
+        "print('HEAVY', *({'torch', 'numpy', 'fastapi', 'tokenizers', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY"
+
+
+def test_its_help_has_its_own_options_and_the_sections_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "--base-url URL" in page
+    assert "--max-model-len" in page
+    assert main(["chat", "--help=--port"]) == 0
+    assert "--port 0..65535" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -180,7 +213,7 @@ def test_a_server_that_ends_at_once_says_why(fake_serve: Path) -> None:
 def test_a_killed_chat_leaves_no_server(fake_serve: Path, tmp_path: Path) -> None:
     script = tmp_path / "chat.py"
     script.write_text(
-        f"import sys, time\nfrom tokenspeed_core.cli.child import started_server\n"
+        f"import sys, time\nfrom tokenspeed_chat.child import started_server\n"
         f"from tokenspeed_core.config import Config\nsys.executable = {sys.executable!r}\n"
         "with started_server(Config(model='m')):\n    print('up', flush=True)\n    time.sleep(60)\n"
     )

@@ -1,0 +1,15 @@
+"""For commands that take the flags of `serve`; imports the configuration."""
+
+from __future__ import annotations
+
+from tokenspeed_core.cli.serve import ConfigFile, ModelArgument, configure
+from tokenspeed_core.cli.settings import Overview, help_topic, print_help, with_settings
+from tokenspeed_core.config import Config
+from tokenspeed_core.config.sources import without_settings
+from tokenspeed_core.engine.orphan import end_with_parent
+from tokenspeed_core.errors import EngineDeadError
+
+__all__ = [
+    "Config", "ConfigFile", "EngineDeadError", "ModelArgument", "Overview", "configure", "end_with_parent",
+    "help_topic", "print_help", "with_settings", "without_settings",
+]
