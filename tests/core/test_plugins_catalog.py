@@ -91,6 +91,25 @@ def test_an_entry_that_does_not_fit_is_incompatible_before_any_import(
     assert (entry.status, entry.reason) == (Status.INCOMPATIBLE, reason)
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("METADATA", None), ("METADATA", "Metadata-Version: 2.1\nName: odd\n"), ("direct_url.json", "{nonsense"),
+        ("entry_points.txt", "[tokenspeed.models]\nx = a b c\n"), ("entry_points.txt", "[tokenspeed.models]\nx\n"),
+    ],
+)
+def test_one_distribution_whose_metadata_is_broken_hides_no_other(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, text: str | None
+) -> None:
+    install("odd", attention("x"))
+    found = install("sound", attention("y"))
+    path = tmp_path / "modules" / "odd-1.0.dist-info" / file
+    path.unlink() if text is None else path.write_text(text)
+    assert [entry.name for entry in discover(found).all()] == ["y"]
+    assert "metadata cannot be read" in caplog.text
+    assert "tokenspeed plugins doctor" in caplog.text
+
+
 def test_a_kind_nobody_knows_is_shown_with_the_nearest_one(install: Install) -> None:
     (entry,) = discover(install("odd", "[tokenspeed.model]\nx = m:S [api1]\n")).all()
     assert entry.status is Status.INCOMPATIBLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import site
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
 from tokenspeed_core.plugins.selection import OURS, Selection, normalise
 
+logger = logging.getLogger("tokenspeed.plugins")
 _NO_USE = "this core does not use plugins of this kind yet"
 _MISPLACED = "it is in the working directory, from which nothing is loaded; `pip install .` installs it"
 _NO_OP = "this core does not use plugins of this kind yet: it has no op of the family, and no plugin brings ops"
@@ -36,11 +38,17 @@ def read_entries(
     versions: dict[str, str] = {}
     ours = (each for each in distributions if GROUP_PREFIX in (each.read_text("entry_points.txt") or ""))
     for distribution in sorted(ours, key=lambda each: _is_working_directory(_root(each))):
-        name = normalise(distribution.name)
+        try:
+            name, version = _name_of(distribution)
+            found = list(_entries_of(distribution, name, version, selection, core_version))
+        except Exception as error:  # metadata may be anything, and one distribution's must not take all down
+            logger.warning("plugins in %s are left out, metadata cannot be read: %s: %s; `tokenspeed plugins doctor`",
+                           distribution.locate_file(""), type(error).__name__, error)
+            continue
         is_copy = name in versions
-        versions.setdefault(name, distribution.version)
-        for entry in _entries_of(distribution, name, selection, core_version):
-            key = (name, entry.kind, entry.name, distribution.version if is_copy else "")
+        versions.setdefault(name, version)
+        for entry in found:
+            key = (name, entry.kind, entry.name, version if is_copy else "")
             if is_copy:
                 if entries.get((name, entry.kind, entry.name, "")) == entry:
                     continue  # the same metadata, reached by two paths
@@ -64,8 +72,17 @@ def _mark_unused(entries: list[Entry]) -> list[Entry]:
     return marked
 
 
+def _name_of(distribution: Distribution) -> tuple[str, str]:
+    """Return the normalised name and the version. Parsing the metadata is slow, so it is done once."""
+    metadata = distribution.metadata
+    name, version = metadata["Name"], metadata["Version"]
+    if not name or not version:
+        raise ValueError("METADATA lacks a name or a version")
+    return normalise(name), version
+
+
 def _entries_of(
-    distribution: Distribution, name: str, selection: Selection, core_version: str
+    distribution: Distribution, name: str, version: str, selection: Selection, core_version: str
 ) -> Iterator[Entry]:
     requires_core = _requires_core(distribution)
     origin, root = _origin(distribution), _root(distribution)
@@ -79,7 +96,7 @@ def _entries_of(
             value=point.value.partition("[")[0].strip(),
             api=_api(point),
             distribution=name,
-            version=distribution.version,
+            version=version,
             origin=origin,
             requires_core=requires_core,
             status=Status.OK,

@@ -111,6 +111,7 @@ def test_info_tells_what_one_distribution_is_and_what_its_import_costs(
     assert (record["name"], record["version"], record["publisher"]) == ("sound", "1.0", "third party")
     assert record["is_editable"] is False
     assert record["import_ms"] > 0
+    assert len(record["sha256"]) == 64
     assert [(each["kind"], each["name"], each["status"]) for each in record["provides"]] == [
         ("policies", "calm", "ok"),
     ]

@@ -10,6 +10,7 @@ import typer
 
 from tokenspeed_core.commands import Catalog, Entry, normalise
 from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_plugin_tools.lock import freeze
 from tokenspeed_plugin_tools.origins import publisher
 from tokenspeed_plugin_tools.probe import Probed, probe
 
@@ -44,7 +45,7 @@ def _find(entries: tuple[Entry, ...], name: str) -> list[Entry]:
 def describe(entries: list[Entry]) -> dict[str, Any]:
     """Return what is known of a distribution; its usable plugins are imported, in a process of their own."""
     first = entries[0]
-    probed = probe(entries)
+    probed, frozen = probe(entries), freeze(entries)
     needs = {need.module: need for told in probed.values() for need in told.needs}
     return {
         "name": first.distribution,
@@ -52,6 +53,7 @@ def describe(entries: list[Entry]) -> dict[str, Any]:
         "publisher": publisher(first.distribution),
         "origin": first.origin,
         "is_editable": first.origin.startswith("editable "),
+        "sha256": frozen[first.distribution].sha256 if frozen else None,
         "requires_core": first.requires_core,
         "import_ms": round(sum(told.seconds for told in probed.values()) * 1000, 1),
         "imports": sorted({library for told in probed.values() for library in told.heavy}),
@@ -82,6 +84,7 @@ def as_text(record: dict[str, Any]) -> str:
     lines = [
         f"{record['name']} {record['version']}",
         f"  origin   {record['publisher']}, {record['origin']}",
+        f"  sha256   {record['sha256'] or 'none: nothing of it can be used'}",
         f"  core     {record['requires_core'] or 'any version'}",
         f"  needs    {', '.join(needed) or 'no other modules'}",
         f"  import   {record['import_ms']} ms{heavy}",
