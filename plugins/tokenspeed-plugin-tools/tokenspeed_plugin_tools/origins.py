@@ -10,6 +10,7 @@ from tokenspeed_core.commands import OURS, Entry
 # By exact name: strangers publish under the prefix too. Those of `OURS` stay without plugins, these do not.
 PUBLISHED = OURS | {
     "tokenspeed-kernels-blackwell",
+    "tokenspeed-kernels-deepgemm",
     "tokenspeed-kernels-hopper",
     "tokenspeed-models-mistral",
 }
