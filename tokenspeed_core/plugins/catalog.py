@@ -135,15 +135,13 @@ class Catalog:
         the user named the entry (`required`) or its distribution, where that is locked, and under --strict-plugins.
         Here alone plugins are imported: where a lock is not met, a TokenSpeedError is raised before any is.
         """
-        required = required or self._strict or entry.distribution in self._required()
+        self._pins()
         if entry not in self._loaded and entry not in self._failures:
             try:
                 self._loaded[entry] = _import(entry, expected)
             except (Exception, SystemExit):  # plugin code may raise anything; one must not take all down
-                self._failures[entry] = traceback.format_exc()
-                logger.warning("plugin %s %s (%s) failed to load:\n%s",
-                               entry.kind, entry.name, entry.distribution, self._failures[entry])
-        if entry in self._failures and required:
+                self.reject(entry, traceback.format_exc())
+        if entry in self._failures and (required or self._is_required(entry)):
             raise self._failed(entry)
         return self._loaded.get(entry)
 
@@ -152,7 +150,7 @@ class Catalog:
         self._loaded.pop(entry, None)
         self._failures[entry] = reason
         logger.warning("plugin %s %s (%s) is left out: %s", entry.kind, entry.name, entry.distribution, reason)
-        if self._strict or entry.distribution in self._required():
+        if self._is_required(entry):
             raise self._failed(entry)
 
     def digest(self) -> str:
@@ -179,9 +177,9 @@ class Catalog:
     def _usable(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.status is Status.OK and entry not in self._failures]
 
-    def _required(self) -> set[str]:
-        """Return the distributions that the user wants by name, so that none of them may fail."""
-        return {*(self._selection.only or ()), *self._pins()}
+    def _is_required(self, entry: Entry) -> bool:
+        """Say whether an entry must not fail: none may, or the user named or locked its distribution."""
+        return self._strict or entry.distribution in {*(self._selection.only or ()), *self._pins()}
 
     def _pins(self) -> Mapping[str, str]:
         """Return the content's hash of each distribution that is locked, none without a lock.

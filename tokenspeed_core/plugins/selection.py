@@ -45,9 +45,8 @@ class Selection:
         named = frozenset(normalise(word) for word in words if not word.startswith("-"))
         if no_plugins:
             return cls(frozenset(), excluded, "--no-plugins", lock)
-        if text is None or (excluded and not named):
-            return cls(None, excluded, f"{VARIABLE}={text}", lock)
-        return cls(named, excluded, f"{VARIABLE}={text}", lock)
+        only = None if text is None or (excluded and not named) else named
+        return cls(only, excluded, f"{VARIABLE}={text}", lock)
 
     def refusal(self, distribution: str) -> str:
         """Return why a distribution (normalised name) is left out, "" when it is not."""

@@ -134,6 +134,31 @@ def test_nothing_is_imported_where_a_lock_is_not_met(
     assert "toy" not in sys.modules
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_way_to_load_a_plugin_leads_past_the_lock(toy: Site, tmp_path: Path, strict: bool) -> None:
+    locked = lock(tmp_path / "lock")
+    (toy.path / "toy/spec.py").write_text(SPY)
+    for required in (False, True):
+        catalog = Catalog.discover(Selection.read({}, lock=locked), strict=strict, check=False)
+        with pytest.raises(LockError):
+            catalog.load(catalog.get("models", "Toy"), required=required)
+    assert "toy" not in sys.modules
+
+
+def test_a_plugins_command_does_not_run_where_the_environments_lock_is_not_met(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.install("toy", {"commands play": "toy:play [api1]"}, files={"toy.py": "def play(words): print('playing')"})
+    locked = lock(tmp_path / "lock")
+    monkeypatch.setenv("TOKENSPEED_PLUGINS_LOCK", locked)
+    assert main(["play"]) == 0
+    del sys.modules["toy"]
+    (site.path / "toy.py").write_text(SPY)
+    assert main(["play"]) == 2
+    assert "toy 1.0 has changed" in capsys.readouterr().err
+    assert main(["--help"]) == 0  # what imports no plugin goes on
+
+
 def test_a_locked_plugin_that_fails_to_load_ends_the_start(toy: Site, tmp_path: Path) -> None:
     (toy.path / "toy/spec.py").write_text("import no_such_library")
     catalog = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))
@@ -225,3 +250,18 @@ def test_the_changed_file_of_a_wheel_that_pip_installed_is_named(
     assert found(locked) == [
         "toy 1.0 has changed: toy/kernel.py, toy/spec.py; `pip install --force-reinstall --no-deps toy==1.0`"
     ]
+
+
+def test_every_process_of_a_server_checks_the_lock_of_the_configuration_that_it_is_given(
+    toy: Site, tmp_path: Path
+) -> None:
+    from tokenspeed_core.config import Config
+    from tokenspeed_core.engine.launch import discover
+
+    config = Config.from_keywords(plugins_lock=lock(tmp_path / "lock"))
+    launcher = discover(config)
+    engine = discover(Config.from_wire(config.to_wire()))
+    engine.verify(launcher.digest())
+    (toy.path / "toy/spec.py").write_text(SPY)
+    with pytest.raises(LockError):
+        discover(Config.from_wire(config.to_wire()))
