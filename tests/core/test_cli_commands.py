@@ -198,7 +198,7 @@ def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
     (tmp_path / "greeter_module.py").write_text("def run(words):\n    print('hello', *words)\n    return 5\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["--help"]) == 0
-    assert "From greeter 1.0." in capsys.readouterr().out
+    assert "(greeter 1.0)" in capsys.readouterr().out
     assert "greeter_module" not in sys.modules
     assert main(["greet", "--loud", "world", "--help"]) == 5
     assert capsys.readouterr().out == "hello --loud world --help\n"

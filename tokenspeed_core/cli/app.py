@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib.metadata import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -116,9 +117,9 @@ def _add_plugin_commands(app: typer.Typer) -> None:
         catalog = Catalog.discover(Selection(frozenset()), check=False)  # ours show what is wrong
     passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     for entry in catalog.entries("commands"):
-        app.command(entry.name, help=f"From {entry.distribution} {entry.version}.", context_settings=passing_all_on)(
-            _plugin_command(catalog, entry.name)
-        )
+        summary = metadata(entry.distribution).get("Summary", "From")
+        described = f"{summary} ({entry.distribution} {entry.version})"
+        app.command(entry.name, help=described, context_settings=passing_all_on)(_plugin_command(catalog, entry.name))
 
 
 def _plugin_command(catalog: Catalog, name: str) -> Callable[[typer.Context], int]:
