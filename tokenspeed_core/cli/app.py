@@ -117,7 +117,7 @@ def _add_plugin_commands(app: typer.Typer) -> None:
         catalog = Catalog.discover(Selection(frozenset()), check=False)  # ours show what is wrong
     passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     for entry in catalog.entries("commands"):
-        summary = metadata(entry.distribution).get("Summary", "From")
+        summary = metadata(entry.distribution).json.get("summary", "From")
         described = f"{summary} ({entry.distribution} {entry.version})"
         app.command(entry.name, help=described, context_settings=passing_all_on)(_plugin_command(catalog, entry.name))
 
