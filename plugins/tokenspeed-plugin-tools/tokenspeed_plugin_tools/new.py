@@ -53,7 +53,7 @@ RECIPES: Mapping[str, Recipe] = {
         "tokenspeed serve --attention-backend $name", _kernel("attention"), requires=("torch>=2.11",),
     ),
     "moe": Recipe(
-        "kernels.moe", "The expert backend $name for TokenSpeed.", "tokenspeed serve --moe-backend $name,auto",
+        "kernels.moe", "The expert backend $name for TokenSpeed.", "tokenspeed serve MODEL --moe-backend $name,auto",
         _kernel("moe"), requires=("torch>=2.11",),
     ),
     "linear": Recipe(
