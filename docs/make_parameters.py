@@ -4,7 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenspeed_core.config.describe import page
+from tokenspeed_core.config.describe import bounds, default_of
+from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata
+
+
+def page() -> str:
+    """Return the parameter page, in Markdown."""
+    lines = [
+        "# Parameters",
+        "",
+        "Generated from `tokenspeed_core/config/schema.py` by `python docs/make_parameters.py`.",
+        "",
+        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, a key of the YAML",
+        "file of `--config` (the first of these that has it counts), and a keyword of `tokenspeed_core.LLM`.",
+    ]
+    for section, title in SECTIONS.items():
+        lines += ["", f"## {title}", "", "| flag | takes | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(name) for name in Config.model_fields if metadata(name)["section"] == section]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str) -> str:
+    forms = [flag(name), *(f"{flag(name)}.{key}" for key in metadata(name)["narrow"])]
+    if name.startswith("enable_"):
+        forms.append(f"--no-{flag(name)[2:]}")
+    takes = "" if is_switch(name) else f"`{bounds(name)}`".replace("|", "\\|")
+    shown = ", ".join(f"`{form}`" for form in forms)
+    return f"| {shown} | {takes} | {default_of(name)} | {Config.model_fields[name].description} |"
+
 
 if __name__ == "__main__":
     Path(__file__).with_name("parameters.md").write_text(page(), encoding="utf-8")

@@ -26,7 +26,7 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
 def _triton(
     op: str, load: str, features: frozenset[str] = _ROWWISE, limits: tuple[AxisLimit, ...] = (),
     dtypes: tuple[str, ...] = _ANY_FLOAT, capability: tuple[int, int] = (8, 0),
-    kv_dtypes: tuple[str, ...] = _ANY_FLOAT,
+    kv_dtypes: tuple[str, ...] = _ANY_FLOAT, options: str = "",
 ) -> KernelSpec:
     return KernelSpec(
         op=op,
@@ -37,6 +37,7 @@ def _triton(
         ),
         load=f"tokenspeed_kernels.triton.{load}",
         requires=("triton",),
+        options=options,
     )
 
 
@@ -133,9 +134,13 @@ TRITON_CACHE = (
 )
 _WINDOWS = frozenset({"graph_safe", "window"})
 _HEADS = (AxisLimit("head_size", 1, 256),)
+_ATTENTION_OPTIONS = "tokenspeed_kernels.options:AttentionOptions"
 TRITON_ATTENTION = (
-    _triton("attention", "attention:attention", _WINDOWS, _HEADS),
-    _triton("attention", "attention:attention", _WINDOWS, _HEADS, capability=_FP8_UNITS, kv_dtypes=_FP8),
+    _triton("attention", "attention:attention", _WINDOWS, _HEADS, options=_ATTENTION_OPTIONS),
+    _triton(
+        "attention", "attention:attention", _WINDOWS, _HEADS, capability=_FP8_UNITS, kv_dtypes=_FP8,
+        options=_ATTENTION_OPTIONS,
+    ),
 )
 TRITON_SAMPLING = (
     _triton("greedy", "sampling:greedy"),

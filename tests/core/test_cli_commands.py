@@ -102,8 +102,7 @@ def test_serve_runs_the_server_with_what_was_typed(served: list[Config]) -> None
     assert config.port == 1
     assert config.enable_prefix_caching is False
     assert config.enforce_eager is True
-    assert config.attention_backend.preference("prefill") == ("a", "b")
-    assert config.attention_backend.preference("decode") == ("c",)
+    assert config.attention_backend == {"default": ("a", "b"), "decode": ("c",)}
     assert config.chunked_prefill_size == -1
     assert config.max_num_seqs == Config().max_num_seqs
     assert config.origin("max_num_seqs") == "default"
@@ -123,6 +122,7 @@ def test_every_setting_reaches_the_configuration_from_its_flag(served: list[Conf
         "hf_overrides": '{"a": 1}', "dtype": "float32", "log_level": "debug", "log_level_http": "debug",
         "schedule_policy": "priority", "gpu_memory_utilization": "0.5", "cudagraph_capture_sizes": "1,2",
         "kv_cache_memory": "1GB", "max_cudagraph_capture_size": "3", "kv_cache_dtype": "fp8_e4m3",
+        "kernel_backend": "greedy=a", "backend_option": "a.b=c",
     }
     beside = {"quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"]}
     for name, field in Config.model_fields.items():

@@ -127,13 +127,33 @@ def test_contradictions_are_refused() -> None:
 
 def test_backends_may_be_ordered_and_narrowed_from_different_sources() -> None:
     config = load({"attention_backend.decode": "fast"}, {"TOKENSPEED_ATTENTION_BACKEND": "b, c"})
-    choice = config.attention_backend
-    assert choice.preference("decode") == ("fast",)
-    assert choice.preference("prefill") == choice.preference() == ("b", "c")
-    assert not choice.is_auto("prefill")
+    assert config.attention_backend == {"default": ("b", "c"), "decode": ("fast",)}
     only = load({}, {"TOKENSPEED_ATTENTION_BACKEND__DECODE": "fast"}).attention_backend
-    assert only.is_auto("prefill")
-    assert not only.is_auto("decode")
+    assert only == {"default": ("auto",), "decode": ("fast",)}
+
+
+def test_pairs_come_from_repeated_flags_a_variable_a_file_or_a_mapping(tmp_path: Path) -> None:
+    expected = {"greedy": ("torch",), "attention.decode.0-3": ("a", "b")}
+    words = ["greedy=torch", "attention.decode.0-3=a,b"]
+    file = tmp_path / "settings.yaml"
+    file.write_text("kernel-backend: {greedy: torch, attention.decode.0-3: [a, b]}\n")
+    for config in (
+        load({"kernel_backend": words}, {}), load({}, {"TOKENSPEED_KERNEL_BACKEND": " ".join(words)}),
+        load({}, {}, str(file)),
+        Config.from_keywords(kernel_backend={"greedy": "torch", "attention.decode.0-3": "a,b"}),
+    ):
+        assert config.kernel_backend == expected
+    assert load({"backend_option": ["fast.text=a b=c"]}, {}).backend_option == {"fast.text": "a b=c"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["greedy"], "'greedy' must read NAME=VALUE"), (["a=1", "a=2"], "a stands there twice"), (["a="], "must read"),
+     (["=a"], "must read")],
+)
+def test_a_pair_that_is_none_or_stands_there_twice_is_refused(words: list[str], said: str) -> None:
+    for name in ("kernel_backend", "backend_option"):
+        assert said in refusal(**{name: words})
 
 
 def test_a_setting_that_cannot_be_narrowed_says_so() -> None:

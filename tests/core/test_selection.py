@@ -12,7 +12,8 @@ import pytest
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
-from tokenspeed_core.kernels.select import Preference, Selector
+from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import (
     PHASES,
     AxisLimit,
@@ -22,6 +23,7 @@ from tokenspeed_core.kernels.spec import (
     PlatformInfo,
     Ranking,
 )
+from tokenspeed_core.testing.explain import explain
 
 CPU = PlatformInfo("cpu")
 HOPPER = PlatformInfo("cuda", (9, 0), "a device of compute capability 9.0")
@@ -38,6 +40,11 @@ def kernel(backend: str, capability: Capability, distribution: str = "", **chang
         op=changes.pop("op", "greedy"), backend=backend, capability=capability, load="a.b:c", **changes
     )
     return InstalledKernel(spec, distribution or f"dist-{backend}")
+
+
+def wish(scope: str, *backends: str) -> Preference:
+    family, dot, where = scope.partition(".")
+    return Preference.parse(scope, backends, f"--{family}-backend{dot}{where}")
 
 
 REFERENCE = kernel("plain", EVERYWHERE, reference=True)
@@ -68,7 +75,7 @@ def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by
     selector = Selector(kernels, HOPPER, rankings=rankings)
     assert selector.select_attention(ATTENTION).spec.backend == "two"
     assert selector.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "one"
-    explained = selector.plan().explain("attention")
+    explained = explain(selector.plan(), "attention")
     assert "two from dist-two: 1.2 times the floor" in explained
     assert "not one from dist-one: 1.5 times the floor, two comes first -> name the backend 'one'" in explained
     assert "not special from dist-special: two comes first" in explained
@@ -88,24 +95,24 @@ def test_auto_passes_over_a_kernel_whose_packages_are_there_and_do_not_load() ->
     broken = kernel("broken", ON_HOPPER, requires=("json",), obtain="pip install it again")
     selector = Selector((broken, PORTABLE), HOPPER)
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
-    assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in selector.plan().explain("greedy")
+    assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in explain(selector.plan(), "greedy")
     with pytest.raises(SelectionError, match=r"broken \(dist-broken\): it does not load: ModuleNotFoundError"):
-        Selector((broken, PORTABLE), HOPPER, [Preference("sampling", ("broken",))]).select("greedy", LOGITS)
+        Selector((broken, PORTABLE), HOPPER, [wish("sampling", "broken")]).select("greedy", LOGITS)
 
 
 def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
     lacking = kernel("lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'")
     selector = Selector((lacking, PORTABLE), HOPPER)
     selector.select("greedy", LOGITS)
-    assert "module 'no_such_module' is not installed -> pip install 'x[lacking]'" in selector.plan().explain("greedy")
+    assert "module 'no_such_module' is not installed -> pip install 'x[lacking]'" in explain(selector.plan(), "greedy")
 
 
 def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:
     slow = kernel("slow", ON_HOPPER, needs_compile=True)
     selector = Selector((slow, PORTABLE), HOPPER)
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
-    assert "compiled before the first call" in selector.plan().explain("greedy")
-    named = Selector((slow, PORTABLE), HOPPER, [Preference("sampling", ("slow",))])
+    assert "compiled before the first call" in explain(selector.plan(), "greedy")
+    named = Selector((slow, PORTABLE), HOPPER, [wish("sampling", "slow")])
     assert named.select("greedy", LOGITS).spec.backend == "slow"
 
 
@@ -114,7 +121,7 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> No
         "wrong", Capability(("cuda",), ("float16",), limits=(AxisLimit("vocab_size", 128),)), requires=("absent",)
     )
     selector = Selector(
-        (wrong, REFERENCE), HOPPER, [Preference("sampling", ("wrong", "unheard"))], module_exists=lambda name: False
+        (wrong, REFERENCE), HOPPER, [wish("sampling", "wrong", "unheard")], module_exists=lambda name: False
     )
     with pytest.raises(SelectionError) as caught:
         selector.select("greedy", LOGITS)
@@ -128,15 +135,15 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> No
 
 
 def test_a_list_of_backends_is_tried_in_order_and_auto_ends_it() -> None:
-    on_cpu = Selector((REFERENCE, PORTABLE), CPU, [Preference("sampling", ("portable", "auto"))])
+    on_cpu = Selector((REFERENCE, PORTABLE), CPU, [wish("sampling", "portable", "auto")])
     assert on_cpu.select("greedy", LOGITS).spec.backend == "plain"
-    reversed_order = Selector((PORTABLE, SPECIAL), HOPPER, [Preference("sampling", ("portable", "special"))])
+    reversed_order = Selector((PORTABLE, SPECIAL), HOPPER, [wish("sampling", "portable", "special")])
     assert reversed_order.select("greedy", LOGITS).spec.backend == "portable"
 
 
 def test_a_narrowed_preference_speaks_before_the_general_one() -> None:
     kernels = [kernel(name, replace(EVERYWHERE, features=frozenset()), op="attention") for name in ("one", "two")]
-    preferences = [Preference("attention", ("one",)), Preference("attention", ("two",), narrowed="prefill")]
+    preferences = [wish("attention", "one"), wish("attention.prefill", "two")]
     selector = Selector(kernels, HOPPER, preferences)
     assert selector.select_attention(ATTENTION).spec.backend == "one"
     assert selector.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "two"
@@ -155,7 +162,7 @@ def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -
 def test_a_device_outside_the_range_is_told_the_range() -> None:
     selector = Selector((SPECIAL, REFERENCE), PlatformInfo("cuda", (8, 0)))
     assert selector.select("greedy", LOGITS).spec.backend == "plain"
-    assert "compute capability 8.0 is outside 9.0 to 9.0" in selector.plan().explain("greedy")
+    assert "compute capability 8.0 is outside 9.0 to 9.0" in explain(selector.plan(), "greedy")
 
 
 def test_the_plan_lists_the_layers_of_each_problem_and_is_not_changed_by_reading_it() -> None:
@@ -168,7 +175,7 @@ def test_the_plan_lists_the_layers_of_each_problem_and_is_not_changed_by_reading
     assert plan == selector.plan()
     assert [planned.layers for planned in plan.find("attention")] == [(0, 1, 3, 5), (2,)]
     assert len(plan.find("attention", layer=2)) == 1
-    assert "layers 0-1, 3, 5" in plan.explain("attention")
+    assert "layers [0, 1, 3, 5]" in explain(plan, "attention")
     assert plan.backends() == {"attention": ("plain",), "sampling": ("plain",)}
     assert json.loads(plan.to_json())["ops"][0]["layers"] == [0, 1, 3, 5]
     assert all(len(line) < 120 for line in plan.table().splitlines())
@@ -213,7 +220,7 @@ def test_its_parts_run_where_none_fits_and_the_plan_says_why() -> None:
     ]
     plan = selector.plan()
     assert plan.backends() == {"sampling": ("plain",), "cache": ("plain",)}
-    assert "its parts run one by one\n  not fast from dist-fast: it runs on cuda" in plan.explain("greedy_write")
+    assert "its parts run one by one\n  not fast from dist-fast: it runs on cuda" in explain(plan, "greedy_write")
     assert "its parts" in plan.table()
 
 

@@ -70,7 +70,12 @@ def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) ->
         assert http.get("/version").status_code == 200
         report = http.get("/v1/plugins").json()
         assert report["architecture"] == "Qwen3ForCausalLM"
-        assert any(line.endswith(": models Qwen3ForCausalLM: ok") for line in report["plugins"])
+        (family,) = (each for each in report["plugins"] if each["name"] == "Qwen3ForCausalLM")
+        assert (family["kind"], family["status"], family["distribution"]) == ("models", "ok", "tokenspeed-models")
+        decode = next(each for each in report["kernel_plan"]["ops"] if each["op"] == "attention")
+        refused = {each["backend"]: each["reasons"] for each in decode["verdicts"] if not each["fits"]}
+        assert decode["backend"] not in refused
+        assert all(reasons for reasons in refused.values())
 
 
 def test_a_stream_is_the_whole_and_a_repeated_prompt_is_cached(sdk: openai.OpenAI) -> None:

@@ -31,7 +31,7 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
 
     def command(**given: Any) -> int:
         flags = {name.replace(DOT, "."): given.pop(name) for name in settings}
-        return function(**given, flags={name: value for name, value in flags.items() if value is not None})
+        return function(**given, flags={name: value for name, value in flags.items() if value not in (None, [])})
 
     parameters = [*own, *settings.values()]
     command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
@@ -46,7 +46,8 @@ def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:
             form = f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
             yield _parameter(name, Annotated[bool | None, _option_of(form, field.description)])
             continue
-        yield _parameter(name, Annotated[str | None, _option_of(flag(name), field.description)])
+        takes = list[str] if "=" in str(metadata(name)["takes"]) else str  # pairs, of several flags
+        yield _parameter(name, Annotated[takes | None, _option_of(flag(name), field.description)])
         for key in metadata(name)["narrow"]:
             narrowed = _option_of(f"{flag(name)}.{key}", f"{flag(name)} for {key}")
             yield _parameter(f"{name}{DOT}{key}", Annotated[str | None, narrowed])

@@ -1,58 +1,42 @@
-"""Which backends a user wants: names in order of preference, narrowed per phase where asked."""
+"""Which backends a user wants, in order of preference and narrowed where asked, and what they are told."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+from pydantic import BeforeValidator, Field
 
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
 AUTO: tuple[str, ...] = ("auto",)
 
 
-class BackendChoice(BaseModel):
-    """Names in order of preference; `("auto",)` leaves the choice to TokenSpeed.
-
-    Built from `"triton"`, `"fast,triton"`, a list, or a mapping such as
-    `{"default": "auto", "decode": ["fast", "triton"]}`, which is also what it is written as.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    default: Names = AUTO
-    narrowed: tuple[tuple[str, Names], ...] = ()
-
-    def preference(self, key: str | None = None) -> tuple[str, ...]:
-        """Return the names wanted for `key` (a phase, say), best first."""
-        return dict(self.narrowed).get(key or "", self.default)
-
-    def is_auto(self, key: str | None = None) -> bool:
-        """Say whether TokenSpeed chooses for `key`."""
-        return self.preference(key) == AUTO
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_short_forms(cls, value: Any) -> Any:
-        if isinstance(value, str | list | tuple):
-            return {"default": _names(value)}
-        if isinstance(value, Mapping):
-            flat = {str(key): _names(names) for key, names in value.items()}
-            default = flat.pop("default", AUTO)
-            return {"default": default, "narrowed": tuple(sorted(flat.items()))}
-        return value
-
-    @model_serializer
-    def _to_mapping(self) -> dict[str, list[str]]:
-        return {"default": list(self.default), **{key: list(names) for key, names in self.narrowed}}
-
-    def __str__(self) -> str:
-        """Return the choice as a user would type it."""
-        narrowed = (f".{key}={','.join(names)}" for key, names in self.narrowed)
-        return " ".join([",".join(self.default), *narrowed])
-
-
 def _names(value: Any) -> Any:
-    if isinstance(value, str):
-        return tuple(name.strip() for name in value.split(","))
-    return tuple(value) if isinstance(value, list) else value
+    """Read "fast,triton" as two names."""
+    return tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value
+
+
+def _keyed(value: Any) -> Any:
+    """Read what is no mapping by phase, or one without a default, as one with it."""
+    return {"default": AUTO, **value} if isinstance(value, Mapping) else {"default": value}
+
+
+def _pairs(value: Any) -> Any:
+    """Read "a=1 b=2", as a variable has it, or ["a=1", "b=2"], of repeated flags, as a mapping."""
+    if not isinstance(value, str | list | tuple):
+        return value
+    pairs: dict[str, str] = {}
+    for word in value.split() if isinstance(value, str) else map(str, value):
+        key, _, given = word.partition("=")
+        if not key or not given or key in pairs:
+            raise ValueError(f"{key} stands there twice" if key in pairs else f"{word!r} must read NAME=VALUE")
+        pairs[key] = given
+    return pairs
+
+
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), BeforeValidator(_names)
+]
+BackendChoice = Annotated[dict[str, Names], BeforeValidator(_keyed)]
+"""Names by phase, those under "default" for the others: from "fast,triton", a list, or such a mapping."""
+NamePairs = Annotated[dict[str, Names], BeforeValidator(_pairs)]
+Pairs = Annotated[dict[str, Any], BeforeValidator(_pairs)]

@@ -99,7 +99,7 @@ def _bound(error: Any) -> str:
             return "must be a size such as 2GB, 512MiB or a number of bytes"
         case "dict_type":
             return "must be a JSON object"
-        case "model_type":
+        case "tuple_type":
             return "must be a name, or names in order of preference"
         case "string_type":
             return "must be text"

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from tokenspeed_core.config.backends import BackendChoice
+from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
 
 Section = Literal["model", "device", "api", "scheduler", "backends", "observability", "running"]
 SECTIONS: dict[Section, str] = {
@@ -43,12 +43,13 @@ def _setting(
     unit: str | None = None,
     narrow: tuple[str, ...] = (),
     kind: str | None = None,
+    takes: str | None = None,
     **bounds: Any,
 ) -> Any:
     """Declare a setting. `narrow` are keys by which it may be set apart (`--flag.key`), `kind` the
-    kind of plugin whose names it takes.
+    kind of plugin whose names it takes, `takes` the form of what no type tells.
     """
-    extra: dict[str, Any] = {"section": section, "unit": unit, "narrow": list(narrow), "kind": kind}
+    extra: dict[str, Any] = {"section": section, "unit": unit, "narrow": list(narrow), "kind": kind, "takes": takes}
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
@@ -95,7 +96,7 @@ class Config(BaseModel):
         None, "model", "where downloads are kept; none: Hugging Face's own cache", min_length=1
     )
     hf_overrides: Annotated[dict[str, Any], BeforeValidator(_json)] = _setting(
-        {}, "model", "JSON object of values to override in the model's config.json"
+        {}, "model", "JSON object of values to override in the model's config.json", takes="JSON"
     )
 
     device: str = _setting(
@@ -145,7 +146,7 @@ class Config(BaseModel):
     )
     kv_cache_memory: ByteSize | None = _setting(
         None, "scheduler", "size of the KV cache, such as 2GB or 512MiB; none: from the memory left",
-        unit="bytes", ge=1,
+        unit="bytes", takes="SIZE", ge=1,
     )
     block_size: int | None = _setting(
         None, "scheduler", "KV block size; none: what the backends do best", unit="tokens", ge=1, le=1024
@@ -160,19 +161,29 @@ class Config(BaseModel):
         None, "scheduler", "most rows of a captured CUDA graph", unit="rows", ge=1
     )
     cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_split)] = (
-        _setting(None, "scheduler", "the batch sizes to capture as CUDA graphs, such as 1,2,4,8", unit="rows")
+        _setting(None, "scheduler", "the batch sizes to capture as CUDA graphs, such as 1,2,4,8", takes="N[,N...]")
     )
     seed: int = _setting(0, "scheduler", "seed of what requests leave random", ge=0, le=2**63 - 1)
 
     attention_backend: BackendChoice = _setting(
-        BackendChoice(), "backends", "attention backends in order of preference",
-        narrow=("prefill", "decode"), kind="kernels.attention",
+        {"default": AUTO}, "backends", "attention backends in order of preference",
+        narrow=("prefill", "decode"), kind="kernels.attention", takes="NAME[,NAME...]",
     )
     moe_backend: BackendChoice = _setting(
-        BackendChoice(), "backends", "expert backends in order of preference", kind="kernels.moe"
+        {"default": AUTO}, "backends", "expert backends in order of preference",
+        kind="kernels.moe", takes="NAME[,NAME...]",
     )
     sampling_backend: BackendChoice = _setting(
-        BackendChoice(), "backends", "sampling backends in order of preference", kind="kernels.sampling"
+        {"default": AUTO}, "backends", "sampling backends in order of preference",
+        kind="kernels.sampling", takes="NAME[,NAME...]",
+    )
+    kernel_backend: NamePairs = _setting(
+        {}, "backends", "the same for any op or op family, and where: add_rms_norm=torch, "
+        "attention.decode.0-3=triton; repeatable", takes="OP[.PHASE][.DTYPE][.LAYERS]=NAME[,NAME...]",
+    )
+    backend_option: Pairs = _setting(
+        {}, "backends", "an option of a backend that is used, as its plugin declares it; repeatable",
+        takes="NAME.KEY=VALUE",
     )
 
     log_level: LogLevel = _setting("info", "observability", "least severe message shown")
@@ -208,7 +219,7 @@ class Config(BaseModel):
                 f"--cudagraph-capture-sizes has {max(sizes)}, above --max-cudagraph-capture-size {largest}"
             )
         for name, field in type(self).model_fields.items():
-            if field.annotation is BackendChoice:
+            if field.default == {"default": AUTO}:
                 _refuse_unknown_keys(name, getattr(self, name))
         return self
 
@@ -256,7 +267,7 @@ def is_switch(name: str) -> bool:
 
 
 def metadata(name: str) -> dict[str, Any]:
-    """Return a setting's `section`, `unit`, `narrow` (its keys) and `kind` (of the plugins it names)."""
+    """Return a setting's `section`, `unit`, `narrow` (its keys), `kind` (of plugins it names) and `takes`."""
     extra = Config.model_fields[name].json_schema_extra
     assert isinstance(extra, dict)
     return extra
@@ -270,7 +281,7 @@ def choices(name: str) -> tuple[str, ...]:
 
 def _refuse_unknown_keys(name: str, choice: BackendChoice) -> None:
     known = metadata(name)["narrow"]
-    for key, _ in choice.narrowed:
-        if key not in known:
+    for key in choice:
+        if key not in ("default", *known):
             available = ", ".join(f"{flag(name)}.{each}" for each in known) or f"{flag(name)} alone"
             raise ValueError(f"{flag(name)}.{key} does not exist; there is {available}")

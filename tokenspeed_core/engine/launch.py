@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
+from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.kv_scales import read_kv_scales
 from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError
-from tokenspeed_core.kernels.select import Preference
+from tokenspeed_core.kernels.installed import check_names
+from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Ready
@@ -84,10 +86,7 @@ def resolve(
     )
     limits = scheduler_limits(settled, max_model_len, info.vocab_size)
     wishes = preferences(config)
-    for wish in wishes:
-        for name in wish.backends:
-            if name != "auto":
-                catalog.get(f"kernels.{wish.family}", name)  # a misspelt name must not be passed over in a list
+    check_names(wishes, catalog)
     wanted = config.quantization or info.quantization
     if wanted != (info.quantization or wanted):
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
@@ -101,6 +100,7 @@ def resolve(
         cudagraph_capture_sizes=config.cudagraph_capture_sizes,
         gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
         max_total_tokens=config.max_total_tokens, quantization=method, preferences=wishes,
+        backend_options=config.backend_option,
         kv_dtype=None if config.kv_cache_dtype == "auto" else "float8_e4m3fn",
         kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
         num_threads=num_threads,
@@ -133,7 +133,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     engine = Engine(scheduler, runner, depth=depth, observe=observe, spares_decodes=not is_batch)
     report = {
         "model": resolved.checkpoint.name, "architecture": info.architecture,
-        "plugins": [f"{e.distribution} {e.version}: {e.kind} {e.name}: {e.status}" for e in catalog.all()],
+        "plugins": [asdict(entry) for entry in catalog.all()],
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),
     }
     log.info("%s", runner.kernel_plan.table())
@@ -212,13 +212,15 @@ def scheduler_limits(
 
 
 def preferences(config: Config) -> tuple[Preference, ...]:
-    """Return what the user asked of backends, narrowed wishes first."""
+    """Return what the user asked of backends. Raises ConfigError."""
     found: list[Preference] = []
     for family in ("attention", "moe", "sampling"):
-        choice = getattr(config, f"{family}_backend")
-        found += [Preference(family, names, key) for key, names in choice.narrowed]
-        if not choice.is_auto():
-            found.append(Preference(family, choice.default))
+        for key, names in getattr(config, f"{family}_backend").items():
+            if key != "default":
+                found.append(Preference.parse(f"{family}.{key}", names, f"--{family}-backend.{key}"))
+            elif names != AUTO:
+                found.append(Preference(family, names, f"--{family}-backend"))
+    found += [Preference.parse(scope, names) for scope, names in config.kernel_backend.items()]
     return tuple(found)
 
 

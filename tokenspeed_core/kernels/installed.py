@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
+from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, Ranking
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
@@ -66,6 +67,14 @@ def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
         else:
             catalog.reject(entry, "only TokenSpeed's own distributions and users say which backend comes first")
     return tuple(found)
+
+
+def check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
+    """Raise PluginError for a backend that is not installed: in a list it would be passed over."""
+    families = {name: contract.family for name, contract in (installed_ops(catalog) if wishes else {}).items()}
+    for wish in wishes:
+        for name in set(wish.backends) - {"auto"}:
+            catalog.get(KERNELS_PREFIX + families.get(wish.target, wish.target), name)
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:

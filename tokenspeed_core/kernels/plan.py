@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+_WIDTH, _MOST = 80, 8  # columns of the start-up summary, and reasons in it
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -41,6 +43,13 @@ class PlannedOp:
     distribution: str
     because: str
     verdicts: tuple[Verdict, ...]
+    options: tuple[tuple[str, Any], ...] = ()  # of the backend, as the user set them
+    wanted: tuple[str, ...] = ("auto",)  # backends in order of preference
+    asked_by: str = "auto"  # the flag that wanted them
+
+    def axis(self, name: str) -> Any:
+        """Return an axis of the problem, None where it has none of that name."""
+        return dict(self.problem).get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +76,33 @@ class KernelPlan:
         )
 
     def table(self) -> str:
-        """Return the start-up summary: a line per op and backend, the others with their first reason."""
-        rows = [("op", "backend", "from", "problems", "not taken")]
-        for (op, backend, distribution), planned in _grouped(self.ops).items():
-            others = {v.backend: v.reasons[0].what for p in planned for v in p.verdicts if v.reasons}
-            losers = "; ".join(f"{name}: {why}" for name, why in others.items() if name != backend)
-            rows.append((op, backend or "its parts", distribution or "-", str(len(planned)), losers or "-"))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        padded = ([*map(str.ljust, row, widths), row[4]] for row in rows)
-        lines = ["  ".join(cells) for cells in padded]
-        return "\n".join([f"kernels on {self.platform}", *lines])
+        """Return the start-up summary: a line per op and backend, then the first reasons against the others.
 
-    def explain(self, op: str, layer: int | None = None) -> str:
-        """Return every candidate of an op with all reasons and their mends, for people.
-
-        Raises ValueError, naming the ops there are, if the plan has none of that name.
+        It fits a screen; `plugins why` tells the rest.
         """
-        found = self.find(op, layer)
+        rows = [("op", "backend", "from", "for")]
+        against: dict[tuple[str, str], dict[str, None]] = {}
+        grouped = _grouped(self.ops)
+        for (op, backend, distribution), planned in grouped.items():
+            is_part = sum(other == op for other, *_ in grouped) > 1
+            rows.append((op, backend or "its parts", distribution or "-", _extent(planned, is_part)))
+            for loser in (v for p in planned for v in p.verdicts if v.reasons and v.backend != p.backend):
+                against.setdefault((loser.backend, loser.reasons[0].what), {})[op] = None
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows]
+        reasons = [f"not {backend}: {why} ({', '.join(ops)})" for (backend, why), ops in against.items()]
+        lines += reasons[:_MOST] + [f"and {len(reasons) - _MOST} reasons more"] * (len(reasons) > _MOST)
+        cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines)
+        return "\n".join([f"kernels on {self.platform}", *cut])
+
+    def occurrences(self, target: str) -> str:
+        """Say for which phases, dtypes and layers an op or family was asked for, or what was, for people."""
+        found = self.find(target)
         if not found:
-            where = "" if layer is None else f" at layer {layer}"
-            raise ValueError(f"no op {op!r}{where} in the plan; it has {sorted({p.op for p in self.ops})}")
-        return "\n".join(line for planned in found for line in _explained(planned))
+            return f"the model asks for no {target}, but for {', '.join(sorted({p.op for p in self.ops}))}"
+        axes = (sorted({str(planned.axis(axis)) for planned in found}) for axis in ("phase", "dtype"))
+        phases, dtypes = map(", ".join, axes)
+        return f"{target} is asked for with phase {phases}; dtype {dtypes}; layers {_layers(found) or 'none'}"
 
     def to_json(self) -> str:
         """Return the whole plan as a JSON object."""
@@ -101,16 +116,16 @@ def _grouped(ops: Iterable[PlannedOp]) -> dict[tuple[str, str, str], list[Planne
     return groups
 
 
-def _explained(planned: PlannedOp) -> Iterable[str]:
-    axes = ", ".join(f"{name}={value}" for name, value in planned.problem)
-    layers = f" (layers {_ranges(planned.layers)})" if planned.layers else ""
-    yield f"{planned.op}{layers}: {axes}"
-    taken = f"{planned.backend} from {planned.distribution}: " if planned.backend else ""
-    yield f"  {taken}{planned.because}"
-    for verdict in planned.verdicts:
-        for reason in verdict.reasons:
-            mend = f" -> {reason.mend}" if reason.mend else ""
-            yield f"  not {verdict.backend} from {verdict.distribution}: {reason.what}{mend}"
+def _extent(group: list[PlannedOp], is_part: bool) -> str:
+    """Return what a line of the table serves: phases, layers where others have the rest, and the user's options."""
+    words = [p.axis("phase") for p in group if p.axis("phase")]
+    if is_part and any(p.layers for p in group):
+        words.append(f"layers {_layers(group)}")
+    return ", ".join(dict.fromkeys([*words, *(f"{key}={value}" for p in group for key, value in p.options)]))
+
+
+def _layers(group: Iterable[PlannedOp]) -> str:
+    return _ranges(tuple(sorted({layer for planned in group for layer in planned.layers})))
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

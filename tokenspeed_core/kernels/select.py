@@ -8,40 +8,26 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp, Reason, Verdict
+from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
-    """What the user asked for: backends of an op family, in order. "auto" stands for the host's own order.
-
-    `narrowed` restricts it to problems of that phase or dtype. Without a trailing "auto" nothing else is
-    taken.
-    """
-
-    family: str
-    backends: tuple[str, ...]
-    narrowed: str | None = None
-
-    def applies(self, contract: OpContract, problem: Problem) -> bool:
-        """Say whether it speaks of this problem."""
-        narrow = self.narrowed in (None, problem.get("phase"), problem["dtype"])
-        return narrow and self.family in (contract.family, contract.name)
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel taken for a problem, not yet loaded."""
+    """The kernel taken for a problem, and its options if it declares any; not yet loaded."""
 
     spec: KernelSpec
     distribution: str
     problem: Problem
+    options: BaseModel | None
 
 
 def has_module(name: str) -> bool:
@@ -54,8 +40,9 @@ class Selector:
 
     Order: the user's list; then, for "auto", what `rankings` measured on such a device; then the kernels for
     fewer platforms and a narrower range of hardware before general ones, the op's reference last, ties by
-    distribution name. `needs` are features that every problem must be served with ("graph_safe",
-    "batch_invariant"). Reading the plan changes nothing. `hint` says what to do where no backend fits.
+    distribution name. `options` are what the user set, by "backend.key". `needs` are features that every problem
+    must be served with ("graph_safe", "batch_invariant"). Reading the plan changes nothing. `hint` says what to do
+    where no backend fits.
     """
 
     def __init__(
@@ -64,6 +51,7 @@ class Selector:
         platform: PlatformInfo,
         preferences: Iterable[Preference] = (),
         *,
+        options: Mapping[str, Any] = MappingProxyType({}),
         rankings: Iterable[Ranking] = (),
         ops: Mapping[str, OpContract] | None = None,
         needs: frozenset[str] = frozenset(),
@@ -73,34 +61,46 @@ class Selector:
         self._kernels = tuple(kernels)
         self._platform = platform
         self._preferences = tuple(preferences)
+        self._options = options
         self._rankings = tuple(rankings)
         self._ops = common_ops() if ops is None else ops
         self._needs = needs
         self._hint = hint
         self._module_exists = module_exists
+        self._heeded: set[Preference] = set()
         self._decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = {}
         self._layers: dict[Hashable, set[int]] = {}
 
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
-        """Return the kernel for an op and problem, the same one whenever the problem is the same.
+        """Return the kernel for an op and problem, the same one whenever problem and wishes are the same.
 
         Raises ValueError on wrong axes, SelectionError if no plugin brings the op or no kernel can be taken.
         """
         contract = self._contract(op)
         choice, planned = self._choose(contract, problem, layer)
         if choice is None:
-            raise SelectionError(self._refused(contract, problem, planned.verdicts))
+            raise self._refused(planned)
         return choice
 
     def select_all(self, ops: tuple[str, ...], axes: Problem, *, layer: int | None = None) -> tuple[Choice, ...]:
         """Return the kernels of ops that run one after another: a fused one where it fits, else one for each.
 
         `axes` holds those of all the ops. An op is fused from these if its contract's `parts` are just these; the
-        plan has it also where nothing fits, with the reasons. Raises as `select` does.
+        plan has it also where nothing fits, with the reasons. A wish for one of the ops by its name parts them.
+        Raises as `select` does, also for a fused op that was named.
         """
-        for contract in self._ops.values():
-            if contract.parts == ops and (fused := self._choose(contract, contract.cut(axes), layer)[0]):
+        parts = [self._contract(op) for op in ops]
+        is_parted = any(wish.names_op(part) for wish in self._preferences for part in parts)
+        for contract in () if is_parted else self._ops.values():
+            if contract.parts != ops:
+                continue
+            problem = contract.cut(axes)
+            fused, planned = self._choose(contract, problem, layer)
+            if fused is not None:
                 return (fused,)
+            wish = self._wish(contract, problem, layer)
+            if wish and wish.names_op(contract) and "auto" not in wish.backends:
+                raise self._refused(planned)
         return tuple(self.select(op, self._contract(op).cut(axes), layer=layer) for op in ops)
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
@@ -115,6 +115,22 @@ class Selector:
         )
         return KernelPlan(self._platform.name or self._platform.kind, ops)
 
+    def check(self) -> None:
+        """Raise SelectionError for a wish or an option that had no effect on what was selected so far."""
+        for wish in self._preferences:
+            layers = {layer for planned in self.plan().find(wish.target) for layer in planned.layers}
+            if wish not in self._heeded or (wish.layers and wish.layers[-1] > max(layers)):
+                raise SelectionError(f"{wish.flag} has no effect: {self.plan().occurrences(wish.target)}")
+        chosen = [choice for choice, _ in self._decided.values() if choice is not None]
+        known = {
+            f"{choice.spec.backend}.{key}": field.description
+            for choice in chosen if choice.options for key, field in type(choice.options).model_fields.items()
+        }
+        for name in self._options.keys() - known:
+            used = ", ".join(sorted({choice.spec.backend for choice in chosen}))
+            there = "; ".join(f"{each}: {text}" for each, text in known.items()) or "none"
+            raise SelectionError(f"--backend-option {name} has no effect: used are {used}; their options: {there}")
+
     def _contract(self, op: str) -> OpContract:
         if op not in self._ops:
             hint = f"; {self._hint}" if self._hint else ""
@@ -123,15 +139,18 @@ class Selector:
 
     def _choose(self, contract: OpContract, problem: Problem, layer: int | None) -> tuple[Choice | None, PlannedOp]:
         contract.check(problem)
-        key = (contract.name, tuple(sorted(problem.items())))
+        wish = self._wish(contract, problem, layer)
+        key = (contract.name, tuple(sorted(problem.items())), wish)
         if key not in self._decided:
-            self._decided[key] = self._decide(contract, problem)
+            self._decided[key] = self._decide(contract, problem, wish)
         if layer is not None:
             self._layers.setdefault(key, set()).add(layer)
         return self._decided[key]
 
-    def _decide(self, contract: OpContract, problem: Problem) -> tuple[Choice | None, PlannedOp]:
-        names, source = self._wanted(contract, problem)
+    def _decide(
+        self, contract: OpContract, problem: Problem, wish: Preference | None
+    ) -> tuple[Choice | None, PlannedOp]:
+        names, source = (wish.backends, wish.flag) if wish else (("auto",), "auto")
         figures = self._figures(contract.name, problem.get("phase"))
         candidates = [kernel for kernel in self._kernels if kernel.spec.op == contract.name]
         candidates.sort(key=lambda kernel: _host_order(kernel, tuple(figures)))
@@ -140,15 +159,30 @@ class Selector:
         while taken is not None and (failure := _load_failure(taken.spec)):
             judged = [(kernel, failure if kernel is taken else reasons) for kernel, reasons in judged]
             taken, because = _first(judged, names, source, figures)
+        options = self._settle(taken.spec) if taken else None
         planned = PlannedOp(
             op=contract.name, family=contract.family, problem=tuple(sorted(problem.items())), layers=(),
             backend="" if taken is None else taken.spec.backend,
             distribution="" if taken is None else taken.distribution, because=because,
             verdicts=tuple(_verdict(kernel, reasons, taken, names, figures) for kernel, reasons in judged),
+            options=tuple(options.model_dump(mode="json", exclude_unset=True).items()) if options else (),
+            wanted=names, asked_by=source,
         )
         if taken is None:
             return None, planned
-        return Choice(taken.spec, taken.distribution, MappingProxyType(dict(problem))), planned
+        return Choice(taken.spec, taken.distribution, MappingProxyType(dict(problem)), options), planned
+
+    def _settle(self, spec: KernelSpec) -> BaseModel | None:
+        """Return the options of a kernel, the user's where there are any. Raises SelectionError."""
+        schema = spec.schema()
+        if schema is None:
+            return None
+        names = {key: f"{spec.backend}.{key}" for key in schema.model_fields}
+        try:
+            return schema(**{key: self._options[name] for key, name in names.items() if name in self._options})
+        except ValidationError as error:
+            wrong = (f"--backend-option {names[str(e['loc'][0])]}={e['input']}: {e['msg']}" for e in error.errors())
+            raise SelectionError("; ".join(wrong)) from error
 
     def _figures(self, op: str, phase: str | None) -> dict[str, str]:
         """Return what was measured of the op's backends on such a device, the fastest first."""
@@ -156,13 +190,15 @@ class Selector:
         found = (r for r in self._rankings if (r.op, r.phase, r.compute_capability) == key)
         return {backend: figure for ranking in found for backend, figure in ranking.figures}
 
-    def _wanted(self, contract: OpContract, problem: Problem) -> tuple[tuple[str, ...], str]:
-        """Return the backends to try, in order, and who said so; the narrower preference speaks first."""
-        for preference in sorted(self._preferences, key=lambda p: p.narrowed is None):
-            if preference.applies(contract, problem):
-                flag = f"--{preference.family}-backend"
-                return preference.backends, flag + (f".{preference.narrowed}" if preference.narrowed else "")
-        return ("auto",), "auto"
+    def _wish(self, contract: OpContract, problem: Problem, layer: int | None) -> Preference | None:
+        """Return the narrowest of the user's wishes for a problem. Raises SelectionError where two are as narrow."""
+        wishes = [wish for wish in self._preferences if wish.applies(contract, problem, layer)]
+        wishes.sort(key=lambda wish: wish.narrowness(contract), reverse=True)
+        self._heeded.update(wishes)
+        if len(wishes) > 1 and wishes[0].narrowness(contract) == wishes[1].narrowness(contract):
+            both = " and ".join(sorted(wish.flag for wish in wishes[:2]))
+            raise SelectionError(f"{both} both speak of {contract.name}: give one, or narrow it")
+        return wishes[0] if wishes else None
 
     def _refusals(self, spec: KernelSpec, problem: Problem) -> tuple[Reason, ...]:
         missing = tuple(
@@ -173,13 +209,13 @@ class Selector:
         hardware = _hardware_refusals(spec.capability, self._platform)
         return (*hardware, *missing, *problem_refusals(spec.capability, problem, self._needs))
 
-    def _refused(self, contract: OpContract, problem: Problem, verdicts: tuple[Verdict, ...]) -> str:
-        names, source = self._wanted(contract, problem)
-        axes = ", ".join(f"{axis}={value}" for axis, value in sorted(problem.items()))
+    def _refused(self, planned: PlannedOp) -> SelectionError:
+        names, verdicts = planned.wanted, planned.verdicts
+        axes = ", ".join(f"{axis}={value}" for axis, value in planned.problem)
         device = self._platform.name or self._platform.kind
-        lines = [f"no kernel for op {contract.name!r} ({axes}) on {device}"]
+        lines = [f"no kernel for op {planned.op!r} ({axes}) on {device}"]
         if names != ("auto",):
-            lines[0] += f": {source} asks for {', '.join(names)}"
+            lines[0] += f": {planned.asked_by} asks for {', '.join(names)}"
         unknown = [n for n in names if n != "auto" and n not in {v.backend for v in verdicts}]
         lines += [f"  {name}: no such backend is installed for this op" for name in unknown]
         lines += [
@@ -189,7 +225,7 @@ class Selector:
         fitting = [v.backend for v in verdicts if v.fits]
         hint = f"; {self._hint}" if self._hint else ""
         lines.append(f"  backends that fit: {', '.join(fitting) or f'none{hint}'}")
-        return "\n".join(lines)
+        return SelectionError("\n".join(lines))
 
 
 def _first(
@@ -211,7 +247,7 @@ def _first(
 def _load_failure(spec: KernelSpec) -> tuple[Reason, ...]:
     """Import a kernel that stands on other packages, which may be there and broken, or made for another machine."""
     try:
-        if spec.requires:
+        if spec.requires or spec.options:
             spec.factory()
     except Exception as error:  # whatever a package raises, another kernel may serve
         return (Reason(f"it does not load: {type(error).__name__}: {error}", spec.obtain),)
@@ -246,17 +282,12 @@ def _hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterab
         wanted = " or ".join(capability.platforms)
         yield Reason(f"it runs on {wanted}, and the device is {platform.kind}", f"a {wanted} device")
         return
-    low, high, found = (
-        capability.min_compute_capability, capability.max_compute_capability, platform.compute_capability,
-    )
-    if low is None and high is None:
-        return
-    wanted = f"{_version(low, 'any')} to {_version(high, 'any')}"
-    if found is None or (low is not None and found < low) or (high is not None and found > high):
-        yield Reason(
-            f"compute capability {_version(found, 'unknown')} is outside {wanted}",
-            f"a device of compute capability {wanted}",
-        )
+    low, high = capability.min_compute_capability, capability.max_compute_capability
+    found = platform.compute_capability
+    if (low or high) and not (found and (low or found) <= found <= (high or found)):
+        wanted = f"{_version(low, 'any')} to {_version(high, 'any')}"
+        what = f"compute capability {_version(found, 'unknown')} is outside {wanted}"
+        yield Reason(what, f"a device of compute capability {wanted}")
 
 
 def problem_refusals(

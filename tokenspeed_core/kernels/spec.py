@@ -8,8 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 PHASES = ("prefill", "decode")
@@ -111,7 +115,8 @@ class KernelSpec:
     installed, and `obtain` is the line that installs them. `needs_compile` says that a fresh machine needs a
     compiler's run of minutes or a tool chain before the first call; a just-in-time compile of seconds while
     the server warms up does not count. `reference` marks the op's own reference, which is taken when nothing
-    else fits. Raises ValueError.
+    else fits. `options` is "module:Model", a pydantic model of what users may set with `--backend-option`; the
+    factory then takes one as its keyword `options`. Raises ValueError.
     """
 
     op: str
@@ -122,6 +127,7 @@ class KernelSpec:
     obtain: str = ""
     needs_compile: bool = False
     reference: bool = False
+    options: str = ""
 
     def __post_init__(self) -> None:
         for what, name in (("op", self.op), ("backend", self.backend)):
@@ -129,16 +135,25 @@ class KernelSpec:
                 raise ValueError(f"{what} {name!r} must be 'name' or 'vendor/name', of a-z, 0-9, '_', '-' and '.'")
         if self.backend == "auto":
             raise ValueError("the backend name 'auto' means the host's own choice")
-        if not _TARGET.match(self.load):
-            raise ValueError(f"load {self.load!r} must read 'module:attribute'")
+        for target in (self.load, self.options or self.load):
+            if not _TARGET.match(target):
+                raise ValueError(f"{target!r} must read 'module:attribute'")
         for module in self.requires:
             if not module.isidentifier():
                 raise ValueError(f"required module {module!r} must be a top-level module")
 
-    def factory(self) -> Callable[..., Any]:
-        """Import the implementation and return its factory."""
+    def schema(self) -> type[BaseModel] | None:
+        """Import the model of its options, if it names one. Raises TypeError if that is none, and as imports do."""
+        schema = load_target(self.options) if self.options else None
+        if schema is not None and not hasattr(schema, "model_fields"):
+            raise TypeError(f"{self.options} is no pydantic model")
+        return schema
+
+    def factory(self, options: BaseModel | None = None) -> Callable[..., Any]:
+        """Import the implementation and return its factory, which has its options (None: their defaults)."""
         factory: Callable[..., Any] = load_target(self.load)
-        return factory
+        schema = self.schema()
+        return factory if schema is None else partial(factory, options=schema() if options is None else options)
 
 
 @dataclass(frozen=True, slots=True)

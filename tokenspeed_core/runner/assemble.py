@@ -71,8 +71,8 @@ def assemble(
 
     def selector() -> Selector:
         return Selector(
-            kernels, platform or describe_device(device), config.preferences, rankings=rankings, ops=ops, needs=needs,
-            hint=hint,
+            kernels, platform or describe_device(device), config.preferences, options=config.backend_options,
+            rankings=rankings, ops=ops, needs=needs, hint=hint,
         )
 
     chosen = selector()
@@ -90,7 +90,7 @@ def assemble(
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
     sampling = {"vocab_size": config.model_info.vocab_size}
-    return Assembly(
+    assembly = Assembly(
         config, model, build, chosen, block_size,
         PoolLimits.of(config.model_info.cache_groups, block_size, build.kv_dtype.itemsize, config.max_model_len),
         sample=build.op("sample", **sampling, dtype="float32"),
@@ -99,3 +99,5 @@ def assemble(
             for name in sorted({config.dtype, "float32"})
         },
     )
+    chosen.check()
+    return assembly

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenspeed_core.kernels.attention import AttentionKernel, AttentionProblem, AttentionStep
 from tokenspeed_core.kernels.select import Choice
+from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.models import Rotation
 from tokenspeed_core.runner.inputs import GroupInputs
 
@@ -20,7 +21,7 @@ class AttentionGroup:
 
     def __init__(self) -> None:
         """Start without layers."""
-        self.kernels: dict[AttentionProblem, AttentionKernel] = {}
+        self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
         self.is_split = False  # whether mixed steps are served in two parts, since the phases have different backends
         self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
         self.pieces: list[tuple[str, AttentionStep, slice | None]] = []  # phase, and which query tokens (None: all)
@@ -35,7 +36,7 @@ class AttentionGroup:
             is_decode = inputs.num_decodes == inputs.step.num_rows
             self.pieces = [("decode" if is_decode else "prefill", inputs.step, None)]
         for phase, step, _ in self.pieces:
-            for problem, kernel in self.kernels.items():
+            for (_, problem), kernel in self.kernels.items():
                 if problem.phase == phase:
                     kernel.prepare(step)
 

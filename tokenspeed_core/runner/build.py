@@ -12,8 +12,8 @@ from tokenspeed_core.errors import CheckpointError, SelectionError
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
 from tokenspeed_core.kernels.ops import Problem
 from tokenspeed_core.kernels.plan import KernelPlan
-from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PHASES
+from tokenspeed_core.kernels.select import Choice, Selector
+from tokenspeed_core.kernels.spec import PHASES, KernelSpec
 from tokenspeed_core.models import Rotation
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, placing
 from tokenspeed_core.runner.config import RunnerConfig
@@ -38,14 +38,17 @@ class ModelBuild:
         self.layers: list[AttentionLayer] = []
         self.groups = {group.name: AttentionGroup() for group in config.model_info.cache_groups}
         self._kv_scales = config.kv_scales
-        self._kernels: dict[tuple[str, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
+        self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return the selected kernel of an op for a problem, one object for equal problems."""
-        key = (op, tuple(sorted(problem.items())))
+        return self._load(self.selector.select(op, problem))
+
+    def _load(self, choice: Choice) -> Callable[..., Any]:
+        key = (choice.spec, tuple(sorted(choice.problem.items())))
         if key not in self._kernels:
-            choice = self.selector.select(op, problem)
-            self._kernels[key] = _unplaced if self.device.type == "meta" else choice.spec.factory()(choice.problem)
+            is_plan = self.device.type == "meta"
+            self._kernels[key] = _unplaced if is_plan else choice.spec.factory(choice.options)(choice.problem)
         return self._kernels[key]
 
     def attention(
@@ -92,20 +95,21 @@ class ModelBuild:
             ops, axes = (layer.rotation.op, *ops), {**axes, "rotary_size": layer.rotation.rotary_size}
         chains = (ops,) if layer.kv_scale == 1.0 else tuple((op,) for op in ops)
         choices = [each for chain in chains for each in self.selector.select_all(chain, axes, layer=layer.layer)]
-        *before, write = (self.op(choice.spec.op, **choice.problem) for choice in choices)
+        *before, write = (self._load(choice) for choice in choices)
         if len(choices) < len(ops):
             return write
         return placing(before[0] if before else None, write, layer.kv_scale)
 
     def bind_attention(self, limits: AttentionLimits) -> None:
-        """Build the chosen backends, one per cache group, phase and distinct problem."""
+        """Build the chosen backends, one per cache group and distinct problem of a kernel."""
         for layer in self.layers:
             kernels = layer.group.kernels
             for phase, choice in layer.choices.items():
                 problem = AttentionProblem(**choice.problem)
-                if problem not in kernels:
-                    kernels[problem] = choice.spec.factory()(problem, limits, self.device)
-                layer.kernels[phase] = kernels[problem]
+                key = (choice.spec, problem)
+                if key not in kernels:
+                    kernels[key] = choice.spec.factory(choice.options)(problem, limits, self.device)
+                layer.kernels[phase] = kernels[key]
                 layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
 
 
@@ -125,7 +129,7 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
         try:
             for layer in build.layers:
                 for phase in PHASES:
-                    trial.select_attention(build.problem(layer, size, phase))
+                    trial.select_attention(build.problem(layer, size, phase), layer=layer.layer)
         except SelectionError as error:
             errors.append(error)
         else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tokenspeed_core.kernels.select import Preference
+from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.models import ModelInfo, ModelSpec, Quantization
 
 
@@ -44,4 +44,5 @@ class RunnerConfig:
     kv_scales: tuple[float, ...] = ()
     quantization: Quantization | None = None
     preferences: tuple[Preference, ...] = ()
+    backend_options: Mapping[str, Any] = field(default_factory=dict)  # by "backend.key"
     num_threads: int | None = None

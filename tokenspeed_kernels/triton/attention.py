@@ -9,13 +9,13 @@ import triton
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels.options import DEFAULTS, MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton.attention_kernels import attend
 from tokenspeed_kernels.triton.shared import BLOCK_N as SHARED_BLOCK_N
 from tokenspeed_kernels.triton.shared import MERGED_PARTS, SharedLaunch, SharedPrefix
 
 LEAST_SPLIT = 128  # keys of a split where rows are too few to fill the device
 LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
-MAX_SPLITS = MERGED_PARTS**2  # since parts are merged, and then what was merged
 FULL = 2  # programs of a multiprocessor that keep it busy
 WANTED = 4  # programs of a multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles of all splits, by phase of the problem
@@ -67,10 +67,11 @@ class TritonAttention:
     def __init__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device,
         decode_tiling: Tiling | None = None, prefill_tiling: Tiling | None = None,
+        options: AttentionOptions = DEFAULTS,
     ) -> None:
         if problem.num_heads % problem.num_kv_heads:
             raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
-        self._problem = problem
+        self._problem, self._options = problem, options
         self._num_groups = problem.num_heads // problem.num_kv_heads
         self._block_d = max(16, triton.next_power_of_2(problem.head_size))
         wide = problem.dtype == "float32" or self._block_d > 128
@@ -129,8 +130,9 @@ class TritonAttention:
         else:
             least, splits = LEAST_SPLIT, WANTED * self._num_multiprocessors // programs
         room = self._lse.shape[0] // (programs * block_m)
-        splits = max(1, min(splits, -(-self._max_model_len // least), room, MAX_SPLITS))
-        shared = self.shared.launch(num_rows) if max_num_query == 1 and room else None
+        splits = max(1, min(splits, -(-self._max_model_len // least), room, self._options.max_splits))
+        is_shared = self._options.shared_prefix and max_num_query == 1 and room
+        shared = self.shared.launch(num_rows) if is_shared else None
         return _Launch(0, num_rows, num_rows, max_num_query, splits, least, True, tiling, shared)
 
     def _prefill_launch(self, first_row: int, step: AttentionStep) -> _Launch:
@@ -163,9 +165,11 @@ class TritonAttention:
         )
 
 
-def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> TritonAttention:
+def attention(
+    problem: AttentionProblem, limits: AttentionLimits, device: torch.device, options: AttentionOptions = DEFAULTS,
+) -> TritonAttention:
     """Build the Triton backend (an AttentionFactory)."""
-    return TritonAttention(problem, limits, device)
+    return TritonAttention(problem, limits, device, options=options)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

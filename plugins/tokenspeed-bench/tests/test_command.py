@@ -192,10 +192,12 @@ def test_what_is_mistyped_is_refused_with_the_mend(words: tuple[str, ...], said:
 
 def test_flags_of_serve_become_keywords() -> None:
     words = ["--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching", "--chunked-prefill-size", "-1",
-             "--attention-backend", "a,b", "--attention-backend.decode", "c", "--hf-overrides={\"x\": 1}"]
+             "--attention-backend", "a,b", "--attention-backend.decode", "c", "--hf-overrides={\"x\": 1}",
+             "--kernel-backend", "greedy=torch", "--kernel-backend=attention.0-3=a,b"]
     assert keywords(words) == {
         "max_num_seqs": "8", "enforce_eager": True, "enable_prefix_caching": False, "chunked_prefill_size": "-1",
         "attention_backend": {"default": "a,b", "decode": "c"}, "hf_overrides": '{"x": 1}',
+        "kernel_backend": "greedy=torch attention.0-3=a,b",
     }
 
 

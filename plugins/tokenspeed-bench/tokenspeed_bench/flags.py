@@ -10,13 +10,14 @@ from typing import Any
 from tokenspeed_bench.errors import BenchError
 
 NUMBER = re.compile(r"-\d")
+REPEATED = {"kernel_backend", "backend_option"}  # flags of pairs, which one text may hold
 
 
 def keywords(words: Sequence[str]) -> dict[str, Any]:
     """Return keywords for flags: `--max-num-seqs 8` is `max_num_seqs="8"`, a flag without a value is true.
 
-    `--no-enable-x` is `enable_x=False`, `--attention-backend.decode a` adds to a mapping. Raises BenchError for a word
-    that belongs to no flag and for a flag given twice.
+    `--no-enable-x` is `enable_x=False`, `--attention-backend.decode a` adds to a mapping, a pair to other pairs. Raises
+    BenchError for a word that belongs to no flag and for a flag given twice.
     """
     found: dict[str, Any] = {}
     at = 0
@@ -45,6 +46,8 @@ def _put(found: dict[str, Any], name: str, value: Any, flag: str) -> None:
         found[name] = {**mapping, key: value}
     elif isinstance(found.get(name), dict):
         found[name] = {"default": value, **found[name]}
+    elif name in found and name in REPEATED:
+        found[name] += f" {value}"
     elif name in found:
         raise BenchError(f"{flag}: given twice")
     else:

@@ -17,6 +17,7 @@ from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
 from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.testing.conformance import check
+from tokenspeed_core.testing.explain import explain
 
 CPU = torch.device("cpu")
 SCALED = {MXFP8: "kind::mxf8f6f4.block_scale.block32", NVFP4: "kind::mxf4nvf4.block_scale.block16"}
@@ -100,4 +101,4 @@ def test_a_blackwell_device_gets_the_kernel_and_others_the_reference_with_the_re
             needs=frozenset({"graph_safe"}),
         )
         assert chosen.select(op, problem).spec.backend == backend
-    assert "compute capability 9.0 is outside 10.0 to 10.3" in chosen.plan().explain(op)
+    assert "compute capability 9.0 is outside 10.0 to 10.3" in explain(chosen.plan(), op)

@@ -86,7 +86,7 @@ def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() ->
 def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() -> None:
     lines = dry_run(Config.from_keywords(device="cpu")).splitlines()
     (said,) = [line for line in lines if "fa3" in line]
-    assert said.startswith("attention")
+    assert said.endswith("(attention)")
     assert "fa3: it runs on cuda, and the device is cpu" in said
 
 

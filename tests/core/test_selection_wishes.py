@@ -1,0 +1,294 @@
+"""What a user asks of backends: it is heeded where it applies, or it is an error; never is it passed over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field
+
+from tokenspeed_core.errors import ConfigError, SelectionError
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.ops import OpContract, merge_ops
+from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import PHASES, Capability, InstalledKernel, KernelSpec, PlatformInfo
+
+CPU = PlatformInfo("cpu")
+ANYWHERE = Capability(("cpu",), ("float32", "bfloat16"))
+PROBLEM = AttentionProblem("decode", 8, 2, 64, "bfloat16", "bfloat16", 16, 0.125, None)
+LOGITS = {"vocab_size": 64, "dtype": "float32"}
+NUM_LAYERS = 6
+
+
+class Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tile: int = Field(16, ge=1, description="rows of a tile")
+    loud: bool = Field(False, description="whether it shouts")
+
+
+def make(problem: Any, *, options: Options) -> Options:
+    return options
+
+
+def kernel(backend: str, op: str = "attention", **changes: Any) -> InstalledKernel:
+    spec = KernelSpec(op, backend, **{"capability": ANYWHERE, "load": f"{__name__}:make", **changes})
+    return InstalledKernel(spec, f"dist-{backend}")
+
+
+def wish(scope: str, *backends: str) -> Preference:
+    return Preference.parse(scope, backends)
+
+
+NAMES = ("one", "two", "three", "four", "five")
+KERNELS = (*(kernel(name) for name in NAMES), kernel("plain", "greedy"), kernel("plain", "sample"))
+
+
+def model(selector: Selector) -> dict[tuple[str, int], str]:
+    """Select as a model of six layers does; return the attention backend by phase and layer."""
+    selector.select("greedy", LOGITS)
+    return {
+        (phase, layer): selector.select_attention(replace(PROBLEM, phase=phase), layer=layer).spec.backend
+        for layer in range(NUM_LAYERS) for phase in PHASES
+    }
+
+
+# -- narrowing ----------------------------------------------------------------------------------------------
+
+
+def test_layers_go_before_a_phase_a_phase_before_a_dtype_and_a_dtype_before_all() -> None:
+    wishes = [
+        wish("attention", "one"), wish("attention.bfloat16", "two"), wish("attention.decode", "three"),
+        wish("attention.1-2", "four"), wish("attention.decode.2", "five"),
+    ]
+    for order in itertools.permutations(wishes):
+        selector = Selector(KERNELS, CPU, order)
+        found = model(selector)
+        assert [found["prefill", layer] for layer in range(4)] == ["two", "four", "four", "two"]
+        assert [found["decode", layer] for layer in range(4)] == ["three", "four", "five", "three"]
+        selector.check()
+
+
+@st.composite
+def scopes(draw: st.DrawFn) -> str:
+    first = draw(st.integers(0, NUM_LAYERS - 1))
+    layers = draw(st.sampled_from(["", f".{first}", f".{first}-{draw(st.integers(first, NUM_LAYERS - 1))}"]))
+    phase, dtype = draw(st.sampled_from(["", ".prefill", ".decode"])), draw(st.sampled_from(["", ".bfloat16"]))
+    return f"attention{phase}{dtype}{layers}"
+
+
+@given(st.lists(st.tuples(scopes(), st.sampled_from(NAMES)), max_size=4, unique_by=lambda each: each[0]))
+def test_every_layer_and_phase_gets_what_the_narrowest_wish_says_or_the_clash_is_an_error(
+    asked: list[tuple[str, str]],
+) -> None:
+    wishes = [wish(scope, name) for scope, name in asked]
+    expected: dict[tuple[str, int], str] = {}
+    clash = False
+    for phase, layer in itertools.product(PHASES, range(NUM_LAYERS)):
+        fitting = [
+            each for each in wishes
+            if each.phase in (None, phase) and (each.layers is None or layer in each.layers)
+        ]
+        best = max(
+            (((w.layers is not None, w.phase is not None, w.dtype is not None), w.backends[0]) for w in fitting),
+            default=((False,) * 3, "five"),  # distributions go by name
+        )
+        shapes = [(w.layers is not None, w.phase is not None, w.dtype is not None) for w in fitting]
+        clash |= shapes.count(best[0]) > 1
+        expected[phase, layer] = best[1]
+    for order in (wishes, wishes[::-1]):
+        selector = Selector(KERNELS, CPU, order)
+        if clash:
+            with pytest.raises(SelectionError, match="both speak of attention"):
+                model(selector)
+        else:
+            assert model(selector) == expected
+            selector.check()
+
+
+def test_one_op_goes_before_its_family() -> None:
+    kernels = (*KERNELS, kernel("fast", "greedy"), kernel("fast", "sample"))
+    selector = Selector(kernels, CPU, [wish("sampling", "plain"), wish("greedy", "fast")])
+    assert selector.select("greedy", LOGITS).spec.backend == "fast"
+    assert selector.select("sample", LOGITS).spec.backend == "plain"
+    selector.check()
+
+
+def test_the_plan_tells_which_layers_each_wish_took() -> None:
+    selector = Selector(KERNELS, CPU, [wish("attention.1-2", "two")])
+    model(selector)
+    found = {(planned.backend, planned.layers) for planned in selector.plan().find("attention")}
+    assert found == {("two", (1, 2)), ("five", (0, 3, 4, 5))}
+    table = selector.plan().table()
+    assert "prefill, decode, layers 1-2" in table
+    assert "prefill, decode, layers 0, 3-5" in table
+
+
+@pytest.mark.parametrize("scope", ["attention.later", "attention.0.decode", "attention.decode.decode", "attention.",
+                                   "", ".decode", "attention.float31", "attention.-3", "attention.3-", "a b"])
+def test_a_scope_that_is_none_is_refused_with_the_form(scope: str) -> None:
+    with pytest.raises(ConfigError, match=r"must read OP\[\.PHASE\]\[\.DTYPE\]\[\.LAYERS\].* prefill, decode, the dt"):
+        wish(scope, "one")
+
+
+@pytest.mark.parametrize(
+    ("scope", "said"),
+    [
+        ("attention.4-6", "attention is asked for with phase decode, prefill; dtype bfloat16; layers 0-5"),
+        ("attention.3-1", "layers 0-5"),
+        ("attention.9", "layers 0-5"),
+        ("attention.float16", "dtype bfloat16"),
+        ("greedy.decode", "greedy is asked for with phase None; dtype float32"),
+        ("greedy.0", "layers none"),
+        ("sample", "the model asks for no sample, but for attention, greedy"),
+        ("moe", "the model asks for no moe, but for attention, greedy"),
+    ],
+)
+def test_a_wish_that_nothing_matches_is_an_error_that_says_what_there_is(scope: str, said: str) -> None:
+    selector = Selector(KERNELS, CPU, [wish(scope, "one" if scope.startswith("attention") else "plain")])
+    model(selector)
+    with pytest.raises(SelectionError) as caught:
+        selector.check()
+    assert f"--kernel-backend {scope} has no effect: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+# -- fused ops ----------------------------------------------------------------------------------------------
+
+FUSED = OpContract("both", "sampling", "", {"vocab_size": ""}, "a.b:c", "a.b:d", (), parts=("greedy", "sample"))
+
+
+def test_a_fused_op_that_was_named_and_does_not_fit_is_an_error_and_with_auto_its_parts_run() -> None:
+    unfit = kernel("fast", "both", capability=Capability(("cuda",), ("float32",)))
+    ops = merge_ops((FUSED,))
+    with pytest.raises(SelectionError, match=r"both'(.|\n)*--kernel-backend both asks for fast(.|\n)*runs on cuda"):
+        Selector((*KERNELS, unfit), CPU, [wish("both", "fast")], ops=ops).select_all(FUSED.parts, LOGITS)
+    choices = Selector((*KERNELS, unfit), CPU, [wish("both", "fast", "auto")], ops=ops).select_all(FUSED.parts, LOGITS)
+    assert [choice.spec.op for choice in choices] == ["greedy", "sample"]
+
+
+def test_a_wish_for_a_part_is_heeded_where_a_fused_op_would_have_run_instead() -> None:
+    kernels, ops = (*KERNELS, kernel("fast", "both")), merge_ops((FUSED,))
+    assert len(Selector(kernels, CPU, ops=ops).select_all(FUSED.parts, LOGITS)) == 1
+    parted = Selector(kernels, CPU, [wish("greedy", "plain")], ops=ops)
+    assert [choice.spec.op for choice in parted.select_all(FUSED.parts, LOGITS)] == ["greedy", "sample"]
+    parted.check()
+
+
+# -- explicit and unmet -------------------------------------------------------------------------------------
+
+UNFIT = {
+    "dtype": ({"capability": replace(ANYWHERE, dtypes=("float16",))}, "dtype bfloat16 is not among float16"),
+    "platform": ({"capability": replace(ANYWHERE, platforms=("cuda",))}, "it runs on cuda, and the device is cpu"),
+    "phase": ({"capability": replace(ANYWHERE, phases=("prefill",))}, "phase decode is not among prefill"),
+    "library": ({"requires": ("no_such_library",)}, "module 'no_such_library' is not installed"),
+    "broken": ({"load": "no_such_package.x:y", "requires": ("json",)}, "it does not load: ModuleNotFoundError"),
+    "schema": ({"options": "no_such_package.x:Y"}, "it does not load: ModuleNotFoundError"),
+    "no_model": ({"options": "json:loads"}, "it does not load: TypeError: json:loads is no pydantic model"),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(UNFIT)), min_size=1, unique=True), st.booleans())
+def test_named_backends_that_cannot_serve_are_an_error_with_every_reason_and_auto_is_no_part_of_it(
+    names: list[str], has_auto: bool
+) -> None:
+    kernels = [*KERNELS, *(kernel(name, **UNFIT[name][0]) for name in UNFIT)]
+    asked = wish("attention", *names, *(["auto"] if has_auto else []))
+    selector = Selector(kernels, CPU, [asked])
+    if has_auto:
+        assert selector.select_attention(PROBLEM).spec.backend in NAMES
+        return
+    with pytest.raises(SelectionError) as caught:
+        selector.select_attention(PROBLEM)
+    message = str(caught.value)
+    assert f"--kernel-backend attention asks for {', '.join(names)}" in message
+    for name in names:
+        (line,) = (line for line in message.splitlines() if line.startswith(f"  {name} (dist-{name}): "))
+        assert UNFIT[name][1] in line
+    assert set(NAMES) <= set(message.splitlines()[-1].removeprefix("  backends that fit: ").split(", "))
+
+
+@given(st.permutations([*UNFIT, *NAMES]))
+def test_of_a_list_the_first_that_fits_is_taken(names: list[str]) -> None:
+    kernels = [*KERNELS, *(kernel(name, **UNFIT[name][0]) for name in UNFIT)]
+    taken = Selector(kernels, CPU, [wish("attention", *names)]).select_attention(PROBLEM).spec.backend
+    assert taken == next(name for name in names if name in NAMES)
+
+
+# -- options ------------------------------------------------------------------------------------------------
+
+WITH_OPTIONS = (*KERNELS, kernel("tiled", options=f"{__name__}:Options"))
+TILED = [wish("attention", "tiled")]
+
+
+def test_a_selected_backend_gets_its_options_as_its_schema_reads_them() -> None:
+    selector = Selector(WITH_OPTIONS, CPU, TILED, options={"tiled.tile": "32", "tiled.loud": "true"})
+    choice = selector.select_attention(PROBLEM)
+    assert choice.spec.factory(choice.options)(None) == Options(tile=32, loud=True)
+    selector.check()
+    (planned,) = json.loads(selector.plan().to_json())["ops"]
+    assert planned["options"] == [["tile", 32], ["loud", True]]
+    assert "tile=32, loud=True" in selector.plan().table()
+
+
+def test_without_a_word_of_the_user_the_options_are_the_plugins_own() -> None:
+    selector = Selector(WITH_OPTIONS, CPU, TILED)
+    assert selector.select_attention(PROBLEM).options == Options()
+    assert WITH_OPTIONS[-1].spec.factory()(None) == Options()
+    assert selector.plan().ops[0].options == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tiled.tile": "0"}, "--backend-option tiled.tile=0: Input should be greater than or equal to 1"),
+        ({"tiled.tile": "wide"}, "--backend-option tiled.tile=wide: Input should be a valid integer"),
+    ],
+)
+def test_a_value_that_the_schema_refuses_is_an_error_in_its_words(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SelectionError) as caught:
+        Selector(WITH_OPTIONS, CPU, TILED, options=options).select_attention(PROBLEM)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tiled.tyle", "tile", "one.tile", "none.such", "plain.tile"])
+def test_an_option_that_no_used_backend_has_is_an_error_that_lists_those_there_are(name: str) -> None:
+    selector = Selector(WITH_OPTIONS, CPU, TILED, options={name: "1"})
+    model(selector)
+    with pytest.raises(SelectionError) as caught:
+        selector.check()
+    assert str(caught.value) == (
+        f"--backend-option {name} has no effect: used are plain, tiled; their options: "
+        "tiled.tile: rows of a tile; tiled.loud: whether it shouts"
+    )
+
+
+def test_the_schema_of_a_backend_that_is_not_selected_is_not_imported() -> None:
+    sys.modules.pop("this", None)
+    idle = kernel("idle", options="this:Zen")
+    selector = Selector((*KERNELS, idle), CPU, [wish("attention", "one")], options={"idle.x": "1"})
+    selector.select_attention(PROBLEM)
+    assert "this" not in sys.modules
+    with pytest.raises(SelectionError, match=r"idle\.x has no effect: used are one; their options: none"):
+        selector.check()
+
+
+# -- the table ----------------------------------------------------------------------------------------------
+
+
+def test_the_table_fits_eighty_columns_and_a_screen_whatever_the_reasons() -> None:
+    kernels = [*KERNELS, *(kernel(f"{name}-of-a-vendor", **UNFIT[name][0]) for name in UNFIT)]
+    selector = Selector(kernels, CPU, [wish("attention.1-2", "two")])
+    model(selector)
+    lines = selector.plan().table().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert "not library-of-a-vendor: module 'no_such_library' is not installed (attention)" in lines
+    assert lines[-1].endswith("reasons more")

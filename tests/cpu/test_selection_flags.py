@@ -1,0 +1,60 @@
+"""The selection flags on a command line: what a person reads when one has no effect, and that none is passed over."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenspeed_core import LLM
+from tokenspeed_core.cli import main
+
+DRY = ("serve", "--dry-run", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--attention-backend", "triton"), "--attention-backend asks for triton"),
+        (("--attention-backend", "triton"), "triton (tokenspeed-kernels): it runs on cuda, and the device is cpu"),
+        (("--attention-backend.decode", "triton"), "--attention-backend.decode asks for triton"),
+        (("--attention-backend", "fa3,triton"), "fa3 (tokenspeed-kernels-hopper): it runs on cuda"),
+        (("--kernel-backend", "write_kv=triton"), "--kernel-backend write_kv asks for triton"),
+        (("--kernel-backend", "qk_norm_rope_write_kv=triton"), "'qk_norm_rope_write_kv'"),
+        (("--kernel-backend", "attention.decode.2=triton"), "--kernel-backend attention.decode.2 asks for triton"),
+        (("--kernel-backend", "norm=nonesuch"), "no kernels.norm named 'nonesuch'; installed: torch, triton"),
+        (("--kernel-backend", "norn=torch"), "no kernels.norn named 'torch'; none is installed"),
+        (("--kernel-backend", "norm.3-1.decode=torch"), "must read OP[.PHASE][.DTYPE][.LAYERS]"),
+        (("--kernel-backend", "attention.4-5=torch"), "dtype bfloat16; layers 0-4"),
+        (("--kernel-backend", "attention.float16=torch"), "dtype bfloat16"),
+        (("--kernel-backend", "norm.decode=torch"), "--kernel-backend norm.decode has no effect"),
+        (("--moe-backend", "torch"), "--moe-backend has no effect: the model asks for no moe, but for add_rms_norm"),
+        (("--kernel-backend", "attention=torch", "--attention-backend", "torch"),
+         "--attention-backend and --kernel-backend attention both speak of attention: give one, or narrow it"),
+        (("--kernel-backend", "attention"), "--kernel-backend ['attention']: 'attention' must read NAME=VALUE"),
+        (("--backend-option", "triton.max_splits=1"), "used are torch; their options: none"),
+    ],
+)
+def test_a_flag_without_effect_is_an_error_that_says_what_there_is(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*DRY, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_was_narrowed_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--kernel-backend", "attention.decode.0-1=torch", "--kernel-backend", "norm=triton,auto")
+    assert main([*DRY, *words]) == 0
+    table = capsys.readouterr().out.split("kernels on ")[1].splitlines()[:-1]
+    assert max(map(len, table)) <= 80
+    assert len(table) <= 24
+    assert any(line.startswith("attention ") and "torch" in line for line in table)
+
+
+def test_layers_may_have_backends_of_their_own_and_the_answer_stays() -> None:
+    texts = []
+    for wishes in ({}, {"attention.decode.0-1": "torch", "write_kv.3": "torch"}):
+        with LLM(device="cpu", max_total_tokens=512, max_model_len=128, kernel_backend=wishes) as llm:
+            texts.append(llm.generate("12 + 34 =")[0].outputs[0].token_ids)
+            layers = {planned.asked_by: planned.layers for planned in llm.kernel_plan.ops}
+    assert layers["--kernel-backend attention.decode.0-1"] == (0, 1)
+    assert layers["--kernel-backend write_kv.3"] == (3,)
+    assert texts[0] == texts[1]

@@ -1,0 +1,61 @@
+"""What a user asks of backends: of which op, where it is computed, in which order of preference."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.kernels.ops import OpContract, Problem
+from tokenspeed_core.kernels.spec import DTYPES, PHASES
+
+_SCOPE = re.compile(
+    rf"([\w-]+)(?:\.({'|'.join(PHASES)}))?(?:\.({'|'.join(DTYPES)}))?(?:\.(\d+)(?:-(\d+))?)?\Z"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Backends of an op or op family, best first. "auto" stands for the host's own order.
+
+    Without an "auto" nothing else is taken. `phase`, `dtype` and `layers` restrict it to such
+    problems; None is any. `flag` is what the user typed.
+    """
+
+    target: str
+    backends: tuple[str, ...]
+    flag: str
+    phase: str | None = None
+    dtype: str | None = None
+    layers: range | None = None
+
+    @classmethod
+    def parse(cls, scope: str, backends: tuple[str, ...], flag: str = "") -> Preference:
+        """Read a scope such as "add_rms_norm" or "attention.decode.0-3". Raises ConfigError."""
+        flag = flag or f"--kernel-backend {scope}"
+        match = _SCOPE.match(scope)
+        if match is None:
+            raise ConfigError(
+                f"{flag}: must read OP[.PHASE][.DTYPE][.LAYERS], such as attention.decode.bfloat16.0-3; the phases are "
+                f"{', '.join(PHASES)}, the dtypes {', '.join(DTYPES)}"
+            )
+        target, phase, dtype, first, last = match.groups()
+        layers = range(int(first), int(last or first) + 1) if first else None
+        return cls(target, backends, flag, phase, dtype, layers)
+
+    def names_op(self, contract: OpContract) -> bool:
+        """Say whether it speaks of this op alone, not of a family."""
+        return self.target == contract.name != contract.family
+
+    def applies(self, contract: OpContract, problem: Problem, layer: int | None) -> bool:
+        """Say whether it speaks of this problem, of a layer if it is one's."""
+        return (
+            self.target in (contract.family, contract.name)
+            and self.phase in (None, problem.get("phase"))
+            and self.dtype in (None, problem["dtype"])
+            and (self.layers is None or layer in self.layers)
+        )
+
+    def narrowness(self, contract: OpContract) -> tuple[bool, ...]:
+        """How narrow it is, for ordering: for an op alone, then for layers, a phase, a dtype."""
+        return (self.names_op(contract), *(axis is not None for axis in (self.layers, self.phase, self.dtype)))

@@ -1,0 +1,30 @@
+"""A kernel plan as text, for assertions about what was taken, what was not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
+
+
+def explain(plan: KernelPlan, op: str, layer: int | None = None) -> str:
+    """Return every candidate for an op or family with its reasons and what would change them, a line each.
+
+    Raises ValueError, naming the ops there are, if the plan has none of that name.
+    """
+    found = plan.find(op, layer)
+    if not found:
+        raise ValueError(f"no op {op!r} at layer {layer} in the plan; it has {sorted({p.op for p in plan.ops})}")
+    return "\n".join(line for planned in found for line in _lines(planned))
+
+
+def _lines(planned: PlannedOp) -> Iterable[str]:
+    axes = ", ".join(f"{name}={value}" for name, value in planned.problem)
+    yield f"{planned.op} in layers {list(planned.layers)}: {axes}"
+    taken = f"{planned.backend} from {planned.distribution}: " if planned.backend else ""
+    options = "".join(f", {key}={value}" for key, value in planned.options)
+    yield f"  {taken}{planned.because}{options}"
+    for verdict in planned.verdicts:
+        for reason in verdict.reasons:
+            mend = f" -> {reason.mend}" if reason.mend else ""
+            yield f"  not {verdict.backend} from {verdict.distribution}: {reason.what}{mend}"
