@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, Ranking
@@ -70,11 +71,15 @@ def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
 
 
 def check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
-    """Raise PluginError for a backend that is not installed: in a list it would be passed over."""
-    families = {name: contract.family for name, contract in (installed_ops(catalog) if wishes else {}).items()}
+    """Raise ConfigError for a wish about no known op, PluginError for a backend that is not installed."""
+    ops = installed_ops(catalog) if wishes else {}
+    families = {name: each.family for each in ops.values() for name in (each.family, each.name)}
     for wish in wishes:
+        if wish.target not in families:
+            known = ", ".join(sorted(families))
+            raise ConfigError(f"{wish.flag}: there is no op or family {wish.target!r}; there is {known}")
         for name in set(wish.backends) - {"auto"}:
-            catalog.get(KERNELS_PREFIX + families.get(wish.target, wish.target), name)
+            catalog.get(f"{KERNELS_PREFIX}{families[wish.target]}", name)  # in a list it would be passed over
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:

@@ -23,10 +23,12 @@ from torch import Tensor
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
-from tokenspeed_core.kernels.select import Preference, Selector
+from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
 from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.testing.conformance import check
+from tokenspeed_core.testing.explain import explain
 
 HAS_LIBRARY = importlib.util.find_spec("deep_gemm") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -36,7 +38,7 @@ PROBLEM = {"in_size": 4096, "out_size": 1024, "dtype": "bfloat16"}
 
 def selector(capability: tuple[int, int], *backends: str, module_exists: Callable[[str], bool]) -> Selector:
     catalog = Catalog.discover()
-    wanted = [Preference("linear", backends)] if backends else []
+    wanted = [Preference.parse("linear", backends)] if backends else []
     return Selector(
         installed_kernels(catalog), PlatformInfo("cuda", capability), wanted, ops=installed_ops(catalog),
         needs=frozenset({"graph_safe"}), module_exists=module_exists,
@@ -90,7 +92,7 @@ def test_it_is_taken_by_name_on_the_device_it_is_for_and_never_by_auto() -> None
 def test_elsewhere_the_plan_says_why_it_is_not_taken_and_how_to_get_it() -> None:
     chosen = selector((10, 0), module_exists=lambda name: name != "deep_gemm")
     assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "torch-fp8-block"
-    said = chosen.plan().explain("linear_fp8_block")
+    said = explain(chosen.plan(), "linear_fp8_block")
     assert "compute capability 10.0 is outside 9.0 to 9.0" in said
     assert "module 'deep_gemm' is not installed -> pip install 'tokenspeed-kernels-deepgemm[deepgemm]'" in said
 
