@@ -31,7 +31,7 @@ from tokenspeed_core.models import (
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
-API_VERSION = "1.0"
+API_VERSION = "1.1"
 
 __all__ = [
     "API_VERSION",
