@@ -9,8 +9,9 @@ import torch
 
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_core.testing.attention import Rows, attend, attends, limits_of, make_scene
+from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton.attention import TritonAttention
-from tokenspeed_kernels.triton.shared import BLOCK_N, LEAST_KEYS, LEAST_ROWS, SharedPrefix
+from tokenspeed_kernels.triton.shared import BLOCK_N, LEAST_KEYS, LEAST_ROWS, MERGED_PARTS, SharedPrefix
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -150,3 +151,16 @@ def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> 
     kernel = TritonAttention(problem, limits_of(scene), CPU)
     attends(kernel, problem, scene, rows)
     assert int(kernel.shared.found[0]) == 320
+
+
+def test_an_operator_may_have_no_keys_cut_and_none_shared() -> None:
+    rows = rows_of(LENGTHS, 320)
+    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    whole = AttentionOptions(max_splits=1, shared_prefix=False)
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU, options=whole)
+    attends(kernel, PROBLEM, scene, rows)
+    assert [(launch.num_splits, launch.shared) for launch in kernel._launches] == [(1, None)]
+    usual = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    usual.prepare(scene.step)
+    assert usual._launches[0].shared is not None
+    assert MAX_SPLITS == MERGED_PARTS**2
