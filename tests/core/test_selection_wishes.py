@@ -145,7 +145,7 @@ def test_a_scope_that_is_none_is_refused_with_the_form(scope: str) -> None:
         ("attention.3-1", "layers 0-5"),
         ("attention.9", "layers 0-5"),
         ("attention.float16", "dtype bfloat16"),
-        ("greedy.decode", "greedy is asked for with phase None; dtype float32"),
+        ("greedy.decode", "greedy is asked for with phase none; dtype float32"),
         ("greedy.0", "layers none"),
         ("sample", "the model asks for no sample, but for attention, greedy"),
         ("moe", "the model asks for no moe, but for attention, greedy"),

@@ -100,7 +100,7 @@ class KernelPlan:
         found = self.find(target)
         if not found:
             return f"the model asks for no {target}, but for {', '.join(sorted({p.op for p in self.ops}))}"
-        axes = (sorted({str(planned.axis(axis)) for planned in found}) for axis in ("phase", "dtype"))
+        axes = (sorted({str(planned.axis(axis) or "none") for planned in found}) for axis in ("phase", "dtype"))
         phases, dtypes = map(", ".join, axes)
         return f"{target} is asked for with phase {phases}; dtype {dtypes}; layers {_layers(found) or 'none'}"
 
