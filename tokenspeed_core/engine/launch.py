@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
@@ -114,6 +115,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     `is_batch` is for a caller who brings all requests and waits for all: no queue is too long, no token urgent.
     Raises what `resolve` does, SelectionError, and CapacityError where memory is too small.
     """
+    _require_torch()
     from tokenspeed_core.runner.local import build
     from tokenspeed_core.runner.platform import resolve_device
 
@@ -148,11 +150,17 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     return Started(engine, ready, runner.kernel_plan)
 
 
+def _require_torch() -> None:
+    if find_spec("torch") is None:
+        raise ConfigError("a model runs on torch, which is not installed: `pip install 'tokenspeed-core[default]'`")
+
+
 def dry_run(config: Config) -> str:
     """Resolve everything and load nothing; return the report for people."""
+    catalog, resolved = _settle(config)
+    _require_torch()
     from tokenspeed_core.runner.local import plan_only
 
-    catalog, resolved = _settle(config)
     config = resolved.config
     info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
     weights = choose_format(checkpoint.files, config.load_format, catalog)
@@ -179,9 +187,10 @@ def plan_kernels(config: Config, platform: PlatformInfo | None = None) -> tuple[
 
     Raises as `resolve` does, and SelectionError.
     """
+    catalog, resolved = _settle(config)
+    _require_torch()
     from tokenspeed_core.runner.assemble import plan_for
 
-    catalog, resolved = _settle(config)
     return catalog, plan_for(resolved.runner, catalog, platform)
 
 
