@@ -59,6 +59,13 @@ def test_a_result_says_what_is_needed_to_trust_it_and_never_the_key() -> None:
     assert "secret" not in json.dumps(result)
 
 
+def test_a_fused_op_whose_parts_run_adds_no_backend() -> None:
+    result = results.new("offline", "m", None, {})
+    parts = [{"family": "cache", "backend": name} for name in ("", "torch")]
+    results.add_plan(result, {**PLAN, "ops": parts})
+    assert result["backends"] == {"cache": ["torch"]}
+
+
 def test_the_key_is_masked_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["x", "bench", "serve", "--api-key", "secret", "--api-key=secret", "--users", "2"])
     monkeypatch.setenv("TOKENSPEED_API_KEY", "secret")

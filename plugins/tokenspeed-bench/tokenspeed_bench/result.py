@@ -37,11 +37,11 @@ def new(kind: str, model: str, shape: str | None, settings: Mapping[str, Any]) -
 
 
 def add_plan(result: dict[str, Any], plan: Mapping[str, Any]) -> None:
-    """Record a kernel plan, and the backends in use by op family."""
+    """Record a kernel plan, and the backends in use by op family; a fused op whose parts run has none of its own."""
     backends: dict[str, list[str]] = {}
     for op in plan["ops"]:
         names = backends.setdefault(op["family"], [])
-        if op["backend"] not in names:
+        if op["backend"] and op["backend"] not in names:
             names.append(op["backend"])
     result["kernel_plan"], result["backends"] = dict(plan), backends
     result["device"] = plan["platform"]
