@@ -22,8 +22,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 MAX_ELEMENTS = 2000  # of a row: the interpreter is slow
 TRITON = [spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs]
-WITH_ONE_ROW = ("linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul")
-WITH_DOTS = ("moe_experts", *WITH_ONE_ROW)
+WITH_DOTS = ("moe_experts",)
 TO_FP8 = ("quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8")
 
 
@@ -52,21 +51,6 @@ def test_rows_are_quantised_as_the_reference_does(spec: KernelSpec, dtype: str, 
         same = torch.isclose(found[0].float()[sure], codes.float()[sure], rtol=0.13, atol=4e-3)
         assert sure.sum() >= codes.numel() / 2
         assert same.sum() >= 0.98 * sure.sum()
-
-
-@pytest.mark.parametrize("op", WITH_ONE_ROW)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_one_row_has_a_kernel_of_its_own_which_also_adds_a_bias(op: str, dtype: str) -> None:
-    (spec,) = (spec for spec in TRITON if spec.op == op and spec.load.startswith("tokenspeed_kernels.triton.linear:"))
-    contract = contract_of(spec)
-    for problem in ({**case, "dtype": dtype} for case in contract.cases):
-        given = make_inputs(contract, problem, 2, CPU, strided=True)  # an even number of rows has a bias
-        assert given["bias"] is not None
-        one = {name: value[1:] if name in contract.rows else value for name, value in given.items()}
-        expected = run(load_target(contract.reference)(problem), contract, one)
-        tolerance = contract.tolerance(dtype)
-        for got, want in zip(run(spec.factory()(problem), contract, one), expected, strict=True):
-            torch.testing.assert_close(got, want, rtol=tolerance.relative, atol=tolerance.absolute)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
