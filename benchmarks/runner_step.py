@@ -127,7 +127,12 @@ def main() -> None:
     arguments = parser.parse_args()
     begin = time.perf_counter()
     runner = start(arguments)
-    print(json.dumps({"start_s": round(time.perf_counter() - begin, 1), **runner.describe()}), flush=True)
+    plan = runner.kernel_plan
+    print(json.dumps({
+        "start_s": round(time.perf_counter() - begin, 1), "device": plan.platform, "dtype": runner.config.dtype,
+        "block_size": runner.block_size, "num_pages": runner.num_pages,
+        "backends": dict(plan.backends()),
+    }), flush=True)
     for num_rows in arguments.rows:
         for temperature in arguments.temperature:
             print(json.dumps(measure(runner, arguments, num_rows, temperature)), flush=True)

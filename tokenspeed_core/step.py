@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from tokenspeed_core.errors import TokenSpeedError
+
 # Written out, because the wire reads its schema from them and numpy.typing's alias differs between releases.
 I32 = np.ndarray[Any, np.dtype[np.int32]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
@@ -150,7 +152,7 @@ class StepResult:
     logprobs: StepLogprobs | None
 
 
-class StepFailed(RuntimeError):
+class StepFailed(TokenSpeedError):
     """A step that raised on the device or in a kernel; its blocks hold nothing of use."""
 
 

@@ -233,7 +233,7 @@ def test_an_import_that_fails_leaves_the_others_usable(
     assert catalog.load(good, int) == 3
     assert catalog.names("kernels.attention") == ("good",)
     assert "Traceback" in caplog.text
-    with pytest.raises(PluginError, match=r"bad of both 1.0 is failed: ModuleNotFoundError"):
+    with pytest.raises(PluginError, match=r"bad of both 1.0 failed to load: ModuleNotFoundError"):
         catalog.get("kernels.attention", "bad")
     with pytest.raises(PluginError, match="pip uninstall both"):
         catalog.load(bad, required=True)

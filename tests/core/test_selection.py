@@ -37,7 +37,7 @@ ON_HOPPER = replace(ON_CUDA, min_compute_capability=(9, 0), max_compute_capabili
 
 def kernel(backend: str, capability: Capability, distribution: str = "", **changes: Any) -> InstalledKernel:
     spec = KernelSpec(
-        op=changes.pop("op", "greedy"), backend=backend, capability=capability, load="a.b:c", **changes
+        op=changes.pop("op", "greedy"), backend=backend, capability=capability, **{"load": "builtins:print", **changes}
     )
     return InstalledKernel(spec, distribution or f"dist-{backend}")
 
@@ -92,12 +92,21 @@ def test_a_measured_kernel_that_does_not_fit_or_must_be_compiled_is_passed_over(
 
 
 def test_auto_passes_over_a_kernel_whose_packages_are_there_and_do_not_load() -> None:
-    broken = kernel("broken", ON_HOPPER, requires=("json",), obtain="pip install it again")
+    broken = kernel("broken", ON_HOPPER, requires=("json",), obtain="pip install it again", load="a.b:c")
     selector = Selector((broken, PORTABLE), HOPPER)
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
     assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in explain(selector.plan(), "greedy")
     with pytest.raises(SelectionError, match=r"broken \(dist-broken\): it does not load: ModuleNotFoundError"):
         Selector((broken, PORTABLE), HOPPER, [wish("sampling", "broken")]).select("greedy", LOGITS)
+
+
+def test_a_strangers_kernel_that_does_not_load_is_passed_over_and_its_reason_is_kept() -> None:
+    strange = kernel("strange", ON_HOPPER, load="a.b:c")
+    ours = kernel("ours", ON_HOPPER, "tokenspeed-kernels", load="a.b:c")
+    selector = Selector((strange, PORTABLE), HOPPER)
+    assert selector.select("greedy", LOGITS).spec.backend == "portable"
+    assert "it does not load: ModuleNotFoundError: No module named 'a'" in explain(selector.plan(), "greedy")
+    assert Selector((ours, PORTABLE), HOPPER).select("greedy", LOGITS).spec.backend == "ours", "ours is not imported"
 
 
 def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:

@@ -16,6 +16,7 @@ from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers that stand beside the tests
+sys.path.append(str(Path(__file__).parents[2] / "docs"))  # and what makes the pages
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96,

@@ -83,3 +83,9 @@ def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reas
     error = refused(capsys, "attention", "--platform", "cpu", "--attention-backend", "triton")
     assert "--attention-backend asks for triton" in error
     assert "it runs on cuda, and the device is cpu" in error
+
+
+def test_the_options_that_a_backend_was_given_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    option = ("--backend-option", "triton.max_splits=1")
+    assert main(["plugins", "why", "attention", "--platform", "sm90", *option]) == 0
+    assert "\n           --backend-option triton.max_splits=1\n" in capsys.readouterr().out

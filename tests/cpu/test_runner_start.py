@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, SelectionError
+from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, PluginError
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
@@ -61,7 +61,7 @@ def test_a_plan_without_weights_decides_the_same_kernels(
 
 def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(catalog: Catalog, tiny_config: Make) -> None:
     config = tiny_config(preferences=(Preference.parse("attention", ("nonesuch",)),))
-    with pytest.raises(SelectionError, match=r"nonesuch(.|\n)*torch"):
+    with pytest.raises(PluginError, match=r"nonesuch(.|\n)*torch"):
         build(config, catalog, quiet)
 
 

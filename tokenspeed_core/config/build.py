@@ -13,6 +13,19 @@ from tokenspeed_core.config.schema import Config, choices, flag
 from tokenspeed_core.errors import ConfigError
 
 PYTHON = "Python"
+_RULES = {  # in words, by the types of pydantic's errors
+    "must be at least {ge}": ("greater_than_equal",),
+    "must be above {gt}": ("greater_than",),
+    "must be at most {le}": ("less_than_equal",),
+    "must not be empty": ("string_too_short", "too_short"),
+    "must be a whole number": ("int_parsing", "int_type", "int_from_float"),
+    "must be a number": ("float_parsing", "float_type", "finite_number"),
+    "must be true or false": ("bool_parsing", "bool_type"),
+    "must be a size such as 2GB, 512MiB or a number of bytes": ("byte_size", "byte_size_unit"),
+    "must be a JSON object": ("dict_type",),
+    "must be a name, or names in order of preference": ("tuple_type",),
+    "must be text": ("string_type",),
+}
 
 
 def build(values: Mapping[str, tuple[Any, str]]) -> Config:
@@ -80,29 +93,6 @@ def _bound(error: Any) -> str:
         name = str(error["loc"][0])
         near = get_close_matches(str(error["input"]), choices(name), n=1)
         return "must be one of " + ", ".join(choices(name)) + (f"; did you mean {near[0]}?" if near else "")
-    match kind:
-        case "greater_than_equal":
-            return f"must be at least {context['ge']}"
-        case "greater_than":
-            return f"must be above {context['gt']}"
-        case "less_than_equal":
-            return f"must be at most {context['le']}"
-        case "string_too_short" | "too_short":
-            return "must not be empty"
-        case "int_parsing" | "int_type" | "int_from_float":
-            return "must be a whole number"
-        case "float_parsing" | "float_type" | "finite_number":
-            return "must be a number"
-        case "bool_parsing" | "bool_type":
-            return "must be true or false"
-        case "byte_size" | "byte_size_unit":
-            return "must be a size such as 2GB, 512MiB or a number of bytes"
-        case "dict_type":
-            return "must be a JSON object"
-        case "tuple_type":
-            return "must be a name, or names in order of preference"
-        case "string_type":
-            return "must be text"
-        case "value_error":
-            return str(context["error"])
-    return str(error["msg"])
+    if kind == "value_error":
+        return str(context["error"])
+    return next((rule.format(**context) for rule, kinds in _RULES.items() if kind in kinds), str(error["msg"]))

@@ -41,18 +41,20 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, *, depth: int = 2, late_source: LateSource | None = None,
         observe: Callable[[StepRecord], None] | None = None, spares_decodes: bool = True,
+        max_failures: int = MAX_FAILURES,
     ) -> None:
         """Start idle. With `depth` 1 each step is collected before the next is planned.
 
         `observe` is told of every collected step, while the next one runs. `spares_decodes` keeps steps short
-        while sequences decode, for those who watch their tokens come.
+        while sequences decode, for those who watch their tokens come. After `max_failures` failed steps in a row
+        `step` raises EngineDeadError.
         """
         self.scheduler, self.runner = scheduler, runner
         self.num_steps = 0
         self._depth, self._late_source, self._observe = depth, late_source, observe
         self._pace = Pace(scheduler.limits.budget, spares_decodes=spares_decodes)
         self._launched: list[StepPlan] = []
-        self._num_failures = 0
+        self._num_failures, self._max_failures = 0, max_failures
 
     @property
     def has_work(self) -> bool:
@@ -143,8 +145,9 @@ class Engine:
         log.error("%s", error, exc_info=error.__cause__)
         self._num_failures += 1
         failed = self.scheduler.fail(step_id)
-        if self._num_failures >= MAX_FAILURES:
-            raise EngineDeadError(f"{MAX_FAILURES} steps in a row failed; the last: {error}") from error
+        if self._num_failures >= self._max_failures:
+            first = f"{self._num_failures} steps in a row failed; the last: " if self._num_failures > 1 else ""
+            raise EngineDeadError(f"{first}{error}") from error
         return _errors(failed)
 
 

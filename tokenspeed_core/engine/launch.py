@@ -17,7 +17,6 @@ from tokenspeed_core.engine.kv_scales import read_kv_scales
 from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError
-from tokenspeed_core.kernels.installed import check_names
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.kv.manager import KVManager
@@ -87,7 +86,6 @@ def resolve(
     )
     limits = scheduler_limits(settled, max_model_len, info.vocab_size)
     wishes = preferences(config)
-    check_names(wishes, catalog)
     wanted = config.quantization or info.quantization
     if wanted != (info.quantization or wanted):
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
@@ -129,7 +127,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     scheduler = Scheduler(limits, kv, resolved.policy)
     # On the CPU a step is over when it is launched: there is nothing to run ahead of.
     depth = 1 if resolve_device(config.device).type == "cpu" else 2
-    rehearse(Engine(scheduler, runner, depth=depth), max_model_len)
+    rehearse(Engine(scheduler, runner, depth=depth, max_failures=1), max_model_len)
     hooks = Hooks.load(catalog)
     observe = hooks.observe_step if hooks.has("observe_step") else None
     engine = Engine(scheduler, runner, depth=depth, observe=observe, spares_decodes=not is_batch)

@@ -16,11 +16,12 @@ from tokenspeed_core.plugins.selection import OURS
 _USUAL = "tokenspeed-kernels"
 
 
-def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
+def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tuple[InstalledKernel, ...]:
     """Import the descriptors of all kernel entries and return their specs, in the catalog's order.
 
     An entry's value is a KernelSpec or a tuple of them, each with the entry's name as its backend. One that
-    is neither is left out as one whose import fails is. Raises PluginError under --strict-plugins.
+    is neither is left out as one whose import fails is. Raises PluginError under --strict-plugins, and for a wish
+    about a backend that is not there or was left out; ConfigError for one about no known op.
     """
     found: list[InstalledKernel] = []
     for kind in catalog.kinds():
@@ -36,6 +37,7 @@ def installed_kernels(catalog: Catalog) -> tuple[InstalledKernel, ...]:
                 catalog.reject(entry, f"{wrong[0]!r} is no KernelSpec of backend {entry.name!r}")
                 continue
             found += [InstalledKernel(spec, entry.distribution) for spec in specs]
+    _check_names(wishes, catalog)
     return tuple(found)
 
 
@@ -70,8 +72,7 @@ def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
     return tuple(found)
 
 
-def check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
-    """Raise ConfigError for a wish about no known op, PluginError for a backend that is not installed."""
+def _check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
     ops = installed_ops(catalog) if wishes else {}
     families = {name: each.family for each in ops.values() for name in (each.family, each.name)}
     for wish in wishes:

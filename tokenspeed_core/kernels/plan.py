@@ -51,6 +51,12 @@ class PlannedOp:
         """Return an axis of the problem, None where it has none of that name."""
         return dict(self.problem).get(name)
 
+    def without(self) -> str:
+        """Return the flag that takes the next backend that fits, "" where there is none."""
+        others = [verdict.backend for verdict in self.verdicts if verdict.fits and verdict.backend != self.backend]
+        flag = f"--kernel-backend {self.op}" if self.asked_by == "auto" else self.asked_by
+        return f"{flag}{'=' if flag.startswith('--kernel-backend') else ' '}{others[0]}" if others else ""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:

@@ -16,6 +16,7 @@ from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp, Reason, Verdict
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
+from tokenspeed_core.plugins.selection import OURS
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
 
@@ -115,13 +116,17 @@ class Selector:
         )
         return KernelPlan(self._platform.name or self._platform.kind, ops)
 
+    def chosen(self) -> list[tuple[Choice, PlannedOp]]:
+        """Return what was taken so far, each with its decision."""
+        return [(choice, planned) for choice, planned in self._decided.values() if choice is not None]
+
     def check(self) -> None:
         """Raise SelectionError for a wish or an option that had no effect on what was selected so far."""
         for wish in self._preferences:
             layers = {layer for planned in self.plan().find(wish.target) for layer in planned.layers}
             if wish not in self._heeded or (wish.layers and wish.layers[-1] > max(layers)):
                 raise SelectionError(f"{wish.flag} has no effect: {self.plan().occurrences(wish.target)}")
-        chosen = [choice for choice, _ in self._decided.values() if choice is not None]
+        chosen = [choice for choice, _ in self.chosen()]
         known = {
             f"{choice.spec.backend}.{key}": field.description
             for choice in chosen if choice.options for key, field in type(choice.options).model_fields.items()
@@ -156,7 +161,7 @@ class Selector:
         candidates.sort(key=lambda kernel: _host_order(kernel, tuple(figures)))
         judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
         taken, because = _first(judged, names, source, figures)
-        while taken is not None and (failure := _load_failure(taken.spec)):
+        while taken is not None and (failure := _load_failure(taken)):
             judged = [(kernel, failure if kernel is taken else reasons) for kernel, reasons in judged]
             taken, because = _first(judged, names, source, figures)
         options = self._settle(taken.spec) if taken else None
@@ -244,12 +249,16 @@ def _first(
     return None, "nothing fits, so its parts run one by one"
 
 
-def _load_failure(spec: KernelSpec) -> tuple[Reason, ...]:
-    """Import a kernel that stands on other packages, which may be there and broken, or made for another machine."""
+def _load_failure(kernel: InstalledKernel) -> tuple[Reason, ...]:
+    """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
+
+    So may be what TokenSpeed did not publish itself.
+    """
+    spec = kernel.spec
     try:
-        if spec.requires or spec.options:
+        if spec.requires or spec.options or kernel.distribution not in OURS:
             spec.factory()
-    except Exception as error:  # whatever a package raises, another kernel may serve
+    except (Exception, SystemExit) as error:  # whatever a package raises, another kernel may serve
         return (Reason(f"it does not load: {type(error).__name__}: {error}", spec.obtain),)
     return ()
 

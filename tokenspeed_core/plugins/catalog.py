@@ -112,9 +112,9 @@ class Catalog:
         for entry in self.entries(kind):
             if entry.name == name:
                 return entry
-        for entry in self.all():
+        for entry in self._entries:
             if (entry.kind, entry.name) == (kind, name):
-                raise PluginError(
+                raise self._failed(entry) if entry in self._failures else PluginError(
                     f"{kind} {name} of {entry.distribution} {entry.version} is {entry.status}: {entry.reason}"
                 )
         names = self.names(kind)
@@ -133,9 +133,11 @@ class Catalog:
 
         A failure is logged with its traceback, shown by `all`, and answered with None; it raises PluginError where
         the user named the entry (`required`) or its distribution, where that is locked, and under --strict-plugins.
-        Here alone plugins are imported: where a lock is not met, a TokenSpeedError is raised before any is.
+        Here alone plugins are imported: where a lock is not met, a TokenSpeedError is raised before any is. What reads
+        locks is let in, to say what is not met.
         """
-        self._pins()
+        if entry.distribution not in {reader.distribution for reader in self._readers()}:
+            self._pins()
         if entry not in self._loaded and entry not in self._failures:
             try:
                 self._loaded[entry] = _import(entry, expected)
@@ -149,7 +151,7 @@ class Catalog:
         """Note that what an entry loaded is of no use. Raises PluginError where `load` would for a failure."""
         self._loaded.pop(entry, None)
         self._failures[entry] = reason
-        logger.warning("plugin %s %s (%s) is left out: %s", entry.kind, entry.name, entry.distribution, reason)
+        logger.warning("plugin %s %s (%s) is left out: %s", entry.kind, entry.name, entry.distribution, reason.rstrip())
         if self._is_required(entry):
             raise self._failed(entry)
 
@@ -189,12 +191,15 @@ class Catalog:
         path = self._selection.lock
         if path is None or self._pinned is not None:
             return self._pinned or {}
-        readers = [entry for entry in self.entries("locks") if entry.distribution in OURS]
+        readers = self._readers()
         if not readers:
             raise PluginError(f"plugins lock {path}: what reads it is missing or left out; {VARIABLE} shows "
                               "whether, `pip install tokenspeed-plugin-tools` brings it")
         self._pinned = dict(_import(readers[0], FunctionType)(path, self._entries))
         return self._pinned
+
+    def _readers(self) -> list[Entry]:
+        return [entry for entry in self.entries("locks") if entry.distribution in OURS]
 
     def _failed(self, entry: Entry) -> PluginError:
         last = self._failures[entry].strip().splitlines()[-1]
@@ -236,8 +241,5 @@ def _mark_conflicts(entries: Sequence[Entry]) -> list[Entry]:
 
 def _clash(kind: str, name: str, rivals: Sequence[Entry]) -> str:
     both = " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals)
-    last = rivals[-1].distribution
-    return (
-        f"{kind} {name} is claimed by {both}; "
-        f"keep the first with {VARIABLE}=-{last} or `pip uninstall {last}`"
-    )
+    out = max(reversed(rivals), key=lambda entry: entry.distribution not in OURS).distribution
+    return f"{kind} {name} is claimed by {both}; `pip uninstall {out}` or {VARIABLE}=-{out} leaves {out} out"

@@ -64,7 +64,8 @@ def assemble(
 
     Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
     """
-    kernels, rankings, ops = installed_kernels(catalog), installed_rankings(catalog), installed_ops(catalog)
+    kernels = installed_kernels(catalog, config.preferences)
+    rankings, ops = installed_rankings(catalog), installed_ops(catalog)
     hint = how_to_get_kernels(catalog)
     uses_graphs = device.type == "cuda" and not config.enforce_eager
     needs = frozenset({"graph_safe"} if uses_graphs else ())

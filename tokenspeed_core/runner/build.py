@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.errors import CheckpointError, SelectionError
+from tokenspeed_core.errors import CheckpointError, PluginError, SelectionError, TokenSpeedError
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
 from tokenspeed_core.kernels.ops import Problem
 from tokenspeed_core.kernels.plan import KernelPlan
@@ -16,6 +16,7 @@ from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.kernels.spec import PHASES, KernelSpec
 from tokenspeed_core.models import Rotation
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, placing
+from tokenspeed_core.runner.blame import name_kernel
 from tokenspeed_core.runner.config import RunnerConfig
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -48,8 +49,19 @@ class ModelBuild:
         key = (choice.spec, tuple(sorted(choice.problem.items())))
         if key not in self._kernels:
             is_plan = self.device.type == "meta"
-            self._kernels[key] = _unplaced if is_plan else choice.spec.factory(choice.options)(choice.problem)
+            self._kernels[key] = _unplaced if is_plan else self._make(choice, choice.problem)
         return self._kernels[key]
+
+    def _make(self, choice: Choice, *arguments: Any) -> Any:
+        """Call a kernel's factory. Raises PluginError, which names the kernel, for whatever it raises."""
+        try:
+            return choice.spec.factory(choice.options)(*arguments)
+        except (TokenSpeedError, torch.OutOfMemoryError):
+            raise
+        except (Exception, SystemExit) as error:  # a plugin's code may raise anything
+            planned = next(planned for each, planned in self.selector.chosen() if each is choice)
+            what = f"{choice.spec.load} raised {type(error).__name__}: {error}"
+            raise PluginError(f"{what}; it is {name_kernel(planned)}") from error
 
     def attention(
         self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
@@ -108,7 +120,7 @@ class ModelBuild:
                 problem = AttentionProblem(**choice.problem)
                 key = (choice.spec, problem)
                 if key not in kernels:
-                    kernels[key] = choice.spec.factory(choice.options)(problem, limits, self.device)
+                    kernels[key] = self._make(choice, problem, limits, self.device)
                 layer.kernels[phase] = kernels[key]
                 layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
 

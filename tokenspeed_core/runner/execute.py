@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import torch
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.runner.assemble import Assembly
 from tokenspeed_core.runner.attention import bind_arena
+from tokenspeed_core.runner.blame import blame
 from tokenspeed_core.runner.graphs import GraphLaunch, StepGraphs
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, InputMaker
 from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
@@ -47,7 +47,7 @@ class _Launched:
 
 
 class LocalRunner:
-    """A `Runner` on one device. All methods but `describe` are called from one thread at a time.
+    """A `Runner` on one device. All methods are called from one thread at a time.
 
     On the CPU, `forward` and `sample` compute before they return. On CUDA they only launch.
     """
@@ -134,7 +134,7 @@ class LocalRunner:
                 self._use_stream()
                 self._launched[plan.step_id] = self._forward(plan)
         except Exception as error:  # whatever a kernel or the device raises ends this step, not the engine
-            raise _failed(plan.step_id, "forward", error) from error
+            raise self._failed(plan.step_id, "forward", error) from error
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
@@ -148,7 +148,7 @@ class LocalRunner:
                 self._sample(step, step.rows, late)
         except Exception as error:  # as in forward
             del self._launched[step_id]
-            raise _failed(step_id, "sampling", error) from error
+            raise self._failed(step_id, "sampling", error) from error
 
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step. Raises StepFailed. A token of -1: its row had no finite logit."""
@@ -158,7 +158,7 @@ class LocalRunner:
         try:
             ids, *logprobs = step.fetch.wait()
         except Exception as error:  # as in forward
-            raise _failed(step_id, "execution", error) from error
+            raise self._failed(step_id, "execution", error) from error
         if step.rows is None:
             return StepResult(step_id, num_tokens, ids, None)
         if step.at is not None:
@@ -166,19 +166,6 @@ class LocalRunner:
         num_tokens[step.rows.plan_rows] = 1
         raw = step.logprobs
         return StepResult(step_id, num_tokens, ids, None if raw is None else host_logprobs(raw, logprobs))
-
-    def describe(self) -> Mapping[str, Any]:
-        """Return what runs, for reports."""
-        return {
-            "device": self.kernel_plan.platform,
-            "dtype": self.config.dtype,
-            "threads": torch.get_num_threads(),
-            "block_size": self.block_size,
-            "num_pages": self.num_pages,
-            "page_bytes": self.page_bytes,
-            "graph_sizes": [] if self._graphs is None else list(self._graphs.decode_sizes),
-            "backends": {family: list(names) for family, names in self.kernel_plan.backends().items()},
-        }
 
     def close(self) -> None:
         """Wait for the device and free the arena. Safe to call twice."""
@@ -189,6 +176,11 @@ class LocalRunner:
         self._arena = torch.zeros(0, dtype=torch.uint8)
         for layer in self._assembly.build.layers:
             layer.k_cache = layer.v_cache = self._arena
+
+    def _failed(self, step_id: int, what: str, error: Exception) -> StepFailed:
+        whose = blame(error, self._assembly.selector)
+        said = f"step {step_id}: {what} failed: {type(error).__name__}: {error}"
+        return StepFailed(f"{said}; {whose}" if whose else said)
 
     def _new_sampler(self) -> Sampler:
         assembly = self._assembly
@@ -257,7 +249,3 @@ def _empty_arena(num_pages: int, page_bytes: int, device: torch.device) -> torch
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
     return torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
-
-
-def _failed(step_id: int, what: str, error: Exception) -> StepFailed:
-    return StepFailed(f"step {step_id}: {what} failed: {type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 import zipfile
@@ -265,3 +266,39 @@ def test_every_process_of_a_server_checks_the_lock_of_the_configuration_that_it_
     (toy.path / "toy/spec.py").write_text(SPY)
     with pytest.raises(LockError):
         discover(Config.from_wire(config.to_wire()))
+
+
+def test_the_commands_about_plugins_work_where_the_environments_lock_is_not_met_and_import_nothing(
+    toy: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = lock(tmp_path / "lock")
+    (toy.path / "toy/spec.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    monkeypatch.setenv("TOKENSPEED_PLUGINS_LOCK", locked)
+    assert main(["plugins", "doctor", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (finding,) = [each for each in findings if each["distribution"] == "TOKENSPEED_PLUGINS_LOCK"]
+    assert finding["what"] == "no plugin is imported: toy 1.0 has changed: it is another build of that version"
+    assert finding["mend"] == "`pip install --force-reinstall --no-deps toy==1.0`"
+    assert main(["plugins", "list"]) == 0
+    assert main(["plugins", "verify", locked]) == 1
+    for words in (["list", "--load"], ["info", "toy"], ["check", "toy"]):
+        capsys.readouterr()
+        assert main(["plugins", *words]) == 2
+        assert "no plugin is imported\n  toy 1.0 has changed" in capsys.readouterr().err
+    assert not (tmp_path / "imported").exists()
+    assert main(["plugins", "freeze"]) == 0
+    Path(locked).write_text(capsys.readouterr().out)
+    assert main(["plugins", "verify", locked]) == 0
+    assert main(["plugins", "list", "--load"]) == 0
+    assert (tmp_path / "imported").exists()
+
+
+def test_doctor_works_without_the_lock_that_the_environment_names(
+    toy: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing"
+    monkeypatch.setenv("TOKENSPEED_PLUGINS_LOCK", str(missing))
+    assert main(["plugins", "doctor"]) == 1
+    said = capsys.readouterr().out
+    assert f"no plugin is imported: plugins lock {missing}: FileNotFoundError" in said
+    assert f"-> `tokenspeed plugins freeze > {missing}` writes one" in said

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenspeed_plugin_tools.lock import enforce_environment
+
 _SIGNS = {"ok": "ok", "failed": "FAILED", "skipped": "-", "running": "DIED"}
 
 
@@ -22,6 +24,7 @@ def check(
 
     A kernel that ends the process is a verdict as well: the question it died in.
     """
+    enforce_environment()
     verdicts = []
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(

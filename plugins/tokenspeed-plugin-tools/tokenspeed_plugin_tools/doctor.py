@@ -21,14 +21,20 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
     no_plugins: Annotated[bool, typer.Option("--no-plugins", help="import TokenSpeed's own plugins only")] = False,
 ) -> int:
-    """Look at every plugin, the switched-off ones too, and import those that are on; 1 where something is wrong."""
+    """Look at every plugin, the switched-off ones too, and import those that are on; 1 where something is wrong.
+
+    Where the environment's lock is not met, nothing is imported.
+    """
     installed, found = read(distributions())
     everything, chosen, selection = _judge(installed, no_plugins=no_plugins)
     found += selection
     found += findings.of_metadata(installed)
     gone = {each.distribution for each in found if each.is_code_gone}
     found += findings.of_status(entry for entry in _worst(everything, chosen) if entry.distribution not in gone)
-    found += findings.of_probes(probe([entry for entry in chosen if entry.distribution not in gone]))
+    unlocked = findings.of_lock(chosen)
+    found += unlocked
+    if not unlocked:
+        found += findings.of_probes(probe([entry for entry in chosen if entry.distribution not in gone]))
     unique = sorted(dict.fromkeys(found), key=lambda each: (each.is_note, each.distribution))
     problems = [each for each in unique if not each.is_note]
     if as_json:

@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from tokenspeed_core.commands import VARIABLE, Entry, Status, normalise
+from tokenspeed_core.commands import VARIABLE, Entry, Selection, Status, normalise
 from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
+from tokenspeed_plugin_tools.lock import LockError, mismatches, read_lock
 from tokenspeed_plugin_tools.probe import Probed
 
 
@@ -81,11 +82,23 @@ def of_status(entries: Iterable[Entry]) -> Iterator[Finding]:
         if entry.status is Status.INCOMPATIBLE:
             yield Finding(entry.distribution, entry.version, what, _upgrade(entry))
         elif entry.status is Status.FAILED:
-            reason, _, _ = entry.reason.partition("; ")
-            yield Finding(entry.distribution, entry.version, reason,
-                          f"pip uninstall {entry.distribution}, or {VARIABLE}=-{entry.distribution}")
+            clash, _, mend = entry.reason.partition("; ")
+            yield Finding(entry.distribution, entry.version, clash, mend)
         elif entry.status is Status.UNUSED:
             yield Finding(entry.distribution, entry.version, what, "nothing: a newer core may use it", is_note=True)
+
+
+def of_lock(entries: Sequence[Entry]) -> list[Finding]:
+    """Return what is not as the environment's lock says; imports nothing."""
+    path = Selection.read().lock
+    if path is None:
+        return []
+    try:
+        lines = mismatches(read_lock(path), entries)
+    except LockError as error:
+        lines = [str(error)]
+    parts = [line.rpartition("; ") for line in lines]
+    return [Finding("TOKENSPEED_PLUGINS_LOCK", "", f"no plugin is imported: {what}", mend) for what, _, mend in parts]
 
 
 def _upgrade(entry: Entry) -> str:

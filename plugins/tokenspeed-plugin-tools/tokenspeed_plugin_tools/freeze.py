@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tokenspeed_core.commands import Catalog
-from tokenspeed_plugin_tools.lock import Locked
+from tokenspeed_plugin_tools.lock import Locked, installed_now
 from tokenspeed_plugin_tools.lock import freeze as locked_now
 
 HEADER = "# Written by `tokenspeed plugins freeze`; `tokenspeed serve --plugins-lock FILE` keeps to it."
@@ -18,7 +17,7 @@ HEADER = "# Written by `tokenspeed plugins freeze`; `tokenspeed serve --plugins-
 
 def freeze(as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False) -> int:
     """Print a lock of the plugins that can be used here, importing none of them."""
-    locked = locked_now(Catalog.discover().all())
+    locked = locked_now(installed_now())
     typer.echo(as_json_text(locked) if as_json else as_toml(locked), nl=False)
     return 0
 

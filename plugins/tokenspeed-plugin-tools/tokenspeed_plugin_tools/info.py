@@ -10,7 +10,7 @@ import typer
 
 from tokenspeed_core.commands import Catalog, Entry, normalise
 from tokenspeed_plugin_tools.errors import ToolsError
-from tokenspeed_plugin_tools.lock import freeze
+from tokenspeed_plugin_tools.lock import enforce_environment, freeze
 from tokenspeed_plugin_tools.origins import publisher
 from tokenspeed_plugin_tools.probe import Probed, probe
 
@@ -20,6 +20,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> int:
     """Print where a distribution came from, what it provides and needs, and what its import costs."""
+    enforce_environment()
     entries = _find(Catalog.discover(check=False).all(), name)
     record = describe(entries)
     print(json.dumps(record, indent=2) if as_json else as_text(record))

@@ -39,8 +39,10 @@ def list_plugins(
 
 def _loaded(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """Mark those entries as failed whose import fails, in a process of its own."""
+    from tokenspeed_plugin_tools.lock import enforce_environment
     from tokenspeed_plugin_tools.probe import probe
 
+    enforce_environment()
     errors = {entry: told.error for entry, told in probe(entries).items() if told.error}
     return tuple(
         replace(entry, status=Status.FAILED, reason=errors[entry]) if entry in errors else entry for entry in entries

@@ -8,13 +8,13 @@ import os
 import tomllib
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from itertools import groupby
 from pathlib import Path
 
 from tokenspeed_core import TokenSpeedError
-from tokenspeed_core.commands import Entry, Status
+from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 
 _OF_METADATA = ("METADATA", "entry_points.txt")  # installers write the rest of a .dist-info, each in its own way
 
@@ -56,6 +56,18 @@ def enforce(path: str, entries: Sequence[Entry]) -> dict[str, str]:
             f"where that is meant: `TOKENSPEED_PLUGINS_LOCK= tokenspeed plugins freeze > {path}`",
         ]))
     return {name: each.sha256 for name, each in locked.items()}
+
+
+def enforce_environment() -> None:
+    """Raise LockError where the lock of the environment is not met: then nothing may be imported."""
+    selection = Selection.read()
+    if selection.lock is not None:
+        enforce(selection.lock, Catalog.discover(selection, check=False).all())
+
+
+def installed_now() -> tuple[Entry, ...]:
+    """Return the entries as the environment selects them, whatever its lock says. Imports nothing."""
+    return Catalog.discover(replace(Selection.read(), lock=None)).all()
 
 
 def mismatches(locked: Mapping[str, Locked], entries: Sequence[Entry]) -> list[str]:

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tokenspeed_core.commands import Catalog
-from tokenspeed_plugin_tools.lock import mismatches, read_lock
+from tokenspeed_plugin_tools.lock import installed_now, mismatches, read_lock
 
 
 def verify(
@@ -17,7 +16,7 @@ def verify(
 ) -> int:
     """Name every mismatch with a lock and what mends it; the exit status is 1 where there is one."""
     locked = read_lock(file)
-    lines = mismatches(locked, Catalog.discover().all())
+    lines = mismatches(locked, installed_now())
     if as_json:
         typer.echo(json.dumps({"file": file, "locked": list(locked), "mismatches": lines}, indent=2))
     else:

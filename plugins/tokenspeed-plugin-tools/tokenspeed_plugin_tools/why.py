@@ -91,6 +91,8 @@ def _lines(plan: KernelPlan, found: Sequence[PlannedOp], outside: Sequence[Entry
         yield f"{planned.op}{_layers(planned.layers)}: {', '.join(f'{name}={v}' for name, v in planned.problem)}"
         chosen = f"{planned.backend} from {planned.distribution}" if planned.backend else "nothing"
         yield f"  runs   {chosen}: {planned.because}"
+        for key, value in planned.options:
+            yield f"           --backend-option {planned.backend}.{key}={value}"
         for verdict in planned.verdicts:
             if verdict.reasons:
                 yield f"  {'fits ' if verdict.fits else 'cannot'} {verdict.backend} from {verdict.distribution}"

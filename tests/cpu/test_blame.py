@@ -1,0 +1,70 @@
+"""An exception that comes out of a kernel is put down to that kernel, and to nobody where it does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.runner.blame import blame
+
+ANYWHERE = Capability(("cpu",), ("float32",))
+LOGITS = {"vocab_size": 64, "dtype": "float32"}
+
+
+def greedy(problem: Any) -> Callable[[], None]:
+    def run() -> None:
+        json.loads("no JSON")  # raises in a library, which is nobody's kernel
+
+    return run
+
+
+def sample(problem: Any) -> Callable[[], None]:
+    return greedy(problem)
+
+
+def kernel(op: str, backend: str, load: str) -> InstalledKernel:
+    return InstalledKernel(KernelSpec(op, backend, ANYWHERE, load), f"dist-{backend}")
+
+
+@pytest.fixture
+def caught() -> Callable[[Callable[[], object]], Exception]:
+    def catch(call: Callable[[], object]) -> Exception:
+        try:
+            call()
+        except ValueError as error:
+            return error
+        raise AssertionError("it was to raise")
+
+    return catch
+
+
+def chosen(*wishes: Preference) -> Selector:
+    here = [kernel(op, "mine", f"{__name__}:{op}") for op in ("sample", "greedy")]
+    selector = Selector([*here, kernel("greedy", "other", "builtins:print")], PlatformInfo("cpu"), wishes)
+    for op in ("sample", "greedy"):
+        selector.select(op, LOGITS)
+    return selector
+
+
+def test_of_kernels_in_one_module_the_one_whose_function_raised_is_named(caught: Any) -> None:
+    said = blame(caught(greedy(LOGITS)), chosen())
+    assert said == (f"raised in {__name__}.greedy.<locals>.run, greedy by mine of dist-mine; "
+                    "`--kernel-backend greedy=other` goes on without it")
+
+
+def test_what_goes_on_without_it_is_said_with_the_flag_that_asked_for_it(caught: Any) -> None:
+    wish = Preference("greedy", ("mine",), "--kernel-backend greedy")
+    assert "`--kernel-backend greedy=other`" in blame(caught(greedy(LOGITS)), chosen(wish))
+    wish = Preference("sampling", ("mine",), "--sampling-backend")
+    assert "`--sampling-backend other`" in blame(caught(greedy(LOGITS)), chosen(wish))
+
+
+def test_an_exception_of_no_kernel_is_put_down_to_nobody(caught: Any) -> None:
+    assert blame(caught(lambda: int("x")), Selector([], PlatformInfo("cpu"))) == ""
+    assert blame(ValueError("never raised"), chosen()) == ""
