@@ -30,7 +30,8 @@ def core() -> Signatures:
 
     found = named("tokenspeed_core.api")
     for module, name in (("distribution", "DistributionConformance"), ("kernel", "KernelConformance"),
-                         ("model", "ModelConformance"), ("policy", "PolicyConformance")):
+                         ("model", "ModelConformance"), ("parser", "ParserConformance"),
+                         ("policy", "PolicyConformance")):
         value = getattr(import_module(f"tokenspeed_core.testing.{module}"), name)
         found |= dict(described(f"tokenspeed_core.testing.{module}.{name}", value))
     for name, value in vars(hookspecs).items():

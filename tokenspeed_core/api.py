@@ -28,10 +28,11 @@ from tokenspeed_core.models import (
     Rotation,
     WeightReader,
 )
+from tokenspeed_core.parsers import ParserContext, ParserSpec, ReplyEvent, ReplyParser
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
-API_VERSION = "1.1"
+API_VERSION = "1.2"
 
 __all__ = [
     "API_VERSION",
@@ -57,12 +58,16 @@ __all__ = [
     "ModelInfo",
     "ModelSpec",
     "OpContract",
+    "ParserContext",
+    "ParserSpec",
     "PlatformInfo",
     "Policy",
     "Problem",
     "Quantization",
     "Ranking",
     "RecurrentState",
+    "ReplyEvent",
+    "ReplyParser",
     "RequestRecord",
     "Room",
     "Rotation",

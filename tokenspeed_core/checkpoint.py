@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.hub import download
 from tokenspeed_core.kernels.spec import load_target
@@ -42,36 +43,28 @@ class ResolvedCheckpoint:
     files: tuple[str, ...]
 
 
-def resolve_checkpoint(
-    model: str | None, catalog: Catalog, *, revision: str | None = None, download_dir: str | None = None,
-    hf_overrides: Mapping[str, Any] | None = None, load_format: str = "auto", with_weights: bool = True,
-) -> ResolvedCheckpoint:
+def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool = True) -> ResolvedCheckpoint:
     """Find a model, downloading it if it is a hub id, and read what it says of itself.
 
     Without `with_weights` no weight file is downloaded: what remains tells all about a model but its answers.
     Raises CheckpointError, CapacityError or PluginError, in one line that says what to do.
     """
-    name = model if model is not None else DEFAULT
-    path, files = locate(
-        name, catalog, revision=revision, download_dir=download_dir, load_format=load_format, with_weights=with_weights,
-    )
-    config = merged(_read_json(path / "config.json", "it is no checkpoint"), hf_overrides or {})
-    spec = find_family(config, catalog, path)
+    name = config.model if config.model is not None else DEFAULT
+    path, files = locate(name, config, catalog, with_weights)
+    own = merged(_read_json(path / "config.json", "it is no checkpoint"), config.hf_overrides)
+    spec = find_family(own, catalog, path)
     describe: Callable[[Mapping[str, Any]], ModelInfo] = load_target(spec.describe)
     try:
-        info = describe(config)
+        info = describe(own)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     generation = path / "generation_config.json"
     return ResolvedCheckpoint(
-        name, path, config, _read_json(generation, "") if generation.is_file() else {}, spec, info, files,
+        name, path, own, _read_json(generation, "") if generation.is_file() else {}, spec, info, files,
     )
 
 
-def locate(
-    name: str, catalog: Catalog, *, revision: str | None, download_dir: str | None, load_format: str,
-    with_weights: bool,
-) -> tuple[Path, tuple[str, ...]]:
+def locate(name: str, config: Config, catalog: Catalog, with_weights: bool) -> tuple[Path, tuple[str, ...]]:
     """Return a checkpoint's directory and its files: a path, the name of a bundled one, or a hub id, in this order."""
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -80,9 +73,8 @@ def locate(
         raise CheckpointError(f"{name} is a file; give the directory with config.json and the weights")
     bundled = catalog.names("checkpoints")
     if catalog.is_installed("checkpoints", name):
-        entry = catalog.load(catalog.get("checkpoints", name), Checkpoint, required=True)
-        assert entry is not None, "a required entry is loaded or raises"
-        return Path(entry.path), _names(Path(entry.path))
+        folder = Path(catalog.need(catalog.get("checkpoints", name), Checkpoint).path)
+        return folder, _names(folder)
     if name == DEFAULT:
         raise CheckpointError("no model is named and no demo is installed; name a directory or a hub id, or "
                               "pip install tokenspeed-core[default]")
@@ -92,10 +84,10 @@ def locate(
 
     def wanted(names: Sequence[str]) -> list[str]:
         listed.extend(name for name in names if "/" not in name)
-        return wanted_files(listed, load_format, catalog, with_weights=with_weights)
+        return wanted_files(listed, config.load_format, catalog, with_weights=with_weights)
 
     try:
-        folder = download(name, revision, download_dir, wanted)
+        folder = download(name, config.revision, config.download_dir, wanted)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_meant(name, bundled)}") from error
     return folder, tuple(listed) or _names(folder)
@@ -119,9 +111,7 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Mode
     available = catalog.names("models")
     for architecture in named:
         if architecture in available:
-            spec = catalog.load(catalog.get("models", architecture), ModelSpec, required=True)
-            assert spec is not None, "a required entry is loaded or raises"
-            return spec
+            return catalog.need(catalog.get("models", architecture), ModelSpec)
     for architecture in named:
         if catalog.is_installed("models", architecture):
             catalog.get("models", architecture)  # raises, saying why it may not be used
@@ -137,9 +127,7 @@ def choose_format(names: Iterable[str], load_format: str, catalog: Catalog) -> L
     Raises PluginError on an unknown name and CheckpointError if no installed format fits the files.
     """
     if load_format != "auto":
-        chosen = catalog.load(catalog.get("load_formats", load_format), LoadFormat, required=True)
-        assert chosen is not None, "a required entry is loaded or raises"
-        return chosen
+        return catalog.need(catalog.get("load_formats", load_format), LoadFormat)
     files = list(names)
     loaded = [catalog.load(entry, LoadFormat) for entry in catalog.entries("load_formats")]
     formats = {each.name: each for each in loaded if each is not None}

@@ -13,6 +13,7 @@ import pytest
 
 from tokenspeed_core.api import Checkpoint, FullAttention, LoadFormat, ModelInfo, ModelSpec
 from tokenspeed_core.checkpoint import choose_format, merged, resolve_checkpoint, wanted_files
+from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 
@@ -61,7 +62,7 @@ def catalog(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def refusal(model: str, catalog: Catalog, **options: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
-        resolve_checkpoint(model, catalog, **options)
+        resolve_checkpoint(Config(model=model, **options), catalog)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -69,13 +70,14 @@ def refusal(model: str, catalog: Catalog, **options: Any) -> str:
 
 def test_a_path_a_bundled_name_and_no_name_find_the_same_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
     for model in (str(checkpoint), "demo", None):
-        found = resolve_checkpoint(model, catalog)
+        found = resolve_checkpoint(Config(model=model), catalog)
         assert (found.path, found.info.vocab_size, found.spec) == (checkpoint, 7, TINY)
         assert found.generation == {"temperature": 0.6}
 
 
 def test_overrides_are_merged_key_by_key_before_the_family_reads_them(catalog: Catalog) -> None:
-    found = resolve_checkpoint("demo", catalog, hf_overrides={"vocab_size": 9, "rope_parameters": {"factor": 2.0}})
+    overrides = {"vocab_size": 9, "rope_parameters": {"factor": 2.0}}
+    found = resolve_checkpoint(Config(model="demo", hf_overrides=overrides), catalog)
     assert found.info.vocab_size == 9
     assert found.config["rope_parameters"] == {"rope_theta": 5.0, "factor": 2.0}
     assert merged({"a": {"b": 1}}, {"a": None}) == {"a": None}
@@ -117,7 +119,7 @@ def test_a_family_and_a_demo_that_were_left_out_say_by_what(
     without = Catalog.discover(selection, distributions=distributions(path=[str(tmp_path / "site")]))
     for model in (str(checkpoint), "demo"):
         with pytest.raises(PluginError, match="is disabled: left out by TOKENSPEED_PLUGINS=-tiny-plugin"):
-            resolve_checkpoint(model, without)
+            resolve_checkpoint(Config(model=model), without)
 
 
 def test_what_a_family_refuses_says_where_it_stood(catalog: Catalog, checkpoint: Path) -> None:

@@ -159,9 +159,10 @@ DRY_RUN = """
 import sys
 from importlib.metadata import distributions
 from tokenspeed_core.checkpoint import choose_format, resolve_checkpoint
+from tokenspeed_core.config import Config
 from tokenspeed_core.plugins import Catalog, Selection
 catalog = Catalog.discover(Selection.read({}), distributions=distributions(path=[sys.path[-1]]))
-found = resolve_checkpoint("maker/tiny", catalog, download_dir=sys.argv[1], with_weights=False)
+found = resolve_checkpoint(Config(model="maker/tiny", download_dir=sys.argv[1]), catalog, with_weights=False)
 print(choose_format(found.files, "auto", catalog).name, found.info.vocab_size)
 """
 FAMILY = """

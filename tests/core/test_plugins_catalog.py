@@ -122,7 +122,7 @@ def test_a_plugin_may_bring_an_op_family_that_the_core_has_never_heard_of(instal
     assert catalog.names("kernels.convolution") == ("x",)
 
 
-@pytest.mark.parametrize("kind", ["platforms", "tool_parsers", "kernels.comm", "kernels.convolution"])
+@pytest.mark.parametrize("kind", ["platforms", "tokenizers", "kernels.comm", "kernels.convolution"])
 def test_a_plugin_that_would_have_no_effect_is_shown_as_unused_and_cannot_be_had(install: Install, kind: str) -> None:
     catalog = discover(install("early", f"[tokenspeed.{kind}]\nx = m:S [api1]\n{attention('y')}"))
     assert [(e.name, e.status) for e in catalog.all() if e.kind == kind] == [("x", Status.UNUSED)]

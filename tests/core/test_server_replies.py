@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from server_support import make_tokenizer
 
 from tokenspeed_core.messages import Finish
+from tokenspeed_core.parsers import ReplyEvent, ReplyParser
+from tokenspeed_core.server.chat_reply import Reader, message
 from tokenspeed_core.server.engine_link import TokenColumns
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.server.events import Chat, Completion, Usage
@@ -20,12 +23,42 @@ from tokenspeed_core.server.replies import Choice, Reply, Shape
 from tokenspeed_core.text import Assembler
 
 TOKENIZER = make_tokenizer()
+Kind = Literal["content", "reasoning", "call", "arguments"]
 
 
-def make(shape: Shape, stops: list[str], kind: Any = Completion) -> tuple[Reply, Choice]:
+class Shouts:
+    """A parser: letters after an o are thought, an h is a call of those after it, up to an a."""
+
+    def __init__(self) -> None:
+        self.kind: Kind = "content"
+
+    def feed(self, text: str) -> list[ReplyEvent]:
+        found = []
+        for letter in text:
+            if letter in "oh":
+                self.kind = "reasoning" if letter == "o" else "arguments"
+            elif letter == "a":
+                self.kind = "content"
+            found += [ReplyEvent("call", "f")] if letter == "h" else [ReplyEvent(self.kind, letter)]
+        return found
+
+    def finish(self) -> list[ReplyEvent]:
+        return [ReplyEvent("content", ".")]
+
+
+class Capitals(Shouts):
+    """A parser of the content that the one before it leaves."""
+
+    def feed(self, text: str) -> list[ReplyEvent]:
+        return [ReplyEvent("content", text.upper())]
+
+
+def make(
+    shape: Shape, stops: list[str], kind: Any = Completion, parsers: Sequence[ReplyParser] = ()
+) -> tuple[Reply, Choice]:
     reply = Reply(kind("m", TOKENIZER, False), shape, Usage(3, 0, 0))
     assembler = Assembler(TOKENIZER.detokenizer(), stops)
-    return reply, reply.add_choice(assembler, is_first_of_prompt=True)
+    return reply, reply.add_choice(assembler, Reader(parsers), is_first_of_prompt=True)
 
 
 def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1) -> None:
@@ -72,6 +105,49 @@ def test_rows_of_any_length_and_any_interval_make_the_same_reply(
             told = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
             assert told == values
         assert len(report["tokens"]) == whole.usage.num_output
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=tokens, interval=st.integers(1, 5), width=st.integers(-1, 2), data=st.data())
+def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
+    ids: list[int], interval: int, width: int, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=5)))
+    whole, choice = make(Shape(False, 1, width), [], Chat, [Shouts(), Capitals()])
+    feed(choice, ids, [], width)
+    (body,) = json.loads(whole.dialect.body(whole.answers, whole.usage, width >= 0, False))["choices"]
+    streamed, choice = make(Shape(True, interval, width), [], Chat, [Shouts(), Capitals()])
+    feed(choice, ids, cuts, width)
+    parts = [event["choices"][0] for event in events(streamed)]
+    deltas = [part["delta"] for part in parts]
+    calls: list[dict[str, Any]] = []
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+        if "id" in call:
+            assert (call["index"], call["type"]) == (len(calls), "function")
+            calls.append({"name": call["function"]["name"], "arguments": ""})
+        calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    message = body["message"]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message.get("reasoning_content", "")
+    assert calls == [call["function"] for call in message.get("tool_calls", ())]
+    assert all(call.keys() == {"id", "type", "function"} for call in message.get("tool_calls", ()))
+    assert parts[-1]["finish_reason"] == body["finish_reason"] == "length"
+    told = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+    assert told == (body["logprobs"]["content"] if width >= 0 else [])
+
+
+@pytest.mark.parametrize(("text", "reason"), [("hello", "tool_calls"), ("you", "stop")])
+def test_a_reply_that_calls_and_ends_by_itself_says_so(text: str, reason: str) -> None:
+    reply, choice = make(Shape(True), [], Chat, [Shouts()])
+    choice.take([*TOKENIZER.encode(text, add_special_tokens=False).tolist(), 0], Finish.STOP, 0, None)
+    assert events(reply)[-1]["choices"][0]["finish_reason"] == reason
+    assert reply.answers[0].finish_reason == reason
+
+
+def test_a_whole_reply_that_is_a_call_alone_has_no_content() -> None:
+    reader = Reader([Shouts()])
+    assert message(reader.read("h1", is_over=False))["content"] is None
+    assert message([])["content"] == ""
 
 
 def test_events_hold_as_many_tokens_as_the_interval_says() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.text import ChatTemplate, TemplateError, load_chat_template
+from tokenspeed_core.text import ChatTemplate, TemplateError
 from tokenspeed_core.text import template as module
+from tokenspeed_core.text.template import load_chat_template
 
 USER = [{"role": "user", "content": "hi <é>"}]
 

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.text import load_tokenizer
+from tokenspeed_core.text.tokenizer import load_tokenizer
 
 
 def write(folder: Path, config: dict[str, Any], processor: Any = None) -> Path:

@@ -10,6 +10,7 @@ from tiny_families import FAMILIES, save_reference
 
 from tokenspeed_core.api import Capability, KernelSpec
 from tokenspeed_core.checkpoint import resolve_checkpoint
+from tokenspeed_core.config import Config
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.kernels.spec import InstalledKernel
 from tokenspeed_core.plugins.catalog import Catalog
@@ -25,7 +26,7 @@ PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, 
 def start(folder: Path) -> tuple[LocalRunner, int]:
     """Return a runner of a checkpoint, and the number of its cache groups."""
     catalog = Catalog.discover()
-    found = resolve_checkpoint(str(folder), catalog)
+    found = resolve_checkpoint(Config(model=str(folder)), catalog)
     config = RunnerConfig(
         checkpoint_path=str(found.path), hf_config=found.config, model_spec=found.spec, model_info=found.info,
         dtype=found.info.dtype, device="cpu", load_format="auto", max_model_len=128, max_num_seqs=4,

@@ -11,7 +11,8 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from tokenspeed_core.text import load_chat_template, load_tokenizer
+from tokenspeed_core.text.template import load_chat_template
+from tokenspeed_core.text.tokenizer import load_tokenizer
 
 CHATML = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}

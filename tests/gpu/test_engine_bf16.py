@@ -10,6 +10,7 @@ import torch
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.checkpoint import resolve_checkpoint
+from tokenspeed_core.config import Config
 from tokenspeed_core.engine.outputs import RequestOutput
 from tokenspeed_core.plugins.catalog import Catalog
 
@@ -30,7 +31,7 @@ def generate(llm: LLM, **changes: object) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Path:
-    return resolve_checkpoint(None, Catalog.discover()).path
+    return resolve_checkpoint(Config(), Catalog.discover()).path
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,14 @@ from pydantic import (
 
 from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
 
-Section = Literal["model", "device", "api", "scheduler", "backends", "observability", "running"]
+Section = Literal["model", "device", "api", "scheduler", "backends", "parsers", "observability", "running"]
 SECTIONS: dict[Section, str] = {
     "model": "Model loading",
     "device": "Device and precision",
     "api": "API surface",
     "scheduler": "Scheduler and memory",
     "backends": "Backends",
+    "parsers": "Reasoning and tools",
     "observability": "Observability",
     "running": "Running",
 }
@@ -186,6 +187,13 @@ class Config(BaseModel):
         takes="NAME.KEY=VALUE",
     )
 
+    reasoning_parser: str | None = _setting(
+        None, "parsers", "finds a chat's reasoning; none: it stays content", min_length=1, kind="reasoning_parsers"
+    )
+    tool_call_parser: str | None = _setting(
+        None, "parsers", "finds a chat's tool calls; none: they stay content", min_length=1, kind="tool_parsers"
+    )
+
     log_level: LogLevel = _setting("info", "observability", "least severe message shown")
     log_level_http: LogLevel | None = _setting(
         None, "observability", "the same for the HTTP server; none: as --log-level"
@@ -213,6 +221,8 @@ class Config(BaseModel):
             raise ValueError("--max-total-tokens and --kv-cache-memory both size the KV cache: give one")
         if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
             raise ValueError("--quantization-param-path scales a KV cache of --kv-cache-dtype fp8_e4m3: give both")
+        if self.skip_tokenizer_init and (self.reasoning_parser or self.tool_call_parser):
+            raise ValueError("--reasoning-parser and --tool-call-parser read text: none with --skip-tokenizer-init")
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(

@@ -29,7 +29,8 @@ from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.text import load_chat_template, load_tokenizer, text_folder
+from tokenspeed_core.text import load_text
+from tokenspeed_core.text.parsers import find_parsers
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
@@ -70,10 +71,7 @@ def resolve(
 
     Raises CheckpointError, PluginError or ConfigError, each in one line that says what to do.
     """
-    checkpoint = resolve_checkpoint(
-        config.model, catalog, revision=config.revision, download_dir=config.download_dir,
-        hf_overrides=config.hf_overrides, load_format=config.load_format, with_weights=with_weights,
-    )
+    checkpoint = resolve_checkpoint(config, catalog, with_weights=with_weights)
     info = checkpoint.info
     max_model_len = config.max_model_len or info.max_model_len
     if max_model_len > info.max_model_len:
@@ -89,7 +87,7 @@ def resolve(
     wanted = config.quantization or info.quantization
     if wanted != (info.quantization or wanted):
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
-    method = None if wanted is None else catalog.load(catalog.get("quantization", wanted), Quantization, required=True)
+    method = None if wanted is None else catalog.need(catalog.get("quantization", wanted), Quantization)
     runner = RunnerConfig(
         checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
         model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,
@@ -163,6 +161,7 @@ def dry_run(config: Config) -> str:
     info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
     weights = choose_format(checkpoint.files, config.load_format, catalog)
     text = _describe_text(config, checkpoint)
+    find_parsers(config, catalog)
     plan, memory = plan_only(resolved.runner, catalog)
     changed = [
         f"  {name}: {getattr(config, name)} ({config.origin(name)})"
@@ -200,12 +199,11 @@ def _settle(config: Config) -> tuple[Catalog, Resolved]:
 
 def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:
     """Load the tokenizer and the chat template, and say what they are. Raises CheckpointError."""
-    if config.skip_tokenizer_init:
+    tokenizer, template = load_text(config, checkpoint.path)
+    if tokenizer is None:
         return "tokenizer none: token ids only"
-    folder = text_folder(checkpoint.path, config.tokenizer)
-    template = load_chat_template(folder, load_tokenizer(folder).special_tokens, config.chat_template)
     where = "none" if template is None else config.chat_template or "the model's own"
-    return f"tokenizer {folder}, chat template: {where}"
+    return f"tokenizer {config.tokenizer or checkpoint.path}, chat template: {where}"
 
 
 def scheduler_limits(

@@ -22,13 +22,13 @@ from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.step import I32
-from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer, load_chat_template, load_tokenizer, text_folder
+from tokenspeed_core.text import Assembler, load_text
 
 Prompt = str | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 
 SERVER_ONLY = frozenset(
-    name for name in Config.model_fields if metadata(name)["section"] == "api" and name != "chat_template"
+    name for name in Config.model_fields if metadata(name)["section"] in ("api", "parsers") and name != "chat_template"
 ) | {"log_level_http", "enable_log_requests", "enable_cache_report"}
 
 
@@ -68,12 +68,7 @@ class LLM:
         resolved = resolve(config, catalog)
         checkpoint = resolved.checkpoint
         self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
-        self.tokenizer: Tokenizer | None = None
-        self._template: ChatTemplate | None = None
-        if not config.skip_tokenizer_init:
-            folder = text_folder(checkpoint.path, config.tokenizer)
-            self.tokenizer = load_tokenizer(folder)
-            self._template = load_chat_template(folder, self.tokenizer.special_tokens, config.chat_template)
+        self.tokenizer, self._template = load_text(config, checkpoint.path)
         with StartProgress() as progress:
             started = start(resolved, catalog, progress.report, is_batch=True)
         self._engine, self.kernel_plan = started.engine, started.kernel_plan

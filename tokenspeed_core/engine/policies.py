@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.errors import PluginError
-from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.policy import POLICIES
 
@@ -17,11 +16,4 @@ def find_policy(name: str, catalog: Catalog) -> Policy:
         return POLICIES[name]()
     entry = catalog.get("policies", name)
     factory = catalog.load(entry, required=True)
-    of = f"policies {name} of {entry.distribution} {entry.version}"
-    try:
-        policy = factory()  # type: ignore[misc]  # what is no function is answered below
-    except Exception as error:  # plugin code may raise anything, and the user is told in one line
-        raise PluginError(f"{of}: its factory {entry.value} fails: {type(error).__name__}: {error}") from error
-    if not isinstance(policy, Policy):
-        raise PluginError(f"{of}: {entry.value} makes a {type(policy).__name__}, which lacks what a Policy has")
-    return policy
+    return make(entry, entry.value, factory, Policy)  # type: ignore[type-abstract]

@@ -147,6 +147,12 @@ class Catalog:
             raise self._failed(entry)
         return self._loaded.get(entry)
 
+    def need(self, entry: Entry, expected: type[T]) -> T:
+        """Import the descriptor of an entry that the user named. Raises PluginError where `load` has a failure."""
+        descriptor = self.load(entry, expected, required=True)
+        assert descriptor is not None, "a required entry is loaded or raises"
+        return descriptor
+
     def reject(self, entry: Entry, reason: str) -> None:
         """Note that what an entry loaded is of no use. Raises PluginError where `load` would for a failure."""
         self._loaded.pop(entry, None)
@@ -207,6 +213,18 @@ class Catalog:
             f"{entry.kind} {entry.name} of {entry.distribution} {entry.version} failed to load: {last}; "
             f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
         )
+
+
+def make(entry: Entry, factory: str, call: Any, expected: type[T]) -> T:
+    """Return what `call` makes with the factory of that name, an `expected`. Raises PluginError, in one line."""
+    of = f"{entry.kind} {entry.name} of {entry.distribution} {entry.version}"
+    try:
+        made = call()
+    except Exception as error:  # plugin code may raise anything, and the user is told in one line
+        raise PluginError(f"{of}: its factory {factory} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(made, expected):
+        raise PluginError(f"{of}: {factory} makes a {type(made).__name__}, which lacks what a {expected.__name__} has")
+    return made
 
 
 def _import(entry: Entry, expected: type[Any]) -> Any:

@@ -20,7 +20,7 @@ hookimpl = pluggy.HookimplMarker("tokenspeed")
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request that ended. `finish_reason` is "stop", "length", "abort" or "error"; times are in seconds."""
+    """A request that ended. `finish_reason` is "stop", "tool_calls", "length", "abort" or "error"; times in seconds."""
 
     request_id: str
     num_prompt_tokens: int

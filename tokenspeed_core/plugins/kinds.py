@@ -45,8 +45,8 @@ KINDS: dict[str, Kind] = {
     "platforms": UNUSED,  # kinds of device
     "executors": UNUSED,  # ways to run workers
     "tokenizers": UNUSED,
-    "tool_parsers": UNUSED,
-    "reasoning_parsers": UNUSED,
+    "tool_parsers": Kind(1),  # of replies, for --tool-call-parser
+    "reasoning_parsers": Kind(1),  # of replies, for --reasoning-parser
     "apis": UNUSED,  # dialects of HTTP
     "grammar": UNUSED,  # engines
     "drafters": UNUSED,  # of speculative decoding

@@ -12,7 +12,7 @@ from tokenspeed_core.errors import PluginError
 
 VARIABLE = "TOKENSPEED_PLUGINS"
 OURS = frozenset(
-    f"tokenspeed-{part}" for part in ("core", "kernels", "models", "demo", "bench", "chat", "plugin-tools")
+    f"tokenspeed-{part}" for part in ("core", "kernels", "models", "demo", "bench", "chat", "parsers", "plugin-tools")
 )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
-from typing import Any, Protocol
+from typing import Any
 
+from tokenspeed_core.server.chat_reply import Piece, message
 from tokenspeed_core.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -47,37 +49,20 @@ class Usage:
 
 @dataclass(slots=True)
 class Answer:
-    """One choice of a whole answer, as it stands at its end."""
+    """One choice of a whole answer, as it stands at its end; `pieces` make up a chat's message."""
 
     text: str = ""
+    pieces: Sequence[Piece] = ()
     finish_reason: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
 
-class Dialect(Protocol):
-    """How one API writes its answers. One object per request."""
+class _Dialect(ABC):
+    """What both APIs share: the envelope, cut into bytes once per request.
 
-    id: str
-
-    def opening(self, num_choices: int) -> bytes:
-        """Return the events before any text."""
-
-    def delta(self, index: int, text: str, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
-        """Return the events for a piece of text; `extra` holds "logprobs" and "token_ids" if asked for."""
-
-    def usage(self, usage: Usage) -> bytes:
-        """Return the event with the usage, which ends a stream that asked for it."""
-
-    def body(self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool) -> bytes:
-        """Return a whole answer."""
-
-    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return log-probabilities as this API writes them."""
-
-
-class _Dialect:
-    """What both APIs share: the envelope, cut into bytes once per request."""
+    Each has `delta`, the events for a piece of a reply (`extra`: "logprobs" and "token_ids" if asked for).
+    """
 
     prefix: str
     kind: str
@@ -93,16 +78,35 @@ class _Dialect:
         self._tail = b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
 
     def opening(self, num_choices: int) -> bytes:
+        """Return the events before any text."""
         return b""
 
     def usage(self, usage: Usage) -> bytes:
+        """Return the event with the usage, which ends a stream that asked for it."""
         return self._head + b'],"usage":' + json.dumps(usage.as_json()).encode() + b"}\n\n"
 
-    def _envelope(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    def body(self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool) -> bytes:
+        """Return a whole answer."""
+        choices = [
+            {
+                "index": index, **self.said(answer), "finish_reason": answer.finish_reason,
+                "logprobs": self.logprobs(answer.logprobs) if wants_logprobs else None,
+                **({"token_ids": answer.token_ids} if wants_ids else {}),
+            }
+            for index, answer in enumerate(answers)
+        ]
         return json.dumps({
             "id": self.id, "object": self.kind, "created": self._created, "model": self._model,
             "choices": choices, "usage": usage.as_json(),
         }).encode()
+
+    @abstractmethod
+    def said(self, answer: Answer) -> dict[str, Any]:
+        """Return what a choice says, as this API writes it."""
+
+    @abstractmethod
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return log-probabilities as this API writes them."""
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
         piece = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
@@ -114,22 +118,15 @@ class Completion(_Dialect):
 
     prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
 
-    def delta(self, index: int, text: str, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
+    def delta(self, index: int, piece: Piece, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
+        assert isinstance(piece, str), "nothing parses completions"
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         more = _more(extra) if extra else ',"logprobs":null'
-        choice = f'{{"index":{index},"text":{quote(text)}{more},"finish_reason":{reason}}}'
+        choice = f'{{"index":{index},"text":{quote(piece)}{more},"finish_reason":{reason}}}'
         return self._head + choice.encode() + self._tail
 
-    def body(self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool) -> bytes:
-        choices = [
-            {
-                "index": index, "text": answer.text, "finish_reason": answer.finish_reason,
-                "logprobs": self.logprobs(answer.logprobs) if wants_logprobs else None,
-                **({"token_ids": answer.token_ids} if wants_ids else {}),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return self._envelope(choices, usage)
+    def said(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.text}
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         tops = []
@@ -158,29 +155,20 @@ class Chat(_Dialect):
             self._head + f'{{"index":{index},{role}'.encode() + self._tail for index in range(num_choices)
         )
 
-    def delta(self, index: int, text: str, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
+    def delta(self, index: int, piece: Piece, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
         events = b""
-        if text or extra:
+        if piece or extra:
             more = _more(extra) if extra else ',"logprobs":null'
-            choice = f'{{"index":{index},"delta":{{"content":{quote(text)}}}{more},"finish_reason":null}}'
+            delta = f'{{"content":{quote(piece)}}}' if isinstance(piece, str) else json.dumps(piece)
+            choice = f'{{"index":{index},"delta":{delta}{more},"finish_reason":null}}'
             events = self._head + choice.encode() + self._tail
         if finish_reason is not None:
             end = f'{{"index":{index},"delta":{{}},"logprobs":null,"finish_reason":"{finish_reason}"}}'
             events += self._head + end.encode() + self._tail
         return events
 
-    def body(self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self.logprobs(answer.logprobs) if wants_logprobs else None,
-                "finish_reason": answer.finish_reason,
-                **({"token_ids": answer.token_ids} if wants_ids else {}),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return self._envelope(choices, usage)
+    def said(self, answer: Answer) -> dict[str, Any]:
+        return {"message": message(answer.pieces)}
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"content": [
@@ -197,6 +185,9 @@ class Chat(_Dialect):
     def _entry(self, token_id: int, value: float) -> dict[str, Any]:
         token, piece = self._token(token_id)
         return {"token": token, "logprob": value, "bytes": list(piece)}
+
+
+Dialect = Completion | Chat  # one object per request
 
 
 def _more(extra: Mapping[str, Any]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,27 +45,11 @@ class _Request(_Body):
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = Field(None, max_length=1024)
 
-    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "store": (False,), "service_tier": ("auto", "default"), "min_tokens": (0,), "prompt_logprobs": (),
-        "use_beam_search": (False,), "length_penalty": (1.0,), "bad_words": ([],), "allowed_token_ids": (),
-        "truncate_prompt_tokens": (), "spaces_between_special_tokens": (True,), "logits_processors": (),
-        "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-        "structured_outputs": (), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
-        "kv_transfer_params": (), "lora_path": (), "response_format": ({"type": "text"},), "regex": (),
-        "ebnf": (), "json_schema": (), "no_stop_trim": (False,), "custom_logit_processor": (),
-        "return_hidden_states": (False,), "prompt_cache_retention": ("in_memory",), "moderation": (),
-    }
-
 
 class CompletionRequest(_Request):
     """The body of /v1/completions. `prompt` is read by `tokenspeed_core.server.prompts`."""
 
     prompt: Any = Field(description="text, token ids, or a list of either")
-
-    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **_Request.not_built, "echo": (False,), "suffix": ("",), "best_of": (1,), "prompt_embeds": (),
-        "add_special_tokens": (True,),
-    }
 
 
 class TextPart(_Body):
@@ -130,15 +116,6 @@ class ChatRequest(_Request):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     reasoning_effort: str | None = Field(None, max_length=32)
 
-    not_built: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **_Request.not_built, "audio": (), "modalities": (["text"],), "prediction": (), "functions": (),
-        "function_call": ("none",), "parallel_tool_calls": (True,), "verbosity": ("medium",),
-        "web_search_options": (), "continue_final_message": (False,), "add_generation_prompt": (True,),
-        "documents": (), "chat_template": (), "echo": (False,), "add_special_tokens": (False,),
-        "mm_processor_kwargs": (), "include_reasoning": (True,), "separate_reasoning": (False,),
-        "stream_reasoning": (True,), "thinking_token_budget": (),
-    }
-
 
 class ChatLogprobs(_Body):
     """How a chat asks for log-probabilities."""
@@ -170,7 +147,7 @@ def parse(body: bytes, kind: type[R]) -> tuple[R, SamplingParams, dict[str, Any]
     if not isinstance(raw, dict):
         raise BadRequestError("the body must be a JSON object")
     given = {name: value for name, value in raw.items() if value is not None}
-    for name, neutral in kind.not_built.items():
+    for name, neutral in _not_built(kind).items():
         value = given.pop(name, None)
         if value is not None and value not in neutral:
             raise BadRequestError(f"{name} is not supported by this server yet: leave it out", name, "unsupported")
@@ -181,6 +158,13 @@ def parse(body: bytes, kind: type[R]) -> tuple[R, SamplingParams, dict[str, Any]
     params = validate(SamplingParams, sampling)
     _refuse_unknown(given, kind)
     return validate(kind, given), params, raw
+
+
+@cache
+def _not_built(kind: type[_Request]) -> Mapping[str, Sequence[Any]]:
+    """Return the fields of others' servers that this one knows and lacks, each with the values that change nothing."""
+    tables = json.loads(Path(__file__).with_name("not_built.json").read_text())
+    return {**tables["both"], **tables[kind.__name__]}
 
 
 def _read_chat_names(given: dict[str, Any]) -> None:

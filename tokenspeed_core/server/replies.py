@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenspeed_core.messages import Finish
+from tokenspeed_core.server.chat_reply import Piece, Reader
 from tokenspeed_core.server.engine_link import TokenColumns
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.server.events import Answer, Dialect, TokenLogprob, Usage
@@ -41,12 +42,12 @@ class Reply:
         self._ready: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def add_choice(self, assembler: Assembler, *, is_first_of_prompt: bool) -> Choice:
+    def add_choice(self, assembler: Assembler, reader: Reader, *, is_first_of_prompt: bool) -> Choice:
         """Return the sink for one more sequence."""
         index = len(self.answers)
         self.answers.append(Answer())
         self.num_open += 1
-        return Choice(self, index, assembler, is_first_of_prompt)
+        return Choice(self, index, assembler, reader, is_first_of_prompt)
 
     def push(self, event: bytes) -> None:
         """Make an event ready to be sent."""
@@ -87,15 +88,16 @@ class Choice:
     """One sequence's place in a reply: the engine link hands its tokens to `take`."""
 
     __slots__ = (
-        "_answer", "_assembler", "_index", "_is_first_of_prompt", "_logprobs", "_num_waiting", "_reply",
+        "_answer", "_assembler", "_index", "_is_first_of_prompt", "_logprobs", "_num_waiting", "_reader", "_reply",
         "_text", "_token_ids",
     )
 
-    def __init__(self, reply: Reply, index: int, assembler: Assembler, is_first_of_prompt: bool) -> None:
+    def __init__(self, reply: Reply, index: int, assembler: Assembler, reader: Reader, is_first: bool) -> None:
         self._reply = reply
         self._index = index
         self._assembler = assembler
-        self._is_first_of_prompt = is_first_of_prompt
+        self._reader = reader
+        self._is_first_of_prompt = is_first
         self._answer = reply.answers[index]
         self._num_waiting = reply.shape.interval - 1  # tokens since the last event: the first goes out at once
         self._text: list[str] = []
@@ -141,12 +143,13 @@ class Choice:
         if self._text:
             text = "".join(self._text) + text
             self._text.clear()
-        if text or self._token_ids:
-            self._emit(text, None)
+        pieces = self._reader.read(text, is_over=False)
+        if pieces or self._token_ids:
+            self._emit(pieces, None)
             self._num_waiting = 0
-        # Otherwise a character or a stop string is half here: the next token decides.
+        # Otherwise a character, a stop string or a parser's mark is half here: the next token decides.
 
-    def _emit(self, text: str, reason: str | None) -> None:
+    def _emit(self, pieces: Sequence[Piece], reason: str | None) -> None:
         reply = self._reply
         extra: dict[str, object] = {}
         if self._logprobs:
@@ -155,7 +158,10 @@ class Choice:
         if self._token_ids:
             extra["token_ids"] = self._token_ids
             self._token_ids = []
-        reply.push(reply.dialect.delta(self._index, text, reason, extra))
+        *before, last = pieces or [""]
+        for piece in before:
+            reply.push(reply.dialect.delta(self._index, piece, None, {}))
+        reply.push(reply.dialect.delta(self._index, last, reason, extra))
 
     def _end(self, text: str, reason: str) -> None:
         reply = self._reply
@@ -164,12 +170,14 @@ class Choice:
             reply.fail(ApiError(status, "the engine could not finish this request; its log says why", code=reason))
             return
         text = "".join(self._text) + text
-        self._answer.finish_reason = reason
+        pieces = self._reader.read(text, is_over=True)
+        reason = "tool_calls" if reason == "stop" and self._reader.num_calls else reason
+        answer = self._answer
+        answer.finish_reason = reason
         if reply.shape.is_stream:
-            self._emit(text, reason)
+            self._emit(pieces, reason)
         else:
-            answer = self._answer
-            answer.text = text
+            answer.text, answer.pieces = text, pieces
             answer.logprobs, answer.token_ids = self._logprobs, self._token_ids
         reply.end_choice()
 

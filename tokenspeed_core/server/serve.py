@@ -19,7 +19,8 @@ from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
 from tokenspeed_core.server.service import ModelText, Options, Service
-from tokenspeed_core.text import load_chat_template, load_tokenizer, text_folder
+from tokenspeed_core.text import load_text
+from tokenspeed_core.text.parsers import find_parsers
 
 INTERRUPTED = 130
 
@@ -34,10 +35,7 @@ def run(config: Config) -> int:
         catalog = discover(config)
         hooks = Hooks.load(catalog)
         config = hooks.adjust(config)
-        checkpoint = resolve_checkpoint(
-            config.model, catalog, revision=config.revision, download_dir=config.download_dir,
-            hf_overrides=config.hf_overrides, load_format=config.load_format,
-        )
+        checkpoint = resolve_checkpoint(config, catalog)
         options = Options(
             model_name=config.served_model_name or checkpoint.name,
             api_key=config.api_key,
@@ -45,12 +43,13 @@ def run(config: Config) -> int:
             reports_cached_tokens=config.enable_cache_report,
             has_priorities=config.schedule_policy != "fcfs",
             observers=_observers(config, hooks),
+            parsers=find_parsers(config, catalog),
         )
         for_engine = config.resolved(model=str(checkpoint.path), api_key=None)
         return serve(Launch(
             socket=bound,
             options=options,
-            load_text=partial(load_text, config, checkpoint),
+            load_text=partial(_load_text, config, checkpoint),
             engine_config=for_engine.to_wire(),
             catalog_digest=catalog.digest(),
             log_level=config.log_level_http or config.log_level,
@@ -69,15 +68,10 @@ def _observers(config: Config, hooks: Hooks) -> tuple[Callable[[RequestRecord], 
     return (*log, hooks.observe_request) if hooks.has("observe_request") else log
 
 
-def load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
+def _load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
     """Load the tokenizer, the chat template and the model's own sampling. Raises CheckpointError."""
     defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
-    if config.skip_tokenizer_init:
-        return ModelText(None, None, defaults)
-    folder = text_folder(checkpoint.path, config.tokenizer)
-    tokenizer = load_tokenizer(folder)
-    template = load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
-    return ModelText(tokenizer, template, defaults)
+    return ModelText(*load_text(config, checkpoint.path), defaults)
 
 
 def _announce(bound: socket.socket, service: Service) -> None:

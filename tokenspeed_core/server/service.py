@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from tokenspeed_core.messages import Ready
+from tokenspeed_core.parsers import ParserContext, ParserSpec
 from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
 from tokenspeed_core.sampling import SamplingParams
+from tokenspeed_core.server.chat_reply import Reader
 from tokenspeed_core.server.engine_link import EngineLink, State
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.server.events import Chat, Completion, Dialect, Usage
@@ -25,10 +27,12 @@ from tokenspeed_core.server.replies import Choice, Reply, Shape
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer
 from tokenspeed_core.text.detokenizer import Detokenizer, NoText
+from tokenspeed_core.text.parsers import Parsers
 
 MAX_SEQUENCES_PER_REQUEST = 1024
 MAX_INLINE_BYTES = 4096   # longer bodies are rendered and tokenised off the event loop
 COMPLETION_TOKENS = 16    # OpenAI's default for completions
+PROMPT_END_TOKENS = 64    # of the prompt, that parsers are shown
 
 Body = CompletionRequest | ChatRequest
 
@@ -43,6 +47,7 @@ class Options:
     reports_cached_tokens: bool = True
     has_priorities: bool = False
     observers: tuple[Callable[[RequestRecord], None], ...] = ()  # told of each request that ended
+    parsers: Parsers = (None, None)
     max_body_bytes: int = 32 * 1024 * 1024
 
 
@@ -162,7 +167,7 @@ class Service:
         wants_ids = serving.text.tokenizer is None
         shape = Shape(body.stream, options.stream_interval, num_logprobs, wants_ids)
         reply = Reply(self._dialect(body), shape, usage)
-        choices = [self._choices(reply, params) for _ in submits]
+        choices = [self._choices(reply, params, body, prompt) for prompt in job.prompts]
         ids = [submit.request_id + index for submit in submits for index in range(params.n)]
         for submit, sinks in zip(submits, choices, strict=True):
             self.link.submit(submit, sinks)
@@ -208,17 +213,28 @@ class Service:
         kind = Chat if isinstance(body, ChatRequest) else Completion
         return kind(self.options.model_name, self._serving().text.tokenizer, wants_usage)
 
-    def _choices(self, reply: Reply, params: SamplingParams) -> list[Choice]:
+    def _choices(self, reply: Reply, params: SamplingParams, body: Body, prompt: I32) -> list[Choice]:
+        specs, context = self._parsers(body, prompt)
+        skips_special = params.skip_special_tokens and not any(spec.reads_special_tokens for spec in specs)
         return [
             reply.add_choice(
-                Assembler(self._detokenizer(params), params.stop, params.include_stop_str_in_output),
+                Assembler(self._detokenizer(skips_special), params.stop, params.include_stop_str_in_output),
+                Reader([spec.make(context) for spec in specs]),
                 is_first_of_prompt=index == 0,
             )
             for index in range(params.n)
         ]
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
+    def _parsers(self, body: Body, prompt: I32) -> tuple[list[ParserSpec], ParserContext]:
+        """Return who reads the replies to a request, and what they know of it. Without tools there are no calls."""
+        tokenizer, (reasoning, calls) = self._serving().text.tokenizer, self.options.parsers
+        if not isinstance(body, ChatRequest) or tokenizer is None:
+            return [], ParserContext()
+        offered = body.tools or () if body.tool_choice == "auto" else ()
+        specs = [spec for spec in (reasoning, calls if offered else None) if spec is not None]
+        end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False) if specs else ""
+        return specs, ParserContext(tuple(tool.model_dump(exclude_unset=True) for tool in offered if specs), end)
+
+    def _detokenizer(self, skips_special: bool) -> Detokenizer:
         tokenizer = self._serving().text.tokenizer
-        if tokenizer is None:
-            return NoText()
-        return tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        return NoText() if tokenizer is None else tokenizer.detokenizer(skip_special_tokens=skips_special)

@@ -1,8 +1,8 @@
 """The conformance kit, for the authors of plugins. Its modules import torch where they need it; the core does not.
 
-`distribution`, `kernel`, `model` and `policy` have a class each to inherit, whose questions are tests; `verdicts` asks
-them of what is installed. Stable as `tokenspeed_core.api` is: docs/contract.json holds their signatures. The other
-modules are what these are made of: provisional.
+`distribution`, `kernel`, `model`, `parser` and `policy` have a class each to inherit, whose questions are tests;
+`verdicts` asks them of what is installed. Stable as `tokenspeed_core.api` is: docs/contract.json holds their
+signatures. The other modules are what these are made of: provisional.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tokenspeed_core.checkpoint import resolve_checkpoint
+from tokenspeed_core.config import Config
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import ModelInfo, ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
@@ -64,7 +65,7 @@ class ModelConformance:
         catalog = Catalog.discover()
         with tempfile.TemporaryDirectory(prefix="tokenspeed-") as folder:
             Path(folder, "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
-            found = resolve_checkpoint(folder, catalog, load_format="dummy")
+            found = resolve_checkpoint(Config(model=folder, load_format="dummy"), catalog)
         config = RunnerConfig(
             checkpoint_path=folder, hf_config=found.config, model_spec=found.spec, model_info=found.info,
             dtype="float32", device="cpu", load_format="dummy", max_model_len=MOST_TOKENS, max_num_seqs=4,

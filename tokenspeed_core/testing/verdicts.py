@@ -13,6 +13,7 @@ from unittest import SkipTest
 
 from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.models import ModelSpec
+from tokenspeed_core.parsers import ParserSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
@@ -48,7 +49,7 @@ def verdicts(distribution: str) -> Iterator[Verdict]:
 
 
 def suites(distribution: str) -> Iterator[tuple[str, object]]:
-    """Yield (what is asked, its suite): the distribution itself first, then each kernel, family and policy."""
+    """Yield (what is asked, its suite): the distribution itself first, then each kernel, family, parser and policy."""
     yield normalise(distribution), _suite(DistributionConformance, distribution=distribution)
     catalog = Catalog.discover(Selection(), check=False)
     for entry in catalog.all():
@@ -69,6 +70,10 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
         from tokenspeed_core.testing.policy import PolicyConformance
 
         yield subject, _suite(PolicyConformance, make=staticmethod(value))
+    elif entry.kind in ("tool_parsers", "reasoning_parsers") and isinstance(value, ParserSpec):
+        from tokenspeed_core.testing.parser import ParserConformance
+
+        yield subject, _suite(ParserConformance, spec=value, kind=entry.kind)
     elif entry.kind == "models" and isinstance(value, ModelSpec):
         config = _example(value)
         if config is not None:

@@ -1,0 +1,148 @@
+"""Parsers of replies that plugins bring: found by name, made once before the server starts, one for each reply."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenspeed_core.api import ParserContext, ParserSpec, ReplyEvent
+from tokenspeed_core.config import Config
+from tokenspeed_core.errors import ConfigError, PluginError
+from tokenspeed_core.plugins import Catalog, Selection
+from tokenspeed_core.testing.parser import ParserConformance
+from tokenspeed_core.text.parsers import find_parsers
+
+HERE = "parsers_under_test"
+
+
+class Plain:
+    """Finds nothing."""
+
+    def __init__(self, context: ParserContext) -> None:
+        pass
+
+    def feed(self, text: str) -> Sequence[ReplyEvent]:
+        return [ReplyEvent("content", text)]
+
+    def finish(self) -> Sequence[ReplyEvent]:
+        return []
+
+
+class Forgetful(Plain):
+    """Loses what stands behind a line end in one piece."""
+
+    def feed(self, text: str) -> Sequence[ReplyEvent]:
+        text = text.partition("\n")[0]
+        return super().feed(text) if text else []
+
+
+class Hasty(Plain):
+    """Takes a mark for one only where it comes in one piece."""
+
+    def feed(self, text: str) -> Sequence[ReplyEvent]:
+        text = text.replace("<call>", "")
+        return super().feed(text) if text else []
+
+
+class Empty(Plain):
+    """Gives events without text."""
+
+    def feed(self, text: str) -> Sequence[ReplyEvent]:
+        return [*super().feed(text), ReplyEvent("content", "")]
+
+
+def broken(context: ParserContext) -> Plain:
+    raise RuntimeError("no grammar")
+
+
+def nothing(context: ParserContext) -> dict[str, str]:
+    return {}
+
+
+SPEC, BROKEN, NOTHING = (ParserSpec(f"{HERE}:{name}") for name in ("Plain", "broken", "nothing"))
+DANGLING = ParserSpec(f"{HERE}:Missing")
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    info = tmp_path / "site" / "acme-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    tools = "".join(f"{name.lower()} = {HERE}:{name} [api1]\n" for name in ("SPEC", "BROKEN", "NOTHING", "DANGLING"))
+    (info / "entry_points.txt").write_text(
+        f"[tokenspeed.tool_parsers]\n{tools}odd = {HERE}:Plain [api1]\n[tokenspeed.reasoning_parsers]\n"
+        f"thinks = {HERE}:SPEC [api1]\n")
+    return Catalog.discover(Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")]))
+
+
+def test_parsers_are_those_that_are_named_and_none_by_default(catalog: Catalog) -> None:
+    assert find_parsers(Config(), catalog) == (None, None)
+    assert find_parsers(Config(tool_call_parser="spec"), catalog) == (None, SPEC)
+    assert find_parsers(Config(reasoning_parser="thinks", tool_call_parser="spec"), catalog) == (SPEC, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("broken", "its factory parsers_under_test:broken fails: RuntimeError: no grammar"),
+        ("nothing", "makes a dict, which lacks what a ReplyParser has"),
+        ("dangling", "fails: AttributeError"),
+        ("odd", "is a type, not a ParserSpec"),
+        ("specs", "did you mean spec?"),
+        ("thinks", "no tool_parsers named 'thinks'"),
+    ],
+)
+def test_a_parser_that_cannot_be_had_ends_the_start_in_one_line(catalog: Catalog, name: str, said: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        find_parsers(Config(tool_call_parser=name), catalog)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_without_text_takes_no_parser() -> None:
+    with pytest.raises(ConfigError, match="--tool-call-parser read text: none with --skip-tokenizer-init"):
+        Config.from_keywords(tool_call_parser="spec", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("parser", "asked"),
+    [
+        (Forgetful, "test_however_a_reply_is_cut_the_result_is_the_same"),
+        (Forgetful, "test_what_is_no_reasoning_and_no_call_stays_as_it_is"),
+        (Hasty, "test_however_a_reply_is_cut_the_result_is_the_same"),
+        (Hasty, "test_a_reply_that_ends_in_the_middle_loses_nothing"),
+        (Hasty, "test_it_finds_in_its_example_what_was_put_there"),
+        (Empty, "test_events_are_in_order_and_never_empty"),
+    ],
+)
+def test_the_kit_finds_a_parser_that_does_not_keep_its_word(
+    parser: type[Plain], asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+    spec = ParserSpec(f"{HERE}:{parser.__name__}", 'a\n<call>{"city": "Paris"}')
+
+    class Suite(ParserConformance):
+        kind = "tool_parsers"
+
+    suite: Any = Suite()
+    Suite.spec = spec
+    with pytest.raises(AssertionError):
+        getattr(suite, asked)()
+
+
+def test_the_kit_has_no_complaint_about_a_parser_that_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+
+    class Suite(ParserConformance):
+        spec = SPEC
+        kind = "reasoning_parsers"
+
+    for name in dir(Suite):
+        if name.startswith("test_") and "its_example" not in name:
+            getattr(Suite(), name)()

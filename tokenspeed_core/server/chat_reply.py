@@ -1,0 +1,56 @@
+"""A reply between text and client: what the parsers find in it, in the words of OpenAI's API."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenspeed_core.parsers import ReplyEvent, ReplyParser
+
+Piece = str | Mapping[str, Any]  # of a reply: text as it came, or what parsers add to a chat's message
+_FIELDS = {"content": "content", "reasoning": "reasoning_content"}
+
+
+class Reader:
+    """Reads one choice; each parser reads the content that the one before it found."""
+
+    def __init__(self, parsers: Sequence[ReplyParser]) -> None:
+        self._parsers = parsers
+        self.num_calls = 0
+
+    def read(self, text: str, *, is_over: bool) -> Sequence[Piece]:
+        """Take the next piece of text and return what is certain by now."""
+        if not self._parsers:
+            return [text] if text else []
+        events: Sequence[ReplyEvent] = [ReplyEvent("content", text)] if text else []
+        for parser in self._parsers:
+            found = [each for event in events
+                     for each in (parser.feed(event.text) if event.kind == "content" else (event,))]
+            events = [*found, *parser.finish()] if is_over else found
+        return [self._delta(event) for event in events]
+
+    def _delta(self, event: ReplyEvent) -> Mapping[str, Any]:
+        if event.kind in _FIELDS:
+            return {_FIELDS[event.kind]: event.text}
+        call: dict[str, Any] = {"function": {"arguments": event.text}}
+        if event.kind == "call":
+            self.num_calls += 1
+            function = {"name": event.text, "arguments": ""}
+            call = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+        return {"tool_calls": [{"index": self.num_calls - 1, **call}]}
+
+
+def message(pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Return the whole message that pieces make."""
+    whole: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+    for piece in pieces:
+        fields: Mapping[str, Any] = {"content": piece} if isinstance(piece, str) else piece
+        for name, value in fields.items():
+            if name != "tool_calls":
+                whole[name] = whole.get(name, "") + value
+            elif "id" in value[0]:
+                whole.setdefault(name, []).append({field: value[0][field] for field in ("id", "type", "function")})
+            else:
+                whole[name][-1]["function"]["arguments"] += value[0]["function"]["arguments"]
+    return {**whole, "content": whole["content"] or (None if "tool_calls" in whole else "")}
