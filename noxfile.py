@@ -27,6 +27,7 @@ PLUGINS = [
     "plugins/tokenspeed-chat",
     "plugins/tokenspeed-demo",
     "plugins/tokenspeed-models-mistral",
+    "plugins/tokenspeed-parsers",
     "plugins/tokenspeed-plugin-tools",
     "plugins/tokenspeed-kernels-hopper",
     "plugins/tokenspeed-kernels-blackwell",

@@ -14,7 +14,7 @@ def test_the_default_distributions_are_installed_and_usable() -> None:
     entries = json.loads(subprocess.check_output([TOKENSPEED, "plugins", "list", "--json"], text=True))
     assert {entry["distribution"] for entry in entries} >= {
         "tokenspeed-kernels", "tokenspeed-models", "tokenspeed-demo", "tokenspeed-bench",
-        "tokenspeed-chat", "tokenspeed-plugin-tools",
+        "tokenspeed-chat", "tokenspeed-parsers", "tokenspeed-plugin-tools",
     }
     assert {entry["status"] for entry in entries} == {"ok"}
     assert not any(entry["origin"].startswith("editable") for entry in entries)
