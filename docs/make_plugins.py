@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_plugin_tools.new import NOT_YET, RECIPES
+from tokenspeed_plugin_tools.new import RECIPES
 
 from tokenspeed_core import api
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
@@ -20,13 +20,16 @@ from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.testing.distribution import DistributionConformance, core_range
 from tokenspeed_core.testing.kernel import KernelConformance
 from tokenspeed_core.testing.model import ModelConformance
+from tokenspeed_core.testing.parser import ParserConformance
 from tokenspeed_core.testing.policy import PolicyConformance
 
 FOLDER = Path(__file__).parent
 HEAD = FOLDER / "plugins.head.md"
-SUITES = (DistributionConformance, KernelConformance, ModelConformance, PolicyConformance)
+SUITES = (DistributionConformance, KernelConformance, ModelConformance, ParserConformance, PolicyConformance)
 
-# kind: (what it is for, the class of the entry's value, where it is chosen)
+PARSERS = (api.ParserSpec, api.ParserContext, api.ReplyParser, api.ReplyEvent)
+
+# kind: (what it is for, the class of the entry's value or all that matter, where it is chosen)
 ABOUT: dict[str, tuple[str, Any, str]] = {
     "models": ("A model family. The entry's name is the one in `architectures` of config.json.", api.ModelSpec,
                "chosen by the checkpoint"),
@@ -43,6 +46,10 @@ ABOUT: dict[str, tuple[str, Any, str]] = {
                  "Only `tokenspeed_core.commands` is there for it besides the api.", None, "`tokenspeed NAME`"),
     "locks": ("What writes and checks `plugins.lock`. TokenSpeed's own alone: a stranger's entry is not asked.", None,
               "`--plugins-lock FILE`"),
+    "tool_parsers": ("What finds tool calls in a chat's reply, where the request offered tools. It reads the content "
+                     "that a reasoning parser leaves.", PARSERS, "`--tool-call-parser NAME`"),
+    "reasoning_parsers": ("What finds the reasoning in a chat's reply. The classes are those of tool parsers, above.",
+                          None, "`--reasoning-parser NAME`"),
     "policies": ("A scheduling policy: the entry's value is a factory without parameters.", api.Policy,
                  "`--schedule-policy NAME`"),
 }
@@ -96,8 +103,8 @@ def kinds() -> Iterator[str]:
         built_in = f" Built in, and not to be taken: {names}." if names else ""
         new = f" Made by `tokenspeed plugins new {made[kind]} NAME`." if kind in made else ""
         yield f"Chosen by: {chosen}.{built_in}{new}\n"
-        if value is not None:
-            yield from described(value)
+        for each in value if isinstance(value, tuple) else (value,) if value is not None else ():
+            yield from described(each)
 
 
 def unused() -> Iterator[str]:
@@ -105,8 +112,8 @@ def unused() -> Iterator[str]:
     names = [f"`{kind}`" for kind, each in KINDS.items() if not each.is_used and not kind.startswith(KERNELS_PREFIX)]
     yield f"""## Kinds that nothing uses yet
 
-{", ".join(names)}. `tokenspeed plugins list` calls such an entry unused, and `tokenspeed plugins new` refuses
-{" and ".join(f"`{kind}`" for kind in NOT_YET)} in one line: a package without effect would be worse than none.
+{", ".join(names)}. `tokenspeed plugins list` calls such an entry unused, and `tokenspeed plugins new` writes none: a
+package without effect would be worse than none.
 """
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tokenspeed_core.cli import main
 
-KINDS = ("attention", "moe", "linear", "sampling", "model", "policy", "command")
+KINDS = ("attention", "moe", "linear", "sampling", "model", "tool-parser", "reasoning-parser", "policy", "command")
 PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
 ASK = """
 import json, sys

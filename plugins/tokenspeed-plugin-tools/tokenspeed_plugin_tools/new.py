@@ -47,6 +47,10 @@ def _kernel(folder: str) -> Mapping[str, str]:
     return {"__init__.py": f"{folder}/__init__.py", "kernel.py": f"{folder}/kernel.py"}
 
 
+def _parser(folder: str) -> Mapping[str, str]:
+    return {"__init__.py": f"{folder}/__init__.py", "parser.py": f"{folder}/parser.py"}
+
+
 RECIPES: Mapping[str, Recipe] = {
     "attention": Recipe(
         "kernels.attention", "The attention backend $name for TokenSpeed.",
@@ -73,6 +77,15 @@ RECIPES: Mapping[str, Recipe] = {
         },
         test="model/test.py", requires=("tokenspeed-models",),
     ),
+    "tool-parser": Recipe(
+        "tool_parsers", "The tool-call parser $name for TokenSpeed.", "tokenspeed serve --tool-call-parser $name",
+        _parser("tool_parser"), test="parser/test.py", core="tokenspeed-core",
+    ),
+    "reasoning-parser": Recipe(
+        "reasoning_parsers", "The reasoning parser $name for TokenSpeed.",
+        "tokenspeed serve --reasoning-parser $name", _parser("reasoning_parser"), test="parser/test.py",
+        core="tokenspeed-core",
+    ),
     "policy": Recipe(
         "policies", "The scheduling policy $name for TokenSpeed.", "tokenspeed serve --schedule-policy $name",
         {"__init__.py": "policy/__init__.py"}, test="policy/test.py", requires=("numpy>=2.0",), core="tokenspeed-core",
@@ -82,7 +95,6 @@ RECIPES: Mapping[str, Recipe] = {
         test="command/test.py", core="tokenspeed-core",
     ),
 }
-NOT_YET = {"tool-parser": "tool_parsers", "reasoning-parser": "reasoning_parsers"}  # by the kind that they would be
 
 
 def new(
@@ -162,11 +174,6 @@ def _entry(recipe: Recipe, name: str, package: str) -> tuple[str, str]:
 def _recipe(kind: str) -> Recipe:
     if kind in RECIPES:
         return RECIPES[kind]
-    if kind in NOT_YET:
-        raise NewError(
-            f"plugins new {kind}: tokenspeed-core {__version__} does not use {NOT_YET[kind]} yet, so such a package "
-            f"would have no effect; there is {', '.join(RECIPES)}"
-        )
     near = get_close_matches(kind, RECIPES, n=1)
     meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(RECIPES)}"
     raise NewError(f"plugins new {kind}: no such kind; {meant}")

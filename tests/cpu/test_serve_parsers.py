@@ -1,0 +1,188 @@
+"""Tool calls and reasoning of the demo through the real openai client, streamed and whole; a stranger's parsers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from serving import COMMAND, DEMO, Served, said_at_its_end, served
+
+PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather", "description": "Get the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALLING: dict[str, Any] = {
+    **DEMO, "messages": [{"role": "user", "content": "Get the weather in Paris."}], "tools": [WEATHER]
+}
+ADDING: dict[str, Any] = {**DEMO, "messages": [{"role": "user", "content": "What is 58+67?"}]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("serve")
+    with served(folder, "--tool-call-parser", "qwen", "--reasoning-parser", "qwen3") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Served) -> openai.OpenAI:
+    return server.openai()
+
+
+def whole(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a reply says: content, reasoning, calls, and why it ended."""
+    (choice,) = sdk.chat.completions.create(**ask).choices
+    message = choice.message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    assert all(call.id.startswith("call_") and call.type == "function" for call in message.tool_calls or ())
+    return message.content or "", getattr(message, "reasoning_content", ""), calls, choice.finish_reason
+
+
+def streamed(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the same of a stream, put together as clients do."""
+    content, reasoning, calls, reason = "", "", list[list[str]](), None
+    for chunk in sdk.chat.completions.create(**ask, stream=True):
+        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", "")
+        for call in delta.tool_calls or ():
+            if call.id:
+                assert call.index == len(calls)
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments
+    return content, reasoning, [tuple(call) for call in calls], reason
+
+
+def test_a_tool_call_is_one_for_the_client_streamed_and_whole(sdk: openai.OpenAI) -> None:
+    said = whole(sdk, CALLING)
+    assert said == streamed(sdk, CALLING)
+    content, _, ((name, arguments),), reason = said
+    assert (content, name, json.loads(arguments), reason) == ("", "get_weather", {"city": "Paris"}, "tool_calls")
+    with sdk.chat.completions.stream(**CALLING) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == (name, arguments)
+
+
+def test_the_call_goes_back_and_the_answer_comes(sdk: openai.OpenAI) -> None:
+    message = sdk.chat.completions.create(**CALLING).choices[0].message
+    (call,) = message.tool_calls or ()
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 17}'}
+    messages = [*CALLING["messages"], message.model_dump(exclude_none=True), result]
+    answer = whole(sdk, {**CALLING, "messages": messages})
+    assert "17" in answer[0]
+    assert answer[2:] == ([], "stop")
+
+
+def test_reasoning_is_apart_from_the_answer_streamed_and_whole(sdk: openai.OpenAI) -> None:
+    said = whole(sdk, ADDING)
+    assert said == streamed(sdk, ADDING)
+    content, reasoning, calls, reason = said
+    assert content == "58 + 67 = 125"
+    assert "8+7" in reasoning
+    assert "think" not in content + reasoning
+    assert (calls, reason) == ([], "stop")
+
+
+def test_thinking_that_the_prompt_has_closed_leaves_all_to_the_answer(sdk: openai.OpenAI) -> None:
+    without = {**ADDING, "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    content, reasoning, *_ = whole(sdk, without)
+    assert "125" in content
+    assert reasoning == ""
+
+
+def test_without_tools_or_with_choice_none_a_call_stays_text(sdk: openai.OpenAI) -> None:
+    ask = {**DEMO, "messages": [{"role": "user", "content": 'Repeat: <tool_call>{"name": "f"}</tool_call>'}]}
+    for extra in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        content, _, calls, reason = whole(sdk, {**ask, **extra})
+        assert (calls, reason) == ([], "stop")
+        assert content
+
+
+def test_a_call_that_was_cut_off_says_length_and_has_the_arguments_so_far(sdk: openai.OpenAI) -> None:
+    ask = {**CALLING, "max_tokens": 18}
+    said = whole(sdk, ask)
+    assert said == streamed(sdk, ask)
+    _, _, ((name, arguments),), reason = said
+    assert (name, reason) == ("get_weather", "length")
+    assert '{"city": "Paris"}'.startswith(arguments)
+
+
+def test_each_choice_has_calls_of_its_own(sdk: openai.OpenAI) -> None:
+    choices = sdk.chat.completions.create(**CALLING, n=3).choices
+    ids = [call.id for choice in choices for call in choice.message.tool_calls or ()]
+    assert len(set(ids)) == len(ids) == 3
+
+
+def test_the_plugin_list_and_help_know_the_parsers() -> None:
+    done = subprocess.run([*COMMAND, "serve", "--help=tool-call-parser"], capture_output=True, text=True, check=True)
+    assert "qwen" in done.stdout
+    listed = subprocess.run([*COMMAND, "plugins", "list"], capture_output=True, text=True, check=True).stdout
+    assert "reasoning_parsers" in listed
+
+
+@pytest.mark.parametrize("words", [("serve",), ("serve", "--dry-run", "--device", "cpu")])
+def test_a_parser_that_is_mistyped_ends_the_start_with_the_nearest(words: tuple[str, ...], tmp_path: Path) -> None:
+    status, said = said_at_its_end(tmp_path, *words, "--tool-call-parser", "qwenn")
+    assert status == 2
+    assert "did you mean qwen?" in said
+
+
+FAILING = """
+from tokenspeed_core.api import ParserContext, ParserSpec, ReplyEvent
+
+SPEC = ParserSpec("failing_parser:Parser")
+
+
+class Parser:
+    def __init__(self, context: ParserContext) -> None:
+        pass
+
+    def feed(self, text: str) -> list[ReplyEvent]:
+        if "P" in text:
+            raise RuntimeError("no idea")
+        return [ReplyEvent("content", text)]
+
+    def finish(self) -> list[ReplyEvent]:
+        return []
+"""
+
+
+def test_parsers_made_by_plugins_new_serve_as_they_stand_and_one_that_fails_fails_its_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    for kind in ("tool-parser", "reasoning-parser"):
+        folder = str(tmp_path / kind)
+        subprocess.run([*COMMAND, "plugins", "new", kind, "acme", "--path", folder], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-P", *PIP, "--target", str(site), folder], check=True)
+    info = site / "failing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.tool_parsers]\nfailing = failing_parser:SPEC [api1]\n")
+    (site / "failing_parser.py").write_text(FAILING)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    flags = ("--tool-call-parser", "acme/tool-parser", "--reasoning-parser", "acme/reasoning-parser")
+    with served(tmp_path, *flags) as running:
+        sdk = running.openai()
+        said = whole(sdk, CALLING)
+        assert said == streamed(sdk, CALLING)
+        assert said[2:] == ([("get_weather", '{"city": "Paris"}')], "tool_calls")
+        content, reasoning, *_ = whole(sdk, ADDING)
+        assert content.strip() == "58 + 67 = 125"
+        assert "8+7" in reasoning
+    with served(tmp_path, "--tool-call-parser", "failing") as running:
+        sdk = running.openai()
+        with pytest.raises(openai.InternalServerError, match="its log says why"):
+            sdk.chat.completions.create(**CALLING)
+        assert "RuntimeError: no idea" in running.said()
+        assert "125" in whole(sdk, ADDING)[0]
