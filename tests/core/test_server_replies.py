@@ -146,7 +146,9 @@ def test_a_reply_that_calls_and_ends_by_itself_says_so(text: str, reason: str) -
 
 def test_a_whole_reply_that_is_a_call_alone_has_no_content() -> None:
     reader = Reader([Shouts()])
-    assert message(reader.read("h1", is_over=False))["content"] is None
+    pieces = reader.read("h12", is_over=False)
+    assert message(pieces)["content"] is None
+    assert message(pieces) == message(pieces), "pieces stay as they are"
     assert message([])["content"] == ""
 
 

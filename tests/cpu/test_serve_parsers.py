@@ -137,39 +137,74 @@ def test_a_parser_that_is_mistyped_ends_the_start_with_the_nearest(words: tuple[
     assert "did you mean qwen?" in said
 
 
-FAILING = """
+STRANGE = """
 from tokenspeed_core.api import ParserContext, ParserSpec, ReplyEvent
 
-SPEC = ParserSpec("failing_parser:Parser")
+FAILING = ParserSpec("strange_parsers:Failing")
+TELLING = ParserSpec("strange_parsers:Telling", reads_special_tokens=True)
 
 
-class Parser:
+class Telling:
     def __init__(self, context: ParserContext) -> None:
-        pass
+        self.context = context
 
     def feed(self, text: str) -> list[ReplyEvent]:
-        if "P" in text:
-            raise RuntimeError("no idea")
         return [ReplyEvent("content", text)]
 
     def finish(self) -> list[ReplyEvent]:
-        return []
+        (tool,) = self.context.tools
+        return [ReplyEvent("call", tool["function"]["name"]), ReplyEvent("arguments", self.context.prompt_end)]
+
+
+class Failing(Telling):
+    def feed(self, text: str) -> list[ReplyEvent]:
+        if "P" in text:
+            raise RuntimeError("no idea")
+        return super().feed(text)
 """
 
 
-def test_parsers_made_by_plugins_new_serve_as_they_stand_and_one_that_fails_fails_its_request_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the two parsers above."""
+    info = tmp_path / "site" / "strange-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tokenspeed.tool_parsers]\nfailing = strange_parsers:FAILING [api1]\n"
+        "telling = strange_parsers:TELLING [api1]\n")
+    (tmp_path / "site" / "strange_parsers.py").write_text(STRANGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+
+
+@pytest.mark.usefixtures("strange")
+def test_a_parser_that_fails_fails_its_request_alone(tmp_path: Path) -> None:
+    with served(tmp_path, "--tool-call-parser", "failing") as running:
+        sdk = running.openai()
+        with pytest.raises(openai.InternalServerError, match="its log says why"):
+            sdk.chat.completions.create(**CALLING)
+        assert "RuntimeError: no idea" in running.said()
+        assert "125" in whole(sdk, ADDING)[0]
+
+
+@pytest.mark.usefixtures("strange")
+def test_a_parser_is_told_of_the_request_and_gets_special_tokens_where_it_reads_them(tmp_path: Path) -> None:
+    with served(tmp_path, "--tool-call-parser", "telling") as running:
+        sdk = running.openai()
+        beyond = {"extra_body": {"ignore_eos": True}, "max_tokens": 60}
+        content, _, ((name, prompt_end),), reason = whole(sdk, {**CALLING, **beyond})
+        assert "<|im_end|>" in content
+        assert (name, reason) == ("get_weather", "length")
+        assert prompt_end.endswith("in Paris.<|im_end|>\n<|im_start|>assistant\n")
+        assert "<|im_end|>" not in whole(sdk, {**ADDING, **beyond})[0]
+
+
+def test_parsers_made_by_plugins_new_serve_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
     for kind in ("tool-parser", "reasoning-parser"):
         folder = str(tmp_path / kind)
         subprocess.run([*COMMAND, "plugins", "new", kind, "acme", "--path", folder], check=True, capture_output=True)
         subprocess.run([sys.executable, "-P", *PIP, "--target", str(site), folder], check=True)
-    info = site / "failing-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: failing\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tokenspeed.tool_parsers]\nfailing = failing_parser:SPEC [api1]\n")
-    (site / "failing_parser.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(site))
     flags = ("--tool-call-parser", "acme/tool-parser", "--reasoning-parser", "acme/reasoning-parser")
     with served(tmp_path, *flags) as running:
@@ -180,9 +215,3 @@ def test_parsers_made_by_plugins_new_serve_as_they_stand_and_one_that_fails_fail
         content, reasoning, *_ = whole(sdk, ADDING)
         assert content.strip() == "58 + 67 = 125"
         assert "8+7" in reasoning
-    with served(tmp_path, "--tool-call-parser", "failing") as running:
-        sdk = running.openai()
-        with pytest.raises(openai.InternalServerError, match="its log says why"):
-            sdk.chat.completions.create(**CALLING)
-        assert "RuntimeError: no idea" in running.said()
-        assert "125" in whole(sdk, ADDING)[0]

@@ -8,8 +8,7 @@ from typing import Any
 
 from tokenspeed_core.parsers import ReplyEvent, ReplyParser
 
-Piece = str | Mapping[str, Any]  # of a reply: text as it came, or what parsers add to a chat's message
-_FIELDS = {"content": "content", "reasoning": "reasoning_content"}
+Piece = str | Mapping[str, Any]  # of a reply: content, or what else it adds to a chat's message
 
 
 class Reader:
@@ -30,9 +29,11 @@ class Reader:
             events = [*found, *parser.finish()] if is_over else found
         return [self._delta(event) for event in events]
 
-    def _delta(self, event: ReplyEvent) -> Mapping[str, Any]:
-        if event.kind in _FIELDS:
-            return {_FIELDS[event.kind]: event.text}
+    def _delta(self, event: ReplyEvent) -> Piece:
+        if event.kind == "content":
+            return event.text
+        if event.kind == "reasoning":
+            return {"reasoning_content": event.text}
         call: dict[str, Any] = {"function": {"arguments": event.text}}
         if event.kind == "call":
             self.num_calls += 1
@@ -49,8 +50,9 @@ def message(pieces: Iterable[Piece]) -> dict[str, Any]:
         for name, value in fields.items():
             if name != "tool_calls":
                 whole[name] = whole.get(name, "") + value
-            elif "id" in value[0]:
-                whole.setdefault(name, []).append({field: value[0][field] for field in ("id", "type", "function")})
+            elif "id" in (call := value[0]):
+                function = {**call["function"]}
+                whole.setdefault(name, []).append({"id": call["id"], "type": call["type"], "function": function})
             else:
-                whole[name][-1]["function"]["arguments"] += value[0]["function"]["arguments"]
+                whole[name][-1]["function"]["arguments"] += call["function"]["arguments"]
     return {**whole, "content": whole["content"] or (None if "tool_calls" in whole else "")}

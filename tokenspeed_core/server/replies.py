@@ -158,10 +158,9 @@ class Choice:
         if self._token_ids:
             extra["token_ids"] = self._token_ids
             self._token_ids = []
-        *before, last = pieces or [""]
-        for piece in before:
+        for piece in pieces[:-1]:
             reply.push(reply.dialect.delta(self._index, piece, None, {}))
-        reply.push(reply.dialect.delta(self._index, last, reason, extra))
+        reply.push(reply.dialect.delta(self._index, pieces[-1] if pieces else "", reason, extra))
 
     def _end(self, text: str, reason: str) -> None:
         reply = self._reply

@@ -12,10 +12,9 @@ Parsers = tuple[ParserSpec | None, ParserSpec | None]  # of reasoning, of tool c
 
 def find_parsers(config: Config, catalog: Catalog) -> Parsers:
     """Return the parsers that a configuration names. Raises PluginError, in one line."""
-    reasoning, calls = config.reasoning_parser, config.tool_call_parser
     return (
-        _load(catalog.get("reasoning_parsers", reasoning), catalog) if reasoning else None,
-        _load(catalog.get("tool_parsers", calls), catalog) if calls else None,
+        _load(catalog.get("reasoning_parsers", config.reasoning_parser), catalog) if config.reasoning_parser else None,
+        _load(catalog.get("tool_parsers", config.tool_call_parser), catalog) if config.tool_call_parser else None,
     )
 
 

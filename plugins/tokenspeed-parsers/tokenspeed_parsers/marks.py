@@ -8,5 +8,7 @@ def settled(text: str, mark: str) -> int:
 
     The line ends before a mark belong to it.
     """
-    begun = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
-    return len(text[: len(text) - begun].rstrip("\n"))
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[0], at + 1)
+    return len((text if at < 0 else text[:at]).rstrip("\n"))
