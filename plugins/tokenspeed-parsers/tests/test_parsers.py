@@ -153,6 +153,7 @@ def test_bare_json_is_a_call_only_where_all_of_it_calls_what_was_offered(text: s
         (QWEN3, "", "<think>a\n\n", [("reasoning", "a\n\n")]),
         (QWEN3, "<think>\n", "a</think>b", [("reasoning", "a"), ("content", "b")]),
         (QWEN3, "<think>\n\n</think>\n\n", "b", [("content", "b")]),
+        (QWEN3, "<｜Assistant｜></think>", "b", [("content", "b")]),
         (QWEN3, "what is <think>?\nassistant\n", "b", [("content", "b")]),
         (DEEPSEEK_R1, "", "a</think>b", [("reasoning", "a"), ("content", "b")]),
         (DEEPSEEK_R1, "", "<think>\na</think>b", [("reasoning", "a"), ("content", "b")]),
