@@ -61,6 +61,8 @@ ROPE = (
     ),
 )
 
+_PRODUCT = {"in_size": "input features I", "out_size": "output features O"}
+_PRODUCTS = ({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512})
 DENSE = (
     OpContract(
         "silu_mul", "activation",
@@ -72,9 +74,22 @@ DENSE = (
     OpContract(
         "linear", "linear",
         "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
-        {"in_size": "input features I", "out_size": "output features O"},
-        f"{_REFERENCE}.linear:linear", f"{_INPUTS}:linear", DOTS,
-        rows=("x",), cases=({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512}),
+        _PRODUCT, f"{_REFERENCE}.linear:linear", f"{_INPUTS}:linear", DOTS, rows=("x",), cases=_PRODUCTS,
+    ),
+    OpContract(
+        "add_rms_norm_linear", "linear",
+        "(x [T, I], residual [T, I], norm_weight [I], eps: float, weight [O, I], bias [O] | None) -> (y [T, O], "
+        "total [T, I]): total = x + residual, in new memory; y = the linear map of its rms_norm",
+        _PRODUCT, f"{_REFERENCE}.fused_linear:add_rms_norm_linear", f"{_INPUTS}:add_rms_norm_linear", DOTS,
+        rows=("x", "residual"), parts=("add_rms_norm", "linear"), cases=_PRODUCTS,
+    ),
+    OpContract(
+        "add_rms_norm_linear_silu_mul", "linear",
+        "(x [T, I], residual [T, I], norm_weight [I], eps: float, weight [2O, I], bias [2O] | None) -> (y [T, O], "
+        "total [T, I]): as add_rms_norm_linear, then silu_mul",
+        _PRODUCT, f"{_REFERENCE}.fused_linear:add_rms_norm_linear_silu_mul",
+        f"{_INPUTS}:add_rms_norm_linear_silu_mul", DOTS,
+        rows=("x", "residual"), parts=("add_rms_norm", "linear", "silu_mul"), cases=_PRODUCTS,
     ),
 )
 

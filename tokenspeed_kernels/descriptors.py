@@ -8,6 +8,7 @@ _ANY_FLOAT = ("float32", "bfloat16", "float16")
 _FP8 = ("float8_e4m3fn",)
 _BASICS = frozenset({"graph_safe"})
 _ROWWISE = frozenset({"graph_safe", "batch_invariant"})
+_LONG_ROW = (AxisLimit("in_size", 1, 16384),)
 
 
 def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec:
@@ -40,6 +41,20 @@ def _triton(
     )
 
 
+def _one_row(op: str) -> KernelSpec:
+    """Describe a kernel for one row, measured on Hopper alone; with more rows it runs torch's product."""
+    return KernelSpec(
+        op=op,
+        backend="triton",
+        capability=Capability(
+            platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
+            dtypes=("bfloat16", "float16"), features=_BASICS, limits=_LONG_ROW,
+        ),
+        load=f"tokenspeed_kernels.triton.linear:{op}",
+        requires=("triton",),
+    )
+
+
 TORCH_NORM = (
     _torch("rms_norm", "norm:rms_norm"),
     _torch("add_rms_norm", "norm:add_rms_norm"),
@@ -55,6 +70,8 @@ TORCH_ACTIVATION = (
 )
 TORCH_LINEAR = (
     _torch("linear", "linear:linear"),
+    _torch("add_rms_norm_linear", "fused_linear:add_rms_norm_linear"),
+    _torch("add_rms_norm_linear_silu_mul", "fused_linear:add_rms_norm_linear_silu_mul"),
     _torch("quantize_fp8", "fp8:quantize_fp8"),
     _torch("linear_fp8", "fp8:linear_fp8"),
 )
@@ -97,6 +114,11 @@ TRITON_ACTIVATION = (
     _triton("silu_mul_fp8", "fp8:silu_mul_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
 )
 TRITON_LINEAR = (
+    _one_row("linear"),
+    _one_row("add_rms_norm_linear"),
+    _one_row("add_rms_norm_linear_silu_mul"),
+    _triton("add_rms_norm_linear", "linear_parts:add_rms_norm_linear", _BASICS, _LONG_ROW),
+    _triton("add_rms_norm_linear_silu_mul", "linear_parts:add_rms_norm_linear_silu_mul", _BASICS, _LONG_ROW),
     _triton("quantize_fp8", "fp8:quantize_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
     _triton("linear_fp8", "linear_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS),
 )

@@ -87,6 +87,23 @@ def qk_norm_rope_write_kv(problem: Problem, num: int, at: device, seed: Generato
     return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
 
 
+def add_rms_norm_linear(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x and residual [T, I], a norm's weight [I], and as linear weight [O, I] and bias [O]."""
+    given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)
+    product = linear(problem, num, at, seed, strided)
+    return {
+        "x": given["x"], "residual": given["residual"], "norm_weight": given["weight"], "eps": EPS,
+        "weight": product["weight"], "bias": product["bias"],
+    }
+
+
+def add_rms_norm_linear_silu_mul(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """As add_rms_norm_linear, with twice the weight."""
+    return add_rms_norm_linear({**problem, "out_size": 2 * problem["out_size"]}, num, at, seed, strided)
+
+
 def moe_route(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
     """Make logits [T, E]."""
     logits = random_rows(num, problem["num_experts"], problem, at, seed, strided)

@@ -133,6 +133,20 @@ def _silu_mul(x: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def _add_norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return functional.linear(_norm(total, norm_weight, eps), weight, bias), total
+
+
+def _add_norm_linear_silu_mul(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    halves, total = _add_norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return _silu_mul(halves), total
+
+
 def _route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     weights, ids = logits.float().softmax(dim=-1).topk(top_k, dim=-1)
     return weights / weights.sum(-1, keepdim=True) if renormalize else weights, ids.int()
@@ -154,6 +168,8 @@ _OPS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "qk_norm_rope": (_norm_rotate, _HEADS),
     "silu_mul": (_silu_mul, ("size",)),
     "linear": (functional.linear, ("in_size", "out_size")),
+    "add_rms_norm_linear": (_add_norm_linear, ("in_size", "out_size")),
+    "add_rms_norm_linear_silu_mul": (_add_norm_linear_silu_mul, ("in_size", "out_size")),
     "moe_route": (_route, ("num_experts", "top_k")),
     "moe_experts": (_experts, ("num_experts", "top_k", "hidden_size", "intermediate_size")),
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenspeed_demo.training.render import Renderer
+from tokenspeed_demo.training.tasks import SCORED, held_out_set
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.checkpoint import resolve_checkpoint
@@ -24,9 +28,22 @@ TOP = 5
 PROMPTS = [[(seed * 7919 + i * 104729) % 1400 + 40 for i in range(12 + 9 * seed)] for seed in range(12)]
 
 
-def generate(llm: LLM, **changes: object) -> list[RequestOutput]:
+def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, **changes: object) -> list[RequestOutput]:
     fields: dict[str, object] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | changes
-    return llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], SamplingParams.model_validate(fields))
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams.model_validate(fields))
+
+
+def chats(checkpoint: Path) -> list[list[int]]:
+    """Return three held-out prompts of each task that the demo was trained for: there it is sure."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    renderer = Renderer(checkpoint / "chat_template.jinja")
+    items = [item for task in SCORED for item in held_out_set(task, 3)]
+    return [tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids for item in items]
+
+
+def divergence(a: list[int], b: list[int]) -> int | None:
+    """Return the first place where two answers differ, if one does."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +81,53 @@ def test_graphs_chunks_and_prefix_hits_change_no_token_of_sure_sequences(llm: LL
     first = [output.outputs[0].token_ids for output in generate(llm)]
     again = generate(llm)
     assert any(output.num_cached_tokens for output in again), "the second run should hit the prefix cache"
-    alone = [
-        llm.generate([{"prompt_token_ids": ids}], SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
-        for ids in PROMPTS
-    ]
     with LLM(device="cuda", gpu_memory_utilization=0.3, enforce_eager=True, chunked_prefill_size=16) as eager:
         eagerly = [output.outputs[0].token_ids for output in generate(eager)]
-    for others in ([o.outputs[0].token_ids for o in again], [o[0].outputs[0].token_ids for o in alone], eagerly):
+    for others in ([o.outputs[0].token_ids for o in again], eagerly):
         same = sum(a == b for a, b in zip(first, others, strict=True))
         assert same >= len(PROMPTS) * 3 // 4, f"only {same} of {len(PROMPTS)} sequences are the same"
+
+
+def test_a_chat_alone_which_has_kernels_of_its_own_diverges_among_the_best_five_of_both(
+    llm: LLM, checkpoint: Path
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=TOP)
+    prompts = [{"prompt_token_ids": ids} for ids in chats(checkpoint)]
+    num_equal = 0
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        together = output.outputs[0]
+        (alone,) = llm.generate([prompt], params)[0].outputs
+        assert together.logprobs is not None
+        assert alone.logprobs is not None
+        at = divergence(together.token_ids, alone.token_ids)
+        if at is None:
+            num_equal += 1
+        else:
+            assert together.token_ids[at] in alone.logprobs[at]
+            assert alone.token_ids[at] in together.logprobs[at]
+    assert num_equal >= len(prompts) * 9 // 10, f"only {num_equal} of {len(prompts)} chats are the same"
+
+
+def test_tokens_alone_and_together_are_equally_far_from_float32(llm: LLM, checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()
+
+    def log_probabilities(output: RequestOutput) -> torch.Tensor:
+        ids = output.prompt_token_ids
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids + output.outputs[0].token_ids], device="cuda")).logits
+        return logits[0, len(ids) - 1 : -1].log_softmax(-1)
+
+    errors: dict[str, list[float]] = {"together": [], "alone": []}
+    for together in generate(llm, logprobs=0):
+        alone = generate(llm, [together.prompt_token_ids], logprobs=0)[0]
+        at = divergence(together.outputs[0].token_ids, alone.outputs[0].token_ids)
+        for name, output in (("together", together), ("alone", alone)):
+            (answer,), exact = output.outputs, log_probabilities(output)
+            assert answer.logprobs is not None
+            for i, token in enumerate(answer.token_ids[:at]):
+                errors[name].append(abs(answer.logprobs[i][token].logprob - float(exact[i, token])))
+            if at is not None:  # both took one of those that two steps of bfloat16 logits cannot tell from the best
+                assert float(exact[at].max() - exact[at, answer.token_ids[at]]) < 0.125
+    assert statistics.mean(errors["alone"]) < 1.25 * statistics.mean(errors["together"]) < 0.02

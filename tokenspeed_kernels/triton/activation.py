@@ -10,12 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton.early import can_start_early
 
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul(x_ptr, y_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(x_ptr, y_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < N
@@ -30,11 +34,13 @@ def silu_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
     """Return `silu_mul(x [T, 2N]) -> y [T, N]`."""
     size: int = problem["size"]
     block = min(BLOCK, triton.next_power_of_2(size))
+    early = can_start_early()
 
     def silu_mul_halves(x: Tensor) -> Tensor:
         y = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         if x.shape[0]:
-            _silu_mul[(x.shape[0], triton.cdiv(size, block))](x, y, x.stride(0), N=size, BLOCK=block)
+            grid = (x.shape[0], triton.cdiv(size, block))
+            _silu_mul[grid](x, y, x.stride(0), N=size, BLOCK=block, EARLY=early, launch_pdl=early)
         return y
 
     return silu_mul_halves

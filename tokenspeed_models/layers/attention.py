@@ -8,7 +8,8 @@ import torch
 
 from tokenspeed_core.api import BuildContext, Rotation
 from tokenspeed_models.describe import window_group
-from tokenspeed_models.layers.linear import Activation, Linear, Projection
+from tokenspeed_models.layers.linear import Linear, Projection
+from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -31,6 +32,7 @@ class Attention:
             Projection("k_proj", num_kv_heads * head_size, kv_heads),
             Projection("v_proj", num_kv_heads * head_size, kv_heads),
         ), bias=qkv_bias)
+        self._normed_qkv = NormedLinear(build, self.qkv)
         self.out = Linear(build, num_heads * head_size, (
             Projection("o_proj", hidden_size, Shard(1, "attn", num_heads)),
         ), bias=out_bias)
@@ -48,12 +50,23 @@ class Attention:
         )
 
     def __call__(
-        self, x: Activation, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Map x [T, hidden] at int64 positions [T] to [R, hidden], those `wanted` (int64 [R]; None: all)."""
-        q, k, v = self.qkv(x).view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention of x + residual [T, hidden], normalised, at int64 positions [T]; and that sum.
+
+        Without a residual x is the sum; it may be written over the residual. The results are [R, hidden], of the rows
+        `wanted` (int64 [R]; None: all).
+        """
+        if residual is None:
+            qkv, total = self.qkv(norm(x)), x
+        else:
+            qkv, total = self._normed_qkv(norm, x, residual)
+        q, k, v = qkv.view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
         heads = self._attend(q, k, v, *(self._norm or ()), positions, self.cos_sin, False).flatten(1)
-        return self.out(heads if wanted is None else heads.index_select(0, wanted))
+        if wanted is not None:
+            heads, total = heads.index_select(0, wanted), total.index_select(0, wanted)
+        return self.out(heads), total
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the projections, and of the norms of queries and keys."""

@@ -9,7 +9,6 @@ import torch
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
-from tokenspeed_models.layers.linear import Activation
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
@@ -20,7 +19,7 @@ from tokenspeed_models.weights import WeightMap, WeightSlot
 class DecoderLayer:
     """Attention, then an MLP or a mixture of experts, each normalised before it and added after it.
 
-    The addition after a block is left to the next normalisation, which is fused with it.
+    The addition after a block is left to the next one, where it is fused with the norm and the first projection.
     """
 
     def __init__(
@@ -33,21 +32,13 @@ class DecoderLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is to be added, and the residual stream [T, hidden], which is written in place.
+        """Return what is to be added to the residual stream [T, hidden], and the stream, perhaps over the given one.
 
         The first layer is given no residual: x is the stream. Behind attention only the rows `wanted` (int64 [R];
         None: all) are computed.
         """
-        normalized: Activation
-        if residual is None:
-            normalized, residual = self.input_norm(x), x
-        else:
-            normalized, residual = self.input_norm.add_before_linear(x, residual)
-        x = self.attention(normalized, positions, wanted)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
-        normalized, residual = self.post_norm.add_before_linear(x, residual)
-        return self.mlp(normalized), residual
+        x, residual = self.attention(self.input_norm, x, residual, positions, wanted)
+        return self.mlp(self.post_norm, x, residual)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights, by the names that these families' checkpoints share."""

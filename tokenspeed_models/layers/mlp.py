@@ -8,6 +8,7 @@ import torch
 
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.layers.linear import Activation, Linear, Projection, dtype_name, fused_op
+from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
 from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -24,12 +25,23 @@ class MLP:
             Projection("up_proj", intermediate_size, columns),
         ), bias=bias)
         self.down = Linear(build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias)
-        self._silu_mul = build.op(
+        is_whole = build.quantization is None
+        self._normed_gate_up = NormedLinear(build, self.gate_up, is_gated=is_whole)
+        self._silu_mul = None if is_whole else build.op(
             fused_op(build, "silu_mul"), size=intermediate_size, dtype=dtype_name(build.dtype))
 
-    def __call__(self, x: Activation) -> torch.Tensor:
-        """Map x [T, hidden] to [T, hidden]."""
-        return self.down(self._silu_mul(self.gate_up(x)))
+    def __call__(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the map [T, hidden] of x + residual [T, hidden], normalised; and that sum.
+
+        The residual may be overwritten by the sum.
+        """
+        hidden: Activation
+        hidden, residual = self._normed_gate_up(norm, x, residual)
+        if self._silu_mul is not None:
+            hidden = self._silu_mul(hidden)
+        return self.down(hidden), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the three projections."""

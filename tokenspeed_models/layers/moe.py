@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Activation, Linear, Projection, dtype_name
+from tokenspeed_models.layers.linear import Linear, Projection, dtype_name
+from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.placement import Boundary, Partial, Replicated
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -35,12 +36,14 @@ class MoE:
         self._experts = build.op("moe_experts", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
                                  intermediate_size=intermediate_size, dtype=dtype)
 
-    def __call__(self, x: Activation) -> torch.Tensor:
-        """Map x [T, hidden] to [T, hidden]."""
-        assert isinstance(x, torch.Tensor), "a model that has experts is not quantised"
+    def __call__(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the map [T, hidden] of x + residual [T, hidden], normalised; and that sum, over the residual."""
+        x, residual = norm.add(x, residual)
         weights, ids = self._route(self.router(x), self.top_k, self.renormalize)
         result: torch.Tensor = self._experts(x, self.gate_up, self.down, weights, ids)
-        return result
+        return result, residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the router and the experts: one by one, or stacked in two tensors as newer writers do."""

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone or fused with the addition to the residual stream."""
+"""Root-mean-square normalisation, alone or fused with the addition before it and the linear map behind it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Activation, dtype_name, fused_op
+from tokenspeed_models.layers.linear import Activation, Linear, dtype_name, fused_op
 from tokenspeed_models.placement import Boundary, Replicated
 from tokenspeed_models.weights import WeightSlot
 
@@ -48,3 +48,33 @@ class RMSNorm:
     def boundaries(self, name: str, group: str) -> Iterator[Boundary]:
         """Take and give whole tensors: a row is normalised in one place."""
         yield Boundary(name, group, Replicated(), Replicated())
+
+
+class NormedLinear:
+    """A linear map of the residual stream, normalised; if it is gated, silu of its first half times its second.
+
+    One op does all of it, unless the map is quantised: then its parts do, and a gate is left to the caller.
+    """
+
+    def __init__(self, build: BuildContext, linear: Linear, *, is_gated: bool = False) -> None:
+        out_size, in_size = linear.weight.shape
+        self._linear = linear
+        self._fused = None if build.quantization is not None else build.op(
+            "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear", in_size=in_size,
+            out_size=out_size // 2 if is_gated else out_size, dtype=dtype_name(build.dtype),
+        )
+
+    def __call__(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the map [T, out] of the normalised sum of x and residual [T, in], and the sum.
+
+        The residual may be overwritten by the sum.
+        """
+        if self._fused is None:
+            normalized, residual = norm.add_before_linear(x, residual)
+            return self._linear(normalized), residual
+        result: tuple[torch.Tensor, torch.Tensor] = self._fused(
+            x, residual, norm.weight, norm.eps, self._linear.weight, self._linear.bias
+        )
+        return result
