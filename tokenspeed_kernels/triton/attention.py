@@ -11,14 +11,17 @@ from torch import Tensor
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.options import DEFAULTS, MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton.attention_kernels import attend
+from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.shared import BLOCK_N as SHARED_BLOCK_N
 from tokenspeed_kernels.triton.shared import MERGED_PARTS, SharedLaunch, SharedPrefix
 
-LEAST_SPLIT = 128  # keys of a split where rows are too few to fill the device
+LEAST_SPLIT = 64  # keys of a split where rows are too few to fill the device
 LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
+CROWD = 8  # programs of a multiprocessor that small tiles keep busiest
 FULL = 2  # programs of a multiprocessor that keep it busy
 WANTED = 4  # programs of a multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles of all splits, by phase of the problem
+SMALL_STEP = 1024  # tokens, up to which tiles of prompts are small, so that there are enough of them
 MAX_DECODE_ROWS = 64  # of a tile of the decode launch: more query tokens a row are a prompt
 LOG2_E = 1.4426950408889634
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
@@ -76,7 +79,10 @@ class TritonAttention:
         self._block_d = max(16, triton.next_power_of_2(problem.head_size))
         wide = problem.dtype == "float32" or self._block_d > 128
         self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
+        self._crowd = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3))
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
+        self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
+        self._early = can_start_early()
         self._num_multiprocessors = _num_multiprocessors(device)
         self._max_model_len = limits.max_model_len
         self._max_decode_rows = MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
@@ -101,30 +107,35 @@ class TritonAttention:
             starts = step.host_query_start
             num_decodes = next((i for i in range(step.num_rows) if starts[i + 1] != i + 1), step.num_rows)
         launches = []
+        if num_decodes < step.num_rows:  # first: a few long programs, beside which the many of decodes find room
+            launches.append(self._prefill_launch(num_decodes, step))
         if num_decodes:
             max_num_query = step.max_num_query if num_decodes == step.num_rows else 1
             launches.append(self._decode_launch(num_decodes, max_num_query))
-        if num_decodes < step.num_rows:
-            launches.append(self._prefill_launch(num_decodes, step))
         self._launches = tuple(launches)
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
         assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
+        assert self._step is not None, "forward before prepare"
         if self._first_layer is None:
             self._first_layer = k_cache.data_ptr()
+        shared = self._launches[-1].shared if self._launches else None
+        if shared is not None and k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any
+            self.shared.find(self._step, shared)
+        is_first = True
         for launch in self._launches:
             if launch.shared is not None:
-                assert self._step is not None, "launches come from a step"
-                if k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any of them
-                    self.shared.find(self._step, launch.shared)
-                self.shared.attend(self._step, launch.shared, q, k_cache, v_cache)
-            self._attend(launch, q, k_cache, v_cache, out)
+                self.shared.attend(self._step, launch.shared, q, k_cache, v_cache, is_first=is_first)
+                is_first = False
+            self._attend(launch, q, k_cache, v_cache, out, is_first=is_first)
+            is_first = False
 
     def _decode_launch(self, num_rows: int, max_num_query: int) -> _Launch:
         block_m = self._decode_rows(max_num_query)
-        tiling = Tiling(block_m, self._decode.block_n, self._decode.num_warps, self._decode.num_stages)
         programs = num_rows * self._problem.num_kv_heads
+        decode = self._crowd if programs >= CROWD * self._num_multiprocessors else self._decode
+        tiling = Tiling(block_m, decode.block_n, decode.num_warps, decode.num_stages)
         if programs >= FULL * self._num_multiprocessors:
             least, splits = LONG_SPLIT, MAX_SPLITS
         else:
@@ -137,15 +148,19 @@ class TritonAttention:
 
     def _prefill_launch(self, first_row: int, step: AttentionStep) -> _Launch:
         num_rows = step.num_rows - first_row
-        tokens = self._prefill.block_m // self._num_groups
+        tiling = self._small if step.num_tokens - first_row <= SMALL_STEP else self._prefill
+        tokens = tiling.block_m // self._num_groups
         num_tiles = (step.num_tokens - first_row) // tokens + num_rows
-        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, 0, False, self._prefill, None)
+        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, 0, False, tiling, None)
 
     def _decode_rows(self, num_query: int) -> int:
         """Return the rows of a tile that holds all queries of a row."""
         return max(self._decode.block_m, triton.next_power_of_2(num_query * self._num_groups))
 
-    def _attend(self, launch: _Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    def _attend(
+        self, launch: _Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, is_first: bool
+    ) -> None:
+        """Launch one kernel; unless it is the first of the layer, beside what that launched before."""
         problem, step, tiling, shared = self._problem, self._step, launch.tiling, self.shared
         assert step is not None, "forward before prepare"
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
@@ -159,9 +174,8 @@ class TritonAttention:
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.is_merged,
             ONE_TILE=launch.one_tile, HAS_WINDOW=problem.window is not None,
             PRECISION="ieee" if problem.dtype == "float32" else "tf32", SHARED=launch.shared is not None,
-            SHARED_BLOCK_N=SHARED_BLOCK_N, OVERLAPS=bool(shared.overlap), MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-            **(shared.overlap if launch.shared else {}),
+            SHARED_BLOCK_N=SHARED_BLOCK_N, EARLY=self._early, FIRST=is_first, MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
         )
 
 

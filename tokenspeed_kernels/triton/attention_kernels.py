@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def attend(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, SHARED_BLOCK_N: tl.constexpr,
-    OVERLAPS: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr, FIRST: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
 ):
     """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
 
@@ -170,8 +170,14 @@ def attend(
     `num_splits` parts of no fewer than `least` keys. Unless the row is one part, results go to `partial` and `lse`,
     a program's own slice of each, and programs count in `arrived`, all zeros before and after: the last one of
     PARTS neighbours merges theirs, the last of those all. With SHARED the first `found[0]` keys are left out:
-    their results are in `shared_partial` already.
+    their results are in `shared_partial` when the launch ahead ends. EARLY: it starts before the kernel ahead has
+    ended, and so may the one behind it (see `early`). Unless it is the FIRST of its layer, that ahead has waited for
+    all that this reads and leaves alone what this writes: it is waited for last, or where its results are merged.
     """
+    if EARLY:
+        if FIRST:
+            gdc_wait()
+        gdc_launch_dependents()
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -181,8 +187,10 @@ def attend(
     else:
         wanted = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles see more keys: heavy ones first
         origin = tl.load(query_start_ptr + first_row)
-        low = 0
-        high = num_rows
+        num_tokens = tl.load(query_start_ptr + first_row + num_rows) - origin
+        low = tl.minimum(tl.maximum(wanted - num_tokens // TOKENS, 0), num_rows - 1)
+        is_padding = tl.load(query_start_ptr + first_row + low) - origin == num_tokens  # rows without queries come last
+        high = tl.where(is_padding, low + 1, tl.minimum(num_rows, wanted + 1))
         while high - low > 1:
             middle = (low + high) // 2
             begin = tl.load(query_start_ptr + first_row + middle) - origin
@@ -277,7 +285,7 @@ def attend(
                     tl.store(arrived_ptr + PARTS, 0)
                     num_shared = 0
                     if SHARED:
-                        if OVERLAPS:
+                        if EARLY:
                             gdc_wait()  # for the shared pieces
                         num_shared = tl.cdiv(shared, _share(shared, num_pieces, 0, SHARED_BLOCK_N))
                     _merge(
@@ -285,3 +293,5 @@ def attend(
                         num_pieces, num_shared, row, kv_head, start_token, num_queries * G,
                         out_stride_t, out_stride_h, G, D, BLOCK_D, MEMBERS, PARTS,
                     )
+    if EARLY and not FIRST:
+        gdc_wait()  # so that the kernel behind, which waits for this one alone, finds the results of both

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.rope import rotate_heads
 
 HEADS, NUM_WARPS = 4, 2  # of one program
@@ -27,9 +28,12 @@ def _rope_write_kv(
     cos_sin_stride,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One program rotates HEADS query heads of a token in place, or as many key heads into the cache."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -82,6 +86,7 @@ def _launcher(problem: Problem) -> Callable[..., None]:
     num_heads, num_kv_heads = problem["num_heads"], problem["num_kv_heads"]
     head_size, rotary_size = problem["head_size"], problem["rotary_size"]
     num_blocks = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
+    early = can_start_early()
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
@@ -98,7 +103,7 @@ def _launcher(problem: Problem) -> Callable[..., None]:
             HEADS=HEADS, BLOCK_D=triton.next_power_of_2(head_size),
             BLOCK_PAIRS=triton.next_power_of_2(rotary_size // 2),
             BLOCK_REST=triton.next_power_of_2(max(1, head_size - rotary_size)),
-            INTERLEAVED=interleaved, HAS_NORM=q_weight is not None, num_warps=NUM_WARPS,
+            INTERLEAVED=interleaved, HAS_NORM=q_weight is not None, EARLY=early, num_warps=NUM_WARPS, launch_pdl=early,
         )
 
     return launch

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.triton.attention_kernels import _attend_keys, _fit_keys, _share
+from tokenspeed_kernels.triton.early import can_start_early
 
 LEAST_ROWS = 9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
 LEAST_KEYS = 256  # that must be shared
@@ -53,9 +54,7 @@ class SharedPrefix:
         """Allocate for any launch."""
         self._problem, self._block_d = problem, block_d
         self._num_groups = problem.num_heads // problem.num_kv_heads
-        # The launch after this one may start beside it ("programmatic dependent launch", from Hopper on).
-        can_overlap = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-        self.overlap = {"launch_pdl": True} if can_overlap else {}
+        self._early = can_start_early()
         wide = problem.dtype == "float32" or block_d > 128
         self._max_block_m = max(MAX_BLOCK_M // 2 if wide else MAX_BLOCK_M, triton.next_power_of_2(self._num_groups))
         self._num_stages = 2 if wide else 5
@@ -86,8 +85,11 @@ class SharedPrefix:
             ROWS=FIND_ROWS, COLUMNS=FIND_COLUMNS, num_warps=8,
         )
 
-    def attend(self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Fill `partial` and `lse` for one layer, if keys are shared."""
+    def attend(
+        self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
+        is_first: bool,
+    ) -> None:
+        """Fill `partial` and `lse` for one layer, if keys are shared; `is_first` of what that layer launches."""
         problem = self._problem
         attend_shared[(launch.num_pieces, problem.num_kv_heads, launch.num_tiles)](
             q, k_cache, v_cache, self.partial, self.lse, self.found, step.query_start, step.seq_lens,
@@ -95,8 +97,8 @@ class SharedPrefix:
             q.stride(0), q.stride(1), *k_cache.stride()[:3], step.block_table.stride(0),
             G=self._num_groups, K=problem.num_kv_heads, D=problem.head_size, BLOCK_D=self._block_d,
             BLOCK_SIZE=problem.block_size, BLOCK_M=launch.block_m, BLOCK_N=BLOCK_N,
-            PRECISION="ieee" if problem.dtype == "float32" else "tf32", OVERLAPS=bool(self.overlap),
-            num_warps=4, num_stages=self._num_stages,
+            PRECISION="ieee" if problem.dtype == "float32" else "tf32", EARLY=self._early,
+            FIRST=is_first, num_warps=4, num_stages=self._num_stages, launch_pdl=self._early,
         )
 
 
@@ -155,13 +157,17 @@ def attend_shared(
     q_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, found_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
     num_rows, num_pieces, log2_scale, q_stride_t, q_stride_h, stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Grid (pieces, key heads, tiles of rows): the query heads of a key head, of many rows, in one tile.
 
-    Leaves at once where nothing is shared. Pieces beyond the shared keys are not written.
+    Leaves at once where nothing is shared. Pieces beyond the shared keys are not written. EARLY and FIRST are those
+    of `attend`.
     """
-    if OVERLAPS:
+    if EARLY:
+        if FIRST:
+            gdc_wait()
         gdc_launch_dependents()
     shared = tl.load(found_ptr)
     if shared > 0:
@@ -196,3 +202,5 @@ def attend_shared(
             mask = used[:, None] & (column < D)[None, :]
             tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=mask)
             tl.store(lse_ptr + slot, highest + tl.log2(total), mask=used)
+    if EARLY and not FIRST:
+        gdc_wait()
