@@ -1,6 +1,6 @@
 """Find the best tilings of the Triton kernel for few rows in e4m3 on this GPU, beside torch's scaled product.
 
-    python benchmarks/linear_fp8_tilings.py [--rows 1 16 32 64]
+    python benchmarks/linear_fp8_tilings.py [--rows 1 16 32 64] [--few-only]
 
 Each shape is timed inside a CUDA graph over copies of its weight that exceed the cache together: medians of 7, after a
 check against float64. Then the scaled product with many rows, its quick accumulation on and off, beside bfloat16.
@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_kernels.reference.fp8 import quantize_rows
-from tokenspeed_kernels.triton.linear_fp8 import Tiling, multiply_few, tiling_of
+from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS, FewRows, Tiling, tiling_of
 
 SHAPES = {  # name: (out, in)
     "8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24576, 4096), "8b down": (4096, 12288),
@@ -51,12 +52,11 @@ def micros(call: Callable[[Weight], Tensor], weights: Sequence[Weight]) -> float
 
 def tilings(num_rows: int) -> Iterator[Tiling]:
     """Yield the tilings to try."""
-    for block_n, block_k, num_warps, num_stages in (
-        (16, 256, 4, 6), (32, 128, 4, 8), (32, 256, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 8),
-        (64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 8, 4), (64, 512, 4, 3), (128, 128, 4, 5),
-    ):
-        if (block_n + max(16, num_rows)) * block_k * num_stages < 230_000:
-            yield Tiling(block_n, block_k, num_warps, num_stages)
+    few = ((64, 128, 4, 4), (64, 128, 4, 8), (64, 256, 4, 4))
+    for block_n, block_k, num_warps, num_stages in few if num_rows <= 64 else ((64, 128, 4, 4), (128, 128, 8, 4)):
+        for num_splits in (1, 2, 3, 4) if num_rows <= 64 else (1, 2, 4):
+            if (block_n + max(16, num_rows)) * block_k * num_stages < 230_000:
+                yield Tiling(block_n, block_k, num_warps, num_stages, num_splits)
 
 
 def scaled(x: Tensor, x_scale: Tensor, weight: Weight, *, quick: bool = True) -> Tensor:
@@ -72,19 +72,20 @@ def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
     x, x_scale = quantize_rows(torch.randn(num_rows, in_size, device="cuda"))
     exact = (x.double() * x_scale.double()) @ (weights[0][0].double() * weights[0][1].double()).T
     found = []
-    for tiling in {*tilings(num_rows), tiling_of(out_size, in_size)}:
-        got = multiply_few(x, x_scale, *weights[0], None, torch.bfloat16, tiling)
+    ours = tiling_of(out_size, in_size)
+    for tiling in {*tilings(num_rows), *((ours,) if num_rows <= MOST_ROWS else ())}:
+        if tiling.num_splits > 1 and out_size >= 16384:
+            continue
+        multiply = FewRows(out_size, in_size, torch.bfloat16, tiling)
+        got = multiply(x, x_scale, *weights[0], None)
         error = float((got.double() - exact).norm() / exact.norm())
         if not error < TOLERANCE:
             raise SystemExit(f"{name}, {num_rows} rows, {tiling}: wrong by {error}")
-        call = lambda w: multiply_few(x, x_scale, *w, None, torch.bfloat16, tiling)  # noqa: B023, E731
-        found.append((micros(call, weights), tiling))
+        found.append((micros(lambda w: multiply(x, x_scale, *w, None), weights), tiling))  # noqa: B023
     found.sort(key=lambda each: each[0])
-    chosen = next(took for took, tiling in found if tiling == tiling_of(out_size, in_size))
+    chosen = next((took for took, tiling in found if tiling == ours), float("nan"))
     torchs = micros(lambda w: scaled(x, x_scale, w), weights)
-    best = "; ".join(
-        f"{took:.1f} ({t.block_n}, {t.block_k}, {t.num_warps}, {t.num_stages})" for took, t in found[:4]
-    )
+    best = "; ".join(f"{took:.1f} {astuple(t)}" for took, t in found[:4])
     print(f"{name:11} {num_rows:3} rows: torch {torchs:6.1f} us, chosen {chosen:6.1f}, best {best}", flush=True)
 
 
@@ -111,6 +112,7 @@ def main() -> None:
     """Sweep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64])
+    parser.add_argument("--few-only", action="store_true", help="leave out the rates with many rows")
     options = parser.parse_args()
     for name, (out_size, in_size) in SHAPES.items():
         weights = [
@@ -119,7 +121,8 @@ def main() -> None:
         ]
         for num_rows in options.rows:
             few(name, num_rows, weights)
-        many(name, weights)
+        if not options.few_only:
+            many(name, weights)
 
 
 if __name__ == "__main__":

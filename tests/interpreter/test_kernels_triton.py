@@ -22,7 +22,8 @@ pytestmark = [
 CPU = torch.device("cpu")
 MAX_ELEMENTS = 2000  # of a row: the interpreter is slow
 TRITON = [spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs]
-WITH_DOTS = ("moe_experts",)
+WITH_ONE_ROW = ("linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul")
+WITH_DOTS = ("moe_experts", *WITH_ONE_ROW)
 TO_FP8 = ("quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8")
 
 
@@ -53,6 +54,21 @@ def test_rows_are_quantised_as_the_reference_does(spec: KernelSpec, dtype: str, 
         assert same.sum() >= 0.98 * sure.sum()
 
 
+@pytest.mark.parametrize("op", WITH_ONE_ROW)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_one_row_has_a_kernel_of_its_own_which_also_adds_a_bias(op: str, dtype: str) -> None:
+    (spec,) = (spec for spec in TRITON if spec.op == op and spec.load.startswith("tokenspeed_kernels.triton.linear:"))
+    contract = contract_of(spec)
+    for problem in ({**case, "dtype": dtype} for case in contract.cases):
+        given = make_inputs(contract, problem, 2, CPU, strided=True)  # an even number of rows has a bias
+        assert given["bias"] is not None
+        one = {name: value[1:] if name in contract.rows else value for name, value in given.items()}
+        expected = run(load_target(contract.reference)(problem), contract, one)
+        tolerance = contract.tolerance(dtype)
+        for got, want in zip(run(spec.factory()(problem), contract, one), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=tolerance.relative, atol=tolerance.absolute)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "block_size", "window", "dtype", "kv_dtype"),
@@ -70,3 +86,17 @@ def test_paged_attention_follows_the_formula(
     )
     spec = descriptors.TRITON_ATTENTION[0]
     assert check_attention(spec, CPU, cases=[problem]) >= 5
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
+def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_zero(num_splits: int) -> None:
+    from tokenspeed_kernels.triton.linear_fp8 import FewRows, Tiling
+
+    problem = {"in_size": 208, "out_size": 48, "dtype": "float32"}
+    contract = contract_of(next(spec for spec in TRITON if spec.op == "linear_fp8"))
+    product = FewRows(48, 208, torch.float32, Tiling(32, 32, 4, 2, num_splits))
+    for num_rows in (1, 5, 20):
+        given = make_inputs(contract, problem, num_rows, CPU, strided=True)
+        expected = load_target(contract.reference)(problem)(**given)
+        for _ in range(2):
+            torch.testing.assert_close(product(**given), expected, rtol=1e-5, atol=1e-5)

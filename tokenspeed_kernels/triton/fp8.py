@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton.early import can_start_early
 
 LARGEST = tl.constexpr(448.0)
 LEAST = tl.constexpr(1e-10)
@@ -29,7 +30,10 @@ def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
 
 
 @triton.jit
-def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < N
@@ -40,8 +44,11 @@ def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < N
@@ -57,7 +64,10 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _silu_mul(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < N
@@ -73,8 +83,12 @@ class _Rows:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.block = triton.next_power_of_2(size)
-        self.num_warps = min(16, max(4, self.block // 512))
+        block = triton.next_power_of_2(size)
+        early = can_start_early()
+        self.launch = {
+            "N": size, "BLOCK": block, "EARLY": early, "num_warps": min(16, max(4, block // 512)),
+            "launch_pdl": early,
+        }
 
     def outputs(self, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return memory for rows of e4m3 and their scales."""
@@ -89,7 +103,7 @@ def quantize_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         y, scale = rows.outputs(x.shape[0], x.device)
         if x.shape[0]:
-            _quantize[(x.shape[0],)](x, y, scale, x.stride(0), N=rows.size, BLOCK=rows.block, num_warps=rows.num_warps)
+            _quantize[(x.shape[0],)](x, y, scale, x.stride(0), **rows.launch)
         return y, scale
 
     return quantize
@@ -104,7 +118,7 @@ def add_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, floa
         if x.shape[0]:
             _add_rms_norm[(x.shape[0],)](
                 x, residual, weight, y, scale, x.stride(0), residual.stride(0), eps,
-                N=rows.size, BLOCK=rows.block, num_warps=rows.num_warps,
+                **rows.launch,
             )
         return y, scale, residual
 
@@ -118,7 +132,7 @@ def silu_mul_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     def silu_mul(x: Tensor) -> tuple[Tensor, Tensor]:
         y, scale = rows.outputs(x.shape[0], x.device)
         if x.shape[0]:
-            _silu_mul[(x.shape[0],)](x, y, scale, x.stride(0), N=rows.size, BLOCK=rows.block, num_warps=rows.num_warps)
+            _silu_mul[(x.shape[0],)](x, y, scale, x.stride(0), **rows.launch)
         return y, scale
 
     return silu_mul

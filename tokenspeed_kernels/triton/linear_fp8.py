@@ -16,38 +16,55 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton.early import can_start_early, fetch
 
 MOST_ROWS = 64    # of x that the streaming kernel takes
 MOST_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
+
+TILES_AHEAD = 8  # of the weight, fetched before the rows of x are there
 
 LinearFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows of the weight and features in a tile, warps of a program, tiles in flight."""
+    """Rows of the weight and features in a tile, warps of a program, tiles in flight, programs that share a row."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    num_splits: int = 1
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, x_stride, num_rows, N, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MOST_INEXACT: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, partial_ptr, count_ptr, x_stride, num_rows, N,
+    K: tl.constexpr, SHARE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MOST_INEXACT: tl.constexpr, AHEAD: tl.constexpr,
 ):
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid (tiles of the weight's rows, splits of its features).
+
+    Each split leaves its sums in `partial`; the last to arrive adds them up, always in the same order, and sets the
+    tile's count back to 0 for the next launch. AHEAD: how many tiles of the weight, which no kernel writes, are
+    fetched into the second-level cache while the kernel ahead is still running (see `early`); 0: it has ended.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
     row = tl.arange(0, BLOCK_M)
     real = row < num_rows
+    if AHEAD > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        first = tl.minimum(split * SHARE + tl.arange(0, AHEAD) * BLOCK_K, K - 1)
+        line = w_ptr + tl.minimum(column, N - 1)[:, None].to(tl.int64) * K + first[None, :]
+        fetch(line)
+        tl.extra.cuda.gdc_wait()
     feature = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + column[:, None].to(tl.int64) * K + feature[None, :]
     x_ptrs = x_ptr + row[None, :] * x_stride + feature[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(split * SHARE, tl.minimum(split * SHARE + SHARE, K), BLOCK_K):
         if K % BLOCK_K == 0:
             w = tl.load(w_ptrs + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
             x = tl.load(x_ptrs + start, mask=real[None, :], other=0.0)
@@ -56,46 +73,78 @@ def _few_rows(
             w = tl.load(w_ptrs + start, mask=inside[:, None] & within[None, :], other=0.0)
             x = tl.load(x_ptrs + start, mask=real[None, :] & within[:, None], other=0.0)
         total = tl.dot(w, x, total, max_num_imprecise_acc=MOST_INEXACT)
-    w_scale = tl.load(w_scale_ptr + column, mask=inside, other=0.0)
-    x_scale = tl.load(x_scale_ptr + row, mask=real, other=0.0)
-    y = total * w_scale[:, None] * x_scale[None, :]
-    if HAS_BIAS:
-        y += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-    y_ptrs = y_ptr + row[None, :] * N + column[:, None]
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])
+    is_last = True
+    if SPLITS > 1:
+        partial_ptrs = partial_ptr + row[None, :] * N + column[:, None]
+        mask = real[None, :] & inside[:, None]
+        tl.store(partial_ptrs + split * num_rows * N, total, mask=mask)
+        tl.debug_barrier()  # all of the program has stored before it counts as arrived
+        is_last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for other in range(SPLITS):
+                total += tl.load(partial_ptrs + other * num_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(count_ptr + tile, 0)
+    if is_last:
+        w_scale = tl.load(w_scale_ptr + column, mask=inside, other=0.0)
+        x_scale = tl.load(x_scale_ptr + row, mask=real, other=0.0)
+        y = total * w_scale[:, None] * x_scale[None, :]
+        if HAS_BIAS:
+            y += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+        y_ptrs = y_ptr + row[None, :] * N + column[:, None]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])
 
 
 def tiling_of(out_size: int, in_size: int) -> Tiling:
-    """Return the tiling for few rows: fewer tiles in flight where many programs share a multiprocessor."""
-    return Tiling(64, min(128, max(32, triton.next_power_of_2(in_size))), 4, 4 if out_size >= 16384 else 8)
+    """Return the tiling for few rows: where these are few programs, features are split over more."""
+    length = max(32, triton.next_power_of_2(in_size))
+    if 6144 <= out_size < 16384:
+        return Tiling(64, min(128, length), 4, 8)
+    return Tiling(64, min(256, length), 4, 4, 1 if out_size >= 16384 or in_size < 2048 else 4)
 
 
-def multiply_few(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    tiling: Tiling,
-) -> Tensor:
-    """Return y [T, O] of `dtype` for few rows; those of x may be strided, weight is contiguous."""
-    num_rows, (out_size, in_size) = x.shape[0], weight.shape
-    block_m = max(16, triton.next_power_of_2(num_rows))
-    y = torch.empty((num_rows, out_size), dtype=dtype, device=x.device)
-    _few_rows[(triton.cdiv(out_size, tiling.block_n),)](
-        x, x_scale, weight, weight_scale, bias, y, x.stride(0), num_rows, out_size, K=in_size,
-        HAS_BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        MOST_INEXACT=MOST_INEXACT, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-    )
-    return y
+class FewRows:
+    """The product with few rows for one shape of the weight, with the memory in which its splits meet."""
+
+    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, tiling: Tiling) -> None:
+        self._shape, self._dtype, self._tiling = (out_size, in_size), dtype, tiling
+        self._grid = (triton.cdiv(out_size, tiling.block_n), tiling.num_splits)
+        self._share = triton.cdiv(triton.cdiv(in_size, tiling.block_k), tiling.num_splits) * tiling.block_k
+        self._counts: Tensor | None = None
+        self._early = can_start_early()
+
+    def __call__(
+        self, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Return y [T, O]; rows of x may be strided, weight is contiguous. Calls follow one another on one stream."""
+        num_rows, (out_size, in_size), tiling = x.shape[0], self._shape, self._tiling
+        y = torch.empty((num_rows, out_size), dtype=self._dtype, device=x.device)
+        partial = None
+        if tiling.num_splits > 1:
+            partial = torch.empty((tiling.num_splits, num_rows, out_size), dtype=torch.float32, device=x.device)
+            if self._counts is None:
+                self._counts = torch.zeros(self._grid[0], dtype=torch.int32, device=x.device)
+        _few_rows[self._grid](
+            x, x_scale, weight, weight_scale, bias, y, partial, self._counts, x.stride(0), num_rows, out_size,
+            K=in_size, SHARE=self._share, SPLITS=tiling.num_splits, HAS_BIAS=bias is not None,
+            BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+            MOST_INEXACT=min(MOST_INEXACT, tiling.block_k), AHEAD=TILES_AHEAD if self._early else 0,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
+        )
+        return y
 
 
 def linear_fp8(problem: Problem) -> LinearFp8:
     """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`, whose shapes stand in the contract."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
-    tiling = tiling_of(problem["out_size"], problem["in_size"])
+    out_size, in_size = problem["out_size"], problem["in_size"]
+    few = FewRows(out_size, in_size, dtype, tiling_of(out_size, in_size))
 
     def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
         if 0 < x.shape[0] <= MOST_ROWS:
-            return multiply_few(x, x_scale, weight, weight_scale, bias, dtype, tiling)
+            return few(x, x_scale, weight, weight_scale, bias)
         if x.shape[0] == 0:
-            return torch.empty((0, weight.shape[0]), dtype=dtype, device=x.device)
+            return torch.empty((0, out_size), dtype=dtype, device=x.device)
         return torch._scaled_mm(
             x.contiguous(), weight.t(), scale_a=x_scale, scale_b=weight_scale.t(), bias=bias, out_dtype=dtype,
             use_fast_accum=True,
