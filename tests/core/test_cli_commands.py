@@ -16,7 +16,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.schema import SECTIONS, flag
 from tokenspeed_core.errors import CheckpointError
 
-HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "transformers", "tokenizers", "huggingface_hub", "rich")
+HEAVY = ("torch", "numpy", "uvicorn", "transformers", "tokenizers", "huggingface_hub", "rich")
 
 
 @pytest.fixture

@@ -41,13 +41,3 @@ def test_what_breaks_is_a_500_that_tells_nothing_of_the_inside(caplog: pytest.Lo
     assert response.status_code == 500
     assert "ZeroDivision" not in response.text
     assert "ZeroDivision" in caplog.text
-
-
-def test_a_websocket_is_closed() -> None:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(Gate(wide_open, None)({"type": "websocket", "path": "/"}, None, send))  # type: ignore[arg-type]
-    assert sent == [{"type": "websocket.close", "code": 1008}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from tokenspeed_core.plugins.hookspecs import RequestRecord
@@ -124,12 +124,8 @@ async def send_json(send: Send, status: int, body: bytes, headers: list[tuple[by
 
 async def send_error(send: Send, error: ApiError) -> None:
     """Send an error in OpenAI's shape."""
-    await send_json(send, error.status, error.body(), encode_headers(error.headers))
-
-
-def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers as ASGI has them."""
-    return [(name.encode(), value.encode()) for name, value in headers.items()]
+    headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    await send_json(send, error.status, error.body(), headers)
 
 
 def _request_id(reply: Reply) -> tuple[bytes, bytes]:

@@ -15,7 +15,7 @@ from tokenspeed_plugin_tools.listing import table
 from tokenspeed_core.cli import main
 from tokenspeed_core.commands import Entry, Status
 
-HEAVY = ("torch", "numpy", "fastapi", "uvicorn", "transformers", "tokenizers", "huggingface_hub", "rich")
+HEAVY = ("torch", "numpy", "uvicorn", "transformers", "tokenizers", "huggingface_hub", "rich")
 Refusal = Callable[..., str]
 
 

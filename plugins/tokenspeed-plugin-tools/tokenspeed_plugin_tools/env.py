@@ -25,7 +25,6 @@ LIBRARIES = (
     "safetensors",
     "huggingface_hub",
     "pydantic",
-    "fastapi",
     "uvicorn",
     "pyzmq",
     "msgpack",
