@@ -1,6 +1,6 @@
-"""What the API process costs a streamed token: the real server, on an engine that only hands out tokens.
+"""What API workers cost a streamed token: the real server, on an engine that only hands out tokens.
 
-Prints the load's figures with the API process's own CPU time. Example, 256 users:
+Prints the load's figures with the workers' own CPU time. Example, 256 users:
 
     python benchmarks/api_process.py 256 512 64 200
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from socket import socket as Socket
 
 import msgpack
 import numpy as np
@@ -24,34 +25,44 @@ from tokenspeed_bench.connection import Target
 from tokenspeed_bench.figures import of_records
 from tokenspeed_bench.traffic import Traffic, load
 
-from tokenspeed_core.messages import Abort, Drain, Outputs, Pulse, Ready, Submit, to_engine
+from tokenspeed_core.engine.orphan import begin
+from tokenspeed_core.engine.workers import bind, send, send_outputs
+from tokenspeed_core.messages import Abort, Drain, Hello, Outputs, Pulse, Ready, Submit, to_engine
 from tokenspeed_core.requests import Defaults
+from tokenspeed_core.server.child import Program
+from tokenspeed_core.server.crew import Chief, Crew
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
 from tokenspeed_core.server.service import ModelText, Options
-from tokenspeed_core.wire import pack
 
 HERE = Path(__file__)
 VOCAB_SIZE = 100_000
 
 
-def hand_out_tokens(path: str, step_seconds: float) -> None:
+def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
     """Be an engine: a token for every sequence each step, steps on a fixed beat."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.connect(f"ipc://{path}")
-    socket.send(pack(Ready(65536, 4096, 1 << 30, VOCAB_SIZE, "{}")))
+    poller, sockets = zmq.Poller(), [bind(address) for address in addresses]
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
     left: dict[int, int] = {}
-    num_steps, due = 0, time.perf_counter()
+    num_steps, num_silent, due = 0, len(sockets), time.perf_counter()
     while True:
-        while not left or socket.poll(0):
-            match to_engine.unpack(socket.recv()):
-                case Submit() as request:
-                    left.update({request.request_id + i: request.max_tokens for i in range(request.n)})
-                case Abort() as abort:
-                    for sequence_id in abort.sequence_ids.tolist():
-                        left.pop(sequence_id, None)
-                case Drain():
-                    return
+        while ready := poller.poll(0 if left else None):
+            for socket, _ in ready:
+                match to_engine.unpack(socket.recv()):
+                    case Submit() as request:
+                        left.update({request.request_id + i: request.max_tokens for i in range(request.n)})
+                    case Abort() as abort:
+                        for sequence_id in abort.sequence_ids.tolist():
+                            left.pop(sequence_id, None)
+                    case Hello():
+                        num_silent -= 1
+                        for each in [] if num_silent else sockets:
+                            send(each, Ready(65536, 4096, 1 << 30, VOCAB_SIZE, "{}"))
+                    case Drain():
+                        return
+            if not left:
+                due = time.perf_counter()
         due = max(due + step_seconds, time.perf_counter() - step_seconds)
         time.sleep(max(0.0, due - time.perf_counter()))
         ids = np.array(list(left), np.int64)
@@ -60,41 +71,57 @@ def hand_out_tokens(path: str, step_seconds: float) -> None:
         left = {sequence_id: count for sequence_id, count in left.items() if count}
         none, zeros, ones = np.zeros(0, np.int32), np.zeros(len(ids), np.int32), np.ones(len(ids), np.int32)
         no_floats = np.zeros(0, np.float32)
-        socket.send(pack(Outputs(
+        send_outputs(sockets, Outputs(
             ids, ones, (ids % VOCAB_SIZE).astype(np.int32), finish, zeros, none, 0, no_floats, none, none, no_floats
-        )))
+        ))
         num_steps += 1
-        if num_steps % 100 == 0:
-            socket.send(pack(Pulse(num_steps, len(left), 0, 1, 1, 0, False)))
+        for socket in sockets if num_steps % 100 == 0 else []:
+            send(socket, Pulse(num_steps, len(left), 0, 1, 1, 0, False))
 
 
-def be_server(step_seconds: float) -> int:
-    """Serve without a tokenizer: every event has a token's id, as it would have its text."""
-    bound = listen("127.0.0.1", 0)
-    print(url(bound), flush=True)
-    command = [sys.executable, str(HERE), "--engine"]
+def launch(bound: Socket) -> Launch:
+    """Return a worker that serves without a tokenizer: every event has a token's id, as it would have its text."""
     text = ModelText(None, None, Defaults())
-    return serve(Launch(
-        bound, Options("canned"), lambda: text, {"step_seconds": step_seconds}, "", log_level="warning",
-        engine_command=command,
+    return Launch(
+        bound, Options("canned"), lambda: text, log_level="warning",
         on_ready=lambda service: print("ready", flush=True),
-    ))
+    )
 
 
-def measure(traffic: Traffic, pace: Pace, step_seconds: float) -> int:
+def be_server(step_seconds: float, num_workers: int) -> int:
+    """Be the first worker, with an engine and the others beside it."""
+    bound, *others = listen("127.0.0.1", 0, num_workers)
+    print(url(bound), flush=True)
+    engine = Program([sys.executable, str(HERE), "--engine"], {"step_seconds": step_seconds})
+    command = [sys.executable, str(HERE), "--worker"]
+    return serve(launch(bound), Chief(engine, [Program(command, {}, each) for each in others]))
+
+
+def be_worker(arguments: list[str]) -> int:
+    """Be one of the others."""
+    told, pipe = begin("worker", arguments)
+    crew = Crew(told["worker"], told["addresses"][told["worker"]], pipe)
+    return serve(launch(Socket(fileno=told["listen_fds"][0])), crew)
+
+
+def measure(traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int) -> int:
     """Run the server and a load; print the figures."""
-    command = [sys.executable, str(HERE), "--server", str(step_seconds)]
+    command = [sys.executable, str(HERE), "--server", str(step_seconds), str(num_workers)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
         base = server.stdout.readline().strip()
-        server.stdout.readline()
-        process = psutil.Process(server.pid)
-        before = sum(process.cpu_times()[:2])
+        for _ in range(num_workers):
+            server.stdout.readline()
+        first = psutil.Process(server.pid)
+        others = [each for each in first.children() if "--worker" in each.cmdline()]
+        before = [sum(each.cpu_times()[:2]) for each in (first, *others)]
         answers = run(Target(base, "canned"), traffic.sessions, pace)
-        seconds = sum(process.cpu_times()[:2]) - before
-        figures = of_records(answers.records, {}) | {"failed": len(answers.failures)}
-        print(json.dumps({**figures, "api_us_per_token": round(seconds / figures["output_tokens"] * 1e6, 2)}))
+        after = [sum(each.cpu_times()[:2]) for each in (first, *others)]
+        seconds = [end - begin for begin, end in zip(before, after, strict=True)]
+        figures = of_records(answers.records, {}) | {"failed": len(answers.failures), "api_workers": num_workers}
+        per_token = round(sum(seconds) / figures["output_tokens"] * 1e6, 2)
+        print(json.dumps({**figures, "api_us_per_token": per_token, "api_seconds": [round(s, 2) for s in seconds]}))
     finally:
         server.terminate()
         server.wait()
@@ -106,18 +133,21 @@ def main() -> int:
     if sys.argv[1:2] == ["--engine"]:
         with open(sys.argv[2], "rb") as file:
             data = msgpack.unpack(file)
-        hand_out_tokens(data["socket"], data["config"]["step_seconds"])
+        hand_out_tokens(data["addresses"], data["step_seconds"])
         return 0
+    if sys.argv[1:2] == ["--worker"]:
+        return be_worker(sys.argv[2:])
     if sys.argv[1:2] == ["--server"]:
-        return be_server(float(sys.argv[2]))
+        return be_server(float(sys.argv[2]), int(sys.argv[3]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("users", "requests", "in_len", "out_len"):
         parser.add_argument(name, type=int)
     parser.add_argument("--procs", type=int, default=max(1, (os.cpu_count() or 2) // 4), help="client processes")
     parser.add_argument("--step-ms", type=float, default=6.0, help="the engine's beat")
+    parser.add_argument("--api-workers", type=int, default=1)
     given = parser.parse_args()
     traffic = load(given.requests, given.in_len, given.out_len, is_fixed=False)
-    return measure(traffic, Pace(given.users, None, given.procs), given.step_ms / 1e3)
+    return measure(traffic, Pace(given.users, None, given.procs), given.step_ms / 1e3, given.api_workers)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import ClassVar
 from tokenspeed_core.step import F32, I32, I64
 from tokenspeed_core.wire import Codec
 
+WORKER_SHIFT = 40  # a sequence's id, shifted right by so many bits, is the number of its API worker
+
 
 class Finish(IntEnum):
     """Why a sequence ended; 0 while it goes on. Stop strings end sequences in the API worker, as ABORT here."""
@@ -24,8 +26,8 @@ class Finish(IntEnum):
 class Submit:
     """A request: one prompt, `n` sequences. Everything is resolved; no field means "the default".
 
-    `request_id` is chosen by the API worker and unique among its live requests. Sequence i of the request
-    is known to both sides as `request_id + i`, so ids are handed out in strides of `n`.
+    `request_id` is chosen by the API worker and unique: it begins with the worker's number (`WORKER_SHIFT`).
+    Sequence i of the request is known to both sides as `request_id + i`, so ids are handed out in strides of `n`.
     """
 
     tag: ClassVar[str] = "submit"
@@ -138,5 +140,12 @@ class Drain:
     tag: ClassVar[str] = "drain"
 
 
-to_engine = Codec(Submit, Abort, Drain)
+@dataclass(frozen=True, slots=True, eq=False)
+class Hello:
+    """An API worker can serve. When all of them can, and the engine, each gets a `Ready`."""
+
+    tag: ClassVar[str] = "hello"
+
+
+to_engine = Codec(Submit, Abort, Drain, Hello)
 to_api = Codec(Outputs, Refused, Pulse, Ready, Failed)

@@ -13,11 +13,13 @@ import msgpack
 import numpy as np
 import zmq
 
+from tokenspeed_core.engine.workers import bind, send, send_outputs
 from tokenspeed_core.messages import (
     Abort,
     Drain,
     Failed,
     Finish,
+    Hello,
     Outputs,
     Pulse,
     Ready,
@@ -49,14 +51,13 @@ class Sequence:
 
 
 class FakeEngine:
-    """Answers one API process until told to drain or the pipe to its parent closes."""
+    """Answers its API workers until told to drain or the pipe to its parent closes."""
 
-    def __init__(self, config: dict[str, Any], path: str, parent: int) -> None:
+    def __init__(self, config: dict[str, Any], addresses: list[str], parent: int) -> None:
         self.config = config
         self.parent = parent
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.LINGER, 1000)
-        self.socket.connect(f"ipc://{path}")
+        self.sockets = [bind(address) for address in addresses]
+        self.num_silent = len(addresses)
         self.sequences: dict[int, Sequence] = {}
         self.num_steps = 0
         self.is_draining = False
@@ -64,32 +65,37 @@ class FakeEngine:
     def run(self) -> None:
         self.note("start")
         if "fails" in self.config:
-            self.socket.send(pack(Failed(self.config["fails"])))
+            self.sockets[0].send(pack(Failed(self.config["fails"])))
+            self.sockets[0].close(linger=1000)
             return
         time.sleep(self.config.get("start_seconds", 0))
-        vocab_size = self.config["vocab_size"]
-        self.socket.send(pack(Ready(self.config.get("max_model_len", 512), 8, 4096, vocab_size, '{"plan": []}')))
         next_pulse = 0.0
         while not (self.is_draining and not self.sequences):
             wait = self.config.get("step_seconds", 0.0) if self.sequences else 0.2
-            readable, _, _ = select.select([self.parent, int(self.socket.getsockopt(zmq.FD))], [], [], wait)
+            descriptors = [int(socket.getsockopt(zmq.FD)) for socket in self.sockets]
+            readable, _, _ = select.select([self.parent, *descriptors], [], [], wait)
             if self.parent in readable:
                 self.note("orphaned")
                 return
-            while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self.take(to_engine.unpack(self.socket.recv()))
+            for socket in self.sockets:
+                while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self.take(socket, to_engine.unpack(socket.recv()))
             self.step()
             if time.monotonic() > next_pulse:
                 next_pulse = time.monotonic() + 0.2
-                self.socket.send(pack(Pulse(self.num_steps, len(self.sequences), 0, 9, 9, 0, self.is_draining)))
+                self.send_all(Pulse(self.num_steps, len(self.sequences), 0, 9, 9, 0, self.is_draining))
         self.note("drained")
 
-    def take(self, message: Any) -> None:
+    def send_all(self, message: Any) -> None:
+        for socket in self.sockets:
+            send(socket, message)
+
+    def take(self, socket: zmq.Socket[bytes], message: Any) -> None:
         match message:
             case Submit() if message.prompt[0] == DIES:
                 os._exit(3)
             case Submit() if message.prompt[0] == QUEUE_FULL:
-                self.socket.send(pack(Refused(message.request_id, "queue_full", "the queue is full")))
+                send(socket, Refused(message.request_id, "queue_full", "the queue is full"))
             case Submit():
                 self.note(f"submit {message.request_id} x{message.n} seed={message.seed} t={message.temperature}")
                 for index in range(message.n):
@@ -100,6 +106,12 @@ class FakeEngine:
                     self.note(f"abort {sequence_id}")
             case Drain():
                 self.is_draining = True
+            case Hello():
+                self.note(f"hello {self.sockets.index(socket)}")
+                self.num_silent -= 1
+                if not self.num_silent:
+                    longest, vocab_size = self.config.get("max_model_len", 512), self.config["vocab_size"]
+                    self.send_all(Ready(longest, 8, 4096, vocab_size, '{"plan": []}'))
 
     def step(self) -> None:
         if not self.sequences or any(s.request.prompt[0] == STALLS for s in self.sequences.values()):
@@ -111,7 +123,7 @@ class FakeEngine:
         logprob_rows = [row for row, s in enumerate(running) if s.request.logprobs >= 0]
         width = max((running[row].request.logprobs for row in logprob_rows), default=0)
         chosen = [running[row].tokens[-1] for row in logprob_rows]
-        self.socket.send(pack(Outputs(
+        send_outputs(self.sockets, Outputs(
             np.array(ids, np.int64), np.ones(len(ids), np.int32),
             np.array([s.tokens[-1] for s in running], np.int32), np.array(finish, np.int32),
             np.array([len(s.request.prompt) - 1 if len(s.tokens) == 1 else 0 for s in running], np.int32),
@@ -119,7 +131,7 @@ class FakeEngine:
             np.ones(len(chosen), np.int32),
             np.array([[(i + k) % self.config["vocab_size"] for k in range(width)] for i in chosen], np.int32).ravel(),
             np.array([[-0.5 - k for k in range(width)] for _ in chosen], np.float32).ravel(),
-        )))
+        ))
         for sequence_id, end in zip(ids, finish, strict=True):
             if end != Finish.NOT:
                 del self.sequences[sequence_id]
@@ -132,4 +144,4 @@ class FakeEngine:
 if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:
         payload = msgpack.unpack(file)
-    FakeEngine(payload["config"], payload["socket"], int(sys.argv[3])).run()
+    FakeEngine(payload["config"], payload["addresses"], int(sys.argv[3])).run()

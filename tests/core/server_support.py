@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +20,11 @@ import httpx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.engine.orphan import begin
+from tokenspeed_core.errors import CheckpointError, EngineDeadError
 from tokenspeed_core.requests import Defaults
+from tokenspeed_core.server.child import Program
+from tokenspeed_core.server.crew import Chief, Crew
 from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
@@ -62,6 +66,7 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     has_tokenizer: bool = True
     text_fails: bool = False
+    num_workers: int = 1
 
 
 @dataclass
@@ -83,6 +88,10 @@ class Running:
     def said(self) -> str:
         """Return the server's own log."""
         return Path(f"{self.log}.server").read_text()
+
+    def complaints(self) -> str:
+        """Return what the server wrote to stderr."""
+        return Path(f"{self.log}.stderr").read_text()
 
     def engine_pid(self) -> int:
         """Return the fake engine's process id."""
@@ -112,15 +121,16 @@ def is_alive(pid: int) -> bool:
 @contextmanager
 def running(
     folder: Path, *, engine: dict[str, Any] | None = None, options: dict[str, Any] | None = None,
-    has_tokenizer: bool = True, text_fails: bool = False, waits: bool = True,
+    has_tokenizer: bool = True, text_fails: bool = False, num_workers: int = 1, waits: bool = True,
 ) -> Iterator[Running]:
     """Run a server until the block ends."""
     log = folder / f"engine-{time.monotonic_ns()}.log"
-    setup = Setup(str(log), engine or {}, options or {}, has_tokenizer, text_fails)
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "server_support.py"), json.dumps(asdict(setup))],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)},
-    )
+    setup = Setup(str(log), engine or {}, options or {}, has_tokenizer, text_fails, num_workers)
+    with open(f"{log}.stderr", "w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "server_support.py"), json.dumps(asdict(setup))],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, "TMPDIR": str(folder)},
+        )
     try:
         assert process.stdout is not None
         server = Running(process.stdout.readline().strip(), process, log)
@@ -136,31 +146,47 @@ def running(
             process.stdout.close()
 
 
-def main(argument: str) -> int:
-    """Run the server that `running` starts."""
-    setup = Setup(**json.loads(argument))
+def launch(setup: Setup, bound: socket.socket) -> Launch:
+    """Return what a worker of the server is started with."""
     logging.basicConfig(level=logging.INFO, filename=f"{setup.log}.server")
     tokenizer = make_tokenizer() if setup.has_tokenizer else None
     template = None if tokenizer is None else ChatTemplate(TEMPLATE, tokenizer.special_tokens)
     text = ModelText(tokenizer, template, Defaults(temperature=0.7, eos_token_ids=(0,)))
-    bound = listen("127.0.0.1", 0)
 
     def load_text() -> ModelText:
         if setup.text_fails:
             raise CheckpointError("no tokenizer")
         return text
 
-    print(url(bound), flush=True)
-
     def ready(service: Service) -> None:
         print("ready", flush=True)
 
-    return serve(Launch(
-        bound, Options(**{"model_name": "fake", "observers": (log_request,), **setup.options}), load_text,
-        {"vocab_size": 400, "log": setup.log, **setup.engine}, "", log_level="warning",
-        engine_command=[sys.executable, str(HERE / "fake_engine.py")], on_ready=ready,
-    ))
+    options = Options(**{"model_name": "fake", "observers": (log_request,), **setup.options})
+    return Launch(bound, options, load_text, log_level="warning", on_ready=ready)
+
+
+def main(argument: str) -> int:
+    """Run the server that `running` starts."""
+    setup = Setup(**json.loads(argument))
+    bound, *others = listen("127.0.0.1", 0, setup.num_workers)
+    print(url(bound), flush=True)
+    engine = Program(
+        [sys.executable, str(HERE / "fake_engine.py")],
+        {"config": {"vocab_size": 400, "log": setup.log, **setup.engine}},
+    )
+    command, told = [sys.executable, str(HERE / "server_support.py")], {"setup": asdict(setup)}
+    return serve(launch(setup, bound), Chief(engine, [Program(command, told, each) for each in others]))
+
+
+def be_worker(arguments: list[str]) -> int:
+    """Be one more worker of a server."""
+    told, pipe = begin("worker", arguments)
+    bound, number = socket.socket(fileno=told["listen_fds"][0]), told["worker"]
+    try:
+        return serve(launch(Setup(**told["setup"]), bound), Crew(number, told["addresses"][number], pipe))
+    except EngineDeadError:
+        return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1]) if len(sys.argv) == 2 else be_worker(sys.argv[1:]))

@@ -17,9 +17,10 @@ from null_world import MODEL, World, request
 from tokenspeed_core.engine import process
 from tokenspeed_core.engine.process import EngineLoop
 from tokenspeed_core.errors import EngineDeadError
-from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Refused, to_api
+from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Ready, Refused, to_api
 from tokenspeed_core.wire import pack
 
+READY = Ready(100, 8, 1000, 50, "{}")
 PATIENCE = 10.0   # seconds that a test waits for what must come
 
 
@@ -86,7 +87,7 @@ class Serving:
             return step()
 
         world.engine.step = counted  # type: ignore[method-assign]
-        loop = EngineLoop(world.engine, theirs, reading)
+        loop = EngineLoop(world.engine, READY, [theirs], reading)
 
         def run() -> None:
             try:

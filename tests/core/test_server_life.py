@@ -20,7 +20,7 @@ from server_support import Running, is_alive, running, wait_until
 
 from tokenspeed_core.errors import CapacityError, ConfigError
 from tokenspeed_core.server import lifecycle
-from tokenspeed_core.server.engine_process import PrivateFolder
+from tokenspeed_core.server.child import PrivateFolder
 from tokenspeed_core.server.listen import listen
 
 SLOW = {"step_seconds": 0.03}

@@ -52,7 +52,7 @@ class Peer:
     def __init__(self, address: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
+        self.socket.bind(address)
 
     def send(self, *messages: Any) -> None:
         for message in messages:

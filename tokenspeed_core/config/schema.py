@@ -201,6 +201,9 @@ class Config(BaseModel):
     enable_log_requests: bool = _setting(False, "observability", "log a line for each request that ended")
     enable_cache_report: bool = _setting(True, "observability", "report cached tokens in usage")
 
+    api_workers: int = _setting(
+        1, "running", "processes that serve HTTP, where one takes a whole core", unit="processes", ge=1, le=64
+    )
     no_plugins: bool = _setting(False, "running", "use TokenSpeed's own distributions only")
     strict_plugins: bool = _setting(False, "running", "end when any plugin fails to load")
     plugins_lock: str | None = _setting(None, "running", "end unless plugins are as this file of plugins freeze says")

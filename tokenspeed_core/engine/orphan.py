@@ -1,10 +1,16 @@
-"""A child that must not outlive its parent, however the parent ends."""
+"""The start of our own child processes, which must not outlive their parent, however it ends."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import signal
 import sys
+from pathlib import Path
 from signal import Signals
+from typing import Any
+
+import msgpack
 
 _PR_SET_PDEATHSIG = 1
 
@@ -13,3 +19,15 @@ def end_with_parent(by: Signals) -> None:
     """Have the kernel send this process `by` when its parent ends. Without effect where the system is not Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+
+
+def begin(program: str, arguments: list[str] | None) -> tuple[dict[str, Any], int]:
+    """Read `CONFIG_FILE --parent-fd N`; return what the file says, and the pipe that is closed when it must end."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("config")
+    parser.add_argument("--parent-fd", type=int, required=True)
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which drains this one
+    end_with_parent(signal.SIGKILL)  # also where it cannot look at the pipe: loading, or stuck
+    told: dict[str, Any] = msgpack.unpackb(Path(options.config).read_bytes())
+    return told, options.parent_fd

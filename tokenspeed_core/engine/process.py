@@ -1,27 +1,25 @@
-"""The engine as a process: one socket to the API process, the step loop, and an end when its parent ends."""
+"""The engine as a process: a socket to each API worker, the step loop, and an end when its parent ends."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
-import signal
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import msgpack
 import zmq
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.launch import discover, resolve, start
-from tokenspeed_core.engine.orphan import end_with_parent
+from tokenspeed_core.engine.orphan import begin
 from tokenspeed_core.engine.progress import StartProgress
+from tokenspeed_core.engine.workers import Socket, bind, send, send_outputs
 from tokenspeed_core.errors import TokenSpeedError
-from tokenspeed_core.messages import Abort, Drain, Failed, Pulse, Submit, to_engine
+from tokenspeed_core.messages import Abort, Drain, Failed, Hello, Pulse, Ready, Submit, to_engine
 from tokenspeed_core.wire import pack
 
 PULSE_SECONDS = 1.0
@@ -29,14 +27,15 @@ log = logging.getLogger("tokenspeed.engine")
 
 
 class EngineLoop:
-    """Receive, step, send; idle it sleeps on the socket. Returns when drained or when the parent is gone."""
+    """Receive, step, send; idle it sleeps on its sockets. Returns when drained or when the parent is gone."""
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], parent_fd: int) -> None:
-        """Take over a connected socket and the reading end of the parent's pipe."""
-        self.engine, self._socket, self._parent_fd = engine, socket, parent_fd
+    def __init__(self, engine: Engine, ready: Ready, sockets: Sequence[Socket], parent_fd: int) -> None:
+        """Take over the sockets to the API workers, the first one's first, and the reading end of the parent's pipe."""
+        self.engine, self._ready, self._sockets, self._parent_fd = engine, ready, sockets, parent_fd
         self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(parent_fd, zmq.POLLIN)
+        for each in (parent_fd, *sockets):
+            self._poller.register(each, zmq.POLLIN)
+        self._num_silent = len(sockets)  # workers that cannot serve yet
         self._is_draining = False
         self._pulse_at = 0.0
         self._was_working = False
@@ -45,14 +44,13 @@ class EngineLoop:
         """Serve until drained or orphaned. Raises EngineDeadError."""
         engine = self.engine
         while True:
-            ready = dict(self._poller.poll(self._sleep_ms()))
-            if self._parent_fd in ready:
+            readable = [each for each, _ in self._poller.poll(self._sleep_ms())]
+            if self._parent_fd in readable:
                 return
-            if self._socket in ready:
-                self._receive()
+            for socket in readable:
+                self._receive(socket)
             for outputs in engine.step():
-                if len(outputs.sequence_ids):
-                    self._socket.send(pack(outputs))
+                send_outputs(self._sockets, outputs)
             self._pulse()
             if self._is_draining and not engine.has_work:
                 return
@@ -62,24 +60,29 @@ class EngineLoop:
             return 0
         return max(0, int((self._pulse_at + PULSE_SECONDS - time.monotonic()) * 1e3) + 1)
 
-    def _receive(self) -> None:
+    def _receive(self, socket: Socket) -> None:
         while True:
             try:
-                message = to_engine.unpack(self._socket.recv(zmq.DONTWAIT))
+                message = to_engine.unpack(socket.recv(zmq.DONTWAIT))
             except zmq.Again:
                 return
             match message:
                 case Submit():
-                    self._submit(message)
+                    refused = self.engine.submit(message)
+                    if refused is not None:
+                        send(socket, refused)
                 case Abort():
                     self.engine.abort(message.sequence_ids.tolist())
                 case Drain():
                     self._is_draining = True
+                case Hello():
+                    self._num_silent -= 1
+                    if not self._num_silent:
+                        self._send_all(self._ready)
 
-    def _submit(self, request: Submit) -> None:
-        refused = self.engine.submit(request)
-        if refused is not None:
-            self._socket.send(pack(refused))
+    def _send_all(self, message: Ready | Pulse) -> None:
+        for socket in self._sockets:
+            send(socket, message)
 
     def _pulse(self) -> None:
         """Say each second, and when work begins or ends, that the loop turns."""
@@ -89,54 +92,47 @@ class EngineLoop:
         self._pulse_at, self._was_working = now, works
         scheduler = self.engine.scheduler
         counts = scheduler.kv.counts()
-        self._socket.send(pack(Pulse(
+        self._send_all(Pulse(
             self.engine.num_steps, scheduler.num_running, scheduler.num_waiting,
             counts.total, counts.free, counts.cached, self._is_draining,
-        )))
+        ))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run an engine process: `process.py CONFIG_FILE --parent-fd N`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tokenspeed-engine")
-    parser.add_argument("config")
-    parser.add_argument("--parent-fd", type=int, required=True)
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the API process, which drains this one
-    end_with_parent(signal.SIGKILL)  # also where it cannot look at the pipe: loading, or stuck
-    data = msgpack.unpackb(Path(options.config).read_bytes())
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.connect(f"ipc://{data['socket']}")
+    told, parent_fd = begin("tokenspeed-engine", arguments)
+    sockets = [bind(address) for address in told["addresses"]]
     try:
-        _serve(data, socket, options.parent_fd)
+        _serve(told, sockets, parent_fd)
     except TokenSpeedError as error:
-        socket.send(pack(Failed(str(error))))
-        socket.close(linger=2000)
+        sockets[0].send(pack(Failed(str(error))))
         return 1
-    socket.close(linger=2000)
+    finally:
+        for socket in sockets:
+            socket.close(linger=2000)
     return 0
 
 
-def _serve(data: dict[str, Any], socket: zmq.Socket[bytes], parent_fd: int) -> None:
-    config = Config.from_wire(data["config"])
+def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
+    config = Config.from_wire(told["config"])
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     catalog = discover(config)
-    catalog.verify(data["catalog_digest"])
+    catalog.verify(told["catalog_digest"])
     with StartProgress() as progress:
-        started = start(resolve(config, catalog, num_threads=_num_threads()), catalog, progress.report)
+        resolved = resolve(config, catalog, num_threads=_num_threads(config.api_workers))
+        started = start(resolved, catalog, progress.report)
     gc.collect()
     gc.freeze()  # what was made so far stays: no collection need look at it again
-    socket.send(pack(started.ready))
     try:
-        EngineLoop(started.engine, socket, parent_fd).run()
+        EngineLoop(started.engine, started.ready, sockets, parent_fd).run()
     finally:
         started.engine.close()
 
 
-def _num_threads() -> int:
-    """Return the threads for a model on the CPU, one core being left to the API process."""
+def _num_threads(api_workers: int) -> int:
+    """Return the threads for a model on the CPU, a core being left to each API worker."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number per level
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) - 1)
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) - api_workers)
 
 
 if __name__ == "__main__":

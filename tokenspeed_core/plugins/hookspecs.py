@@ -49,7 +49,7 @@ def adjust_config(config: Config) -> Mapping[str, Any] | None:
 
 @hookspec
 def observe_request(record: RequestRecord) -> None:
-    """Take note of a request that ended. Called in the API process."""
+    """Take note of a request that ended. Called in the API worker that answered it."""
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""The API process's end of the socket to the engine: requests out, columns of tokens in, and its health."""
+"""An API worker's end of the socket to the engine: requests out, columns of tokens in, and its health."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import zmq
 
 from tokenspeed_core.messages import (
+    WORKER_SHIFT,
     Abort,
-    Drain,
     Failed,
     Finish,
     Outputs,
@@ -57,7 +57,7 @@ class Sink(Protocol):
 
 
 class State(Enum):
-    """What an engine is to the API process."""
+    """What an engine is to an API worker."""
 
     STARTING = "starting"
     READY = "ready"
@@ -67,8 +67,11 @@ class State(Enum):
 class EngineLink:
     """One engine's socket, watched by the event loop; nothing here blocks or polls."""
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Bind `address` (ipc://...). Must be made inside a running event loop."""
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic, worker: int = 0) -> None:
+        """Connect to the `address` (ipc://...) that the engine binds. Must be made inside a running event loop.
+
+        Ids of sequences begin with the number of the `worker`, which no other one has.
+        """
         self.state = State.STARTING
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -76,13 +79,14 @@ class EngineLink:
         self._clock = clock
         self._pulse_at = self._progress_at = clock()
         self._sinks: dict[int, Sink] = {}
-        self._next_id = 1
+        self._next_id = (worker << WORKER_SHIFT) + 1
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
         self._socket.set_hwm(0)
-        self._socket.bind(address)
+        self._socket.reconnect_ivl = 10  # milliseconds, until the engine is there
+        self._socket.connect(address)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
 
@@ -103,18 +107,20 @@ class EngineLink:
             raise dead_error()
         for index, sink in enumerate(sinks):
             self._sinks[request.request_id + index] = sink
-        self._send(request)
+        self.send(request)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """Drop sequences that nobody waits for; those that have ended are left out."""
         live = [sequence_id for sequence_id in sequence_ids if self._sinks.pop(sequence_id, None) is not None]
         if live and self.state is State.READY:
-            self._send(Abort(np.array(live, np.int64)))
+            self.send(Abort(np.array(live, np.int64)))
 
-    def drain(self) -> None:
-        """Tell the engine to finish what runs and exit."""
-        if self.state is State.READY:
-            self._send(Drain())
+    def send(self, message: Any) -> None:
+        """Send a message, which waits for an engine that is not there yet."""
+        self._socket.send(pack(message), zmq.DONTWAIT)
+        # Sending may swallow the edge by which the descriptor tells of messages that came meanwhile.
+        if self._has_message():
+            self._loop.call_soon(self._read)
 
     def die(self, reason: str) -> None:
         """Note that the engine is gone and end whatever waits for it. Only the first reason counts."""
@@ -146,12 +152,6 @@ class EngineLink:
         if now - self._progress_at > STALL_SECONDS:
             return f"the engine has work and has not stepped for {now - self._progress_at:.0f} s"
         return None
-
-    def _send(self, message: Any) -> None:
-        self._socket.send(pack(message), zmq.DONTWAIT)
-        # Sending may swallow the edge by which the descriptor tells of messages that came meanwhile.
-        if self._has_message():
-            self._loop.call_soon(self._read)
 
     def _has_message(self) -> bool:
         return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN)

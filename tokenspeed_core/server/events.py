@@ -192,5 +192,6 @@ Dialect = Completion | Chat  # one object per request
 
 def _more(extra: Mapping[str, Any]) -> str:
     """Return the JSON of optional fields, each with the comma before it."""
-    fields = {"logprobs": None, **extra}
-    return "".join(f",{quote(name)}:{json.dumps(value)}" for name, value in fields.items())
+    logprobs = json.dumps(extra["logprobs"]) if "logprobs" in extra else "null"
+    ids = f',"token_ids":{extra["token_ids"]}' if "token_ids" in extra else ""  # Python writes them as JSON does
+    return f',"logprobs":{logprobs}{ids}'

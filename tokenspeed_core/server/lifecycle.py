@@ -1,4 +1,4 @@
-"""The life of the API process: start, ready, drain, death. One coroutine, a few events, no polling."""
+"""The life of an API worker: start, ready, drain, death. One coroutine, a few events, no polling."""
 
 from __future__ import annotations
 
@@ -9,64 +9,41 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 
 from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.messages import Hello
 from tokenspeed_core.server.app import AsgiApp, Gate, Routes
+from tokenspeed_core.server.crew import Crew
 from tokenspeed_core.server.engine_link import EngineLink
-from tokenspeed_core.server.engine_process import EngineProcess, PrivateFolder
 from tokenspeed_core.server.service import ModelText, Options, Service
 
 FLUSH_SECONDS = 5       # for answers under way when the engine died
 UNREAD_SECONDS = 20     # that a drain waits for clients to read what the engine has finished
-ENGINE_EXIT_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a server is started with. `engine_config` and `catalog_digest` are for the engine only."""
+    """What a worker is started with."""
 
     socket: socket.socket
     options: Options
     load_text: Callable[[], ModelText]
-    engine_config: Mapping[str, Any]
-    catalog_digest: str
     log_level: str = "info"
-    engine_command: Sequence[str] | None = None
     on_ready: Callable[[Service], None] = lambda service: None
     wrap: Callable[[AsgiApp], AsgiApp] = lambda app: app  # plugins' middleware, behind the key's check
 
 
-class _Http(uvicorn.Server):
-    """uvicorn without its signal handlers, which would not drain, and without its ten ticks a second."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._told_to_stop = asyncio.Event()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        await self._told_to_stop.wait()
-
-    def stop(self) -> None:
-        """Close idle connections, finish the others, and return from `serve`."""
-        self.should_exit = True
-        self._told_to_stop.set()
-
-
-def serve(launch: Launch) -> int:
-    """Serve until told to stop; return the exit status. Raises EngineDeadError when the engine dies."""
-    return asyncio.run(_Life(launch).run())
+def serve(launch: Launch, crew: Crew) -> int:
+    """Serve until told to stop; return the exit status. Raises EngineDeadError when the engine or a worker dies."""
+    return asyncio.run(_Life(launch, crew).run())
 
 
 def _http_config(app: AsgiApp, launch: Launch) -> uvicorn.Config:
@@ -83,10 +60,10 @@ def _http_config(app: AsgiApp, launch: Launch) -> uvicorn.Config:
 
 
 class _Life:
-    """One run of a server."""
+    """One run of a worker."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    def __init__(self, launch: Launch, crew: Crew) -> None:
+        self._launch, self._crew = launch, crew
         self._signals: list[signal.Signals] = []
         self._asked_to_stop = asyncio.Event()
         self._asked_twice = asyncio.Event()
@@ -96,54 +73,45 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        folder = PrivateFolder()
-        try:
-            return await self._run_in(folder)
-        finally:
-            folder.remove()
-
-    async def _run_in(self, folder: PrivateFolder) -> int:
-        engine = EngineProcess(folder.path, self._launch.engine_command)
-        link = EngineLink(engine.address)
-        # Once the engine has connected nobody looks for the socket's name: a kill from then on leaves no file.
-        link.ready.add_done_callback(lambda _: folder.remove())
+        crew = self._crew
+        link = EngineLink(crew.address, worker=crew.worker)
         service = Service(self._launch.options, link)
         app = Gate(self._launch.wrap(Routes(service)), self._launch.options.api_key)
-        http = _Http(_http_config(app, self._launch))
-        serving = asyncio.create_task(http.serve(sockets=[self._launch.socket]))
+        http = uvicorn.Server(_http_config(app, self._launch))
+        sockets = [self._launch.socket]
         try:
-            await engine.start(self._launch.engine_config, self._launch.catalog_digest)
-            return await self._live(service, engine, http, serving)
+            # Its parts, not its `serve`: that would handle signals, which do not drain, and tick ten times a second.
+            http.config.load()
+            http.lifespan = http.config.lifespan_class(http.config)
+            await http.startup(sockets)
+            await crew.start(link)
+            return await self._live(service)
         finally:
-            engine.kill()
-            http.stop()
-            with suppress(asyncio.CancelledError):
-                await serving
-            await engine.stop()
+            await crew.stop()
+            http.force_exit = self._asked_twice.is_set()
+            if http.started:
+                await http.shutdown(sockets)
             service.close()
             link.close()
 
-    async def _live(
-        self, service: Service, engine: EngineProcess, http: _Http, serving: asyncio.Task[None]
-    ) -> int:
-        link = service.link
-        watch = asyncio.create_task(_watch(engine, link))
+    async def _live(self, service: Service) -> int:
+        link, watches = service.link, self._crew.watches  # of the other workers
+        watch = asyncio.create_task(self._crew.watch_engine(link))
         opening = asyncio.create_task(self._open(service))
         try:
-            await _first(link.dead, serving, opening, self._asked_to_stop.wait())
+            await _first(link.dead, opening, *watches, self._asked_to_stop.wait())
             if opening.done():
                 opening.result()  # raises what kept the text side from loading
-                await _first(link.dead, serving, self._asked_to_stop.wait())
+                await _first(link.dead, *watches, self._asked_to_stop.wait())
         finally:
             opening.cancel()
-        if serving.done():
-            serving.result()
-            return 1
-        is_drained = not link.dead.done() and await self._drain(service, watch)
+        is_drained = not link.dead.done() and await self._drain(service)
+        watch.cancel()
         if self._asked_twice.is_set():
-            http.force_exit = True
+            self._crew.ask_to_stop()
             return 128 + self._signals[-1]
         if is_drained:
+            await asyncio.gather(*watches)  # raises EngineDeadError for a worker that died
             return 0
         what = "died" if link.ready.done() else "could not start"
         raise EngineDeadError(f"the engine {what}: {link.dead.result()}")
@@ -151,20 +119,19 @@ class _Life:
     async def _open(self, service: Service) -> None:
         """Load the text side while the engine loads, then begin to take requests."""
         text = await asyncio.to_thread(self._launch.load_text)
+        service.link.send(Hello())
         ready = await asyncio.shield(service.link.ready)
         gc.collect()
         gc.freeze()  # what was made so far stays: no collection during a stream need look at it again
         service.open(text, ready)
         self._launch.on_ready(service)
 
-    async def _drain(self, service: Service, watch: asyncio.Task[None]) -> bool:
+    async def _drain(self, service: Service) -> bool:
         """Take no more requests, finish those that run, let the engine go. Return whether all that worked."""
-        if service.num_active:
+        self._crew.ask_to_stop()
+        if service.num_active and not self._crew.worker:
             with suppress(OSError):  # the disk that the log is on may be full
-                print(
-                    f"draining: {service.num_active} requests are running; interrupt again to stop at once",
-                    file=sys.stderr, flush=True,
-                )
+                print("draining; interrupt again to stop at once", file=sys.stderr, flush=True)
         drained = asyncio.create_task(service.drained())
         unread = asyncio.create_task(_only_unread(service.link))
         await _first(drained, unread, service.link.dead, self._asked_twice.wait())
@@ -175,8 +142,7 @@ class _Life:
                 return False
             log.warning("%d clients do not read their answers; they are left", service.num_active)
         if service.serving is not None:
-            service.link.drain()
-            await _first(watch, self._asked_twice.wait(), asyncio.sleep(ENGINE_EXIT_SECONDS))
+            await _first(self._crew.retire(service.link), self._asked_twice.wait())
         return True
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -184,12 +150,6 @@ class _Life:
         if self._asked_to_stop.is_set():
             self._asked_twice.set()
         self._asked_to_stop.set()
-
-
-async def _watch(engine: EngineProcess, link: EngineLink) -> None:
-    """Tell the link when the engine's process ends."""
-    how = await engine.wait()
-    link.die(f"its process {how}")
 
 
 async def _only_unread(link: EngineLink) -> None:

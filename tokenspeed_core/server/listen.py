@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from typing import Any
 
 import psutil
 
 from tokenspeed_core.errors import CapacityError, ConfigError
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address, not yet listening; port 0 takes a free one.
+def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
+    """Return sockets that listen at one address; port 0 takes a free one. The system spreads connections over them.
 
     Raises CapacityError when the port is taken or not allowed, ConfigError for an unknown host.
     """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from error
-    bound = socket.socket(family, kind, proto)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    bound: list[socket.socket] = []
     try:
-        bound.bind(address)
-        bound.listen(2048)
+        bound.append(_open(family, address))
+        if count > 1:
+            # Sockets that share a port would share it with another server of this user's, too: the first one, which
+            # does not, has found that there is none.
+            with bound.pop() as alone:
+                address = alone.getsockname()
+            bound += [_open(family, address, shares=True) for _ in range(count)]
     except OSError as error:
-        bound.close()
         if error.errno == errno.EADDRINUSE:
             raise CapacityError(
                 f"port {port} on {host} is in use{_owner(port)}: stop that, or choose another with --port "
                 "(0 takes a free one)"
             ) from error
-        raise CapacityError(f"cannot listen on {host}:{port}: {error.strerror}; see --host and --port") from error
+        what = os.strerror(error.errno or 0)
+        raise CapacityError(f"cannot listen on {host}:{port}: {what}; see --host and --port") from error
     return bound
+
+
+def _open(family: int, address: Any, *, shares: bool = False) -> socket.socket:
+    return socket.create_server(
+        address, family=family, backlog=2048, reuse_port=shares, dualstack_ipv6=family == socket.AF_INET6
+    )
 
 
 def _owner(port: int) -> str:

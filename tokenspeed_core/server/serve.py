@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,9 +14,14 @@ from functools import partial
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import discover
+from tokenspeed_core.engine.orphan import begin
+from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
+from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.requests import Defaults
+from tokenspeed_core.server.child import Program
+from tokenspeed_core.server.crew import Chief, Crew
 from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
@@ -22,7 +29,7 @@ from tokenspeed_core.server.service import ModelText, Options, Service
 from tokenspeed_core.text import load_text
 from tokenspeed_core.text.parsers import find_parsers
 
-INTERRUPTED = 130
+ENGINE = "tokenspeed_core.engine.process"
 
 
 def run(config: Config) -> int:
@@ -30,36 +37,63 @@ def run(config: Config) -> int:
 
     Raises TokenSpeedError, in one line that says what to do, where it cannot start or the engine dies.
     """
-    bound = listen(config.host, config.port)
+    bound, *others = sockets = listen(config.host, config.port, config.api_workers)
     try:
         catalog = discover(config)
         hooks = Hooks.load(catalog)
         config = hooks.adjust(config)
         checkpoint = resolve_checkpoint(config, catalog)
-        options = Options(
-            model_name=config.served_model_name or checkpoint.name,
-            api_key=config.api_key,
-            stream_interval=config.stream_interval,
-            reports_cached_tokens=config.enable_cache_report,
-            has_priorities=config.schedule_policy != "fcfs",
-            observers=_observers(config, hooks),
-            parsers=find_parsers(config, catalog),
+        settled = config.resolved(
+            model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
         )
-        for_engine = config.resolved(model=str(checkpoint.path), api_key=None)
-        return serve(Launch(
-            socket=bound,
-            options=options,
-            load_text=partial(_load_text, config, checkpoint),
-            engine_config=for_engine.to_wire(),
-            catalog_digest=catalog.digest(),
-            log_level=config.log_level_http or config.log_level,
-            on_ready=partial(_announce, bound),
-            wrap=hooks.add_middleware,
-        ))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound))
+        engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
+        return serve(launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others]))
     finally:
-        bound.close()
+        for each in sockets:
+            each.close()
+
+
+def _program(module: str, config: Config, catalog: Catalog, listener: socket.socket | None = None) -> Program:
+    told = {"config": config.to_wire(), "catalog_digest": catalog.digest()}
+    return Program((sys.executable, "-P", "-m", module), told, listener)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Be one more API worker: `serve.py CONFIG_FILE --parent-fd N`. Returns the exit status."""
+    told, pipe = begin("tokenspeed-api-worker", arguments)
+    config = Config.from_wire(told["config"])
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.disable()  # what there is to say about the start the first worker says
+    try:
+        catalog = discover(config)
+        catalog.verify(told["catalog_digest"])
+        launch = _launch(
+            config, catalog, Hooks.load(catalog), socket.socket(fileno=told["listen_fds"][0]),
+            resolve_checkpoint(config, catalog), lambda service: logging.disable(logging.NOTSET),
+        )
+        return serve(launch, Crew(told["worker"], told["addresses"][told["worker"]], pipe))
+    except EngineDeadError:
+        return 1  # the first worker says why
+    except TokenSpeedError as error:
+        print(f"tokenspeed: {error}", file=sys.stderr)
+        return 1
+
+
+def _launch(
+    config: Config, catalog: Catalog, hooks: Hooks, bound: socket.socket, checkpoint: ResolvedCheckpoint,
+    on_ready: Callable[[Service], None],
+) -> Launch:
+    assert config.served_model_name is not None
+    options = Options(
+        model_name=config.served_model_name, api_key=config.api_key, stream_interval=config.stream_interval,
+        reports_cached_tokens=config.enable_cache_report, has_priorities=config.schedule_policy != "fcfs",
+        observers=_observers(config, hooks), parsers=find_parsers(config, catalog),
+    )
+    return Launch(
+        bound, options, partial(_load_text, config, checkpoint), config.log_level_http or config.log_level, on_ready,
+        wrap=hooks.add_middleware,
+    )
 
 
 def _observers(config: Config, hooks: Hooks) -> tuple[Callable[[RequestRecord], None], ...]:
@@ -92,3 +126,7 @@ def _announce(bound: socket.socket, service: Service) -> None:
             f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
             flush=True,
         )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The engine as a child process: its private folder, its start by argv, its death noticed, no orphan left."""
+"""Our child processes: a private folder each, a start by argv, their death noticed, no orphan left."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ _MAX_FOLDER = 80  # characters; a socket's path may have 107
 
 
 class PrivateFolder:
-    """A folder only this user reads, for the socket and the engine's configuration.
+    """A folder only this user reads, for a socket and a child's configuration.
 
     It holds a lock as long as its process lives, so that a later start knows which folders were left
     behind by a process that was killed, and removes those.
@@ -43,7 +44,7 @@ class PrivateFolder:
             self.path = hidden.rename(base / hidden.name[1:])  # swept only from now on, when it is locked
         except OSError as error:
             raise CapacityError(
-                f"cannot make a folder for the engine's socket in {base}: {error.strerror}; free space there, "
+                f"cannot make a folder for the engine's sockets in {base}: {error.strerror}; free space there, "
                 "or name another with TMPDIR"
             ) from error
 
@@ -71,44 +72,46 @@ def _sweep(base: Path) -> None:
             os.close(lock)
 
 
-class EngineProcess:
-    """One engine process. It ends itself when the pipe that this process holds is closed, however that is."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a child runs, what it is told (plain data, which it reads from a file), and where it listens."""
 
-    def __init__(self, folder: Path, command: Sequence[str] | None = None) -> None:
-        """`command` stands for the engine in tests; it is called with the same arguments."""
-        self.address = f"ipc://{folder / 'engine.sock'}"
-        self._config_file = folder / "engine.msgpack"
-        self._command = command or (sys.executable, "-P", "-m", "tokenspeed_core.engine.process")
-        self._process: asyncio.subprocess.Process | None = None
-        self._pipe = -1
+    command: Sequence[str]
+    told: Mapping[str, Any]
+    listener: socket.socket | None = None
 
-    async def start(self, config: Mapping[str, Any], catalog_digest: str) -> None:
-        """Start the engine. What it prints goes where this process prints."""
-        payload = {
-            "config": dict(config), "socket": self.address.removeprefix("ipc://"),
-            "catalog_digest": catalog_digest,
-        }
-        data = msgpack.packb(payload)
-        assert isinstance(data, bytes)
-        self._config_file.write_bytes(data)
-        theirs, self._pipe = os.pipe()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command, str(self._config_file), "--parent-fd", str(theirs),
-                stdin=subprocess.DEVNULL, pass_fds=(theirs,),
-                start_new_session=True,  # Ctrl-C in the terminal is for this process, which drains
-            )
-        finally:
-            os.close(theirs)
 
-    @property
-    def pid(self) -> int | None:
-        """The engine's process id, once started."""
-        return None if self._process is None else self._process.pid
+async def start(program: Program, config_file: Path, **told: Any) -> Child:
+    """Start a child, which is told something more. What it prints goes where this process prints.
+
+    Its listener is closed here: nobody else would take the connections that the system gives it.
+    """
+    listen_fds = [] if program.listener is None else [program.listener.fileno()]
+    data = msgpack.packb({**program.told, **told, "listen_fds": listen_fds})
+    assert isinstance(data, bytes)
+    config_file.write_bytes(data)
+    theirs, ours = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *program.command, str(config_file), "--parent-fd", str(theirs),
+            stdin=subprocess.DEVNULL, pass_fds=(theirs, *listen_fds),
+            start_new_session=True,  # Ctrl-C in the terminal is for the first process, which drains
+        )
+    finally:
+        os.close(theirs)
+    if program.listener is not None:
+        program.listener.close()
+    return Child(process, ours)
+
+
+class Child:
+    """A child process. It ends itself when the pipe that this process holds is closed, however that is."""
+
+    def __init__(self, process: asyncio.subprocess.Process, pipe: int) -> None:
+        self._process, self._pipe = process, pipe
 
     async def wait(self) -> str:
-        """Wait for the engine's end and return how it ended, as part of a sentence."""
-        assert self._process is not None
+        """Wait for its end and return how it ended, as part of a sentence."""
         code = await self._process.wait()
         if code >= 0:
             return f"exited with status {code}"
@@ -117,20 +120,16 @@ class EngineProcess:
         return f"was killed by {name}{hint}"
 
     async def stop(self, seconds: float = 5.0) -> None:
-        """End the engine: by closing the pipe, then by force. Safe to call twice."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-        if self._process is None or self._process.returncode is not None:
-            return
+        """End it: by closing the pipe, then by force."""
+        os.close(self._pipe)
         try:
             await asyncio.wait_for(self._process.wait(), seconds)
         except TimeoutError:
-            self.kill()
+            self.send(signal.SIGKILL)
             await self._process.wait()
 
-    def kill(self) -> None:
-        """End the engine at once."""
-        if self._process is not None and self._process.returncode is None:
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                self._process.send_signal(number)

@@ -1,0 +1,222 @@
+"""Several API workers behind one address: each answers alone, all begin together, and none outlives the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from server_support import Running, is_alive, running, wait_until
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.workers import split
+from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.messages import WORKER_SHIFT, Outputs
+
+SLOW = {"step_seconds": 0.03}
+ENDLESS: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400, "stream": True}
+
+
+@contextmanager
+def connections(server: Running, count: int) -> Iterator[list[httpx.Client]]:
+    """Open so many connections, all of which stay open."""
+    clients = [server.client() for _ in range(count)]
+    try:
+        for client in clients:
+            assert client.get("/health").status_code == 200
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+
+
+def owners(server: Running) -> Counter[int]:
+    """Return how many requests each worker sent to the engine."""
+    ids = [int(note.split()[1]) for note in server.notes() if note.startswith("submit")]
+    assert len(set(ids)) == len(ids), "two workers chose the same id"
+    return Counter(each >> WORKER_SHIFT for each in ids)
+
+
+def workers(server: Running) -> list[psutil.Process]:
+    """Return the processes of the workers beside the first, in the order of their numbers."""
+    children = psutil.Process(server.process.pid).children()
+    return sorted((child for child in children if child.pid != server.engine_pid()), key=lambda child: child.pid)
+
+
+def all_ended(server: Running, others: list[psutil.Process], seconds: float = 10.0) -> int:
+    """Wait for the end of every process of a server; return its status."""
+    status = server.process.wait(seconds)
+    wait_until(lambda: not any(map(is_alive, [server.engine_pid(), *(each.pid for each in others)])), 5, "all ended")
+    assert not list(server.log.parent.glob("*tokenspeed-*")), "a socket's folder was left behind"
+    return status
+
+
+def ask_from_all(clients: list[httpx.Client], body: dict[str, Any]) -> list[httpx.Response | httpx.HTTPError]:
+    """Send a request on every connection at once; return the answers, or how they failed, in that order."""
+    answers: dict[int, httpx.Response | httpx.HTTPError] = {}
+
+    def post(number: int) -> None:
+        try:
+            answers[number] = clients[number].post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            answers[number] = error
+
+    threads = [threading.Thread(target=post, args=(number,)) for number in range(len(clients))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[number] for number in range(len(clients))]
+
+
+def in_background(clients: list[httpx.Client], body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+    """Do the same from a thread; the answers will be in the list."""
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.extend(ask_from_all(clients, body)))
+    thread.start()
+    return thread, answers
+
+
+def test_requests_are_spread_and_answered_as_by_one_worker(tmp_path: Path) -> None:
+    body = {"prompt": "hello world, how are you", "max_tokens": 30, "temperature": 0, "logprobs": 2}
+    with running(tmp_path) as alone, alone.client() as client:
+        expected = client.post("/v1/completions", json=body).json()["choices"]
+    with running(tmp_path, num_workers=3) as server, connections(server, 24) as clients:
+        answers = ask_from_all(clients, body)
+        assert all(isinstance(each, httpx.Response) and each.json()["choices"] == expected for each in answers)
+        assert set(owners(server)) == {0, 1, 2}
+        assert max(owners(server).values()) <= 19, "one worker got nearly everything"
+        told = {client.get(path).text for client in clients for path in ("/v1/plugins", "/v1/models", "/health")}
+        assert len(told) == 3, "workers differ in what they say of the server"
+
+
+def test_no_worker_serves_before_all_can_and_the_engine_is_ready(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"start_seconds": 1.0}, num_workers=3, waits=False) as server:
+        seen = []
+        deadline = time.monotonic() + 20
+        while seen[-20:] != [200] * 20 and time.monotonic() < deadline:
+            with server.client() as client:
+                seen.append(client.get("/health").status_code)
+        assert seen[0] == 503
+        assert {note for note in server.notes() if note.startswith("hello")} == {"hello 0", "hello 1", "hello 2"}
+        first = seen.index(200)
+        # The word reaches the workers one after another, within a moment.
+        assert seen[first + 3:].count(503) == 0, seen[first:]
+
+
+def test_a_client_that_leaves_is_aborted_whichever_worker_it_spoke_to(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        for client in clients:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=ENDLESS | {"stream": False}, timeout=0.3)
+        ids = [note.split()[1] for note in server.notes() if note.startswith("submit")]
+        for each in ids:
+            server.wait_for(f"abort {each}", 3)
+        assert set(owners(server)) == {0, 1}
+
+
+def test_a_killed_worker_ends_the_server_once_the_others_have_finished_theirs(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        thread, answers = in_background(clients, ENDLESS | {"max_tokens": 60})
+        wait_until(lambda: owners(server).total() == 12, 5, "all at work")
+        (other,) = others = workers(server)
+        other.kill()
+        thread.join(20)
+        answered = [each.text for each in answers if isinstance(each, httpx.Response)]
+        whole = [text for text in answered if '"finish_reason":"length"' in text]
+        assert len(whole) == owners(server)[0], "a request of the worker that lives was lost"
+        assert all_ended(server, others) == 1
+        assert "API worker 1 of 2 was killed by SIGKILL" in server.complaints()
+
+
+def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"start_seconds": 30}, num_workers=2, waits=False) as server:
+        wait_until(lambda: len(workers(server)) == 1 if server.log.exists() else False, 10, "the worker's process")
+        others = workers(server)
+        others[0].kill()
+        assert all_ended(server, others) == 1
+        assert "API worker 1 of 2 was killed by SIGKILL" in server.complaints()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=3) as server, connections(server, 24) as clients:
+        others = workers(server)
+        thread, answers = in_background(clients, ENDLESS | {"max_tokens": 40})
+        wait_until(lambda: owners(server).total() == 24, 5, "all at work")
+        assert set(owners(server)) == {0, 1, 2}
+        server.process.send_signal(number)
+        assert all_ended(server, others) == 0
+        thread.join()
+        assert all('"finish_reason":"length"' in each.text for each in answers)
+        assert "drained" in server.notes()
+        assert server.complaints().count("draining") == 1
+
+
+def test_a_second_signal_ends_all_workers_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"step_seconds": 0.5}, num_workers=2) as server, connections(server, 8) as clients:
+        others = workers(server)
+        thread, _ = in_background(clients, ENDLESS)
+        wait_until(lambda: owners(server).total() == 8, 5, "all at work")
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert all_ended(server, others, 5) == 128 + signal.SIGTERM
+        thread.join()
+
+
+def test_a_dead_engine_is_told_by_every_worker_to_those_who_wait(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        others = workers(server)
+        thread, answers = in_background(clients, ENDLESS)
+        wait_until(lambda: owners(server).total() == 12, 5, "all at work")
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        thread.join(10)
+        assert all('"code": "engine_dead"' in each.text.split("\n\n")[-3] for each in answers)
+        assert all_ended(server, others) == 1
+
+
+def test_a_killed_first_worker_leaves_nothing_behind(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=3) as server:
+        others = workers(server)
+        assert len(others) == 2
+        server.process.kill()
+        assert all_ended(server, others) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [0, -1, 65, 1000, "two", True])
+def test_a_number_of_workers_that_cannot_be_is_refused(number: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--api-workers|api_workers"):
+        Config.from_keywords(api_workers=number)
+
+
+def test_each_worker_gets_its_own_rows_with_their_log_probabilities() -> None:
+    ids = np.array([1, (1 << WORKER_SHIFT) + 1, 2, (2 << WORKER_SHIFT) + 7, (1 << WORKER_SHIFT) + 2], np.int64)
+    counts = np.array([1, 2, 0, 1, 3], np.int32)
+    outputs = Outputs(
+        ids, counts, np.arange(7, dtype=np.int32), np.array([0, 0, 3, 2, 1], np.int32), np.arange(5, dtype=np.int32),
+        np.array([1, 3, 4], np.int32), 2, np.arange(6, dtype=np.float32), np.arange(6, dtype=np.int32),
+        np.arange(12, dtype=np.int32), np.arange(12, dtype=np.float32),
+    )
+    parts = dict(split(outputs))
+    assert {worker: part.sequence_ids.tolist() for worker, part in parts.items()} == {
+        0: [1, 2], 1: [(1 << WORKER_SHIFT) + 1, (1 << WORKER_SHIFT) + 2], 2: [(2 << WORKER_SHIFT) + 7],
+    }
+    assert {worker: part.token_ids.tolist() for worker, part in parts.items()} == {0: [0], 1: [1, 2, 4, 5, 6], 2: [3]}
+    assert [parts[worker].finish.tolist() for worker in range(3)] == [[0, 3], [0, 1], [2]]
+    assert [parts[worker].logprob_rows.tolist() for worker in range(3)] == [[], [0, 1], [0]]
+    assert [parts[worker].logprob_chosen.tolist() for worker in range(3)] == [[], [0, 1, 3, 4, 5], [2]]
+    assert parts[1].logprob_top_ids.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+    columns = [column for part in parts.values() for column in (part.logprob_rows, part.token_ids)]
+    assert {column.dtype for column in columns} == {np.dtype(np.int32)}

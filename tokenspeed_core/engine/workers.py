@@ -1,0 +1,59 @@
+"""The engine's sockets to the API workers, and whose tokens are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import zmq
+
+from tokenspeed_core.messages import WORKER_SHIFT, Outputs
+from tokenspeed_core.wire import pack
+
+Socket = zmq.Socket[bytes]
+
+
+def bind(address: str) -> Socket:
+    """Return a socket to which an API worker connects."""
+    socket: Socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.bind(address)
+    return socket
+
+
+def send(socket: Socket, message: Any) -> None:
+    """Send a message; to a worker that is gone nothing goes."""
+    try:
+        socket.send(pack(message), zmq.DONTWAIT)
+    except zmq.Again:
+        return
+
+
+def send_outputs(sockets: Sequence[Socket], outputs: Outputs) -> None:
+    """Send each API worker its own sequences' tokens, in one message."""
+    if len(sockets) > 1:
+        for worker, part in split(outputs):
+            send(sockets[worker], part)
+    elif len(outputs.sequence_ids):
+        send(sockets[0], outputs)
+
+
+def split(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
+    """Yield each API worker that has sequences in a step, with their rows."""
+    owners = outputs.sequence_ids >> WORKER_SHIFT
+    workers = np.unique(owners).tolist()
+    for worker in workers:
+        rows = owners == worker
+        listed = rows[outputs.logprob_rows]
+        entries = np.repeat(listed, outputs.num_tokens[outputs.logprob_rows])
+        alternatives = np.repeat(entries, outputs.logprob_width)
+        place = np.cumsum(rows, dtype=np.int32) - np.int32(1)
+        yield worker, Outputs(
+            outputs.sequence_ids[rows], outputs.num_tokens[rows],
+            outputs.token_ids[np.repeat(rows, outputs.num_tokens)],
+            outputs.finish[rows], outputs.num_cached_tokens[rows],
+            place[outputs.logprob_rows[listed]], outputs.logprob_width,
+            outputs.logprob_chosen[entries], outputs.logprob_ranks[entries],
+            outputs.logprob_top_ids[alternatives], outputs.logprob_top_values[alternatives],
+        )
