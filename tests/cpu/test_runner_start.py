@@ -87,6 +87,8 @@ def test_every_step_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens()
     for decodes, tokens in ((0, 1), (256, 8192), (17, 500), (65, 33), (1, 5000)):
         fitting = [s.num_chunk_tokens for s in sizes if s.num_decodes >= decodes and s.num_chunk_tokens >= tokens]
         assert min(fitting) <= max(32, 2 * tokens)
+    many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 4096})
+    assert many == [4096, 5120, 6144, 7168, 8192]
     assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
 
 

@@ -11,6 +11,7 @@ _STEP = 8
 _MOST_DECODES = 256
 _MOST_CHUNKS = 64
 _FEW_TOKENS = 512  # up to here, padding decodes costs as much as the chunk itself
+_MANY_TOKENS = 4096  # from here on, padding costs more than a graph more does
 _SMALLEST_CHUNK = 32
 
 
@@ -32,11 +33,14 @@ def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | No
 
 
 def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int) -> tuple[BucketSize, ...]:
-    """Return the buckets of decodes alone, and those with chunks, by tokens: in steps of a third or a half."""
+    """Return the buckets of decodes alone, and those with chunks, by tokens: in steps of a third or a half.
+
+    Where tokens are many, steps are at most a quarter.
+    """
     tokens = [_SMALLEST_CHUNK]
     while tokens[-1] < max_num_tokens:
         power = 1 << (tokens[-1].bit_length() - 1)
-        tokens.append(power + power // 2 if tokens[-1] == power >= 256 else 2 * power)
+        tokens.append(tokens[-1] + power // (1 if power < 256 else 2 if power < _MANY_TOKENS else 4))
     most, chunks = decodes[-1], min(_MOST_CHUNKS, max_num_seqs)
     few = sorted({0, *(size for size in (16, 64) if size < most), most})
     mixed = [
