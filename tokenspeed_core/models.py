@@ -6,7 +6,7 @@ so that memory and cache groups are planned without loading a tensor library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,6 +123,9 @@ class BuildContext(Protocol):
     dtype: torch.dtype
     device: torch.device
     quantization: Quantization | None
+
+    def each_layer(self, num_layers: int) -> Iterator[int]:
+        """Yield the layers from 0, so that what a loop over them asks for is known to be that layer's."""
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return the selected kernel of an op for a problem (see the op's contract for both)."""

@@ -26,7 +26,7 @@ class Qwen3ForCausalLM(CausalLM):
                 ),
                 MLP(build, c.hidden_size, c.intermediate_size),
             )
-            for layer in range(c.num_layers)
+            for layer in build.each_layer(c.num_layers)
         ]
         super().__init__(build, layers, vocab_size=c.vocab_size, hidden_size=c.hidden_size,
                          norm_eps=c.norm_eps, tie_embeddings=c.tie_embeddings)

@@ -6,7 +6,7 @@ also judge what a family asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ class DenseBuild:
         self.dtype, self.device, self.quantization = dtype, torch.device(device), None
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention] = {}
+
+    def each_layer(self, num_layers: int) -> Iterator[int]:
+        """Yield the layers from 0."""
+        yield from range(num_layers)
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return a plain torch implementation of an op. Raises ValueError on a problem not of its axes."""

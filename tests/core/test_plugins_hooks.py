@@ -127,7 +127,7 @@ def test_a_module_with_an_unknown_hook_is_left_out_and_ends_a_strict_start(
         return Catalog.discover(Selection.read({}), strict=strict, distributions=distributions(path=[str(tmp_path)]))
 
     lenient = catalog(strict=False)
-    assert not Hooks.load(lenient).has("observe_step")
+    assert Hooks.load(lenient).observer("observe_step") is None
     assert [entry.status for entry in lenient.all()] == [Status.FAILED]
     with pytest.raises(PluginError, match="observe_steps"):
         Hooks.load(catalog(strict=True))
@@ -140,8 +140,10 @@ def test_an_observer_that_fails_is_switched_off_and_the_others_go_on(caplog: pyt
         raise RuntimeError("no disk")
 
     hooks = registered(bad=plugin(observe_step=fail), good=plugin(observe_step=lambda record: seen.append(record)))
-    hooks.observe_step(STEP)
-    hooks.observe_step(STEP)
+    observe = hooks.observer("observe_step")
+    assert observe is not None
+    observe(STEP)
+    observe(STEP)
     assert seen == [STEP, STEP]
     assert [record.message for record in caplog.records] == [
         "hooks of bad failed in observe_step and are switched off"
@@ -152,10 +154,10 @@ def test_an_observer_that_fails_is_switched_off_and_the_others_go_on(caplog: pyt
 def test_records_are_wanted_only_where_somebody_observes() -> None:
     seen: list[RequestRecord] = []
     hooks = registered(one=plugin(observe_request=lambda record: seen.append(record)))
-    assert hooks.has("observe_request")
-    assert not hooks.has("observe_step")
-    hooks.observe_step(STEP)
-    hooks.observe_request(REQUEST)
+    assert hooks.observer("observe_step") is None
+    observe = hooks.observer("observe_request")
+    assert observe is not None
+    observe(REQUEST)
     assert seen == [REQUEST]
 
 

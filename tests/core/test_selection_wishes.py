@@ -113,6 +113,32 @@ def test_every_layer_and_phase_gets_what_the_narrowest_wish_says_or_the_clash_is
             selector.check()
 
 
+FORMATS = tuple(
+    OpContract(name, "moe", "", {}, "a.b:c", "a.b:d", ()) for name in ("experts", "experts_fp8", "experts_nvfp4")
+)
+
+
+def test_a_format_narrows_a_family_to_the_ops_that_are_named_after_it() -> None:
+    kernels = [kernel(backend, each.name) for each in FORMATS for backend in ("one", "two")]
+    selector = Selector(kernels, CPU, [wish("moe.fp8", "two")], ops=merge_ops(FORMATS))
+    backends = {each.name: selector.select(each.name, {"dtype": "bfloat16"}).spec.backend for each in FORMATS}
+    assert backends == {"experts": "one", "experts_fp8": "two", "experts_nvfp4": "one"}
+    selector.check()
+
+
+def test_a_format_that_the_model_has_not_is_an_error_that_says_which_ops_there_are() -> None:
+    selector = Selector([kernel("one", "experts_fp8")], CPU, [wish("moe.nvfp4", "one")], ops=merge_ops(FORMATS))
+    selector.select("experts_fp8", {"dtype": "bfloat16"})
+    with pytest.raises(SelectionError, match=r"moe.nvfp4 has no effect: moe is asked for as experts_fp8, with phase"):
+        selector.check()
+
+
+@pytest.mark.parametrize(("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_a_dtype_may_be_typed_in_short(short: str, dtype: str) -> None:
+    assert Preference.parse(f"attention.{short}", ("one",)).dtype == dtype
+    assert Preference.parse(f"attention.decode.{short}.0-3", ("one",)).dtype == dtype
+
+
 def test_one_op_goes_before_its_family() -> None:
     kernels = (*KERNELS, kernel("fast", "greedy"), kernel("fast", "sample"))
     selector = Selector(kernels, CPU, [wish("sampling", "plain"), wish("greedy", "fast")])
@@ -132,9 +158,9 @@ def test_the_plan_tells_which_layers_each_wish_took() -> None:
 
 
 @pytest.mark.parametrize("scope", ["attention.later", "attention.0.decode", "attention.decode.decode", "attention.",
-                                   "", ".decode", "attention.float31", "attention.-3", "attention.3-", "a b"])
+                                   "", ".decode", "attention.-3", "attention.3-", "a b"])
 def test_a_scope_that_is_none_is_refused_with_the_form(scope: str) -> None:
-    with pytest.raises(ConfigError, match=r"must read OP\[\.PHASE\]\[\.DTYPE\]\[\.LAYERS\].* prefill, decode, the dt"):
+    with pytest.raises(ConfigError, match=r"must read OP\[\.PHASE\]\[\.DTYPE\]\[\.LAYERS\].* prefill, decode; a dtype"):
         wish(scope, "one")
 
 

@@ -25,6 +25,10 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--kernel-backend", "norm.3-1.decode=torch"), "must read OP[.PHASE][.DTYPE][.LAYERS]"),
         (("--kernel-backend", "attention.4-5=torch"), "dtype bfloat16; layers 0-4"),
         (("--kernel-backend", "attention.float16=torch"), "dtype bfloat16"),
+        (("--kernel-backend", "linear.fp8=torch"), "linear is asked for with phase none; dtype bfloat16; layers 0-4"),
+        (("--kernel-backend", "norm.5=torch"), "norm is asked for as add_rms_norm, rms_norm, with phase none"),
+        (("--moe-backend.fp8", "torch"), "--moe-backend.fp8 has no effect: the model asks for no moe"),
+        (("--moe-backend.int3", "torch"), "--moe-backend.int3: no such setting"),
         (("--kernel-backend", "norm.decode=torch"), "--kernel-backend norm.decode has no effect"),
         (("--moe-backend", "torch"), "--moe-backend has no effect: the model asks for no moe, but for add_rms_norm"),
         (("--kernel-backend", "attention=torch", "--attention-backend", "torch"),
@@ -47,6 +51,24 @@ def test_what_was_narrowed_is_in_the_report(capsys: pytest.CaptureFixture[str]) 
     assert max(map(len, table)) <= 80
     assert len(table) <= 24
     assert any(line.startswith("attention ") and "torch" in line for line in table)
+
+
+def test_a_format_narrows_to_what_is_quantised_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DRY, "--quantization", "fp8", "--kernel-backend", "linear.fp8=torch"]) == 0
+    assert main([*DRY, "--kernel-backend", "linear.bf16=torch"]) == 0
+    assert main(["plugins", "why", "linear", "--device", "cpu", "--quantization", "fp8",
+                 "--kernel-backend", "linear.fp8=torch"]) == 0
+    assert "asked for by --kernel-backend linear.fp8" in capsys.readouterr().out
+
+
+def test_a_layer_may_have_a_backend_of_its_own_for_any_op() -> None:
+    wishes = {"linear.1-2": "torch", "norm.3": "torch", "activation.0": "torch"}
+    with LLM(device="cpu", max_total_tokens=512, max_model_len=128, kernel_backend=wishes) as llm:
+        layers = {(planned.op, planned.asked_by): planned.layers for planned in llm.kernel_plan.ops}
+    assert layers["linear", "--kernel-backend linear.1-2"] == (1, 2)
+    assert layers["add_rms_norm", "--kernel-backend norm.3"] == (3,)
+    assert layers["silu_mul", "--kernel-backend activation.0"] == (0,)
+    assert layers["silu_mul", "auto"] == (1, 2, 3, 4)
 
 
 def test_layers_may_have_backends_of_their_own_and_the_answer_stays() -> None:

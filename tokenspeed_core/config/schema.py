@@ -172,7 +172,7 @@ class Config(BaseModel):
     )
     moe_backend: BackendChoice = _setting(
         {"default": AUTO}, "backends", "expert backends in order of preference",
-        kind="kernels.moe", takes="NAME[,NAME...]",
+        narrow=("bf16", "fp16", "fp8", "mxfp4", "mxfp8", "nvfp4"), kind="kernels.moe", takes="NAME[,NAME...]",
     )
     sampling_backend: BackendChoice = _setting(
         {"default": AUTO}, "backends", "sampling backends in order of preference",

@@ -24,18 +24,15 @@ def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tu
     about a backend that is not there or was left out; ConfigError for one about no known op.
     """
     found: list[InstalledKernel] = []
-    for kind in catalog.kinds():
-        if not kind.startswith(KERNELS_PREFIX):
+    for entry in catalog.all():
+        if not entry.kind.startswith(KERNELS_PREFIX) or entry.status is not Status.OK:
             continue
-        for entry in catalog.entries(kind):
-            value = catalog.load(entry)
-            specs = value if isinstance(value, tuple) else (value,)
-            wrong = [s for s in specs if not isinstance(s, KernelSpec) or s.backend != entry.name]
-            if value is None:
-                continue
-            if wrong:
-                catalog.reject(entry, f"{wrong[0]!r} is no KernelSpec of backend {entry.name!r}")
-                continue
+        value = catalog.load(entry)
+        specs = value if isinstance(value, tuple) else (value,)
+        wrong = [s for s in specs if not isinstance(s, KernelSpec) or s.backend != entry.name]
+        if value is not None and wrong:
+            catalog.reject(entry, f"{wrong[0]!r} is no KernelSpec of backend {entry.name!r}")
+        elif value is not None:
             found += [InstalledKernel(spec, entry.distribution) for spec in specs]
     _check_names(wishes, catalog)
     return tuple(found)

@@ -108,7 +108,9 @@ class KernelPlan:
             return f"the model asks for no {target}, but for {', '.join(sorted({p.op for p in self.ops}))}"
         axes = (sorted({str(planned.axis(axis) or "none") for planned in found}) for axis in ("phase", "dtype"))
         phases, dtypes = map(", ".join, axes)
-        return f"{target} is asked for with phase {phases}; dtype {dtypes}; layers {_layers(found) or 'none'}"
+        ops = ", ".join(sorted({planned.op for planned in found} - {target}))
+        where = f"phase {phases}; dtype {dtypes}; layers {_layers(found) or 'none'}"
+        return f"{target} is asked for {f'as {ops}, ' if ops else ''}with {where}"
 
     def to_json(self) -> str:
         """Return the whole plan as a JSON object."""

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.kernels.ops import OpContract, Problem
-from tokenspeed_core.kernels.spec import DTYPES, PHASES
+from tokenspeed_core.kernels.spec import PHASES
 
-_SCOPE = re.compile(
-    rf"([\w-]+)(?:\.({'|'.join(PHASES)}))?(?:\.({'|'.join(DTYPES)}))?(?:\.(\d+)(?:-(\d+))?)?\Z"
-)
+_SCOPE = re.compile(rf"([\w-]+)(?:\.({'|'.join(PHASES)}))?(?:\.([a-z]+\d\w*))?(?:\.(\d+)(?:-(\d+))?)?\Z")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
     """Backends of an op or op family, best first. "auto" stands for the host's own order.
 
-    Without an "auto" nothing else is taken. `phase`, `dtype` and `layers` restrict it to such
-    problems; None is any. `flag` is what the user typed.
+    Without an "auto" nothing else is taken. `phase`, `dtype` and `layers` restrict it to such problems; None is
+    any. A `dtype` is the problem's, or a format that ops are named after: "fp8" is `linear_fp8` of the family linear.
+    `flag` is what the user typed.
     """
 
     target: str
@@ -36,12 +36,12 @@ class Preference:
         match = _SCOPE.match(scope)
         if match is None:
             raise ConfigError(
-                f"{flag}: must read OP[.PHASE][.DTYPE][.LAYERS], such as attention.decode.bfloat16.0-3; the phases are "
-                f"{', '.join(PHASES)}, the dtypes {', '.join(DTYPES)}"
+                f"{flag}: must read OP[.PHASE][.DTYPE][.LAYERS], such as attention.decode.bf16.0-3; the phases are "
+                f"{', '.join(PHASES)}; a dtype is one such as {', '.join(_SHORT)} or fp8"
             )
         target, phase, dtype, first, last = match.groups()
         layers = range(int(first), int(last or first) + 1) if first else None
-        return cls(target, backends, flag, phase, dtype, layers)
+        return cls(target, backends, flag, phase, _SHORT.get(dtype, dtype), layers)
 
     def names_op(self, contract: OpContract) -> bool:
         """Say whether it speaks of this op alone, not of a family."""
@@ -52,7 +52,7 @@ class Preference:
         return (
             self.target in (contract.family, contract.name)
             and self.phase in (None, problem.get("phase"))
-            and self.dtype in (None, problem["dtype"])
+            and (self.dtype in (None, problem["dtype"]) or contract.name.endswith(f"_{self.dtype}"))
             and (self.layers is None or layer in self.layers)
         )
 

@@ -90,10 +90,6 @@ class Catalog:
         """Return the usable entries of a kind, without importing any."""
         return tuple(entry for entry in self._usable() if entry.kind == kind)
 
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of which there is a usable entry, sorted."""
-        return tuple(sorted({entry.kind for entry in self._usable()}))
-
     def names(self, kind: str) -> tuple[str, ...]:
         """Return the names that a user may type for a kind, the built-in ones included, sorted."""
         known = kind_of(kind)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +59,10 @@ class Hooks:
             raise PluginError(f"hooks of {name}: {error}") from error
         self._managers[name] = manager
 
-    def has(self, hook: str) -> bool:
-        """Say whether anybody implements a hook, so that records need not be built for nobody."""
-        return any(getattr(manager.hook, hook).get_hookimpls() for manager in self._managers.values())
+    def observer(self, hook: str) -> Callable[[Any], None] | None:
+        """Return what tells the plugins of a record, None where nobody implements the hook: it need not be made."""
+        is_wanted = any(getattr(manager.hook, hook).get_hookimpls() for manager in self._managers.values())
+        return partial(self._observe, hook) if is_wanted else None
 
     def adjust(self, config: Config) -> Config:
         """Return the configuration with the plugins' changes to what the user left open.
@@ -77,14 +80,6 @@ class Hooks:
             else:
                 config = adjusted
         return config
-
-    def observe_request(self, record: RequestRecord) -> None:
-        """Tell the plugins of a request that ended."""
-        self._observe("observe_request", record)
-
-    def observe_step(self, record: StepRecord) -> None:
-        """Tell the plugins of a step."""
-        self._observe("observe_step", record)
 
     def add_middleware(self, app: Any) -> Any:
         """Return the server's ASGI app in the wrappings of the plugins, without those that fail.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -39,11 +39,18 @@ class ModelBuild:
         self.layers: list[AttentionLayer] = []
         self.groups = {group.name: AttentionGroup() for group in config.model_info.cache_groups}
         self._kv_scales = config.kv_scales
+        self._layer: int | None = None
         self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
 
+    def each_layer(self, num_layers: int) -> Iterator[int]:
+        """Yield the layers from 0; users may choose backends for one of them."""
+        for self._layer in range(num_layers):
+            yield self._layer
+        self._layer = None
+
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
-        """Return the selected kernel of an op for a problem, one object for equal problems."""
-        return self._load(self.selector.select(op, problem))
+        """Return the selected kernel of an op for a problem, one object for equal problems of one kernel."""
+        return self._load(self.selector.select(op, problem, layer=self._layer))
 
     def _load(self, choice: Choice) -> Callable[..., Any]:
         key = (choice.spec, tuple(sorted(choice.problem.items())))

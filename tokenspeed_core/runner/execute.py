@@ -94,9 +94,7 @@ class LocalRunner:
 
     def resize(self, num_pages: int) -> None:
         """Replace the arena by an empty one and forget all slots. Nothing may be in flight."""
-        self._arena = torch.zeros(0, dtype=torch.uint8)
-        for layer in self._assembly.build.layers:
-            layer.k_cache = layer.v_cache = self._arena
+        self._free_arena()
         self._use_stream()
         self._arena = _empty_arena(num_pages + 1, self.page_bytes, self._device)
         bind_arena(self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.kv_dtype)
@@ -173,6 +171,9 @@ class LocalRunner:
             self._stream.synchronize()
         self._launched.clear()
         self._graphs = None
+        self._free_arena()
+
+    def _free_arena(self) -> None:
         self._arena = torch.zeros(0, dtype=torch.uint8)
         for layer in self._assembly.build.layers:
             layer.k_cache = layer.v_cache = self._arena

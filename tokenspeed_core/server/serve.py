@@ -98,8 +98,8 @@ def _launch(
 
 def _observers(config: Config, hooks: Hooks) -> tuple[Callable[[RequestRecord], None], ...]:
     """Return who hears of each request that ended."""
-    log = (log_request,) if config.enable_log_requests else ()
-    return (*log, hooks.observe_request) if hooks.has("observe_request") else log
+    observers = (log_request if config.enable_log_requests else None, hooks.observer("observe_request"))
+    return tuple(observer for observer in observers if observer is not None)
 
 
 def _load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
