@@ -68,7 +68,7 @@ def test_a_value_out_of_bounds_is_refused_with_its_flag_value_bound_and_origin(t
         ("hf_overrides", "[1]", "must be a JSON object"),
         ("attention_backend", "", "must not be empty"),
         ("attention_backend", {"dekode": "a"}, "--attention-backend.dekode does not exist; there is"),
-        ("moe_backend", {"decode": "a"}, "there is --moe-backend alone"),
+        ("sampling_backend", {"decode": "a"}, "there is --sampling-backend alone"),
         ("enable_prefix_caching", "perhaps", "must be true or false"),
         ("cudagraph_capture_sizes", "1,two", "must be a whole number"),
     ],

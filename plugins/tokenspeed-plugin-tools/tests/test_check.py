@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,9 +70,11 @@ def test_metadata_that_does_not_fit_is_found(checked: Any, wrong: dict[str, str]
     assert said in failures(verdicts)
 
 
-def test_an_unknown_distribution_fails_every_question(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "check", "nobody-has-this"]) == 1
-    assert "nobody-has-this is not installed" in capsys.readouterr().out
+def test_what_offers_no_plugin_is_refused_with_the_nearest_name(refusal: Callable[..., str]) -> None:
+    said = "no installed distribution of that name provides plugins; "
+    assert refusal("plugins", "check", "tokenspeed-demmo") == (
+        f"check tokenspeed-demmo: {said}did you mean tokenspeed-demo?")
+    assert refusal("plugins", "check", "typer", "--json").startswith(f"check typer: {said}installed: ")
 
 
 def test_a_plugin_that_ends_the_process_is_a_verdict(checked: Any) -> None:

@@ -111,3 +111,13 @@ def test_the_shell_completes_them() -> None:
     code = "import sys; from tokenspeed_core.cli import main; sys.exit(main([]))"
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["plugins"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no full device")
+@pytest.mark.parametrize("words", [("list", "--json"), ("freeze",)])
+def test_a_full_disk_is_said_in_one_line(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-P", "-m", "tokenspeed_core.cli", "plugins", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stderr == f"tokenspeed: tokenspeed plugins {words[0]}: No space left on device\n"

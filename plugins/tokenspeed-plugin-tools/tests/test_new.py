@@ -58,3 +58,16 @@ def test_what_is_mistyped_is_refused_with_what_there_is(tmp_path: Path, refusal:
     assert "TokenSpeed's own" in refusal("plugins", "new", "moe", "tokenspeed/fast")
     assert "is there already" in refusal("plugins", "new", "moe", "acme", "--path", str(tmp_path))
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(refusal: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refusal("plugins", "new", "attention", "acme", "--path", str(tmp_path / "file" / "below"))
+    assert said == f"{tmp_path}/file/below cannot be written: Not a directory; name another folder with --path"
+    assert "File name too long" in refusal("plugins", "new", "policy", "a" * 300)
+
+
+def test_a_name_that_would_hide_an_installed_module_is_refused(refusal: Callable[..., str]) -> None:
+    said = refusal("plugins", "new", "attention", "typing/extensions")
+    assert said.startswith("a module typing_extensions is there already, ")
+    assert said.endswith("take another name, or `pip uninstall typing-extensions` first")

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenspeed_core.commands import Catalog
 from tokenspeed_plugin_tools.lock import enforce_environment
+from tokenspeed_plugin_tools.named import entries_of
 
 _SIGNS = {"ok": "ok", "failed": "FAILED", "skipped": "-", "running": "DIED"}
 
@@ -25,6 +27,7 @@ def check(
     A kernel that ends the process is a verdict as well: the question it died in.
     """
     enforce_environment()
+    distribution = entries_of(Catalog.discover(check=False).all(), distribution, "check")[0].distribution
     verdicts = []
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(

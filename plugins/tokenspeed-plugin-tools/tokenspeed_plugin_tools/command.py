@@ -76,7 +76,13 @@ def _application(text: str) -> typer.Typer:
 
 
 def _run(app: typer.Typer, words: list[str], name: str) -> int:
-    status = app(words, prog_name=name, standalone_mode=False)
+    try:
+        status = app(words, prog_name=name, standalone_mode=False)
+    except BrokenPipeError:
+        raise  # whoever read has what they wanted
+    except OSError as error:  # a full disk, a folder that may not be read or written
+        where = f"{error.filename}: " if error.filename else ""
+        raise ToolsError(f"{name} {words[0] if words else ''}: {where}{error.strerror}") from error
     return status if isinstance(status, int) else 0
 
 

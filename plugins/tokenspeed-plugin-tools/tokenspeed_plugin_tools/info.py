@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_core.commands import Catalog, Entry, normalise
-from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_core.commands import Catalog, Entry
 from tokenspeed_plugin_tools.lock import enforce_environment, freeze
+from tokenspeed_plugin_tools.named import entries_of
 from tokenspeed_plugin_tools.origins import publisher
 from tokenspeed_plugin_tools.probe import Probed, probe
 
@@ -21,26 +20,10 @@ def info(
 ) -> int:
     """Print where a distribution came from, what it provides and needs, and what its import costs."""
     enforce_environment()
-    entries = _find(Catalog.discover(check=False).all(), name)
+    entries = entries_of(Catalog.discover(check=False).all(), name, "info")
     record = describe(entries)
     print(json.dumps(record, indent=2) if as_json else as_text(record))
     return 0
-
-
-def _find(entries: tuple[Entry, ...], name: str) -> list[Entry]:
-    """Return the entries of a distribution, or of the only one that provides a name. Raises ToolsError."""
-    wanted = normalise(name)
-    providers = {entry.distribution for entry in entries if entry.name == name}
-    names = sorted({entry.distribution for entry in entries})
-    if wanted not in names:
-        if len(providers) > 1:
-            raise ToolsError(f"info {name}: several distributions provide it; name one: {', '.join(sorted(providers))}")
-        if not providers:
-            near = [each for each in names if wanted in each] or get_close_matches(wanted, names, n=1)
-            meant = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(names) or 'none'}"
-            raise ToolsError(f"info {name}: no installed distribution of that name provides plugins; {meant}")
-        (wanted,) = providers
-    return [entry for entry in entries if entry.distribution == wanted]
 
 
 def describe(entries: list[Entry]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Annotated
@@ -109,11 +110,18 @@ def new(
     folder = path or Path(distribution)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise NewError(f"{folder} is there already; name another folder with --path")
+    taken = find_spec(fields["package"])
+    if taken is not None:
+        raise NewError(f"a module {fields['package']} is there already, {taken.origin or 'of several folders'}; take "
+                       f"another name, or `pip uninstall {distribution}` first")
     written = []
-    for target, text in contents(kind, fields):
-        (folder / target).parent.mkdir(parents=True, exist_ok=True)
-        (folder / target).write_text(text, encoding="utf-8")
-        written.append(target)
+    try:
+        for target, text in contents(kind, fields):
+            (folder / target).parent.mkdir(parents=True, exist_ok=True)
+            (folder / target).write_text(text, encoding="utf-8")
+            written.append(target)
+    except OSError as error:
+        raise NewError(f"{folder} cannot be written: {error.strerror}; name another folder with --path") from error
     then = [
         f"cd {folder}", "pip install -e '.[test]'", "pytest", f"tokenspeed plugins check {distribution}", fields["use"],
     ]
