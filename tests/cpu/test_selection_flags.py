@@ -25,7 +25,7 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--kernel-backend", "norm.3-1.decode=torch"), "must read OP[.PHASE][.DTYPE][.LAYERS]"),
         (("--kernel-backend", "attention.4-5=torch"), "dtype bfloat16; layers 0-4"),
         (("--kernel-backend", "attention.float16=torch"), "dtype bfloat16"),
-        (("--kernel-backend", "linear.fp8=torch"), "linear is asked for with phase none; dtype bfloat16; layers 0-4"),
+        (("--kernel-backend", "linear.fp8=torch"), "with phase none; dtype bfloat16; layers 0-4"),
         (("--kernel-backend", "norm.5=torch"), "norm is asked for as add_rms_norm, rms_norm, with phase none"),
         (("--moe-backend.fp8", "torch"), "--moe-backend.fp8 has no effect: the model asks for no moe"),
         (("--moe-backend.int3", "torch"), "--moe-backend.int3: no such setting"),
@@ -62,13 +62,14 @@ def test_a_format_narrows_to_what_is_quantised_so(capsys: pytest.CaptureFixture[
 
 
 def test_a_layer_may_have_a_backend_of_its_own_for_any_op() -> None:
-    wishes = {"linear.1-2": "torch", "norm.3": "torch", "activation.0": "torch"}
+    wishes = {"linear.1-2": "torch", "norm.3": "torch"}
     with LLM(device="cpu", max_total_tokens=512, max_model_len=128, kernel_backend=wishes) as llm:
         layers = {(planned.op, planned.asked_by): planned.layers for planned in llm.kernel_plan.ops}
     assert layers["linear", "--kernel-backend linear.1-2"] == (1, 2)
+    assert layers["linear", "auto"] == (0, 3, 4)
     assert layers["add_rms_norm", "--kernel-backend norm.3"] == (3,)
-    assert layers["silu_mul", "--kernel-backend activation.0"] == (0,)
-    assert layers["silu_mul", "auto"] == (1, 2, 3, 4)
+    assert layers["add_rms_norm", "auto"] == (0, 1, 2, 4)
+    assert layers["greedy", "auto"] == ()
 
 
 def test_layers_may_have_backends_of_their_own_and_the_answer_stays() -> None:
