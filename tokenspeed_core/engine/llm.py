@@ -91,7 +91,9 @@ class LLM:
         params = _per_prompt(sampling_params, len(given))
         submits = [self._submit_for(prompt, each) for prompt, each in zip(given, params, strict=True)]
         sequences = {
-            submit.request_id + i: self._new_output(each)
+            submit.request_id + i: _Output(
+                num_logprobs=each.logprobs or 0, assembler=self._assembler(each) if each.stop else None,
+            )
             for submit, each in zip(submits, params, strict=True) for i in range(submit.n)
         }
         with held_interrupts() as check:
@@ -180,11 +182,6 @@ class LLM:
     def _is_id(self, value: Any) -> bool:
         is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         return is_whole and 0 <= value < self._limits.vocab_size
-
-    def _new_output(self, params: SamplingParams) -> _Output:
-        return _Output(
-            num_logprobs=params.logprobs or 0, assembler=self._assembler(params) if params.stop else None,
-        )
 
     def _assembler(self, params: SamplingParams) -> Assembler:
         assert self.tokenizer is not None

@@ -180,8 +180,7 @@ class LocalRunner:
 
     def _failed(self, step_id: int, what: str, error: Exception) -> StepFailed:
         whose = blame(error, self._assembly.selector)
-        said = f"step {step_id}: {what} failed: {type(error).__name__}: {error}"
-        return StepFailed(f"{said}; {whose}" if whose else said)
+        return StepFailed(f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}")
 
     def _new_sampler(self) -> Sampler:
         assembly = self._assembly
