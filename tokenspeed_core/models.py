@@ -80,7 +80,8 @@ class Quantization:
 
     Rows of weights [O, I] and of activations [T, I] are stored as `dtype`, each with a float32 scale: the op
     `quantize` (axis `size`) makes both from x [T, N], and `linear` (the axes of the plain op) is called with x and its
-    scales, weight and its scales, and the bias. `fused` maps an op to the one that also quantises its result.
+    scales, weight and its scales, and the bias. `fused` maps an op to the one that also quantises its result, and
+    "linear", "add_rms_norm_linear" and "add_rms_norm_mlp" to ops that take rows as they are and quantise them within.
     """
 
     name: str

@@ -137,6 +137,12 @@ _CODES = tuple(
     Tolerance(dtype, 0.13, 4e-3, "a value near the middle of two e4m3 codes may become either, 1/8 apart")
     for dtype in ("float32", "bfloat16", "float16")
 )
+_CODED_DOTS = tuple(
+    Tolerance(dtype, 5e-2, 0.25, "values near the middle of two e4m3 codes may become either, 1/8 apart")
+    for dtype in ("float32", "bfloat16", "float16")
+)
+_PRODUCT_FP8 = {"in_size": "input features I", "out_size": "output features O"}
+_PRODUCTS_FP8 = ({"in_size": 96, "out_size": 48}, {"in_size": 256, "out_size": 512}, {"in_size": 100, "out_size": 50})
 FP8 = (
     OpContract(
         "quantize_fp8", "linear",
@@ -165,12 +171,41 @@ FP8 = (
         "linear_fp8", "linear",
         "(x float8_e4m3fn [T, I], x_scale float32 [T, 1], weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], "
         "bias [O] | None) -> y [T, O] of the dtype: (x * x_scale) @ (weight * weight_scale).T + bias",
-        {"in_size": "input features I", "out_size": "output features O"},
-        f"{_REFERENCE}.fp8:linear_fp8", f"{_INPUTS}:linear_fp8", DOTS, rows=("x", "x_scale"),
-        cases=({"in_size": 96, "out_size": 48}, {"in_size": 256, "out_size": 512}, {"in_size": 100, "out_size": 50}),
+        _PRODUCT_FP8, f"{_REFERENCE}.fp8:linear_fp8", f"{_INPUTS}:linear_fp8", DOTS, rows=("x", "x_scale"),
+        cases=_PRODUCTS_FP8,
+    ),
+    OpContract(
+        "quantize_linear_fp8", "linear",
+        "(x [T, I], weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], bias [O] | None) -> y [T, O]: "
+        "linear_fp8 of x as quantize_fp8 makes it",
+        _PRODUCT_FP8, f"{_REFERENCE}.fp8:quantize_linear_fp8", f"{_INPUTS}:quantize_linear_fp8", _CODED_DOTS,
+        rows=("x",), parts=("quantize_fp8", "linear_fp8"), cases=_PRODUCTS_FP8,
+    ),
+    OpContract(
+        "add_rms_norm_linear_fp8", "linear",
+        "(x [T, I], residual [T, I], norm_weight [I], eps, weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], "
+        "bias [O] | None) -> (y [T, O], total [T, I]): total = x + residual, y = quantize_linear_fp8 of its rms_norm; "
+        "x and residual stay",
+        _PRODUCT_FP8, f"{_REFERENCE}.fp8:add_rms_norm_linear_fp8", f"{_INPUTS}:add_rms_norm_linear_fp8", _CODED_DOTS,
+        rows=("x", "residual"), parts=("add_rms_norm_fp8", "linear_fp8"), cases=_PRODUCTS_FP8,
+    ),
+    OpContract(
+        "add_rms_norm_mlp_fp8", "linear",
+        "(x [T, N], residual [T, N], norm_weight [N], eps, gate_up float8_e4m3fn [2I, N], "
+        "gate_up_scale float32 [2I, 1], gate_up_bias [2I] | None, down float8_e4m3fn [N, I], "
+        "down_scale float32 [N, 1], down_bias [N] | None) -> "
+        "(y [T, N], total [T, N]): total = x + residual, y = quantize_linear_fp8 by down of silu_mul of "
+        "quantize_linear_fp8 by gate_up of its rms_norm; x and residual stay",
+        {"hidden_size": "features of a token, N", "size": "features inside, I"},
+        f"{_REFERENCE}.fp8:add_rms_norm_mlp_fp8", f"{_INPUTS}:add_rms_norm_mlp_fp8", _CODED_DOTS,
+        rows=("x", "residual"), parts=("add_rms_norm_fp8", "linear_fp8", "silu_mul_fp8", "linear_fp8"),
+        cases=({"hidden_size": 96, "size": 48}, {"hidden_size": 256, "size": 512}),
     ),
 )
 FP8_METHOD = Quantization(
     name="fp8", dtype="float8_e4m3fn", quantize="quantize_fp8", linear="linear_fp8",
-    fused={"add_rms_norm": "add_rms_norm_fp8", "silu_mul": "silu_mul_fp8"},
+    fused={
+        "add_rms_norm": "add_rms_norm_fp8", "silu_mul": "silu_mul_fp8", "linear": "quantize_linear_fp8",
+        "add_rms_norm_linear": "add_rms_norm_linear_fp8", "add_rms_norm_mlp": "add_rms_norm_mlp_fp8",
+    },
 )

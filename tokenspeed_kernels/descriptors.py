@@ -74,6 +74,9 @@ TORCH_LINEAR = (
     _torch("add_rms_norm_linear_silu_mul", "fused_linear:add_rms_norm_linear_silu_mul"),
     _torch("quantize_fp8", "fp8:quantize_fp8"),
     _torch("linear_fp8", "fp8:linear_fp8"),
+    _torch("quantize_linear_fp8", "fp8:quantize_linear_fp8"),
+    _torch("add_rms_norm_linear_fp8", "fp8:add_rms_norm_linear_fp8"),
+    _torch("add_rms_norm_mlp_fp8", "fp8:add_rms_norm_mlp_fp8"),
 )
 TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
@@ -99,6 +102,8 @@ _ONE_LONG_BLOCK = (AxisLimit("size", 1, 32768),)
 _EXPERTS = (AxisLimit("num_experts", 1, 1024),)
 _FP8_UNITS = (8, 9)  # the first compute capability that has e4m3
 _FP8_SIZES = (AxisLimit("in_size", 16, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
+_FP8_ROW = (AxisLimit("in_size", 16, 16384, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
+_FP8_MLP = (AxisLimit("hidden_size", 16, 16384, multiple_of=16), AxisLimit("size", 16, 16384, multiple_of=16))
 
 TRITON_NORM = (
     _triton("rms_norm", "norm:rms_norm", limits=_ONE_BLOCK),
@@ -121,6 +126,13 @@ TRITON_LINEAR = (
     _triton("add_rms_norm_linear_silu_mul", "linear_parts:add_rms_norm_linear_silu_mul", _BASICS, _LONG_ROW),
     _triton("quantize_fp8", "fp8:quantize_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
     _triton("linear_fp8", "linear_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS),
+    *(
+        _triton(op, f"linear_fp8_row:{op}", _BASICS, limits, ("bfloat16",), _FP8_UNITS)
+        for op, limits in (
+            ("quantize_linear_fp8", _FP8_ROW), ("add_rms_norm_linear_fp8", _FP8_ROW),
+            ("add_rms_norm_mlp_fp8", _FP8_MLP),
+        )
+    ),
 )
 TRITON_MOE = (
     _triton("moe_route", "moe:moe_route", limits=_EXPERTS),

@@ -150,3 +150,32 @@ def _within_wider_rows(x: Tensor) -> Tensor:
 
 def _around_one(size: int, problem: Problem, at: device, seed: Generator) -> Tensor:
     return 1 + random((size,), problem, at, seed) / 4
+
+
+def quantize_linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """As linear_fp8, with x [T, I] not quantised."""
+    made = linear_fp8(problem, num, at, seed, strided)
+    x = random_rows(num, problem["in_size"], problem, at, seed, strided)
+    return {"x": x, "weight": made["weight"], "weight_scale": made["weight_scale"], "bias": made["bias"]}
+
+
+def add_rms_norm_linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x and residual [T, I], a norm's weight [I], and as linear_fp8 a weight with its scales and a bias."""
+    given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)
+    made = quantize_linear_fp8(problem, num, at, seed, strided)
+    return {
+        "x": given["x"], "residual": given["residual"], "norm_weight": given["weight"], "eps": EPS,
+        "weight": made["weight"], "weight_scale": made["weight_scale"], "bias": made["bias"],
+    }
+
+
+def add_rms_norm_mlp_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x and residual [T, N], a norm's weight [N], and the two weights of a gated map with scales and biases."""
+    hidden, size = problem["hidden_size"], problem["size"]
+    wide = add_rms_norm_linear_fp8({**problem, "in_size": hidden, "out_size": 2 * size}, num, at, seed, strided)
+    narrow = linear_fp8({**problem, "in_size": size, "out_size": hidden}, num, at, seed, strided)
+    return {
+        "x": wide["x"], "residual": wide["residual"], "norm_weight": wide["norm_weight"], "eps": EPS,
+        "gate_up": wide["weight"], "gate_up_scale": wide["weight_scale"], "gate_up_bias": wide["bias"],
+        "down": narrow["weight"], "down_scale": narrow["weight_scale"], "down_bias": narrow["bias"],
+    }

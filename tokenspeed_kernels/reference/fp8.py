@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.activation import silu_mul
-from tokenspeed_kernels.reference.norm import add_rms_norm
+from tokenspeed_kernels.reference.norm import add_rms_norm, rms_norm
 
 LARGEST = 448.0  # of e4m3
 LEAST = 1e-10    # of a row's largest magnitude: a row of zeros has a scale too
@@ -22,6 +22,11 @@ LEAST = 1e-10    # of a row's largest magnitude: a row of zeros has a scale too
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 LinearFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+QuantizeLinear = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AddNormLinearFp8 = Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+AddNormMLPFp8 = Callable[
+    [Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+]
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,3 +68,37 @@ def linear_fp8(problem: Problem) -> LinearFp8:
         return (y if bias is None else y.add_(bias)).to(dtype)
 
     return linear
+
+
+def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
+    """Return `apply(x [T, I], weight [O, I], weight_scale [O, 1], bias) -> y [T, O]`."""
+    product = linear_fp8(problem)
+    return lambda x, weight, weight_scale, bias: product(*quantize_rows(x), weight, weight_scale, bias)
+
+
+def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
+    """Return `apply(x, residual [T, I], norm_weight, eps, weight [O, I], weight_scale, bias) -> (y, x + residual)`."""
+    norm, product = rms_norm(problem), quantize_linear_fp8(problem)
+
+    def apply(
+        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, weight_scale: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return product(norm(total, norm_weight, eps), weight, weight_scale, bias), total
+
+    return apply
+
+
+def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
+    """Return `apply(x, residual [T, N], norm_weight, eps, gate_up, …, down, …) -> (y [T, N], x + residual)`."""
+    both, gate, narrow = add_rms_norm_linear_fp8(problem), silu_mul(problem), quantize_linear_fp8(problem)
+
+    def apply(
+        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor, gate_up_scale: Tensor,
+        gate_up_bias: Tensor | None, down: Tensor, down_scale: Tensor, down_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        halves, total = both(x, residual, norm_weight, eps, gate_up, gate_up_scale, gate_up_bias)
+        return narrow(gate(halves), down, down_scale, down_bias), total
+
+    return apply

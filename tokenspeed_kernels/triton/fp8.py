@@ -21,9 +21,15 @@ LEAST = tl.constexpr(1e-10)
 
 
 @triton.jit
+def scale_of_row(x):
+    """Return the scale of a row of float32 x, zero where masked."""
+    return tl.maximum(tl.max(tl.abs(x), axis=0), LEAST) / LARGEST
+
+
+@triton.jit
 def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
     """Store a row of float32 x, zero where masked, and its scale."""
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0), LEAST) / LARGEST
+    scale = scale_of_row(x)
     y = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
     tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=mask)
     tl.store(scale_ptr + row, scale)
@@ -43,7 +49,7 @@ def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, eps,
+    x_ptr, residual_ptr, total_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, total_stride, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -53,10 +59,9 @@ def _add_rms_norm(
     column = tl.arange(0, BLOCK)
     mask = column < N
     stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
-    residual_ptrs = residual_ptr + row * residual_stride + column
-    total = stored.to(tl.float32) + tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
-    total = total.to(stored.dtype)
-    tl.store(residual_ptrs, total, mask=mask)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0)
+    total = (stored.to(tl.float32) + residual.to(tl.float32)).to(stored.dtype)
+    tl.store(total_ptr + row * total_stride + column, total, mask=mask)
     wide = total.to(tl.float32)
     normalized = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / N + eps)).to(stored.dtype).to(tl.float32)
     y = normalized * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -95,6 +100,18 @@ class _Rows:
         y = torch.empty((num_rows, self.size), dtype=torch.float8_e4m3fn, device=device)
         return y, torch.empty((num_rows, 1), dtype=torch.float32, device=device)
 
+    def add_norm(
+        self, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write x + residual to `total`; return its norm quantised, the scales, and the total."""
+        y, scale = self.outputs(x.shape[0], x.device)
+        if x.shape[0]:
+            _add_rms_norm[(x.shape[0],)](
+                x, residual, total, weight, y, scale, x.stride(0), residual.stride(0), total.stride(0), eps,
+                **self.launch,
+            )
+        return y, scale, total
+
 
 def quantize_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
@@ -114,13 +131,17 @@ def add_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, floa
     rows = _Rows(problem["size"])
 
     def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        y, scale = rows.outputs(x.shape[0], x.device)
-        if x.shape[0]:
-            _add_rms_norm[(x.shape[0],)](
-                x, residual, weight, y, scale, x.stride(0), residual.stride(0), eps,
-                **rows.launch,
-            )
-        return y, scale, residual
+        return rows.add_norm(x, residual, residual, weight, eps)
+
+    return norm
+
+
+def sum_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+    """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale, x + residual)`, leaving both alone."""
+    rows = _Rows(problem["size"])
+
+    def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        return rows.add_norm(x, residual, torch.empty_like(residual), weight, eps)
 
     return norm
 

@@ -90,17 +90,18 @@ class Before:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tiling: Tiling, *,
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tiling: Tiling, *, weight_scale: Tensor | None = None,
     before: Before | None = None, gated: bool = False, early: bool = False,
 ) -> None:
     """Write to y [1, O] the product of x [1, I] and weight [O or 2O, I], with what is before and after it.
 
-    Last dimensions are contiguous. With `early` the kernel is launched before the one ahead of it has ended.
+    Last dimensions are contiguous. A weight with scales, float32 [O or 2O, 1], is e4m3, and x is quantised likewise.
+    With `early` the kernel is launched before the one ahead of it has ended.
     """
     in_size, out_size = x.shape[1], y.shape[1]
     added = (None, None, None, 0.0) if before is None else (before.residual, before.total, before.weight, before.eps)
     one_row[(triton.cdiv(out_size, tiling.block_n),)](
-        x, *added, weight, bias, y, weight.stride(0), out_size,
-        K=in_size, NORM=before is not None, GATED=gated, HAS_BIAS=bias is not None, BLOCK_N=tiling.block_n,
+        x, *added, weight, weight_scale, bias, y, weight.stride(0), out_size, K=in_size, NORM=before is not None,
+        GATED=gated, QUANTIZED=weight_scale is not None, HAS_BIAS=bias is not None, BLOCK_N=tiling.block_n,
         BLOCK_K=triton.next_power_of_2(in_size), EARLY=early, num_warps=tiling.num_warps, launch_pdl=early,
     )

@@ -21,7 +21,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def fused_op(build: BuildContext, op: str) -> str:
-    """Return the op that also quantises its result for a linear map, or the op itself where there is none."""
+    """Return the op that the method of quantisation has in place of an op, or the op itself where there is none."""
     return op if build.quantization is None else build.quantization.fused.get(op, op)
 
 
@@ -58,12 +58,21 @@ class Linear:
             self.scale = torch.empty(out_size, 1, dtype=torch.float32, device=build.device)
             self._quantize = build.op(method.quantize, size=in_size, dtype=dtype_name(build.dtype))
             self._linear = build.op(method.linear, **problem)
+            fused = method.fused.get("linear")
+            self._whole = None if fused is None else build.op(fused, **problem)
+
+    @property
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        """What an op takes of this map: the weight, its scales if it is quantised, the bias or None."""
+        return (self.weight, self.bias) if self.scale is None else (self.weight, self.scale, self.bias)
 
     def __call__(self, x: Activation) -> torch.Tensor:
         """Map x [T, in] to [T, out], the projections side by side."""
         result: torch.Tensor
         if self.scale is None:
             result = self._linear(x, self.weight, self.bias)
+        elif self._whole is not None and isinstance(x, torch.Tensor):
+            result = self._whole(x, self.weight, self.scale, self.bias)
         else:
             x, x_scale = x if isinstance(x, tuple) else self._quantize(x)
             result = self._linear(x, x_scale, self.weight, self.scale, self.bias)

@@ -53,16 +53,17 @@ class RMSNorm:
 class NormedLinear:
     """A linear map of the residual stream, normalised; if it is gated, silu of its first half times its second.
 
-    One op does all of it, unless the map is quantised: then its parts do, and a gate is left to the caller.
+    One op does all of it, unless the map is quantised: then its method's op or parts do, and a gate is the caller's.
     """
 
     def __init__(self, build: BuildContext, linear: Linear, *, is_gated: bool = False) -> None:
         out_size, in_size = linear.weight.shape
         self._linear = linear
-        self._fused = None if build.quantization is not None else build.op(
-            "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear", in_size=in_size,
-            out_size=out_size // 2 if is_gated else out_size, dtype=dtype_name(build.dtype),
-        )
+        op = fused_op(build, "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear")
+        is_whole = build.quantization is None or op in build.quantization.fused.values()
+        self._fused = build.op(
+            op, in_size=in_size, out_size=out_size // 2 if is_gated else out_size, dtype=dtype_name(build.dtype),
+        ) if is_whole else None
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
@@ -75,6 +76,6 @@ class NormedLinear:
             normalized, residual = norm.add_before_linear(x, residual)
             return self._linear(normalized), residual
         result: tuple[torch.Tensor, torch.Tensor] = self._fused(
-            x, residual, norm.weight, norm.eps, self._linear.weight, self._linear.bias
+            x, residual, norm.weight, norm.eps, *self._linear.operands
         )
         return result
