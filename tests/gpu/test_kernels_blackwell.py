@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import BLOCK_SCALED, FLASHINFER, PROMPTS
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, FLASHINFER, FLASHINFER_MLA, PROMPTS
 
 from tokenspeed_core import LLM
 from tokenspeed_core.kernels.attention import AttentionProblem
@@ -34,6 +34,12 @@ def test_attention_conforms_on_the_device(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("spec", BLOCK_SCALED, ids=lambda spec: spec.op)
 def test_block_scaled_products_conform_on_the_device(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda"), num_rows=(0, 1, 17, 64, 131)) >= 20
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("spec", FLASHINFER_MLA, ids=("up to 64 heads", "128 heads"))
+def test_latent_attention_conforms_on_the_device(spec: KernelSpec) -> None:
+    assert check(spec, torch.device("cuda")) >= 8
 
 
 @pytest.mark.parametrize("spec", BACKENDS, ids=lambda spec: spec.backend)

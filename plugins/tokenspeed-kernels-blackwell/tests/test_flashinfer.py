@@ -9,23 +9,27 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import metadata
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import FLASHINFER, flashinfer
+from tokenspeed_kernels_blackwell import FLASHINFER, FLASHINFER_MLA, flashinfer, flashinfer_mla
 from torch import Tensor
 
+from tokenspeed_core.api import KernelSpec
 from tokenspeed_core.testing.attention import check_attention
+from tokenspeed_core.testing.conformance import check, make_inputs
+from tokenspeed_core.testing.shapes import contract_of, problems
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
 DECODE, PREFILL = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+LATENT = "trtllm_batch_decode_with_kv_cache_mla"
 
 COMMON = {
     "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "bmm1_scale", "bmm2_scale", "window_left",
@@ -34,6 +38,9 @@ COMMON = {
 GIVEN = {  # the arguments that the backend gives, by the library's file and function
     ("decode", DECODE): COMMON | {"max_seq_len", "q_len_per_req"},
     ("prefill", PREFILL): COMMON | {"max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"},
+    ("mla/_core", LATENT): COMMON - {"window_left", "out", "kv_layout"} | {
+        "max_seq_len", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim",
+    },
 }
 
 
@@ -78,6 +85,27 @@ def prefill(**given: Any) -> Tensor:
     return given["out"]
 
 
+def decode_latents(**given: Any) -> Tensor:
+    """Stand for the library's function of latents; what a row without keys gets is not said, so it is NaN."""
+    assert given.keys() == GIVEN["mla/_core", LATENT]
+    query, cache, table, lengths = given["query"], given["kv_cache"], given["block_tables"], given["seq_lens"]
+    rank, rope, size = given["kv_lora_rank"], given["qk_rope_head_dim"], cache.shape[1]
+    assert (given["backend"], given["bmm2_scale"], rank, rope) == ("trtllm-gen", 1.0, 512, 64)
+    assert query.shape[1] == 1 and query.shape[3] == cache.shape[2] == rank + rope and size in (32, 64)
+    assert query.dtype == cache.dtype == torch.bfloat16, "the library writes its results in bfloat16 alone"
+    assert table.is_contiguous() and table.dtype == lengths.dtype == torch.int32 and lengths.is_contiguous()
+    assert lengths.max() <= given["max_seq_len"]
+    assert given["multi_ctas_kv_counter_buffer"].numel() >= query.shape[0] * query.shape[2]
+    assert not given["workspace_buffer"].any() and not given["multi_ctas_kv_counter_buffer"].any()
+    out = torch.full((*query.shape[:3], rank), float("nan"), dtype=torch.bfloat16)
+    for row, length in enumerate(lengths.tolist()):
+        key = torch.arange(length)
+        seen = cache[table[row, key // size].long(), key % size].float()
+        weights = (query[row, 0].float() @ seen.T * given["bmm1_scale"]).softmax(-1)
+        out[row, 0] = (weights @ seen[:, :rank]).bfloat16() if length else float("nan")
+    return out
+
+
 def module(name: str, **content: Callable[..., Any]) -> ModuleType:
     """Make a module of functions."""
     made = ModuleType(name)
@@ -94,6 +122,22 @@ def test_over_functions_that_compute_the_definition_the_backend_conforms(monkeyp
     assert check_attention(halves, torch.device("cpu")) > 20
 
 
+@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+@pytest.mark.parametrize("spec", FLASHINFER_MLA, ids=("up to 64 heads", "128 heads"))
+def test_over_a_function_of_latents_that_computes_the_definition_the_backend_conforms(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_mla, "WORKSPACE_BYTES", 1024)
+    for name, content in ((".mla", {LATENT: decode_latents}), ("", {})):
+        monkeypatch.setitem(sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content))
+    assert check(spec, torch.device("cpu")) >= 8
+    problem = next(problems(spec))
+    rows = make_inputs(contract_of(spec), problem, 1, torch.device("cpu"), strided=False)
+    rows["q"] = rows["q"].expand(flashinfer_mla.MOST_ROWS + 1, -1, -1)
+    with pytest.raises(ValueError, match="4097 rows of one query; the counters of this backend are for 4096"):
+        spec.factory()(problem)(*rows.values())
+
+
 def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
     about = metadata("tokenspeed-kernels-blackwell")
     assert about.get_all("Provides-Extra") == ["flashinfer"]
@@ -101,13 +145,57 @@ def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() ->
     assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == ["tokenspeed-core", "torch", "triton"]
 
 
-@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
-@pytest.mark.parametrize(("file", "function"), GIVEN)
-def test_the_librarys_own_functions_take_the_arguments_that_the_backend_gives(file: str, function: str) -> None:
+def definitions(file: str, *names: str) -> list[ast.stmt]:
+    """Return what defines these names at the top of a file of the library's wheel, in the file's order."""
     (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read(f"flashinfer/{file}.py"))
-    (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    found = {
+        target.id if isinstance(target, ast.Name) else "": node
+        for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+    } | {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return sorted((found[name] for name in names), key=lambda node: node.lineno)
+
+
+NEEDS_WHEEL = pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+
+
+@NEEDS_WHEEL
+def test_the_librarys_own_check_takes_the_shapes_of_latent_attention_that_the_backend_declares() -> None:
+    kinds = [f"{kind}_mla_dimensions" for kind in ("deepseek", "smaller", "nope")]
+    body = definitions("utils", "_check_block_tables_shape")
+    body += definitions(
+        "mla/_core", "MLAHeadDimensions", *kinds, "supported_mla_head_dimensions", "_check_trtllm_gen_mla_shape"
+    )
+    library: dict[str, Any] = {"torch": torch, "Optional": Optional, "dataclass": dataclass}
+    exec(compile(ast.Module(body, []), "flashinfer", "exec"), library)
+    for spec in FLASHINFER_MLA:
+        for problem in problems(spec):
+            given = make_inputs(contract_of(spec), problem, 7, torch.device("cpu"), strided=True)
+            cache = library["_check_trtllm_gen_mla_shape"](
+                given["q"].unsqueeze(1), given["cache"], 512, 64, 0, given["block_table"], problem["block_size"],
+                require_aligned_block_table=False,
+            )
+            assert cache.shape == given["cache"].unsqueeze(1).shape
+
+
+@NEEDS_WHEEL
+def test_the_library_refuses_the_heads_and_block_sizes_that_the_backend_does_not_declare() -> None:
+    (called,) = definitions("mla/_core", f"_{LATENT}_impl")
+    conditions = {ast.unparse(node.test): ast.unparse(node) for node in ast.walk(called) if isinstance(node, ast.If)}
+    assert "not_supported_reason = " in conditions["64 < num_heads_q < 128"]
+    assert "not_supported_reason = " in conditions["block_size != 32 and block_size != 64"]
+    assert "raise ValueError(trtllm_gen_not_supported_reason)" in ast.unparse(called)
+    limits = [limit for spec in FLASHINFER_MLA for limit in spec.capability.limits if limit.axis == "num_heads"]
+    assert [(limit.minimum, limit.maximum) for limit in limits] == [(1, 64), (128, 128)]
+    assert {spec.capability.block_sizes for spec in FLASHINFER_MLA} == {(32, 64)}
+
+
+@NEEDS_WHEEL
+@pytest.mark.parametrize(("file", "function"), GIVEN)
+def test_the_librarys_own_functions_take_the_arguments_that_the_backend_gives(file: str, function: str) -> None:
+    (found,) = definitions(file, function)
+    assert isinstance(found, ast.FunctionDef)
     names = [argument.arg for argument in found.args.args]
     required = set(names[: len(names) - len(found.args.defaults)])
     assert required <= GIVEN[file, function] <= set(names)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
-__all__ = ["BLOCK_SCALED", "FLASHINFER", "PROMPTS", "TORCH_BLOCKS"]
+__all__ = ["BLOCK_SCALED", "FLASHINFER", "FLASHINFER_MLA", "PROMPTS", "TORCH_BLOCKS", "TORCH_MLA"]
 
 _HALVES = ("bfloat16", "float16")
 _OLDEST, _NEWEST = (10, 0), (10, 3)
+_OBTAIN_FLASHINFER = "pip install 'tokenspeed-kernels-blackwell[flashinfer]'"
 
 PROMPTS = KernelSpec(
     op="attention",
@@ -32,7 +33,7 @@ FLASHINFER = KernelSpec(
     ),
     load="tokenspeed_kernels_blackwell.flashinfer:attention",
     requires=("flashinfer",),
-    obtain="pip install 'tokenspeed-kernels-blackwell[flashinfer]'",
+    obtain=_OBTAIN_FLASHINFER,
     needs_compile=True,  # the library compiles its launcher, and downloads kernels, at the first call
 )
 
@@ -69,4 +70,35 @@ TORCH_BLOCKS = (
     _torch_blocks("linear_mxfp8", "in_size"),
     _torch_blocks("quantize_nvfp4", "size"),
     _torch_blocks("linear_nvfp4", "in_size"),
+)
+
+
+def _flashinfer_mla(fewest_heads: int, most_heads: int) -> KernelSpec:
+    return KernelSpec(
+        op="mla_decode",
+        backend="flashinfer",
+        capability=Capability(
+            platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
+            dtypes=("bfloat16",), kv_dtypes=("bfloat16",), block_sizes=(32, 64), features=frozenset({"graph_safe"}),
+            limits=(
+                AxisLimit("num_heads", fewest_heads, most_heads),
+                AxisLimit("latent_size", 512, 512), AxisLimit("rope_size", 64, 64),
+            ),
+        ),
+        load="tokenspeed_kernels_blackwell.flashinfer_mla:mla_decode",
+        requires=("flashinfer",),
+        obtain=_OBTAIN_FLASHINFER,
+        needs_compile=True,  # as that of attention
+    )
+
+
+FLASHINFER_MLA = (_flashinfer_mla(1, 64), _flashinfer_mla(128, 128))  # the library refuses what lies between
+TORCH_MLA = KernelSpec(
+    op="mla_decode",
+    backend="torch",
+    capability=Capability(
+        platforms=("cpu", "cuda"), dtypes=("float32", *_HALVES), features=frozenset({"graph_safe"}),
+    ),
+    load="tokenspeed_kernels_blackwell.latent:mla_decode",
+    reference=True,
 )

@@ -1,4 +1,4 @@
-"""The ops that this distribution brings: linear maps of block-scaled operands. Imports no tensor library."""
+"""The ops that this distribution brings: block-scaled linear maps, latent attention. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -39,5 +39,33 @@ BLOCK_SCALED = (
         "[O, I / 16], scale float32 [1], bias [O] | None) -> y [T, O] of the dtype; operands as quantize_nvfp4 gives "
         "them, scale the product of both of theirs",
         _SIZES, f"{_REFERENCE}:linear_nvfp4", f"{_INPUTS}:linear_nvfp4", DOTS, rows=("x", "x_scale"), cases=_CASES,
+    ),
+)
+
+MLA = (
+    OpContract(
+        "mla_decode", "mla",
+        "(q [T, H, L + R], cache [B, block_size, L + R], block_table int32 [T, M], seq_lens int32 [T], max_seq_len: "
+        "int, scale: float) -> y [T, H, L]: one query a row; all heads attend to the row's seq_lens entries of the "
+        "cache, whose leading L elements are the values: softmax(scale * q . entries) @ entries[:, :L], zeros where "
+        "seq_lens is 0. No row is longer than max_seq_len, nor than its table. What lies past a row's length, in its "
+        "blocks and its table, may be anything. In q the absorbed query (each head's, times its up-projection of keys) "
+        "stands before its rotated part, in the cache the normalised latent before the rotated key; the cache is "
+        "strided on B",
+        {
+            "num_heads": "query heads H",
+            "latent_size": "elements of a latent, L",
+            "rope_size": "rotated elements, R",
+            "block_size": "tokens of a block",
+            "kv_dtype": "dtype of the cache",
+        },
+        "tokenspeed_kernels_blackwell.latent:mla_decode", "tokenspeed_kernels_blackwell.latent_inputs:mla_decode", DOTS,
+        rows=("q", "block_table", "seq_lens"), errors="ValueError: more rows than the backend says it takes",
+        cases=(
+            {"num_heads": 5, "latent_size": 48, "rope_size": 16, "block_size": 8},
+            {"num_heads": 16, "latent_size": 512, "rope_size": 64, "block_size": 64},
+            {"num_heads": 7, "latent_size": 512, "rope_size": 64, "block_size": 32},
+            {"num_heads": 128, "latent_size": 512, "rope_size": 64, "block_size": 64},
+        ),
     ),
 )
