@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import BLOCK_SCALED, FLASHINFER, FLASHINFER_MLA, PROMPTS
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, EXPERTS, FLASHINFER, FLASHINFER_MLA, PROMPTS
 
 from tokenspeed_core import LLM
 from tokenspeed_core.kernels.attention import AttentionProblem
@@ -31,8 +31,8 @@ def test_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     assert check_attention(spec, torch.device("cuda")) >= 20
 
 
-@pytest.mark.parametrize("spec", BLOCK_SCALED, ids=lambda spec: spec.op)
-def test_block_scaled_products_conform_on_the_device(spec: KernelSpec) -> None:
+@pytest.mark.parametrize("spec", [*BLOCK_SCALED, *EXPERTS], ids=lambda spec: spec.op)
+def test_block_scaled_rows_products_and_experts_conform_on_the_device(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda"), num_rows=(0, 1, 17, 64, 131)) >= 20
 
 

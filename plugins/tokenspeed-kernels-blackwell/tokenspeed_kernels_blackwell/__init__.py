@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
-__all__ = ["BLOCK_SCALED", "FLASHINFER", "FLASHINFER_MLA", "PROMPTS", "TORCH_BLOCKS", "TORCH_MLA"]
+__all__ = [
+    "BLOCK_SCALED", "EXPERTS", "FLASHINFER", "FLASHINFER_MLA", "PROMPTS", "TORCH_BLOCKS", "TORCH_EXPERTS", "TORCH_MLA",
+]
 
 _HALVES = ("bfloat16", "float16")
 _OLDEST, _NEWEST = (10, 0), (10, 3)
@@ -38,38 +40,57 @@ FLASHINFER = KernelSpec(
 )
 
 
-def _block_scaled(op: str) -> KernelSpec:
+def _blackwell(op: str, module: str, *limits: AxisLimit) -> KernelSpec:
     return KernelSpec(
         op=op,
         backend="blackwell",
         capability=Capability(
             platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST, dtypes=_HALVES,
-            features=frozenset({"graph_safe"}), limits=(AxisLimit("in_size", 128, multiple_of=128),),
+            features=frozenset({"graph_safe"}), limits=limits,
         ),
-        load=f"tokenspeed_kernels_blackwell.block_scaled:{op}",
+        load=f"tokenspeed_kernels_blackwell.{module}:{op}",
         requires=("triton",),
     )
 
 
-def _torch_blocks(op: str, size: str) -> KernelSpec:
+def _torch_blocks(op: str, module: str, features: frozenset[str], *sizes: str) -> KernelSpec:
     return KernelSpec(
         op=op,
         backend="torch-blocks",
         capability=Capability(
-            platforms=("cpu", "cuda"), dtypes=("float32", *_HALVES), features=frozenset({"graph_safe"}),
-            limits=(AxisLimit(size, 32, multiple_of=32),),
+            platforms=("cpu", "cuda"), dtypes=("float32", *_HALVES), features=features,
+            limits=tuple(AxisLimit(size, 32, multiple_of=32) for size in sizes),
         ),
-        load=f"tokenspeed_kernels_blackwell.reference:{op}",
+        load=f"tokenspeed_kernels_blackwell.{module}:{op}",
         reference=True,
     )
 
 
-BLOCK_SCALED = (_block_scaled("linear_mxfp8"), _block_scaled("linear_nvfp4"))
+_GRAPHS = frozenset({"graph_safe"})
+_STEP = AxisLimit("in_size", 128, multiple_of=128)  # features of a step of the product
+_GROUPS = AxisLimit("size", 32, multiple_of=32)
+_EXPERTS = (
+    AxisLimit("num_experts", 1, 1024), AxisLimit("hidden_size", 128, multiple_of=128),
+    AxisLimit("intermediate_size", 128, multiple_of=128),
+)
+
+BLOCK_SCALED = (
+    _blackwell("linear_mxfp8", "block_scaled", _STEP),
+    _blackwell("linear_nvfp4", "block_scaled", _STEP),
+    _blackwell("quantize_mxfp8", "quantize", _GROUPS),
+    _blackwell("quantize_nvfp4", "quantize", _GROUPS),
+)
 TORCH_BLOCKS = (
-    _torch_blocks("quantize_mxfp8", "size"),
-    _torch_blocks("linear_mxfp8", "in_size"),
-    _torch_blocks("quantize_nvfp4", "size"),
-    _torch_blocks("linear_nvfp4", "in_size"),
+    _torch_blocks("quantize_mxfp8", "reference", _GRAPHS, "size"),
+    _torch_blocks("linear_mxfp8", "reference", _GRAPHS, "in_size"),
+    _torch_blocks("quantize_nvfp4", "reference", _GRAPHS, "size"),
+    _torch_blocks("linear_nvfp4", "reference", _GRAPHS, "in_size"),
+)
+
+EXPERTS = tuple(_blackwell(op, "experts", *_EXPERTS) for op in ("moe_experts_mxfp8", "moe_experts_nvfp4"))
+TORCH_EXPERTS = tuple(
+    _torch_blocks(op, "experts_reference", frozenset(), "hidden_size", "intermediate_size")
+    for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
 )
 
 

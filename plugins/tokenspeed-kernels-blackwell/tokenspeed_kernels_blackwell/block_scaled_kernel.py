@@ -6,6 +6,15 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def operand(
+    ptr, scale_ptr, row, stride, scale_stride, PACKED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Return pointers to the first BLOCK_K values of rows, PACKED in an element, and to the scales of their groups."""
+    values = ptr + row[:, None] * stride + tl.arange(0, BLOCK_K // PACKED)[None, :]
+    return values, scale_ptr + row[:, None] * scale_stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, scale_ptr, bias_ptr, y_ptr, x_stride, x_scale_stride, num_rows, N,
@@ -20,14 +29,12 @@ def multiply(
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = column < N
     real = row < num_rows
-    element = tl.arange(0, BLOCK_K // PACKED)
-    group = tl.arange(0, BLOCK_K // GROUP)
     wide_row = tl.minimum(row, num_rows - 1).to(tl.int64)  # rows that are none repeat the last, and are not stored
     wide_column = tl.minimum(column, N - 1).to(tl.int64)
-    w_ptrs = w_ptr + wide_column[:, None] * (K // PACKED) + element[None, :]
-    w_scale_ptrs = w_scale_ptr + wide_column[:, None] * (K // GROUP) + group[None, :]
-    x_ptrs = x_ptr + wide_row[:, None] * x_stride + element[None, :]
-    x_scale_ptrs = x_scale_ptr + wide_row[:, None] * x_scale_stride + group[None, :]
+    w_ptrs, w_scale_ptrs = operand(
+        w_ptr, w_scale_ptr, wide_column, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K
+    )
+    x_ptrs, x_scale_ptrs = operand(x_ptr, x_scale_ptr, wide_row, x_stride, x_scale_stride, PACKED, GROUP, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         w = tl.load(w_ptrs + start // PACKED)

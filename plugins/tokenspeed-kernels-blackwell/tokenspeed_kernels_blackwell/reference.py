@@ -26,8 +26,9 @@ Quantized = tuple[Tensor, Tensor]
 def mxfp8_rows(x: Tensor) -> Quantized:
     """Return x [T, N] as float8_e4m3fn [T, N] and its scales' exponents, uint8 [T, N / 32], 127 being 1."""
     groups = _groups(x.to(torch.float32), MX_GROUP)
-    mantissa, exponent = torch.frexp(groups.abs().amax(dim=-1) / E4M3_LARGEST)
-    exponent = (exponent - (mantissa == 0.5).to(torch.int32)).clamp(-E8M0_BIAS, E8M0_BIAS)
+    mantissa, exponent = torch.frexp(groups.abs().amax(dim=-1))
+    exponent = exponent - 9 + (mantissa > E4M3_LARGEST / 2**9).to(torch.int32)  # a mantissa is 1/2 to 1
+    exponent = exponent.clamp(-E8M0_BIAS, E8M0_BIAS)
     exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
     codes = torch.ldexp(groups, -exponent.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
     return codes, (exponent + E8M0_BIAS).to(torch.uint8)
@@ -46,7 +47,8 @@ def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
     `scale`, float32 of one element above 0, stands over those: the largest magnitude of all values / 2688, or more.
     """
     groups = _groups(x.to(torch.float32), NV_GROUP)
-    largest = groups.abs().amax(dim=-1) / E2M1_LARGEST / scale
+    largest_code = torch.full_like(scale, E2M1_LARGEST)  # divided by a number, a device rounds otherwise
+    largest = groups.abs().amax(dim=-1) / largest_code / scale
     group_scale = largest.clamp_(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
     divisor = (group_scale.to(torch.float32) * scale).unsqueeze(-1)
     scaled = torch.where(divisor == 0, 0.0, groups / divisor).flatten(-2)
