@@ -61,7 +61,7 @@ def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
 
 def _with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each expert that has tokens, with those, int64 [t], and what they weigh it by, [t, 1]."""
-    for expert in ids.unique().tolist():
+    for expert in sorted(set(ids.flatten().tolist())):
         tokens, rank = torch.nonzero(ids == expert, as_tuple=True)
         yield expert, tokens, weights[tokens, rank].unsqueeze(1)
 
