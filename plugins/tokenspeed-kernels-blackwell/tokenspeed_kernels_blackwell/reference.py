@@ -30,7 +30,8 @@ def mxfp8_rows(x: Tensor) -> Quantized:
     exponent = exponent - 9 + (mantissa > E4M3_LARGEST / 2**9).to(torch.int32)  # a mantissa is 1/2 to 1
     exponent = exponent.clamp(-E8M0_BIAS, E8M0_BIAS)
     exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
-    codes = torch.ldexp(groups, -exponent.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+    factor = ((E8M0_BIAS - exponent) << 23).view(torch.float32)  # 2^-exponent to the bit, as a device's pow may not be
+    codes = (groups * factor.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
     return codes, (exponent + E8M0_BIAS).to(torch.uint8)
 
 
