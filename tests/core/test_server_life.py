@@ -256,6 +256,12 @@ def test_an_unknown_host_is_a_config_error() -> None:
         listen("no such host", 1)
 
 
+def test_an_event_does_not_wait_for_the_next_one_to_fill_a_packet() -> None:
+    (bound,) = listen("127.0.0.1", 0)
+    with bound, socket.create_connection(bound.getsockname()), bound.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_an_idle_server_costs_next_to_nothing(tmp_path: Path) -> None:
     with running(tmp_path) as server, server.client() as client:
         client.post("/v1/completions", json={"prompt": [70]})

@@ -42,9 +42,11 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
 
 
 def _open(family: int, address: Any, *, shares: bool = False) -> socket.socket:
-    return socket.create_server(
+    bound = socket.create_server(
         address, family=family, backlog=2048, reuse_port=shares, dualstack_ipv6=family == socket.AF_INET6
     )
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which all that it accepts inherit
+    return bound
 
 
 def _owner(port: int) -> str:
