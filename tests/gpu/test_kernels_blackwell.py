@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import BLOCK_SCALED, EXPERTS, FLASHINFER, FLASHINFER_MLA, PROMPTS
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, EXPERTS, FLASHINFER, FLASHINFER_MLA, LATENT, PROMPTS
 
 from tokenspeed_core import LLM
 from tokenspeed_core.kernels.attention import AttentionProblem
@@ -36,8 +36,7 @@ def test_block_scaled_rows_products_and_experts_conform_on_the_device(spec: Kern
     assert check(spec, torch.device("cuda"), num_rows=(0, 1, 17, 64, 131)) >= 20
 
 
-@NEEDS_LIBRARY
-@pytest.mark.parametrize("spec", FLASHINFER_MLA, ids=("up to 64 heads", "128 heads"))
+@pytest.mark.parametrize("spec", [LATENT, *(pytest.param(spec, marks=NEEDS_LIBRARY) for spec in FLASHINFER_MLA)])
 def test_latent_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda")) >= 8
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import BLOCK_SCALED, PROMPTS
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, LATENT, PROMPTS, latent_decode
 from tokenspeed_kernels_blackwell.block_scaled import TILINGS
 from tokenspeed_kernels_blackwell.reference import nvfp4_values
 
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.testing.attention import Rows, attends, check_attention, limits_of, make_scene
-from tokenspeed_core.testing.conformance import check, make_inputs
+from tokenspeed_core.testing.conformance import agrees_with_reference, check, make_inputs
 from tokenspeed_core.testing.shapes import contract_of
 
 pytestmark = [
@@ -69,3 +69,31 @@ def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows:
         expected = x @ weight.T * given["scale"] + (0 if given["bias"] is None else given["bias"])
         torch.testing.assert_close(found.float(), expected, rtol=6e-3, atol=6e-3)
         assert num_rows == 0 or (x @ weight.T).abs().max() > 0
+
+
+@pytest.mark.parametrize("least_share", [latent_decode.LEAST_SHARE, 32], ids=["whole", "split"])
+@pytest.mark.parametrize(("num_heads", "latent_size", "rope_size"), [(3, 64, 16), (70, 64, 16), (16, 512, 64)])
+def test_latent_attention_follows_the_definition(
+    num_heads: int, latent_size: int, rope_size: int, least_share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent_decode, "LEAST_SHARE", least_share)
+    asked = {
+        "num_heads": num_heads, "latent_size": latent_size, "rope_size": rope_size, "block_size": 64,
+        "dtype": "float16", "kv_dtype": "float16",  # the interpreter's bfloat16 products are wrong
+    }
+    kernel = LATENT.factory()(asked)
+    for rows, strided in ((0, False), (1, True), (8, False)):
+        agrees_with_reference(kernel, contract_of(LATENT), asked, rows, CPU, strided=strided)
+
+
+@pytest.mark.parametrize("least_share", [latent_decode.LEAST_SHARE, 32], ids=["whole", "split"])
+def test_latents_that_nobody_wrote_do_not_reach_a_row(least_share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_decode, "LEAST_SHARE", least_share)
+    asked = {
+        "num_heads": 3, "latent_size": 64, "rope_size": 16, "block_size": 64, "dtype": "float16", "kv_dtype": "float16",
+    }
+    cache = torch.full((4, 64, 80), float("nan"), dtype=torch.float16)
+    cache[2], cache[0, :21] = 1.0, 1.0
+    table, lengths = torch.tensor([[2, 0], [-1, -1]], dtype=torch.int32), torch.tensor([85, 0], dtype=torch.int32)
+    y = LATENT.factory()(asked)(torch.ones(2, 3, 80, dtype=torch.float16), cache, table, lengths, 85, 0.1)
+    assert torch.equal(y[0], torch.ones_like(y[0])) and torch.equal(y[1], torch.zeros_like(y[1]))

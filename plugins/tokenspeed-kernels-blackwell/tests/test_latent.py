@@ -1,11 +1,16 @@
-"""Latent attention: what the reference means, and which backend a device gets."""
+"""Latent attention: what the reference means, the kernel as machine code, and which backend a device gets."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from machine_code import REGISTERS, SHARED_BYTES, TENSOR_COLUMNS, compiled
 from tokenspeed_kernels_blackwell import TORCH_MLA
 from tokenspeed_kernels_blackwell.latent import mla_decode
+from tokenspeed_kernels_blackwell.latent_decode import FEW, MANY, NUM_STAGES, TAIL, Tiling
+from tokenspeed_kernels_blackwell.latent_kernel import attend, merge
 
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
@@ -58,9 +63,9 @@ def test_what_nobody_wrote_has_no_part_in_a_row_and_a_row_of_length_0_gives_zero
 
 
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
-def test_the_library_is_taken_by_name_and_the_reference_by_auto(num_heads: int) -> None:
+def test_the_library_is_taken_by_name_and_our_own_kernel_by_auto(num_heads: int) -> None:
     problem = {**DEEPSEEK, "num_heads": num_heads}
-    for names, taken in (((), "torch"), (("flashinfer",), "flashinfer")):
+    for names, taken in (((), "blackwell"), (("flashinfer",), "flashinfer")):
         chosen = selector((10, 3), *names)
         assert chosen.select("mla_decode", problem).spec.backend == taken
         passed_over = "it must be compiled before the first call" in explain(chosen.plan(), "mla_decode")
@@ -77,3 +82,40 @@ def test_what_the_library_refuses_is_refused_when_the_model_is_built_with_the_re
     chosen = selector((9, 0))
     assert chosen.select("mla_decode", DEEPSEEK).spec.backend == "torch"
     assert "compute capability 9.0 is outside 10.0 to 10.3" in explain(chosen.plan(), "mla_decode")
+
+
+@pytest.mark.parametrize("capability", [100, 103])
+@pytest.mark.parametrize("tiling", [FEW, MANY], ids=lambda tiling: f"{tiling.block_h} heads")
+def test_the_kernel_fits_the_multiprocessor_and_uses_its_own_units(
+    tiling: Tiling, capability: int, tmp_path: Path
+) -> None:
+    dtype = "bf16" if capability == 100 else "fp16"
+    boxes = {
+        f"{name}_desc": f"tensordesc<{dtype}[1, {size}, {width}]>"
+        for end, size in (("", 64), ("_tail", TAIL)) for name, width in ((f"latent{end}", 512), (f"rope{end}", 64))
+    }
+    signature = {
+        "q_ptr": f"*{dtype}", **boxes, "part_ptr": "*fp32", "lse_ptr": "*fp32", "seq_lens_ptr": "*i32",
+        "table_ptr": "*i32", "log2_scale": "fp32", **dict.fromkeys(("q_stride_t", "q_stride_h", "table_stride"), "i32"),
+    }
+    constants = {"H": 4 * tiling.block_h, "L": 512, "R": 64, "BLOCK_SIZE": 64, "BLOCK_H": tiling.block_h, "TAIL": TAIL}
+    code = compiled(
+        attend, signature, constants, tmp_path, capability=capability,
+        aligned=("q_ptr", "part_ptr", "lse_ptr", "q_stride_t", "q_stride_h"),
+        num_warps=tiling.num_warps, num_stages=NUM_STAGES,
+    )
+    assert code.count("tcgen05.mma") > 0, "products on the tensor cores of this generation"
+    assert code.count("cp.async.bulk.tensor") > 0, "the cache by the tensor memory accelerator"
+    assert code.stack_bytes <= (0 if tiling is FEW else 16), "more than four registers are spilled"
+    assert code.num_registers * 32 * tiling.num_warps <= REGISTERS
+    assert code.shared_bytes <= SHARED_BYTES
+    assert code.tensor_columns <= TENSOR_COLUMNS
+
+
+def test_the_merging_of_parts_compiles_without_spills(tmp_path: Path) -> None:
+    signature = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "y_ptr": "*bf16", "num_splits": "i32"}
+    code = compiled(
+        merge, signature, {"L": 512, "SPLITS": 32}, tmp_path, capability=100,
+        aligned=("part_ptr", "lse_ptr", "y_ptr"), num_warps=4, num_stages=3,
+    )
+    assert code.stack_bytes == 0

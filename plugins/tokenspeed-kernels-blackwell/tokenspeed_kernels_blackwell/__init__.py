@@ -5,7 +5,8 @@ from __future__ import annotations
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 __all__ = [
-    "BLOCK_SCALED", "EXPERTS", "FLASHINFER", "FLASHINFER_MLA", "PROMPTS", "TORCH_BLOCKS", "TORCH_EXPERTS", "TORCH_MLA",
+    "BLOCK_SCALED", "EXPERTS", "FLASHINFER", "FLASHINFER_MLA", "LATENT", "PROMPTS", "TORCH_BLOCKS", "TORCH_EXPERTS",
+    "TORCH_MLA",
 ]
 
 _HALVES = ("bfloat16", "float16")
@@ -94,6 +95,20 @@ TORCH_EXPERTS = tuple(
 )
 
 
+_LATENT_SIZES = (AxisLimit("latent_size", 512, 512), AxisLimit("rope_size", 64, 64))
+
+LATENT = KernelSpec(
+    op="mla_decode",
+    backend="blackwell",
+    capability=Capability(
+        platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
+        dtypes=_HALVES, kv_dtypes=_HALVES, block_sizes=(64,), features=frozenset({"graph_safe"}), limits=_LATENT_SIZES,
+    ),
+    load="tokenspeed_kernels_blackwell.latent_decode:mla_decode",
+    requires=("triton",),
+)
+
+
 def _flashinfer_mla(fewest_heads: int, most_heads: int) -> KernelSpec:
     return KernelSpec(
         op="mla_decode",
@@ -101,10 +116,7 @@ def _flashinfer_mla(fewest_heads: int, most_heads: int) -> KernelSpec:
         capability=Capability(
             platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
             dtypes=("bfloat16",), kv_dtypes=("bfloat16",), block_sizes=(32, 64), features=frozenset({"graph_safe"}),
-            limits=(
-                AxisLimit("num_heads", fewest_heads, most_heads),
-                AxisLimit("latent_size", 512, 512), AxisLimit("rope_size", 64, 64),
-            ),
+            limits=(AxisLimit("num_heads", fewest_heads, most_heads), *_LATENT_SIZES),
         ),
         load="tokenspeed_kernels_blackwell.flashinfer_mla:mla_decode",
         requires=("flashinfer",),
