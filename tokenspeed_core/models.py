@@ -78,10 +78,12 @@ class LoadFormat:
 class Quantization:
     """A way to compute linear maps in fewer bits, entered under `tokenspeed.quantization` by the name users type.
 
-    Rows of weights [O, I] and of activations [T, I] are stored as `dtype`, each with a float32 scale: the op
-    `quantize` (axis `size`) makes both from x [T, N], and `linear` (the axes of the plain op) is called with x and its
-    scales, weight and its scales, and the bias. `fused` maps an op to the one that also quantises its result, and
-    "linear", "add_rms_norm_linear" and "add_rms_norm_mlp" to ops that take rows as they are and quantise them within.
+    Weights [O, I] and activations [T, I] are stored as `dtype`, with float32 scales: the op `quantize` (axis `size`)
+    makes both of activations, and `quantize_weight` (none: the same) of a weight. `linear` (the axes of the plain op)
+    is called with x and its scales, weight and its scales, and the bias. `fused` maps an op to the one that also
+    quantises its result, and "linear", "add_rms_norm_linear" and "add_rms_norm_mlp" to ops that take rows as they are
+    and quantise them within. A scale of a weight belongs to a `scale_block` of rows and features (none: to a row), cut
+    short at an edge; where a checkpoint has a "weight" that is packed, its scales are called `scale_name`.
     """
 
     name: str
@@ -89,6 +91,9 @@ class Quantization:
     quantize: str
     linear: str
     fused: Mapping[str, str] = field(default_factory=dict)
+    quantize_weight: str | None = None
+    scale_block: tuple[int, int] | None = None
+    scale_name: str = "weight_scale"
 
 
 class WeightReader(Protocol):

@@ -209,3 +209,35 @@ FP8_METHOD = Quantization(
         "add_rms_norm_linear": "add_rms_norm_linear_fp8", "add_rms_norm_mlp": "add_rms_norm_mlp_fp8",
     },
 )
+
+FP8_BLOCK = (
+    OpContract(
+        "quantize_fp8_groups", "linear",
+        "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): scale is the largest magnitude of "
+        "128 neighbours / 448 (of 1e-10 at least), y = x / scale rounded",
+        {"size": "elements of a row, N"},
+        f"{_REFERENCE}.fp8_block:quantize_fp8_groups", f"{_INPUTS}:quantize_fp8", _CODES, rows=("x",),
+        cases=({"size": 64}, {"size": 256}, {"size": 1100}),
+    ),
+    OpContract(
+        "quantize_fp8_blocks", "linear",
+        "(weight [O, N]) -> (y float8_e4m3fn [O, N], scale float32 [ceil(O / 128), ceil(N / 128)]): as "
+        "quantize_fp8_groups, for 128 rows of 128 neighbours",
+        {"size": "elements of a row, N"},
+        f"{_REFERENCE}.fp8_block:quantize_fp8_blocks", f"{_INPUTS}:quantize_fp8_blocks", _CODES,
+        cases=({"size": 64}, {"size": 256}, {"size": 300}),
+    ),
+    OpContract(
+        "linear_fp8_block", "linear",
+        "(x float8_e4m3fn [T, I], x_scale float32 [T, ceil(I / 128)], weight float8_e4m3fn [O, I], weight_scale "
+        "float32 [ceil(O / 128), ceil(I / 128)], bias [O] | None) -> y [T, O] of the dtype: a scale of x belongs to "
+        "128 neighbours of a row, one of the weight to 128 rows of 128 neighbours",
+        {"in_size": "input features I", "out_size": "output features O"},
+        f"{_REFERENCE}.fp8_block:linear_fp8_block", f"{_INPUTS}:linear_fp8_block", DOTS, rows=("x", "x_scale"),
+        cases=({"in_size": 256, "out_size": 384}, {"in_size": 128, "out_size": 128}, {"in_size": 200, "out_size": 50}),
+    ),
+)
+FP8_BLOCK_METHOD = Quantization(
+    name="fp8-block", dtype="float8_e4m3fn", quantize="quantize_fp8_groups", linear="linear_fp8_block",
+    quantize_weight="quantize_fp8_blocks", scale_block=(128, 128), scale_name="weight_scale_inv",
+)

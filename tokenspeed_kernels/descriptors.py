@@ -77,6 +77,9 @@ TORCH_LINEAR = (
     _torch("quantize_linear_fp8", "fp8:quantize_linear_fp8"),
     _torch("add_rms_norm_linear_fp8", "fp8:add_rms_norm_linear_fp8"),
     _torch("add_rms_norm_mlp_fp8", "fp8:add_rms_norm_mlp_fp8"),
+    _torch("quantize_fp8_groups", "fp8_block:quantize_fp8_groups"),
+    _torch("quantize_fp8_blocks", "fp8_block:quantize_fp8_blocks"),
+    _torch("linear_fp8_block", "fp8_block:linear_fp8_block"),
 )
 TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),

@@ -10,6 +10,7 @@ from torch import Generator, Tensor, device
 from tokenspeed_core.api import Problem
 from tokenspeed_core.testing.inputs import random, random_rows, write_kv
 from tokenspeed_kernels.reference.fp8 import quantize_rows
+from tokenspeed_kernels.reference.fp8_block import quantize_blocks, quantize_groups
 
 EPS = 1e-6
 MAX_POSITION = 512
@@ -138,6 +139,23 @@ def linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided:
     weight, weight_scale = quantize_rows(random((outer, inner), problem, at, seed) / inner**0.5)
     if strided:
         x = _within_wider_rows(x)
+    bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
+    return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
+
+
+def quantize_fp8_blocks(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make a weight as quantize_fp8 makes x, of thirty times as many rows, so that some need several blocks."""
+    return {"weight": quantize_fp8(problem, 30 * num, at, seed, strided)["x"]}
+
+
+def linear_fp8_block(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, I] and a weight [O, I] of unit gain, both growing along a row, and a bias [O] for even T."""
+    inner, outer = problem["in_size"], problem["out_size"]
+    x, x_scale = quantize_groups(random((num, inner), problem, at, seed) * torch.logspace(-1, 0.5, inner, device=at))
+    rows = torch.logspace(-1, 0.5, outer, device=at).unsqueeze(1)
+    weight, weight_scale = quantize_blocks(random((outer, inner), problem, at, seed) * rows / inner**0.5)
+    if strided:
+        x, x_scale = _within_wider_rows(x), _within_wider_rows(x_scale)
     bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
     return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenspeed_models.quantization_config import read_quantization
 from tokenspeed_models.rope_config import RopeConfig, read_rope
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -148,38 +149,6 @@ def read_decoder(
         max_model_len=rope.max_positions, eos_token_ids=keys.integers("eos_token_id"),
         bos_token_id=bos[0] if bos else None, quantization=read_quantization(config),
     )
-
-
-def read_quantization(config: Mapping[str, Any]) -> str | None:
-    """Return the method of a checkpoint whose linear maps, all but the head, are stored quantised, or None.
-
-    That is compressed-tensors' e4m3 with a scale a row of the weight, and activations quantised as they come.
-    Raises ValueError, saying what was found, on any other.
-    """
-    found = config.get("quantization_config")
-    if found is None:
-        return None
-    try:
-        groups = list(found["config_groups"].values())
-        is_served = (
-            found["quant_method"] == "compressed-tensors" and len(groups) == 1 and groups[0]["targets"] == ["Linear"]
-            and found.get("ignore") == ["lm_head"] and found.get("kv_cache_scheme") is None
-            and _WEIGHTS.items() <= groups[0]["weights"].items()
-            and _ACTIVATIONS.items() <= groups[0]["input_activations"].items()
-        )
-    except (KeyError, TypeError, AttributeError):
-        is_served = False
-    if not is_served:
-        raise ValueError(
-            f"config.json: quantization_config is {found!r:.200}: served are checkpoints of compressed-tensors that "
-            "hold every Linear but lm_head as 8-bit float with strategy channel, and quantise activations as they come "
-            "with strategy token; use one of these, or an unquantised one with --quantization fp8"
-        )
-    return "fp8"
-
-
-_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-_ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
 def read_dtype(config: Mapping[str, Any]) -> str:

@@ -35,12 +35,13 @@ class Packing:
     """How a weight gets into a parameter that holds it in another form: `store` takes it, in `dtype`, on the device.
 
     A checkpoint may hold the weight in that form already, the type of its slot's target. Then it is copied, and
-    `scale`, of the same rows, is filled from the tensor called as the weight with `_scale` behind.
+    `scale`, which belongs to it alone, is filled from the tensor called `scale_name`.
     """
 
     dtype: torch.dtype
     store: Callable[[torch.Tensor], None]
     scale: torch.Tensor
+    scale_name: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,31 +94,40 @@ class _Faults:
 class _Scales:
     """The scales of weights that a checkpoint holds packed: each such weight has one, and no other has."""
 
-    def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
-        self._targets = targets
+    def __init__(self, packings: Mapping[str, Packing]) -> None:
+        self._packings = packings
         self._needed: dict[str, None] = {}
-        self._taken: dict[str, None] = {}
+        self._given: dict[str, None] = {}
 
-    def need(self, weight: str) -> None:
+    def __contains__(self, name: str) -> bool:
+        return name in self._packings
+
+    def need(self, packing: Packing) -> None:
         """Note that a weight came packed."""
-        self._needed[f"{weight}_scale"] = None
+        self._needed[packing.scale_name] = None
 
-    def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Fill a scale, a number a row, and say whether this was one."""
-        target = self._targets.get(name)
-        if target is None or tensor.numel() != target.numel() or tensor.dtype not in _READABLE:
-            return False
-        target.copy_(tensor.view(target.shape))
-        self._taken[name] = None
-        return True
+    def fill(self, name: str, tensor: torch.Tensor, faults: _Faults) -> None:
+        """Copy a scale to its place, or note what is wrong with it. Of one a row, the last axis may be left out."""
+        if name in self._given:
+            faults.repeated.append(name)
+            return
+        self._given[name] = None
+        target = self._packings[name].scale
+        if tensor.shape != target.shape and not (target.shape[1] == 1 and tensor.shape == target.shape[:1]):
+            shapes = f"{list(tensor.shape)} and needs {list(target.shape)}"
+            faults.misshapen.append(f"{name} has shape {shapes}")
+        elif tensor.dtype not in _READABLE:
+            faults.misshapen.append(f"{name} is {tensor.dtype}; only scales of 16 bits or more are supported")
+        else:
+            target.copy_(tensor.view(target.shape))
 
     def missing(self) -> list[str]:
         """Return the scales that packed weights lack."""
-        return [name for name in self._needed if name not in self._taken]
+        return [name for name in self._needed if name not in self._given]
 
     def surplus(self) -> list[str]:
         """Return the scales of weights that came whole, and so have new ones."""
-        return [name for name in self._taken if name not in self._needed]
+        return [name for name in self._given if name not in self._needed]
 
 
 class WeightMap:
@@ -134,8 +144,8 @@ class WeightMap:
             if slot.name in self._slots:
                 raise ValueError(f"the weight map has two slots for {slot.name}")
             self._slots[slot.name] = slot
-        self._scales = {
-            f"{slot.name}_scale": slot.packing.scale for slot in self._slots.values() if slot.packing is not None
+        self._packings = {
+            slot.packing.scale_name: slot.packing for slot in self._slots.values() if slot.packing is not None
         }
 
     def __iter__(self) -> Iterator[WeightSlot]:
@@ -152,11 +162,13 @@ class WeightMap:
         Raises ValueError naming every missing, surplus, repeated or misshapen weight, after reading all.
         """
         pending = {slot.name: None for slot in self}
-        faults, seen, scales = _Faults(), set(), _Scales(self._scales)
+        faults, seen, scales = _Faults(), set(), _Scales(self._packings)
         for name, tensor in weights:
             slot = self._slots.get(name)
             if slot is None:
-                if not scales.take(name, tensor) and not self._is_ignored(name):
+                if name in scales:
+                    scales.fill(name, tensor, faults)
+                elif not self._is_ignored(name):
                     faults.surplus.append(name)
                 continue
             filled = slot.replaces or (name,)
@@ -166,13 +178,13 @@ class WeightMap:
             seen.add(name)
             for part in filled:
                 del pending[part]
+            is_packed = slot.packing is not None and tensor.dtype == slot.target.dtype
+            if slot.packing is not None and is_packed:
+                scales.need(slot.packing)
             if tensor.shape != slot.target.shape:
                 shapes = f"{list(tensor.shape)} and needs {list(slot.target.shape)}"
                 faults.misshapen.append(f"{name} has shape {shapes}")
-            elif slot.packing is not None and tensor.dtype == slot.target.dtype:
-                slot.fill(tensor)
-                scales.need(name)
-            elif tensor.dtype not in _READABLE:
+            elif not is_packed and tensor.dtype not in _READABLE:
                 faults.misshapen.append(f"{name} is {tensor.dtype}; only unquantised weights are supported")
             else:
                 slot.fill(tensor)

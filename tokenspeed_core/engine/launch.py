@@ -83,7 +83,6 @@ def resolve(
         max_model_len=max_model_len, dtype=info.dtype if config.dtype == "auto" else config.dtype,
     )
     limits = scheduler_limits(settled, max_model_len, info.vocab_size)
-    wishes = preferences(config)
     wanted = config.quantization or info.quantization
     if wanted != (info.quantization or wanted):
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
@@ -96,7 +95,7 @@ def resolve(
         max_cudagraph_capture_size=config.max_cudagraph_capture_size,
         cudagraph_capture_sizes=config.cudagraph_capture_sizes,
         gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
-        max_total_tokens=config.max_total_tokens, quantization=method, preferences=wishes,
+        max_total_tokens=config.max_total_tokens, quantization=method, preferences=preferences(config),
         backend_options=config.backend_option,
         kv_dtype=None if config.kv_cache_dtype == "auto" else "float8_e4m3fn",
         kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),

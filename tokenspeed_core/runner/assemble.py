@@ -67,8 +67,7 @@ def assemble(
     kernels = installed_kernels(catalog, config.preferences)
     rankings, ops = installed_rankings(catalog), installed_ops(catalog)
     hint = how_to_get_kernels(catalog)
-    uses_graphs = device.type == "cuda" and not config.enforce_eager
-    needs = frozenset({"graph_safe"} if uses_graphs else ())
+    needs = frozenset({"graph_safe"} if device.type == "cuda" and not config.enforce_eager else ())
 
     def selector() -> Selector:
         return Selector(
@@ -77,8 +76,7 @@ def assemble(
         )
 
     chosen = selector()
-    place = torch.device("meta") if only_plan else device
-    build = ModelBuild(config, place, chosen)
+    build = ModelBuild(config, torch.device("meta") if only_plan else device, chosen)
     family: Callable[[Any, ModelBuild], Model] = load_target(config.model_spec.load)
     try:
         model = family(config.hf_config, build)

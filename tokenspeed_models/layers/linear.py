@@ -37,8 +37,9 @@ class Projection:
 class Linear:
     """Computes `x @ weight.T + bias` for the stacked weights of one or more projections.
 
-    Under `build.quantization` the weight is held as its method says: each projection is quantised on the device when
-    it is loaded, so no more than one of them is there in full; `scale` [out, 1] belongs to its rows.
+    Under `build.quantization` the weight and its `scale` are held as its method says: each projection is quantised on
+    the device when it is loaded, so no more than one of them is there in full. Raises ValueError where a projection
+    would begin among rows that share a scale with those before.
     """
 
     def __init__(
@@ -48,15 +49,20 @@ class Linear:
         method, self.dtype = build.quantization, build.dtype
         problem = {"in_size": in_size, "out_size": out_size, "dtype": dtype_name(build.dtype)}
         held = build.dtype if method is None else getattr(torch, method.dtype)
-        self.projections = projections
+        self.projections, self._method = projections, method
         self.weight = torch.empty(out_size, in_size, dtype=held, device=build.device)
         self.bias = torch.empty(out_size, dtype=build.dtype, device=build.device) if bias else None
         if method is None:
             self.scale = None
             self._linear = build.op("linear", **problem)
         else:
-            self.scale = torch.empty(out_size, 1, dtype=torch.float32, device=build.device)
-            self._quantize = build.op(method.quantize, size=in_size, dtype=dtype_name(build.dtype))
+            each, features = method.scale_block or (1, in_size)
+            _require_whole_blocks(method.name, each, projections)
+            self.scale = torch.empty(
+                -(-out_size // each), -(-in_size // features), dtype=torch.float32, device=build.device)
+            rows = {"size": in_size, "dtype": dtype_name(build.dtype)}
+            self._quantize = build.op(method.quantize, **rows)
+            self._pack = build.op(method.quantize_weight, **rows) if method.quantize_weight else self._quantize
             self._linear = build.op(method.linear, **problem)
             fused = method.fused.get("linear")
             self._whole = None if fused is None else build.op(fused, **problem)
@@ -84,16 +90,38 @@ class Linear:
         for projection in self.projections:
             rows, shard = slice(start, start + projection.size), projection.shard
             start += projection.size
-            packing = None
-            if self.scale is not None:
-                packing = Packing(self.dtype, partial(self._store, rows), self.scale[rows])
+            packing = self._packing(f"{prefix}{projection.name}", rows)
             yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard, packing=packing)
             if self.bias is not None:
                 cut = shard if shard is not None and shard.axis == 0 else None
                 yield WeightSlot(f"{prefix}{projection.name}.bias", self.bias[rows], cut, "bias")
 
-    def _store(self, rows: slice, weight: torch.Tensor) -> None:
-        """Quantise some rows of the weight."""
-        assert self.scale is not None, "only a quantised weight is packed"
-        for held, part in zip((self.weight, self.scale), self._quantize(weight), strict=True):
-            held[rows].copy_(part)
+    def _packing(self, name: str, rows: slice) -> Packing | None:
+        """Return how some rows of the weight are filled, those of a projection; None if they are copied."""
+        if self._method is None or self.scale is None:
+            return None
+        each = self._method.scale_block[0] if self._method.scale_block else 1
+        scale = self.scale[rows.start // each : -(-rows.stop // each)]
+        store = partial(self._store, self.weight[rows], scale)
+        return Packing(self.dtype, store, scale, f"{name}.{self._method.scale_name}")
+
+    def _store(self, held: torch.Tensor, held_scale: torch.Tensor, weight: torch.Tensor) -> None:
+        """Quantise a weight into its place."""
+        values, scale = self._pack(weight)
+        held.copy_(values)
+        held_scale.copy_(scale)
+
+
+def _require_whole_blocks(method: str, num_rows: int, projections: tuple[Projection, ...]) -> None:
+    """Raise ValueError where a projection begins at a row that is no multiple of the `num_rows` that share a scale."""
+    start = 0
+    for projection in projections:
+        if start % num_rows:
+            sizes = " + ".join(f"{each.name} {each.size}" for each in projections)
+            raise ValueError(
+                f"--quantization {method}: {projection.name} begins at row {start} of the weights that are multiplied "
+                f"together ({sizes}), and {num_rows} rows share a scale, so each must begin at a multiple of "
+                f"{num_rows}; use an unquantised checkpoint, without --quantization or with a method whose scales are "
+                "a row's, such as fp8"
+            )
+        start += projection.size

@@ -1,4 +1,4 @@
-"""DeepGEMM's backend without its library: the reference it stands beside, what it calls, what is said without it."""
+"""DeepGEMM's backend without its library: what it calls, what is said without it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenspeed_kernels_deepgemm import DEEPGEMM, TORCH
-from tokenspeed_kernels_deepgemm.reference import quantize_blocks, quantize_groups, spread_blocks
+from tokenspeed_kernels_deepgemm import DEEPGEMM
 from torch import Tensor
 
 from tokenspeed_core.config import Config
@@ -25,7 +24,7 @@ from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
+from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.testing.conformance import check
 from tokenspeed_core.testing.explain import explain
@@ -58,23 +57,6 @@ def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, **gi
     d.copy_(total)
 
 
-@pytest.mark.parametrize("spec", TORCH, ids=lambda spec: spec.op)
-def test_the_reference_conforms(spec: KernelSpec) -> None:
-    assert check(spec, CPU) > 10
-
-
-def test_each_block_of_a_weight_and_each_group_of_a_row_has_a_scale_of_its_own() -> None:
-    weight = torch.zeros(200, 300)
-    weight[150, 290], weight[3, 130] = -448.0, 4.48
-    codes, scale = quantize_blocks(weight)
-    torch.testing.assert_close(scale[1, 2], torch.tensor(1.0))
-    torch.testing.assert_close(scale[0, 1], torch.tensor(0.01))
-    torch.testing.assert_close(codes.float() * spread_blocks(scale, 200, 300), weight)
-    x = torch.ones(2, 200)
-    x[1, 190] = 448.0
-    torch.testing.assert_close(quantize_groups(x)[1], torch.tensor([[1 / 448, 1 / 448], [1 / 448, 1.0]]))
-
-
 @pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
 def test_over_a_function_that_computes_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     library = ModuleType("deep_gemm")
@@ -84,14 +66,14 @@ def test_over_a_function_that_computes_the_definition_the_backend_conforms(monke
 
 
 def test_it_is_taken_by_name_on_the_device_it_is_for_and_never_by_auto() -> None:
-    for names, taken in (((), "torch-fp8-block"), (("deepgemm",), "deepgemm")):
+    for names, taken in (((), "torch"), (("deepgemm",), "deepgemm")):
         chosen = selector((9, 0), *names, module_exists=lambda name: True)
         assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == taken
 
 
 def test_elsewhere_the_plan_says_why_it_is_not_taken_and_how_to_get_it() -> None:
     chosen = selector((10, 0), module_exists=lambda name: name != "deep_gemm")
-    assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "torch-fp8-block"
+    assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "torch"
     said = explain(chosen.plan(), "linear_fp8_block")
     assert "compute capability 10.0 is outside 9.0 to 9.0" in said
     assert "module 'deep_gemm' is not installed -> pip install 'tokenspeed-kernels-deepgemm[deepgemm]'" in said

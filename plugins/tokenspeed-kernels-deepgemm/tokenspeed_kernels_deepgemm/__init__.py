@@ -1,10 +1,10 @@
-"""Linear maps in eight bits with a scale a block: descriptors. Imports no tensor library."""
+"""DeepGEMM's linear maps in eight bits with a scale a block: the descriptor. Imports no tensor library."""
 
 from __future__ import annotations
 
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
-__all__ = ["DEEPGEMM", "TORCH"]
+__all__ = ["DEEPGEMM"]
 
 DEEPGEMM = KernelSpec(
     op="linear_fp8_block",
@@ -20,18 +20,3 @@ DEEPGEMM = KernelSpec(
     obtain="pip install 'tokenspeed-kernels-deepgemm[deepgemm]'",
     needs_compile=True,  # the library compiles a kernel for each shape at its first call
 )
-
-
-def _torch(op: str) -> KernelSpec:
-    return KernelSpec(
-        op=op,
-        backend="torch-fp8-block",
-        capability=Capability(
-            platforms=("cpu", "cuda"), dtypes=("float32", "bfloat16", "float16"), features=frozenset({"graph_safe"}),
-        ),
-        load=f"tokenspeed_kernels_deepgemm.reference:{op}",
-        reference=True,
-    )
-
-
-TORCH = (_torch("quantize_fp8_groups"), _torch("linear_fp8_block"))

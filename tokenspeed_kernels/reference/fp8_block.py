@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fp8 import LARGEST, LEAST
 
-BLOCK = 128     # rows and features that share a scale of a weight; features that share one of activations
-LARGEST = 448.0  # of e4m3
-LEAST = 1e-10   # of a group's largest magnitude: a group of zeros has a scale too
+BLOCK = 128  # rows and features that share a scale of a weight; features that share one of activations
 
 Linear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -33,8 +32,8 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight [O, I] as float8_e4m3fn [O, I] and float32 scales [ceil(O / 128), ceil(I / 128)]."""
     wide = weight.to(torch.float32)
     padded = functional.pad(wide, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
-    tiles = padded.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK)
-    scale = tiles.abs().amax(dim=(-2, -1)).clamp_(min=LEAST).div_(LARGEST)
+    tiles = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scale = tiles.abs().amax(dim=(1, 3)).clamp_(min=LEAST).div_(LARGEST)
     codes = (wide / spread_blocks(scale, weight.shape[0], weight.shape[1])).clamp_(-LARGEST, LARGEST)
     return codes.to(torch.float8_e4m3fn), scale
 
@@ -53,6 +52,12 @@ def quantize_fp8_groups(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Te
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
     del problem  # the rows tell their size
     return quantize_groups
+
+
+def quantize_fp8_blocks(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return `quantize(weight [O, N]) -> (y float8_e4m3fn [O, N], scale float32 [ceil(O / 128), ceil(N / 128)])`."""
+    del problem
+    return quantize_blocks
 
 
 def linear_fp8_block(problem: Problem) -> Linear:

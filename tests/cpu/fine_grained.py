@@ -1,0 +1,62 @@
+"""Checkpoints of fine-grained fp8, written and read back by transformers' own conversions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+BLOCK = 128
+STORED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 64, "initializer_range": 0.08}
+
+
+def quantized(weight: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Return the codes of a weight [O, I], and a scale for each `rows` rows of 128 features."""
+    config = FineGrainedFP8Config(weight_block_size=(rows, BLOCK))
+    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
+    return made["x.weight"], made["x.weight_scale_inv"]
+
+
+def values(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return what codes and scales stand for, in float32."""
+    found: Tensor = Fp8Dequantize(None).convert({"weight": [codes], "weight_scale_inv": [scale.float()]})["weight"]
+    return found
+
+
+def store(folder: Path, model: Any, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Quantise a checkpoint on disk and give its model the values that it now holds; return what is stored."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": STORED}))
+    tensors, whole = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name] = tensor
+        if name.endswith("_proj.weight"):
+            codes, scale = quantized(tensor)
+            tensors[name], tensors[f"{name}_scale_inv"] = codes, scale.to(scale_dtype)
+            whole[name] = values(codes, tensors[f"{name}_scale_inv"])
+    save_file(tensors, folder / "model.safetensors")
+    assert not model.load_state_dict(whole, strict=False).unexpected_keys
+    return tensors
+
+
+def quantize_inputs(model: nn.Module) -> None:
+    """Make a model of whole weights compute its linear maps, but the head, of activations quantised as they come."""
+
+    def rounded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        x = inputs[0]
+        return values(*quantized(x.reshape(-1, x.shape[-1]), rows=1)).reshape(x.shape)
+
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            hook: Callable[..., Any] = rounded
+            module.register_forward_pre_hook(hook)
