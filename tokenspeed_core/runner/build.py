@@ -159,9 +159,9 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
 
 
 def _rank(plan: KernelPlan) -> int:
-    """Return how many better-placed candidates the decisions of a plan had to pass over for their block size."""
+    """Return how many better-placed candidates the decisions of a plan passed over for their block size alone."""
     return sum(
-        any("block_size" in reason.what for reason in verdict.reasons)
+        bool(verdict.reasons) and all("block_size" in reason.what for reason in verdict.reasons)
         for planned in plan.ops
         for verdict in planned.verdicts[: [each.backend for each in planned.verdicts].index(planned.backend)]
     )

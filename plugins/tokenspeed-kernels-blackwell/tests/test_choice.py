@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 
 import pytest
 
@@ -42,6 +45,13 @@ def test_a_blackwell_device_gets_this_backend_for_prompts_and_the_portable_one_f
     assert "not blackwell from tokenspeed-kernels-blackwell: phase decode is not among prefill" in (
         explain(chosen.plan(), "attention")
     )
+
+
+def test_the_block_size_is_settled_so_that_prompts_get_this_backend() -> None:
+    why = [sys.executable, "-m", "tokenspeed_core.cli", "plugins", "why", "attention", "--platform", "sm100", "--json"]
+    said = json.loads(subprocess.run(why, capture_output=True, check=True, timeout=60).stdout)
+    chosen = {each["problem"]["phase"]: (each["backend"], each["problem"]["block_size"]) for each in said["ops"]}
+    assert chosen == {"prefill": ("blackwell", 64), "decode": ("triton", 64)}
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
