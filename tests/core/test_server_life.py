@@ -100,6 +100,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, 3) == 128 + signal.SIGTERM
         thread.join()
+        assert "Traceback" not in server.complaints()
 
 
 def in_background_quietly(server: Running) -> tuple[threading.Thread, list[int]]:

@@ -139,6 +139,18 @@ def test_a_killed_worker_ends_the_server_once_the_others_have_finished_theirs(tm
         assert "API worker 1 of 2 was killed by SIGKILL" in server.complaints()
 
 
+def test_what_a_killed_worker_had_asked_for_does_not_keep_the_engine(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        others = workers(server)
+        thread, _ = in_background(clients, ENDLESS)
+        wait_until(lambda: owners(server).total() == 12, 5, "all at work")
+        others[0].kill()
+        for client in clients:
+            client.close()
+        assert all_ended(server, others, 5) == 1
+        thread.join(10)
+
+
 def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     with running(tmp_path, engine={"start_seconds": 30}, num_workers=2, waits=False) as server:
         wait_until(lambda: len(workers(server)) == 1 if server.log.exists() else False, 10, "the worker's process")
@@ -174,6 +186,7 @@ def test_a_second_signal_ends_all_workers_at_once(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert all_ended(server, others, 5) == 128 + signal.SIGTERM
         thread.join()
+        assert "Traceback" not in server.complaints()
 
 
 def test_a_dead_engine_is_told_by_every_worker_to_those_who_wait(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ class Chief(Crew):
 
     async def retire(self, link: EngineLink) -> None:
         """Wait until the others have drained, then let the engine finish what it has and go."""
-        await asyncio.gather(*self.watches, return_exceptions=True)
+        if any(await asyncio.gather(*self.watches, return_exceptions=True)):
+            return  # nobody reads the answers to what a dead worker asked for
         link.send(Drain())
         with suppress(TimeoutError):
             await asyncio.wait_for(self._children[0].wait(), ENGINE_EXIT_SECONDS)

@@ -47,10 +47,9 @@ def serve(launch: Launch, crew: Crew) -> int:
 
 
 def _http_config(app: AsgiApp, launch: Launch) -> uvicorn.Config:
-    is_verbose = launch.log_level == "debug"
     config = uvicorn.Config(
         app, lifespan="off", log_config=None,
-        log_level="debug" if is_verbose else "warning",  # at "info" it narrates its own start
+        log_level="debug" if launch.log_level == "debug" else "warning",  # at "info" it narrates its own start
         access_log=launch.log_level in ("debug", "info"), server_header=False, date_header=False, ws="none",
         http="h11",  # bounds a request's head; with httptools headers without end fill the memory
         timeout_keep_alive=75, timeout_graceful_shutdown=FLUSH_SECONDS,
@@ -109,12 +108,12 @@ class _Life:
         watch.cancel()
         if self._asked_twice.is_set():
             self._crew.ask_to_stop()
+            link.die("it was told to stop at once")  # those who wait for answers hear of it
             return 128 + self._signals[-1]
         if is_drained:
             await asyncio.gather(*watches)  # raises EngineDeadError for a worker that died
             return 0
-        what = "died" if link.ready.done() else "could not start"
-        raise EngineDeadError(f"the engine {what}: {link.dead.result()}")
+        raise EngineDeadError(f"the engine {'died' if link.ready.done() else 'could not start'}: {link.dead.result()}")
 
     async def _open(self, service: Service) -> None:
         """Load the text side while the engine loads, then begin to take requests."""

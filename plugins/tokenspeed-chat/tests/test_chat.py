@@ -210,7 +210,7 @@ def test_a_server_that_ends_at_once_says_why(fake_serve: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a child of its parent's death")
-def test_a_killed_chat_leaves_no_server(fake_serve: Path, tmp_path: Path) -> None:
+def test_a_killed_chat_leaves_no_server_and_no_file(fake_serve: Path, tmp_path: Path) -> None:
     script = tmp_path / "chat.py"
     script.write_text(
         f"import sys, time\nfrom tokenspeed_chat.child import started_server\n"
@@ -218,7 +218,9 @@ def test_a_killed_chat_leaves_no_server(fake_serve: Path, tmp_path: Path) -> Non
         "with started_server(Config(model='m')):\n    print('up', flush=True)\n    time.sleep(60)\n"
     )
     real = Path(sys.prefix) / "bin" / "python"
-    chat = subprocess.Popen([str(real), str(script)], stdout=subprocess.PIPE)
+    (tmp_path / "tmp").mkdir()
+    settings = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    chat = subprocess.Popen([str(real), str(script)], stdout=subprocess.PIPE, env=settings)
     assert chat.stdout is not None
     assert chat.stdout.readline() == b"up\n"
     pid = json.loads(fake_serve.read_text())[2]
@@ -229,3 +231,4 @@ def test_a_killed_chat_leaves_no_server(fake_serve: Path, tmp_path: Path) -> Non
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(pid)
+    assert not list((tmp_path / "tmp").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,6 +57,7 @@ def started_server(config: Config) -> Iterator[str]:
             typer.echo(f"starting {config.model or 'the demo model'} ...", err=True)
             url = f"http://127.0.0.1:{port}"
             _wait(server, ChatClient(url, config.api_key), log)
+            shutil.rmtree(folder)  # the server has read it; a chat that is killed has nothing left to remove
             yield url
         finally:
             _stop(server)
