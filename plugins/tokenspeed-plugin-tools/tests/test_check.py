@@ -72,8 +72,8 @@ def test_metadata_that_does_not_fit_is_found(checked: Any, wrong: dict[str, str]
 
 def test_what_offers_no_plugin_is_refused_with_the_nearest_name(refusal: Callable[..., str]) -> None:
     said = "no installed distribution of that name provides plugins; "
-    assert refusal("plugins", "check", "tokenspeed-demmo") == (
-        f"check tokenspeed-demmo: {said}did you mean tokenspeed-demo?")
+    assert refusal("plugins", "check", "tokenspeed-plugin-tool") == (
+        f"check tokenspeed-plugin-tool: {said}did you mean tokenspeed-plugin-tools?")
     assert refusal("plugins", "check", "typer", "--json").startswith(f"check typer: {said}installed: ")
 
 
