@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prefill_kernels import report
 from tokenspeed_bench.shapes import SHAPES
 
 from tokenspeed_core.kernels.spec import load_target
@@ -93,12 +94,19 @@ def decode(
     return {"ms": 1e3 * total / steps, "host_us": 1e6 * statistics.median(host)}
 
 
-def device_share(runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int) -> dict[str, float]:
-    """Trace steps and return how much of the time between first and last kernel the device was busy."""
+def device_share(
+    runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, most: int, chunk: int
+) -> dict[str, float]:
+    """Trace steps and return how much of the time between first and last kernel the device was busy.
+
+    Prints where that time went, by kernel, for up to `most` of them.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        decode(runner, maker, names, steps, 2)
+        decode(runner, maker, names, steps, 2, chunk)
+    if most:
+        report([event for event in trace.events() if "CUDA" in str(event.device_type)], most)
     spans = sorted(
         (event.time_range.start, event.time_range.end) for event in trace.events() if "CUDA" in str(event.device_type)
     )
@@ -124,6 +132,7 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--trace", action="store_true", help="measure the device's idle share, with the profiler")
+    parser.add_argument("--kernels", type=int, default=0, help="with --trace: how many kernels to list")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     runner = start(arguments)
@@ -139,8 +148,10 @@ def main() -> None:
     for num_rows in arguments.rows if arguments.trace else ():  # last: tracing slows all launches after it
         maker, names = prefilled(runner, num_rows, arguments.context, 0.0)
         decode(runner, maker, names, 5, 1)
-        share = device_share(runner, maker, names, 10)
-        print(json.dumps({"rows": num_rows, **{key: round(value, 3) for key, value in share.items()}}), flush=True)
+        for chunk in (0, *arguments.chunk):
+            share = device_share(runner, maker, names, 10, arguments.kernels, chunk)
+            rounded = {key: round(value, 3) for key, value in share.items()}
+            print(json.dumps({"rows": num_rows, "chunk": chunk, **rounded}), flush=True)
 
 
 def measure(runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, temperature: float) -> dict[str, Any]:
