@@ -62,19 +62,45 @@ def entry(name: str, kind: str = "models", status: Status = Status.OK, reason: s
     return Entry(kind, name, "m:S", 1, name_of, "1.0", "editable /a/long/path/to/it", "", status, reason)
 
 
-def test_the_table_of_plugins_fits_the_terminal_and_gives_reasons() -> None:
-    entries = (
-        *(entry(f"Family{i}") for i in range(30)),
-        entry("x", "ops", Status.INCOMPATIBLE, "needs api 2 of ops"),
+ENTRIES = (
+    *(entry(f"Family{i}") for i in range(30)),
+    entry("x", "ops", Status.INCOMPATIBLE, "needs api 2 of ops"),
+)
+
+
+@pytest.mark.parametrize("width", [30, 50, 80, 120])
+def test_a_terminal_too_narrow_for_the_table_gets_every_word_of_it_folded(width: int) -> None:
+    *lines, empty, reason = table(ENTRIES, width).splitlines()
+    assert (empty, reason) == ("", "tokenspeed-models-of-a-stranger ops (x): needs api 2 of ops")
+    longest_word = max(len(word) for line in lines for word in line.split())
+    assert all(len(line) <= max(width, longest_word + width // 2) for line in lines)
+    told = " ".join(" ".join(lines).split())
+    assert told.startswith(
+        "tokenspeed-models-of-a-stranger 1.0 third party, editable /a/long/path/to/it models api 1 ok Family0, "
     )
-    lines = table(entries, 80).splitlines()
-    assert lines[0].split() == ["NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS"]
-    assert all(len(line) <= 80 for line in lines[:-1])
-    assert lines[-1] == "tokenspeed-models-of-a-stranger ops (x): needs api 2 of ops"
-    wide = table(entries, 1000)
-    assert wide.splitlines()[0].split()[-1] == "ORIGIN"
-    assert "Family0, Family1," in wide
-    assert "/a/long/path/to/it" in wide
+    assert told.endswith("Family28, Family29 ops api 1 incompatible x")
+    if width >= 80:
+        assert lines[0] == "tokenspeed-models-of-a-stranger 1.0  third party, editable /a/long/path/to/it"
+        assert all(len(line) <= width for line in lines)
+        assert lines[2].index("Family") == lines[1].index("Family")
+
+
+def test_a_table_that_fits_has_a_column_for_everything_and_so_has_one_that_is_not_for_a_terminal() -> None:
+    for wide in (table(ENTRIES), table(ENTRIES, 1000)):
+        first, second, *_ = wide.splitlines()
+        assert first.split() == ["NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN"]
+        assert f", {', '.join(f'Family{i}' for i in range(1, 30))}  ok " in second
+        assert second.endswith("/a/long/path/to/it")
+
+
+def test_what_is_piped_is_not_folded_however_narrow_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["plugins", "list"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.split()[-1] == "ORIGIN"
+    assert all(len(line.split()) >= 6 for line in lines if line.startswith("tokenspeed-"))
 
 
 def test_plugins_are_listed_for_machines_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def describe(as_json: Annotated[bool, typer.Option("--json", help="machine-reada
         return 0
     for name, value in facts.items():
         typer.echo(f"{name + ':':<14} {_inline(value)}")
-    typer.echo(f"{'plugins:':<14} {catalog.digest()}\n\n{table(catalog.all(), 10_000)}")
+    typer.echo(f"{'plugins:':<14} {catalog.digest()}\n\n{table(catalog.all())}")
     return 0
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from textwrap import wrap
 from typing import Annotated
 
 import typer
@@ -17,7 +19,6 @@ from tokenspeed_plugin_tools.origins import record_of, where_from
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
 GAP = "  "
-NARROWEST = ((6, 12), (4, 10), (6, 0), (0, 18), (2, 12))  # what shrinks to fit a terminal: column, how far
 
 
 def list_plugins(
@@ -33,7 +34,7 @@ def list_plugins(
     if as_json:
         print(json.dumps([record_of(entry) for entry in entries], indent=2))
     else:
-        print(table(entries, shutil.get_terminal_size((80, 24)).columns))
+        print(table(entries, shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None))
     return 0
 
 
@@ -61,16 +62,19 @@ def _of_kind(entries: tuple[Entry, ...], kind: str | None) -> tuple[Entry, ...]:
     return found
 
 
-def table(entries: Sequence[Entry], width: int) -> str:
-    """Lay the entries out in at most `width` columns; where that is too narrow, ORIGIN is left to --json."""
+def table(entries: Sequence[Entry], width: int | None = None) -> str:
+    """Lay the entries out, a line each; where that is wider than `width` columns, in a block for each distribution.
+
+    Nothing is cut or left out; None is for what is no terminal, and has any width.
+    """
     if not entries:
         return "no plugins are installed; pip install tokenspeed-core[default] brings the usual ones"
     groups = [
         list(group) for _, group in groupby(entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api))
     ]
-    rows = [HEADER, *(_row(group) for group in groups)]
-    widths = _fit([max(len(row[column]) for row in rows) for column in range(len(HEADER))], width)
-    lines = [GAP.join(_cut(cell, w).ljust(w) for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
+    lines = _aligned([HEADER, *(_row(group) for group in groups)])
+    if width is not None and max(map(len, lines)) > width:
+        lines = list(_blocks(groups, width))
     reasons = dict.fromkeys(
         f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {group[0].reason}"
         for group in groups
@@ -86,18 +90,22 @@ def _row(group: list[Entry]) -> tuple[str, ...]:
     return (first.distribution, first.version, first.kind, api, names, str(first.status), where_from(first))
 
 
-def _fit(widths: list[int], available: int) -> list[int]:
-    """Shrink or drop columns until a line fits, or nothing more may go."""
-    for column, least in NARROWEST:
-        surplus = sum(widths) + len(GAP) * (len(widths) - 1) - available
-        if surplus <= 0:
-            break
-        if least == 0:
-            widths = widths[:column]
-        elif widths[column] > least:
-            widths[column] = max(least, widths[column] - surplus)
-    return widths
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [GAP.join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _blocks(groups: Iterable[list[Entry]], width: int) -> Iterator[str]:
+    """Yield a distribution's name, version and origin, and below a line for each of its kinds, folded to `width`."""
+    rows = [_row(group) for group in groups]
+    starts = _aligned([(row[2], row[3] if row[3] == "-" else f"api {row[3]}", row[5]) for row in rows])
+    indent = max(map(len, starts)) + 2 * len(GAP)
+    for head, group in groupby(zip(rows, starts, strict=True), key=lambda pair: (*pair[0][:2], pair[0][6])):
+        yield from _folded(" ".join(head[:2]) + GAP + head[2], 2 * len(GAP), width)
+        for row, start in group:
+            yield from _folded(f"{GAP}{start}".ljust(indent) + row[4], min(indent, width // 2), width)
+
+
+def _folded(text: str, indent: int, width: int) -> list[str]:
+    """Break a line between words alone, so that a path or a name can be copied."""
+    return wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
