@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,7 +129,90 @@ def test_an_editable_install_whose_folder_is_gone_is_found(site: Site, capsys: p
     (finding,) = found["moved"]
     assert status == 1
     assert "it was installed from /home/me/mo ved, and the module moved_module is not there" in finding["what"]
-    assert finding["mend"] == "pip uninstall -y moved, or put it back and pip install -e /home/me/mo ved"
+    assert finding["mend"] == "pip uninstall -y moved, or put it back and pip install -e '/home/me/mo ved'"
+
+
+PROJECT = """[project]
+name = "mine"
+version = "1.0"
+"""
+GROUP = '[project.entry-points."tokenspeed.policies"]\n'
+
+
+def editable(site: Site, entries: dict[str, str], pyproject: str | None) -> None:
+    """Install the project in the site's folder as pip does with -e, and write what its pyproject.toml says by now."""
+    if pyproject is not None:
+        (site.path / "pyproject.toml").write_bytes(pyproject.encode(errors="surrogateescape"))
+    info = site.install("mine", entries, files={"mine.py": POLICY})
+    (info / "direct_url.json").write_text(json.dumps({"url": site.path.as_uri(), "dir_info": {"editable": True}}))
+
+
+@pytest.mark.parametrize(
+    ("installed", "written", "what"),
+    [
+        ({}, f'{GROUP}new = "mine:POLICY [api1]"', "policies new is not installed"),
+        ({"policies old": "mine:POLICY [api1]"}, "", "policies old is not there any more"),
+        ({"policies a": "mine:OTHER [api1]"}, f'{GROUP}a = "mine:POLICY [api1]"', "policies a is changed"),
+        (
+            {"policies old": "mine:POLICY [api1]"},
+            f'{GROUP}new = "mine:POLICY [api1]"\nnewer = "mine:POLICY [api1]"',
+            "policies new, policies newer are not installed; policies old is not there any more",
+        ),
+    ],
+    ids=["the first plugin", "the last plugin", "another object", "renamed"],
+)
+def test_an_editable_install_older_than_its_project_is_found_with_the_line_that_renews_it(
+    site: Site, capsys: pytest.CaptureFixture[str], installed: dict[str, str], written: str, what: str
+) -> None:
+    editable(site, installed, PROJECT + written)
+    status, found = diagnose(capsys)
+    assert status == 1
+    (finding,) = [each for each in found["mine"] if "older than" in each["what"]]
+    assert finding["what"] == f"its installation is older than {site.path}/pyproject.toml: {what}"
+    assert finding["mend"] == f"pip install -e {site.path}"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        PROJECT + f'{GROUP}calm = "mine:POLICY  [api1]"', f'{PROJECT}dynamic = ["entry-points"]',
+        "[tool.other]\nplugins = 1", None,
+    ],
+    ids=["current", "left to the build tool", "another tool's project", "no such file"],
+)
+def test_an_editable_install_that_its_project_does_not_contradict_is_sound(
+    site: Site, capsys: pytest.CaptureFixture[str], written: str | None
+) -> None:
+    editable(site, {"policies calm": "mine:POLICY [api1]"}, written)
+    assert "mine" not in diagnose(capsys)[1]
+
+
+@pytest.mark.parametrize("written", ["[project", "project = 3", '[project]\nentry-points = ["a"]', "\udcff"])
+def test_a_project_that_cannot_be_read_is_noted_and_keeps_doctor_from_nothing(
+    site: Site, capsys: pytest.CaptureFixture[str], written: str
+) -> None:
+    editable(site, {"policies calm": "mine:POLICY [api1]"}, written)
+    site.install("gone", {"policies gone": "gone_module:P [api1]"})
+    _, found = diagnose(capsys)
+    (finding,) = found["mine"]
+    assert finding["is_note"]
+    assert finding["what"].startswith(f"whether it is installed as {site.path}/pyproject.toml has it is unknown: ")
+    assert finding["mend"] == f"mend that file, then pip install -e {site.path}"
+    assert "gone" in found
+
+
+def test_an_egg_info_beside_its_code_is_compared_with_the_project_too(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    egg = site.path / "mine.egg-info"
+    egg.mkdir()
+    (egg / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (egg / "entry_points.txt").write_text("[tokenspeed.policies]\nold = mine:POLICY [api1]\n")
+    (site.path / "mine.py").write_text(POLICY)
+    (site.path / "pyproject.toml").write_text(f'{PROJECT}{GROUP}new = "mine:POLICY [api1]"')
+    (finding,) = diagnose(capsys)[1]["mine"]
+    assert finding["what"].endswith("policies new is not installed; policies old is not there any more")
+    assert finding["mend"] == f"pip install -e {site.path}"
 
 
 def test_a_second_copy_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +222,29 @@ def test_a_second_copy_is_found(site: Site, capsys: pytest.CaptureFixture[str]) 
     assert status == 1
     assert "installed twice" in found["twice"][0]["what"]
     assert "then pip install twice" in found["twice"][0]["mend"]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_a_build_left_in_an_editable_installs_folder_is_told_with_the_folder_to_remove(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    source = tmp_path / "mine" / "src"
+    egg = source / "mine.egg-info"
+    egg.mkdir(parents=True)
+    (egg / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (egg / "entry_points.txt").write_text("[tokenspeed.policies]\ncalm = mine:POLICY [api1]\n")
+    (source / "mine.py").write_text(POLICY)
+    info = site.install("mine", {"policies calm": "mine:POLICY [api1]"})
+    record = {"url": source.parent.as_uri(), "dir_info": {"editable": True}}
+    (info / "direct_url.json").write_text(json.dumps(record))
+    monkeypatch.syspath_prepend(str(source))
+    if not is_first:
+        sys.path.append(sys.path.pop(0))
+    (finding,) = diagnose(capsys)[1]["mine"]
+    side = "ahead of" if is_first else "behind"
+    assert finding["what"] == f"a build left {egg} on the path, {side} the editable install of {source.parent}"
+    assert finding["mend"] == f"rm -r {egg}"
+    assert finding["is_note"] == (not is_first)
 
 
 def test_a_missing_vendor_library_is_a_note_with_the_line_that_brings_it(

@@ -13,6 +13,7 @@ import typer
 from tokenspeed_core import TokenSpeedError
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools import findings
+from tokenspeed_plugin_tools.editables import of_editables
 from tokenspeed_plugin_tools.installed import Finding, Installed, read
 from tokenspeed_plugin_tools.probe import probe
 
@@ -29,6 +30,7 @@ def doctor(
     everything, chosen, selection = _judge(installed, no_plugins=no_plugins)
     found += selection
     found += findings.of_metadata(installed)
+    found += of_editables(distributions())
     gone = {each.distribution for each in found if each.is_code_gone}
     found += findings.of_status(entry for entry in _worst(everything, chosen) if entry.distribution not in gone)
     unlocked = findings.of_lock(chosen)

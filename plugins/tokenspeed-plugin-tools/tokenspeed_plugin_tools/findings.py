@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
@@ -21,15 +23,30 @@ def of_metadata(installed: Sequence[Installed]) -> Iterator[Finding]:
         if each.name in first:
             other = first[each.name]
             if other.root != each.root or other.version != each.version:
-                yield Finding(
-                    each.name, each.version,
-                    f"installed twice: this copy in {each.root} is behind {other.version} in {other.root}",
-                    f"pip uninstall -y {each.name} until it says that none is installed, then pip install {each.name}",
-                )
+                yield _second(each, other)
             continue
         first[each.name] = each
         yield from _gone(each)
         yield from _unmet(each)
+
+
+def _second(behind: Installed, first: Installed) -> Finding:
+    """Return what is wrong where a distribution is on the path twice: for an editable one, what a build left."""
+    for left, used in ((behind, first), (first, behind)):
+        egg_info = _egg_info(left)
+        if egg_info is not None and used.editable is not None and left.root.is_relative_to(used.editable):
+            side = "behind" if left is behind else "ahead of"
+            what = f"a build left {egg_info} on the path, {side} the editable install of {used.editable}"
+            return Finding(left.name, left.version, what, f"rm -r {shlex.quote(str(egg_info))}", is_note=left is behind)
+    return Finding(
+        behind.name, behind.version,
+        f"installed twice: this copy in {behind.root} is behind {first.version} in {first.root}",
+        f"pip uninstall -y {behind.name} until it says that none is installed, then pip install {behind.name}",
+    )
+
+
+def _egg_info(installed: Installed) -> Path | None:
+    return next(installed.root.glob(f"{installed.name.replace('-', '[-_.]')}*.egg-info"), None)
 
 
 def _gone(installed: Installed) -> Iterator[Finding]:
@@ -44,12 +61,12 @@ def _gone(installed: Installed) -> Iterator[Finding]:
             is_there = False
         if is_there:
             continue
-        leftover = next(installed.root.glob(f"{installed.name.replace('-', '[-_.]')}*.egg-info"), None)
+        leftover = _egg_info(installed)
         mend = f"rm -r {leftover}" if leftover else f"pip uninstall -y {installed.name}"
         what = f"only its metadata is left in {installed.root}: the module {module} is gone"
         if installed.editable is not None:
             what = f"it was installed from {installed.editable}, and the module {module} is not there any more"
-            mend += f", or put it back and pip install -e {installed.editable}"
+            mend += f", or put it back and pip install -e {shlex.quote(str(installed.editable))}"
         yield Finding(installed.name, installed.version, what, mend, is_code_gone=True)
 
 

@@ -54,7 +54,7 @@ def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[F
                 raise ValueError("METADATA names no version" if name else "METADATA is missing or names nothing")
             for point in each.entry_points:
                 _ = point.extras  # a value of another form raises here
-            editable = _editable(each)
+            editable = editable_folder(each)
         except Exception as error:  # metadata may be anything at all
             bad.append(_unreadable(each, root, error))
         else:
@@ -62,7 +62,7 @@ def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[F
     return good, bad
 
 
-def _editable(distribution: Distribution) -> Path | None:
+def editable_folder(distribution: Distribution) -> Path | None:
     """Return the folder that an editable install points at. Raises ValueError for a record that is not JSON."""
     record = json.loads(distribution.read_text("direct_url.json") or "{}")
     if not record.get("dir_info", {}).get("editable"):
