@@ -129,6 +129,8 @@ TRITON_LINEAR = (
     _triton("add_rms_norm_linear_silu_mul", "linear_parts:add_rms_norm_linear_silu_mul", _BASICS, _LONG_ROW),
     _triton("quantize_fp8", "fp8:quantize_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
     _triton("linear_fp8", "linear_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS),
+    _triton("quantize_fp8_groups", "fp8_block:quantize_fp8_groups", capability=_FP8_UNITS),
+    _triton("linear_fp8_block", "fp8_block:linear_fp8_block", _BASICS, _FP8_SIZES, capability=_FP8_UNITS),
     *(
         _triton(op, f"linear_fp8_row:{op}", _BASICS, limits, ("bfloat16",), _FP8_UNITS)
         for op, limits in (

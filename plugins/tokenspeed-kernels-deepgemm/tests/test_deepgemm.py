@@ -66,14 +66,14 @@ def test_over_a_function_that_computes_the_definition_the_backend_conforms(monke
 
 
 def test_it_is_taken_by_name_on_the_device_it_is_for_and_never_by_auto() -> None:
-    for names, taken in (((), "torch"), (("deepgemm",), "deepgemm")):
+    for names, taken in (((), "triton"), (("deepgemm",), "deepgemm")):
         chosen = selector((9, 0), *names, module_exists=lambda name: True)
         assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == taken
 
 
 def test_elsewhere_the_plan_says_why_it_is_not_taken_and_how_to_get_it() -> None:
     chosen = selector((10, 0), module_exists=lambda name: name != "deep_gemm")
-    assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "torch"
+    assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "triton"
     said = explain(chosen.plan(), "linear_fp8_block")
     assert "compute capability 10.0 is outside 9.0 to 9.0" in said
     assert "module 'deep_gemm' is not installed -> pip install 'tokenspeed-kernels-deepgemm[deepgemm]'" in said

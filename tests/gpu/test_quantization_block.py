@@ -1,0 +1,66 @@
+"""Linear maps with a scale a block by the Triton kernels, and a tiny model of them, on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.kernels.spec import KernelSpec, load_target
+from tokenspeed_core.testing.conformance import check, make_inputs
+from tokenspeed_core.testing.shapes import contract_of
+from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.triton.fp8_block import TILINGS
+
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+OPS = ("quantize_fp8_groups", "linear_fp8_block")
+SPECS = [spec for spec in descriptors.TRITON_LINEAR if spec.op in OPS]
+ROWS = (0, 1, 7, *(each + tiling.block_m for tiling in TILINGS for each in (0, 1)), 1000)
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 64, "initializer_range": 0.08, "vocab_size": 101, "num_hidden_layers": 3,
+         "max_position_embeddings": 256, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_FP8, reason="needs a device of compute capability 8.9 or more"),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.op)
+def test_the_kernels_conform_on_the_device_in_graphs_too(spec: KernelSpec) -> None:
+    assert check(spec, torch.device("cuda"), num_rows=ROWS) >= len(ROWS)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 2048])
+@pytest.mark.parametrize(("in_size", "out_size"), [(4096, 6144), (12288, 4096)])
+def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(num_rows: int, in_size: int, out_size: int) -> None:
+    (spec,) = (each for each in SPECS if each.op == "linear_fp8_block")
+    problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
+    given = make_inputs(contract_of(spec), problem, num_rows, torch.device("cuda"), strided=True)
+    found = spec.factory()(problem)(*given.values())
+    reference = load_target(contract_of(spec).reference)({**problem, "dtype": "float32"})
+    wide = {name: value.float() if name == "bias" and value is not None else value for name, value in given.items()}
+    expected = reference(*wide.values())
+    assert (found.float() - expected).norm() / expected.norm() < 4e-3
+
+
+def test_a_tiny_model_answers_as_with_the_reference(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(11)
+    config = transformers.LlamaConfig(**SIZES)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    prompt = {"prompt_token_ids": list(range(3, 60))}
+    asked = SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True)
+    firsts = {}
+    for backend in ("triton", "torch"):
+        wishes = dict.fromkeys(OPS, backend)
+        with LLM(str(tmp_path), quantization="fp8-block", kernel_backend=wishes, skip_tokenizer_init=True,
+                 max_total_tokens=1024, max_num_seqs=2) as llm:
+            assert {planned.backend for op in OPS for planned in llm.kernel_plan.find(op)} == {backend}
+            firsts[backend] = llm.generate([prompt], asked)[0].outputs[0].logprobs or []
+    (ours,), (theirs,) = firsts["triton"], firsts["torch"]
+    shared = set(ours) & set(theirs)
+    assert len(shared) >= 3, "of the five likeliest tokens"
+    assert max(abs(ours[token].logprob - theirs[token].logprob) for token in shared) < 0.3
