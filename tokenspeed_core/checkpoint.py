@@ -6,13 +6,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from tokenspeed_core.config import Config
-from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.errors import CheckpointError, meant
 from tokenspeed_core.hub import download
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
@@ -51,7 +50,7 @@ def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool =
     """
     name = config.model if config.model is not None else DEFAULT
     path, files = locate(name, config, catalog, with_weights)
-    own = merged(_read_json(path / "config.json", "it is no checkpoint"), config.hf_overrides)
+    own = merged(read_json(path / "config.json"), config.hf_overrides)
     spec = find_family(own, catalog, path)
     describe: Callable[[Mapping[str, Any]], ModelInfo] = load_target(spec.describe)
     try:
@@ -60,7 +59,7 @@ def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool =
         raise CheckpointError(f"{path}: {error}") from error
     generation = path / "generation_config.json"
     return ResolvedCheckpoint(
-        name, path, own, _read_json(generation, "") if generation.is_file() else {}, spec, info, files,
+        name, path, own, read_json(generation) if generation.is_file() else {}, spec, info, files,
     )
 
 
@@ -79,7 +78,7 @@ def locate(name: str, config: Config, catalog: Catalog, with_weights: bool) -> t
         raise CheckpointError("no model is named and no demo is installed; name a directory or a hub id, or "
                               "pip install tokenspeed-core[default]")
     if not _REPO.match(name) or name.startswith("."):
-        raise CheckpointError(f"there is no directory {name}{_meant(name, bundled)}")
+        raise CheckpointError(f"there is no directory {name}{meant(name, bundled)}")
     listed: list[str] = []
 
     def wanted(names: Sequence[str]) -> list[str]:
@@ -89,7 +88,7 @@ def locate(name: str, config: Config, catalog: Catalog, with_weights: bool) -> t
     try:
         folder = download(name, config.revision, config.download_dir, wanted)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_meant(name, bundled)}") from error
+        raise CheckpointError(f"{error}{meant(name, bundled)}") from error
     return folder, tuple(listed) or _names(folder)
 
 
@@ -116,7 +115,7 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Mode
         if catalog.is_installed("models", architecture):
             catalog.get("models", architecture)  # raises, saying why it may not be used
     raise CheckpointError(
-        f"{path}: no installed family serves {', '.join(map(str, named))}{_meant(str(named[0]), available)}; "
+        f"{path}: no installed family serves {', '.join(map(str, named))}{meant(str(named[0]), available)}; "
         f"installed: {', '.join(available) or 'none'}; pip install a plugin for it"
     )
 
@@ -169,19 +168,14 @@ def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:
     return sorted(found, key=lambda name: (not name.endswith(".index.json"), name))
 
 
-def _read_json(file: Path, absent: str) -> dict[str, Any]:
-    """Return a JSON object from a file."""
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object that a file of a checkpoint holds. Raises CheckpointError naming the file."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file.parent} has no {file.name}: {absent}") from error
+        raise CheckpointError(f"{file.parent} has no {file.name}: it is no checkpoint") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
+        raise CheckpointError(f"{file} must hold a JSON object, found a {type(content).__name__}")
     return content
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class TokenSpeedError(Exception):
     """Anything that TokenSpeed refuses or cannot do; the message says what to do about it."""
@@ -29,3 +32,9 @@ class CapacityError(TokenSpeedError):
 
 class EngineDeadError(TokenSpeedError):
     """An engine process that ended or stopped stepping while it was needed."""
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name, "; did you mean NEAREST?"; "" where none is near."""
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -98,7 +98,7 @@ def test_a_directory_without_a_readable_configuration_is_no_checkpoint(
     (checkpoint / "config.json").write_text("{oops")
     assert "config.json cannot be read" in refusal("demo", catalog)
     (checkpoint / "config.json").write_text("[]")
-    assert "holds no JSON object" in refusal("demo", catalog)
+    assert "must hold a JSON object, found a list" in refusal("demo", catalog)
     (checkpoint / "config.json").unlink()
     assert refusal("demo", catalog) == f"{checkpoint} has no config.json: it is no checkpoint"
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tokenspeed_core.config.foreign import refuse_foreign
 from tokenspeed_core.config.schema import Config, choices, flag
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.errors import ConfigError, meant
 
 PYTHON = "Python"
 _RULES = {  # in words, by the types of pydantic's errors
@@ -59,8 +59,8 @@ def unknown(name: str, origin: str) -> str:
     if foreign is not None:
         return f"{shown}{where}: {foreign}"
     near = get_close_matches(name.replace("-", "_"), Config.model_fields, n=3, cutoff=0.6)
-    meant = " or ".join(each if origin == PYTHON else flag(each) for each in near)
-    hint = f"did you mean {meant}?" if meant else "`tokenspeed serve --help` lists the settings"
+    likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)
+    hint = f"did you mean {likely}?" if likely else "`tokenspeed serve --help` lists the settings"
     return f"{shown}{where}: no such setting; {hint}"
 
 
@@ -90,9 +90,8 @@ def _bound(error: Any) -> str:
     """Return the rule that a value broke."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
-        name = str(error["loc"][0])
-        near = get_close_matches(str(error["input"]), choices(name), n=1)
-        return "must be one of " + ", ".join(choices(name)) + (f"; did you mean {near[0]}?" if near else "")
+        known = choices(str(error["loc"][0]))
+        return f"must be one of {', '.join(known)}{meant(str(error['input']), known)}"
     if kind == "value_error":
         return str(context["error"])
     return next((rule.format(**context) for rule, kinds in _RULES.items() if kind in kinds), str(error["msg"]))

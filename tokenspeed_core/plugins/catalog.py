@@ -9,12 +9,11 @@ import logging
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, TypeVar, overload
 
 from tokenspeed_core import __version__
-from tokenspeed_core.errors import PluginError
+from tokenspeed_core.errors import PluginError, meant
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import kind_of
 from tokenspeed_core.plugins.metadata import read_entries
@@ -114,10 +113,8 @@ class Catalog:
                     f"{kind} {name} of {entry.distribution} {entry.version} is {entry.status}: {entry.reason}"
                 )
         names = self.names(kind)
-        near = get_close_matches(name, names, n=1)
         installed = "installed: " + ", ".join(names) if names else "none is installed"
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise PluginError(f"no {kind} named {name!r}; {installed}{meant}; pip install a plugin to add one")
+        raise PluginError(f"no {kind} named {name!r}; {installed}{meant(name, names)}; pip install a plugin to add one")
 
     @overload
     def load(self, entry: Entry, *, required: bool = False) -> Any | None: ...

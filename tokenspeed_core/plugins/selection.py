@@ -6,9 +6,8 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from tokenspeed_core.errors import PluginError
+from tokenspeed_core.errors import PluginError, meant
 
 VARIABLE = "TOKENSPEED_PLUGINS"
 OURS = frozenset(
@@ -60,6 +59,5 @@ class Selection:
         """Refuse names that no installed plugin distribution has. Raises PluginError."""
         for name in sorted((self.only or frozenset()) | self.excluded):
             if name not in installed:
-                near = get_close_matches(name, installed, n=1)
-                hint = f"did you mean {near[0]}?" if near else "installed: " + ", ".join(sorted(installed))
-                raise PluginError(f"{VARIABLE} names {name}, which provides no plugin here; {hint}")
+                hint = meant(name, installed) or f"; installed: {', '.join(sorted(installed))}"
+                raise PluginError(f"{VARIABLE} names {name}, which provides no plugin here{hint}")

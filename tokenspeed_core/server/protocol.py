@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tokenspeed_core.errors import meant
 from tokenspeed_core.requests import BadRequestError
 from tokenspeed_core.sampling import SamplingParams
 
@@ -206,9 +206,8 @@ def _refuse_unknown(given: Mapping[str, Any], kind: type[_Request]) -> None:
     known = {*kind.model_fields, *SamplingParams.model_fields, "max_completion_tokens", "top_logprobs"}
     for name in given:
         if name not in kind.model_fields:
-            near = difflib.get_close_matches(name[:64], sorted(known), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise BadRequestError(f"unknown field {name[:64]!r}{hint}", name[:64], "unknown_field")
+            what = f"unknown field {name[:64]!r}{meant(name[:64], sorted(known))}"
+            raise BadRequestError(what, name[:64], "unknown_field")
 
 
 def validate(kind: type[B], value: Any) -> B:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +21,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tokenspeed_core.checkpoint import read_json
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
-from tokenspeed_core.text.tokenizer import read_json
 
 MAX_RENDER_SECONDS = 5.0
 MAX_RENDER_CHARS = 64 * 1024 * 1024
@@ -50,15 +51,6 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None,
-    separators: tuple[str, str] | None = None, sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 def _now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
@@ -67,7 +59,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     return environment

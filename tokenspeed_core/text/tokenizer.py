@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken
 
+from tokenspeed_core.checkpoint import read_json
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.step import I32
 from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer, Kind, WindowDetokenizer
@@ -146,17 +147,6 @@ def _add_missing(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     missing = [token for token in dict.fromkeys(tokens) if token not in special]
     if missing:
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object of a checkpoint. Raises CheckpointError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found a {type(value).__name__}")
-    return value
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
