@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
@@ -61,6 +62,16 @@ class Abort:
     sequence_ids: I64
 
 
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """Log-probabilities of one sequence's new tokens: one entry per token, alternatives as lists."""
+
+    chosen: Sequence[float]
+    ranks: Sequence[int]
+    top_ids: Sequence[Sequence[int]]
+    top_values: Sequence[Sequence[float]]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:
     """What a step gave the sequences of one API worker, as columns of N.
@@ -84,6 +95,18 @@ class Outputs:
     logprob_top_ids: I32
     logprob_top_values: F32
 
+    def logprobs(self) -> dict[int, TokenColumns]:
+        """Return the log-probability columns of each row (of the N) that has them."""
+        chosen, ranks = self.logprob_chosen.tolist(), self.logprob_ranks.tolist()
+        top_ids = self.logprob_top_ids.reshape(len(chosen), self.logprob_width).tolist()
+        top_values = self.logprob_top_values.reshape(len(chosen), self.logprob_width).tolist()
+        rows, start = {}, 0
+        for row in self.logprob_rows.tolist():
+            its = slice(start, start + int(self.num_tokens[row]))
+            rows[row] = TokenColumns(chosen[its], ranks[its], top_ids[its], top_values[its])
+            start = its.stop
+        return rows
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refused:
@@ -105,9 +128,6 @@ class Pulse:
     num_steps: int
     num_running: int
     num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
     is_draining: bool
 
 

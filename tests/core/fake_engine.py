@@ -83,7 +83,7 @@ class FakeEngine:
             self.step()
             if time.monotonic() > next_pulse:
                 next_pulse = time.monotonic() + 0.2
-                self.send_all(Pulse(self.num_steps, len(self.sequences), 0, 9, 9, 0, self.is_draining))
+                self.send_all(Pulse(self.num_steps, len(self.sequences), 0, self.is_draining))
         self.note("drained")
 
     def send_all(self, message: Any) -> None:

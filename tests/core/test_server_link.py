@@ -15,10 +15,21 @@ import numpy as np
 import pytest
 import zmq
 
-from tokenspeed_core.messages import Abort, Failed, Finish, Outputs, Pulse, Ready, Refused, Submit, to_engine
+from tokenspeed_core.messages import (
+    Abort,
+    Failed,
+    Finish,
+    Outputs,
+    Pulse,
+    Ready,
+    Refused,
+    Submit,
+    TokenColumns,
+    to_engine,
+)
 from tokenspeed_core.requests import Defaults, Limits, build_submit
 from tokenspeed_core.sampling import SamplingParams
-from tokenspeed_core.server.engine_link import STALL_SECONDS, EngineLink, State, TokenColumns
+from tokenspeed_core.server.engine_link import STALL_SECONDS, EngineLink, State
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.wire import pack
 
@@ -77,7 +88,7 @@ def outputs(rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int
 
 
 def pulse(num_steps: int, num_running: int = 0) -> Pulse:
-    return Pulse(num_steps, num_running, 0, 10, 10, 0, False)
+    return Pulse(num_steps, num_running, 0, False)
 
 
 READY = Ready(100, 8, 1000, 50, "{}")
@@ -132,7 +143,8 @@ def test_each_reader_gets_its_own_tokens_and_log_probabilities(tmp_path: Path) -
             assert [reader.tokens for reader in readers] == [[8], [], [5, 6, 7]]
             assert readers[1].logprobs == [None]
             columns = readers[2].logprobs[0]
-            assert columns == TokenColumns([-5, -6, -7], [[5, 6], [6, 7], [7, 8]], [[-5, -6], [-6, -7], [-7, -8]])
+            values = [[-5, -6], [-6, -7], [-7, -8]]
+            assert columns == TokenColumns([-5, -6, -7], [1, 1, 1], [[5, 6], [6, 7], [7, 8]], values)
 
     run(test)
 

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import make_tokenizer
 
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.messages import Finish, TokenColumns
 from tokenspeed_core.parsers import ReplyEvent, ReplyParser
 from tokenspeed_core.server.chat_reply import Reader, message
-from tokenspeed_core.server.engine_link import TokenColumns
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.server.events import Chat, Completion, Usage
 from tokenspeed_core.server.replies import Choice, Reply, Shape
@@ -64,8 +63,9 @@ def make(
 def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1) -> None:
     """Hand out tokens in rows of any length until either side ends it."""
     for start, end in itertools.pairwise([0, *cuts, len(ids)]):
+        num = end - start
         columns = TokenColumns(
-            [-0.5] * (end - start), [[i] * 3 for i in ids[start:end]], [[-0.5, -1.0, float("-inf")]] * (end - start)
+            [-0.5] * num, [1] * num, [[i] * 3 for i in ids[start:end]], [[-0.5, -1.0, float("-inf")]] * num
         )
         finish = Finish.LENGTH if end == len(ids) else Finish.NOT
         if choice.take(ids[start:end], finish, 0, columns if num_logprobs >= 0 else None):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tokenspeed_core.engine.outputs import Logprob, RequestOutput, SequenceOutpu
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.errors import ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
-from tokenspeed_core.messages import Finish, Outputs, Submit
+from tokenspeed_core.messages import Finish, Outputs, Submit, TokenColumns
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
 from tokenspeed_core.sampling import SamplingParams
@@ -45,7 +45,7 @@ class _Output:
     text: str = ""
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model ready to generate. Keywords are the flags of `tokenspeed serve`, with underscores.
 
     >>> with LLM() as llm:                                             # doctest: +SKIP
@@ -132,12 +132,7 @@ class LLM:
         self._is_shut_down = True
         self._engine.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def _submit_for(self, prompt: Prompt, params: SamplingParams) -> Submit:
@@ -194,12 +189,15 @@ class LLM:
             outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist(),
             outputs.num_cached_tokens.tolist(), strict=True,
         )
-        for sequence_id, num_tokens, finish, num_cached in columns:
+        logprobs = outputs.logprobs() if len(outputs.logprob_rows) else {}
+        for row, (sequence_id, num_tokens, finish, num_cached) in enumerate(columns):
             output, new = sequences[sequence_id], tokens[at : at + num_tokens]
             at += num_tokens
             if output.finish:
                 continue   # what came after a stop string
             output.token_ids += new
+            if row in logprobs:
+                output.logprobs += _entries(new, logprobs[row], output.num_logprobs)
             output.finish = Finish(finish)
             output.num_cached = output.num_cached or num_cached
             if output.assembler is not None:
@@ -207,8 +205,6 @@ class LLM:
                 if output.assembler.finish_reason == "stop" and not finish:
                     output.finish = Finish.STOP
                     self._engine.abort([sequence_id])
-        if len(outputs.logprob_rows):
-            _take_logprobs(sequences, outputs)
 
     def _result(
         self, prompt: Prompt, submit: Submit, params: SamplingParams, sequences: dict[int, _Output],
@@ -247,20 +243,10 @@ def _per_prompt(
     return params
 
 
-def _take_logprobs(sequences: dict[int, _Output], outputs: Outputs) -> None:
-    """Add log-probabilities: one entry per token of the listed rows."""
-    shape = (len(outputs.logprob_rows), outputs.logprob_width)
-    top_ids = outputs.logprob_top_ids.reshape(shape).tolist()
-    top_values = outputs.logprob_top_values.reshape(shape).tolist()
-    ends = np.cumsum(outputs.num_tokens)
-    for i, row in enumerate(outputs.logprob_rows.tolist()):
-        output = sequences[int(outputs.sequence_ids[row])]
-        chosen = int(outputs.token_ids[ends[row] - 1])
-        wanted = slice(output.num_logprobs)
-        entry = {
-            token: Logprob(value, rank + 1)
-            for rank, (token, value) in enumerate(zip(top_ids[i][wanted], top_values[i][wanted], strict=True))
-            if token >= 0
-        }
-        entry[chosen] = Logprob(float(outputs.logprob_chosen[i]), int(outputs.logprob_ranks[i]))
-        output.logprobs.append(entry)
+def _entries(token_ids: Sequence[int], columns: TokenColumns, width: int) -> Iterator[dict[int, Logprob]]:
+    """Yield what is reported of each token: its first `width` alternatives, and itself."""
+    alternatives = zip(columns.top_ids, columns.top_values, strict=True)
+    for token, value, rank, (ids, values) in zip(token_ids, columns.chosen, columns.ranks, alternatives, strict=True):
+        others = enumerate(zip(ids[:width], values[:width], strict=True), 1)
+        entry = {other: Logprob(its, place) for place, (other, its) in others if other >= 0}
+        yield {**entry, token: Logprob(value, rank)}

@@ -91,11 +91,9 @@ class EngineLoop:
             return
         self._pulse_at, self._was_working = now, works
         scheduler = self.engine.scheduler
-        counts = scheduler.kv.counts()
-        self._send_all(Pulse(
-            self.engine.num_steps, scheduler.num_running, scheduler.num_waiting,
-            counts.total, counts.free, counts.cached, self._is_draining,
-        ))
+        self._send_all(
+            Pulse(self.engine.num_steps, scheduler.num_running, scheduler.num_waiting, self._is_draining)
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from tokenspeed_core.messages import (
     Ready,
     Refused,
     Submit,
+    TokenColumns,
     to_api,
 )
 from tokenspeed_core.server.errors import ApiError
@@ -33,15 +33,6 @@ MESSAGES_PER_TURN = 64
 _POLLIN = int(zmq.POLLIN)  # as a plain number: flags of an enum cost microseconds
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenColumns:
-    """Log-probabilities of one sequence's new tokens: one entry per token, alternatives as lists."""
-
-    chosen: Sequence[float]
-    top_ids: Sequence[Sequence[int]]
-    top_values: Sequence[Sequence[float]]
 
 
 class Sink(Protocol):
@@ -196,7 +187,7 @@ class EngineLink:
         """Give each sequence its tokens; abort those that their readers ended."""
         sinks = self._sinks
         tokens = outputs.token_ids.tolist()
-        logprobs = _split_logprobs(outputs) if len(outputs.logprob_rows) else None
+        logprobs = outputs.logprobs() if len(outputs.logprob_rows) else None
         ended, start = [], 0
         columns = zip(
             outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist(),
@@ -230,17 +221,3 @@ def _take(
 def dead_error() -> ApiError:
     """Return the answer to requests that a dead engine leaves behind."""
     return ApiError(500, "the engine died; the server's log says why, and the server exits", code="engine_dead")
-
-
-def _split_logprobs(outputs: Outputs) -> dict[int, TokenColumns]:
-    """Return the log-probability columns of each row that has them."""
-    width, start = outputs.logprob_width, 0
-    chosen = outputs.logprob_chosen.tolist()
-    top_ids = outputs.logprob_top_ids.reshape(len(chosen), width).tolist()
-    top_values = outputs.logprob_top_values.reshape(len(chosen), width).tolist()
-    rows = {}
-    for row in outputs.logprob_rows.tolist():
-        end = start + int(outputs.num_tokens[row])
-        rows[row] = TokenColumns(chosen[start:end], top_ids[start:end], top_values[start:end])
-        start = end
-    return rows

@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.messages import Finish, TokenColumns
 from tokenspeed_core.server.chat_reply import Piece, Reader
-from tokenspeed_core.server.engine_link import TokenColumns
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.server.events import Answer, Dialect, TokenLogprob, Usage
 from tokenspeed_core.text import Assembler
