@@ -247,9 +247,9 @@ def test_an_extension_tells_the_new_entries_of_the_tables() -> None:
     assert first is not None
     assert second is not None
     for i, table in enumerate(lease.tables[:2]):
-        assert first.entries[i] + second.entries[i] == tuple(enumerate(table))
-        assert [index for index, _ in second.entries[i]] == [2, 3]
-    assert first.entries[2] == second.entries[2] == ()
+        assert first[i] + second[i] == tuple(enumerate(table))
+        assert [index for index, _ in second[i]] == [2, 3]
+    assert first[2] == second[2] == ()
 
 
 @settings(deadline=None)

@@ -14,25 +14,20 @@ from tokenspeed_core.kv.hashing import HashChain
 from tokenspeed_core.kv.lease import ABSENT, BlockLease
 from tokenspeed_core.kv.pool import PageCounts, PagePool
 
+Entries = tuple[tuple[tuple[int, int], ...], ...]
+"""Entries of block tables: (index, page) pairs, for each group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """A prefix hit: `num_tokens` at which every group can resume, and the pages that hold it.
 
-    `pages` has per group (table index, page) pairs; `num_idle` counts the pages that nobody holds now, which
-    using the hit takes out of the pool's available ones.
+    `num_idle` counts the pages that nobody holds now, which using the hit takes out of the pool's available ones.
     """
 
     num_tokens: int
-    pages: tuple[tuple[tuple[int, int], ...], ...]
+    pages: Entries
     num_idle: int
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """New entries of block tables, one list of (index, page) per group."""
-
-    entries: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ class KVManager:
             tables.append(table)
         return BlockLease(tables, capacity=match.num_tokens, num_named=match.num_tokens)
 
-    def extend(self, lease: BlockLease, start: int, end: int) -> Growth | None:
+    def extend(self, lease: BlockLease, start: int, end: int) -> Entries | None:
         """Make room for the tokens `[start, end)`, dropping what no query from `start` on reads.
 
         Returns the new table entries; None, with no page taken, when there are too few.
@@ -168,7 +163,7 @@ class KVManager:
             table.extend(fresh)
             entries.append(tuple(enumerate(fresh, first)))
         lease.capacity = blocks * self.block_size
-        return Growth(tuple(entries))
+        return tuple(entries)
 
     def name_blocks(self, lease: BlockLease, chain: HashChain, num_computed: int, *, is_exact: bool) -> None:
         """Make the blocks whose tokens are all planned and known shareable.

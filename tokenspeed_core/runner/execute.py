@@ -154,7 +154,7 @@ class LocalRunner:
         num_tokens = np.zeros(step.plan.num_rows, np.int32)
         assert step.fetch is not None, "a step is sampled before it is collected"
         try:
-            ids, *logprobs = step.fetch.wait()
+            ids, *logprobs = step.fetch()
         except Exception as error:  # as in forward
             raise self._failed(step_id, "execution", error) from error
         if step.rows is None:

@@ -6,7 +6,8 @@ pinned buffers that rotate; a buffer is written again only when the copy that us
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +20,8 @@ _DEPTH = 4  # two steps in flight, each with a plan and a late input
 _SMALLEST = 1 << 16
 
 
-class Fetch(Protocol):
-    """Tensors on their way to the host."""
-
-    def wait(self) -> list[np.ndarray[Any, Any]]:
-        """Return the arrays, the caller's to keep."""
+Fetch = Callable[[], list[np.ndarray[Any, Any]]]
+"""Tensors on their way to the host: waits for them, and returns the arrays, the caller's to keep."""
 
 
 class Link(Protocol):
@@ -39,14 +37,6 @@ class Link(Protocol):
         """Do as `fetch` for one tensor int32 [R]."""
 
 
-class _Arrived:
-    def __init__(self, arrays: list[np.ndarray[Any, Any]]) -> None:
-        self._arrays = arrays
-
-    def wait(self) -> list[np.ndarray[Any, Any]]:
-        return self._arrays
-
-
 class HostLink:
     """The link to the CPU."""
 
@@ -56,11 +46,12 @@ class HostLink:
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Copy now."""
-        return _Arrived([tensor.numpy().copy() for tensor in tensors])
+        arrays = [tensor.numpy().copy() for tensor in tensors]
+        return lambda: arrays
 
     def fetch_ids(self, ids: torch.Tensor) -> Fetch:
         """Copy now."""
-        return _Arrived([ids.numpy().copy()])
+        return self.fetch((ids,))
 
 
 class PinnedRing:
@@ -131,7 +122,7 @@ class CudaLink:
         pinned, host, event = self._down.take_ids(len(ids))
         pinned.copy_(ids, non_blocking=True)
         event.record(self._stream)
-        return _CudaFetch(event, [(host, "int32", host.shape)])
+        return partial(_wait, event, [(host, "int32", host.shape)])
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Start the copies and note an event behind them."""
@@ -143,19 +134,14 @@ class CudaLink:
             pinned[offset:end].view(tensor.dtype).copy_(tensor.reshape(-1), non_blocking=True)
             parts.append((host[offset:end], _NUMPY[tensor.dtype], tuple(tensor.shape)))
         event.record(self._stream)
-        return _CudaFetch(event, parts)
+        return partial(_wait, event, parts)
 
 
-class _CudaFetch:
-    def __init__(
-        self, event: torch.cuda.Event, parts: list[tuple[np.ndarray[Any, Any], str, tuple[int, ...]]]
-    ) -> None:
-        self._event = event
-        self._parts = parts
-
-    def wait(self) -> list[np.ndarray[Any, Any]]:
-        self._event.synchronize()
-        return [part.view(dtype).reshape(shape).copy() for part, dtype, shape in self._parts]
+def _wait(
+    event: torch.cuda.Event, parts: list[tuple[np.ndarray[Any, Any], str, tuple[int, ...]]]
+) -> list[np.ndarray[Any, Any]]:
+    event.synchronize()
+    return [part.view(dtype).reshape(shape).copy() for part, dtype, shape in parts]
 
 
 _TORCH = {

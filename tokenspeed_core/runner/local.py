@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from tokenspeed_core.errors import CapacityError
+from tokenspeed_core.checkpoint import choose_format
+from tokenspeed_core.errors import CapacityError, CheckpointError
 from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.kernels.spec import load_target
+from tokenspeed_core.models import Model, WeightReader
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.adjust import counts_bytes
 from tokenspeed_core.runner.assemble import Assembly, assemble
@@ -20,7 +24,6 @@ from tokenspeed_core.runner.memory import GIB, DeviceBudget, pages_of_device, pa
 from tokenspeed_core.runner.platform import resolve_device
 from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.runner.trial import Trial, TrialLimits, kinds, largest
-from tokenspeed_core.runner.weights import load_weights
 
 __all__ = ["LocalRunner", "RunnerConfig", "build", "plan_only"]
 
@@ -72,7 +75,7 @@ def _assemble_and_load(
 ) -> Assembly:
     try:
         assembly = assemble(config, catalog, device)
-        load_weights(assembly.model, config.checkpoint_path, config.load_format, catalog, progress)
+        _load_weights(assembly.model, config, catalog, progress)
     except torch.OutOfMemoryError as error:
         needed = config.model_info.num_parameters * getattr(torch, config.dtype).itemsize
         free = torch.cuda.mem_get_info(device)[0]
@@ -81,6 +84,17 @@ def _assemble_and_load(
             "free; free the device, or take a smaller model or --dtype bfloat16"
         ) from error
     return assembly
+
+
+def _load_weights(model: Model, config: RunnerConfig, catalog: Catalog, progress: Progress) -> None:
+    """Fill a model. Raises CheckpointError."""
+    path, is_auto = config.checkpoint_path, config.load_format == "auto"
+    files = [file.name for file in Path(path).iterdir()] if is_auto else []
+    reader: WeightReader = load_target(choose_format(files, config.load_format, catalog).load)
+    try:
+        model.load_weights(reader(path, model, lambda done, total: progress("weights", done, total)))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:

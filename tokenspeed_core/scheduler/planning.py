@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenspeed_core.kv.lease import ABSENT, BlockLease
+from tokenspeed_core.kv.manager import Entries
 from tokenspeed_core.scheduler.inits import slot_inits
 from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.sequence import Sequence
@@ -69,7 +70,7 @@ class Draft:
         self._chunks.append((slot, start, end, is_last))
         self.num_tokens += end - start
 
-    def grow(self, slot: int, entries: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+    def grow(self, slot: int, entries: Entries) -> None:
         """Add block table entries of a slot."""
         for group, added in zip(self._growth, entries, strict=True):
             group.extend((slot, index, page) for index, page in added)

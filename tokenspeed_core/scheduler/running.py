@@ -112,5 +112,5 @@ class Running:
         if growth is None:
             return False
         self._rows.capacity[slot] = lease.capacity
-        draft.grow(slot, growth.entries)
+        draft.grow(slot, growth)
         return True

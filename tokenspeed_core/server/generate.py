@@ -30,7 +30,7 @@ class ClientGoneError(Exception):
 
 
 async def generate(service: Service, kind: type[Body], scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request of one of the two kinds."""
+    """Answer a request of one of the two kinds. Raises ApiError where nothing was answered yet."""
     started = time.monotonic()
     try:
         body = await read_body(scope, receive, service.options.max_body_bytes)
@@ -48,9 +48,7 @@ async def generate(service: Service, kind: type[Body], scope: Scope, receive: Re
     except ClientGoneError:
         return
     except BadRequestError as error:
-        await send_error(send, ApiError.of(error))
-    except ApiError as error:
-        await send_error(send, error)
+        raise ApiError.of(error) from error
 
 
 async def _stream(reply: Reply, job: Job, send: Send) -> None:
