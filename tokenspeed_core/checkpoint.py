@@ -50,7 +50,9 @@ def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool =
     """
     name = config.model if config.model is not None else DEFAULT
     path, files = locate(name, config, catalog, with_weights)
-    own = merged(read_json(path / "config.json"), config.hf_overrides)
+    beside = path / "hf_quant_config.json"  # where some writers say what others say in config.json
+    told = {"quantization_config": read_json(beside)} if beside.is_file() else {}
+    own = merged({**told, **read_json(path / "config.json")}, config.hf_overrides)
     spec = find_family(own, catalog, path)
     describe: Callable[[Mapping[str, Any]], ModelInfo] = load_target(spec.describe)
     try:

@@ -78,12 +78,18 @@ class LoadFormat:
 class Quantization:
     """A way to compute linear maps in fewer bits, entered under `tokenspeed.quantization` by the name users type.
 
-    Weights [O, I] and activations [T, I] are stored as `dtype`, with float32 scales: the op `quantize` (axis `size`)
-    makes both of activations, and `quantize_weight` (none: the same) of a weight. `linear` (the axes of the plain op)
-    is called with x and its scales, weight and its scales, and the bias. `fused` maps an op to the one that also
-    quantises its result, and "linear", "add_rms_norm_linear" and "add_rms_norm_mlp" to ops that take rows as they are
-    and quantise them within. A scale of a weight belongs to a `scale_block` of rows and features (none: to a row), cut
-    short at an edge; where a checkpoint has a "weight" that is packed, its scales are called `scale_name`.
+    Weights [O, I] and activations [T, I] are stored as `dtype`, with scales of `scale_dtype`: the op `quantize` (axis
+    `size`) makes both of activations, and `quantize_weight` (none: the same) of a weight. `linear` (the axes of the
+    plain op) is called with x and its scales, weight and its scales, and the bias. `fused` maps an op to the one that
+    also quantises its result, and "linear", "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" to ops that
+    take rows as they are and quantise them within; without the last, models with experts are refused. A scale of a
+    weight belongs to a `scale_block` of rows and features (none: to a row), cut short at an edge; where a checkpoint
+    has a "weight" that is packed, its scales are called `scale_name`.
+
+    An element of `dtype` holds so many neighbouring `values_per_element`. With `has_tensor_scales` a float32 [1] stands
+    over all values of an operand: `quantize` takes that of activations after them, `linear` the product of both before
+    the bias; the op of experts takes those of a weight's inputs before it and of each expert's weight, [E], after its
+    scales. They are measured on prompts, so checkpoints must hold them, and weights are not quantised on load.
     """
 
     name: str
@@ -94,6 +100,9 @@ class Quantization:
     quantize_weight: str | None = None
     scale_block: tuple[int, int] | None = None
     scale_name: str = "weight_scale"
+    scale_dtype: str = "float32"
+    values_per_element: int = 1
+    has_tensor_scales: bool = False
 
 
 class WeightReader(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,58 @@ def _is_blockwise(found: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_mxfp8(found: Mapping[str, Any]) -> bool:
+    if found.get("quant_method") == "compressed-tensors":
+        return _is_grouped(found, "mxfp8-quantized", 8, 32, dynamic=True)
+    return _is_modelopt(found, "MXFP8", 32)
+
+
+def _is_nvfp4(found: Mapping[str, Any]) -> bool:
+    if found.get("quant_method") == "compressed-tensors":
+        return _is_grouped(found, "nvfp4-pack-quantized", 4, 16, dynamic="local")
+    return _is_modelopt(found, "NVFP4", 16)
+
+
+def _is_grouped(found: Mapping[str, Any], stored: str, bits: int, size: int, *, dynamic: bool | str) -> bool:
+    """Say whether compressed-tensors stores every Linear in groups of a size, activations in the same."""
+    (group,) = found["config_groups"].values()
+    common = {"num_bits": bits, "type": "float", "group_size": size, "symmetric": True}
+    return (
+        found["format"] == stored and group["targets"] == ["Linear"]
+        and {**common, "dynamic": False}.items() <= group["weights"].items()
+        and {**common, "dynamic": dynamic}.items() <= group["input_activations"].items()
+        and not group.get("output_activations") and not found.get("transform_config")
+        and not found.get("sparsity_config") and _keeps_no_linear(found.get("ignore"))
+        and _is_plain_cache(found.get("kv_cache_scheme"))
+    )
+
+
+def _is_modelopt(found: Mapping[str, Any], algorithm: str, size: int) -> bool:
+    """Say whether NVIDIA ModelOpt stores all linear maps by an algorithm; its own file nests what config.json says."""
+    writer, told = found.get("quant_method") or found["producer"]["name"], found.get("quantization", found)
+    groups = [*found.get("config_groups", {}).values()] or [{"targets": ["Linear"]}]
+    sizes = {told.get("group_size", size)} | {
+        group[side].get("group_size", size)
+        for group in groups for side in ("weights", "input_activations") if side in group
+    }
+    return (
+        writer == "modelopt" and told["quant_algo"] == algorithm and sizes == {size}
+        and [group["targets"] for group in groups] == [["Linear"]]
+        and _keeps_no_linear(told.get("exclude_modules", told.get("ignore")))
+        and told.get("kv_cache_quant_algo") in (None, "FP8") and _is_plain_cache(told.get("kv_cache_scheme"))
+    )
+
+
+def _keeps_no_linear(names: Sequence[str] | None) -> bool:
+    """Say whether what a checkpoint keeps whole (names or patterns of them) is what is never quantised here."""
+    return all(name.rstrip("*$.").endswith((*_NO_LINEAR, "mlp.gate")) for name in names or ())
+
+
+def _is_plain_cache(scheme: Mapping[str, Any] | None) -> bool:
+    """Say whether a scheme of the KV cache only adds scales to a checkpoint: the cache may be in the model's dtype."""
+    return scheme is None or (scheme["num_bits"], scheme["type"], scheme["dynamic"]) == (8, "float", False)
+
+
 _WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 _NO_LINEAR = ("lm_head", "embed_tokens", "norm")  # what may be listed as kept whole: it is, listed or not
@@ -73,5 +125,14 @@ FORMS = (
         "fp8-block",
         "of fine-grained fp8 (quant_method fp8) with weight_block_size [128, 128], scales of any value, activations "
         "quantised as they come (activation_scheme dynamic), and every linear map but lm_head converted", _is_blockwise,
+    ),
+    StoredForm(
+        "mxfp8",
+        "of MXFP8 for weights and activations (NVIDIA ModelOpt's quant_algo MXFP8, compressed-tensors' format "
+        "mxfp8-quantized) with every linear map but lm_head and routers converted", _is_mxfp8,
+    ),
+    StoredForm(
+        "nvfp4",
+        "of NVFP4 for weights and activations (quant_algo NVFP4, format nvfp4-pack-quantized), likewise", _is_nvfp4,
     ),
 )

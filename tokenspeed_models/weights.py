@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 _READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-# Tables that old checkpoints store and that every model computes for itself.
-_BUFFERS = ("rotary_emb.inv_freq",)
+# Tables that old checkpoints store and every model computes for itself; scales of an fp8 KV cache, which is chosen
+# by --kv-cache-dtype and not by the checkpoint.
+_UNREAD = ("rotary_emb.inv_freq", "k_scale", "v_scale")
 _MOST_NAMES = 12  # beyond this many, an error names patterns with their counts
 
 
@@ -48,9 +49,9 @@ class Packing:
 class WeightSlot:
     """One tensor of a checkpoint and the view of a parameter that it fills; both have the same shape.
 
-    `shard` None means that every process holds the whole. `kind` is "matrix", "bias" or "norm". A slot that
-    `replaces` others is another form of them: a checkpoint holds either it or them. Without a `packing` the
-    tensor is copied.
+    `shard` None means that every process holds the whole. `kind` is "matrix", "bias", "norm", or "codes" and "scale"
+    of a weight that must come quantised. A slot that `replaces` others is another form of them: a checkpoint holds
+    either it or them. Without a `packing` the tensor is copied, or given to `take` where there is one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class WeightSlot:
     kind: str = "matrix"
     replaces: tuple[str, ...] = ()
     packing: Packing | None = None
+    take: Callable[[torch.Tensor], None] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,10 +69,23 @@ class WeightSlot:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Put a tensor of the slot's shape in its place, whatever its device and float type."""
-        if self.packing is None or tensor.dtype == self.target.dtype:
+        if self.take is not None:
+            self.take(tensor)
+        elif self.packing is None or tensor.dtype == self.target.dtype:
             self.target.copy_(tensor)
         else:
             self.packing.store(tensor.to(self.target.device, self.packing.dtype))
+
+    def complaint(self, tensor: torch.Tensor) -> str:
+        """Return what is wrong with a tensor for this slot, or "". A single scale may come with or without an axis."""
+        shape, needed = tensor.shape, self.target.shape
+        if shape != needed and not (self.kind == "scale" and shape.numel() == needed.numel() == 1):
+            return f"{self.name} has shape {list(shape)} and needs {list(needed)}"
+        if tensor.dtype == self.target.dtype or (tensor.dtype in _READABLE and self.dtype in _READABLE):
+            return ""
+        if self.dtype in _READABLE:
+            return f"{self.name} is {tensor.dtype}; only unquantised weights are supported"
+        return f"{self.name} is {tensor.dtype} and needs {self.target.dtype}"
 
 
 @dataclass(slots=True)
@@ -116,7 +131,9 @@ class _Scales:
         if tensor.shape != target.shape and not (target.shape[1] == 1 and tensor.shape == target.shape[:1]):
             shapes = f"{list(tensor.shape)} and needs {list(target.shape)}"
             faults.misshapen.append(f"{name} has shape {shapes}")
-        elif tensor.dtype not in _READABLE:
+        elif target.dtype not in _READABLE and tensor.dtype != target.dtype:
+            faults.misshapen.append(f"{name} is {tensor.dtype} and needs {target.dtype}")
+        elif target.dtype in _READABLE and tensor.dtype not in _READABLE:
             faults.misshapen.append(f"{name} is {tensor.dtype}; only scales of 16 bits or more are supported")
         else:
             target.copy_(tensor.view(target.shape))
@@ -139,7 +156,7 @@ class WeightMap:
 
     def __init__(self, slots: Iterable[WeightSlot], ignored: Iterable[str] = ()) -> None:
         self._slots: dict[str, WeightSlot] = {}
-        self._ignored = (*_BUFFERS, *ignored)
+        self._ignored = (*_UNREAD, *ignored)
         for slot in slots:
             if slot.name in self._slots:
                 raise ValueError(f"the weight map has two slots for {slot.name}")
@@ -181,11 +198,9 @@ class WeightMap:
             is_packed = slot.packing is not None and tensor.dtype == slot.target.dtype
             if slot.packing is not None and is_packed:
                 scales.need(slot.packing)
-            if tensor.shape != slot.target.shape:
-                shapes = f"{list(tensor.shape)} and needs {list(slot.target.shape)}"
-                faults.misshapen.append(f"{name} has shape {shapes}")
-            elif not is_packed and tensor.dtype not in _READABLE:
-                faults.misshapen.append(f"{name} is {tensor.dtype}; only unquantised weights are supported")
+            complaint = slot.complaint(tensor)
+            if complaint:
+                faults.misshapen.append(complaint)
             else:
                 slot.fill(tensor)
         faults.missing.extend([*pending, *scales.missing()])

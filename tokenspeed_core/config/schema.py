@@ -107,7 +107,7 @@ class Config(BaseModel):
         "auto", "device", "type of weights and activations; auto follows the model's metadata"
     )
     quantization: str | None = _setting(
-        None, "device", "how linear maps are computed in fewer bits; none: in the dtype (a CPU is slower with it)",
+        None, "device", "linear maps in fewer bits, which slow a CPU down; none: as the checkpoint holds them",
         min_length=1, kind="quantization",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(

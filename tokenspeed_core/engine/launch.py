@@ -87,6 +87,9 @@ def resolve(
     if wanted != (info.quantization or wanted):
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
     method = None if wanted is None else catalog.need(catalog.get("quantization", wanted), Quantization)
+    if method is not None and method.has_tensor_scales and info.quantization is None:
+        raise ConfigError(f"--quantization {wanted}: its scales of activations are measured on prompts, and "
+                          f"{checkpoint.name} has none; give a checkpoint that is {wanted} already, or another method")
     runner = RunnerConfig(
         checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
         model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,

@@ -17,7 +17,7 @@ from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 
-LAYERS_API = 3
+LAYERS_API = 4
 
 __all__ = [
     "LAYERS_API",

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import dtype_name
+from tokenspeed_models.layers.packed import dtype_name
 from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
 from tokenspeed_models.weights import Shard, WeightSlot
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.weights import Packing, Shard, WeightSlot
+from tokenspeed_models.layers.packed import PackedWeight, dtype_name
+from tokenspeed_models.weights import Shard, WeightSlot
 
 Activation = torch.Tensor | tuple[torch.Tensor, ...]
 """What a linear map takes: x [T, in], or what the method's `quantize` makes of it: x and its scales."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype as op problems spell it, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def fused_op(build: BuildContext, op: str) -> str:
@@ -37,32 +32,31 @@ class Projection:
 class Linear:
     """Computes `x @ weight.T + bias` for the stacked weights of one or more projections.
 
-    Under `build.quantization` the weight and its `scale` are held as its method says: each projection is quantised on
-    the device when it is loaded, so no more than one of them is there in full. Raises ValueError where a projection
-    would begin among rows that share a scale with those before.
+    Under `build.quantization` the weight and its `scale` are held as its method says, unless the map is to be kept
+    whole. Raises ValueError where a projection would begin among rows that share a scale with those before.
     """
 
     def __init__(
-        self, build: BuildContext, in_size: int, projections: tuple[Projection, ...], *, bias: bool = False
+        self, build: BuildContext, in_size: int, projections: tuple[Projection, ...], *, bias: bool = False,
+        is_whole: bool = False,
     ) -> None:
         out_size = sum(projection.size for projection in projections)
-        method, self.dtype = build.quantization, build.dtype
+        method = None if is_whole else build.quantization
         problem = {"in_size": in_size, "out_size": out_size, "dtype": dtype_name(build.dtype)}
-        held = build.dtype if method is None else getattr(torch, method.dtype)
-        self.projections, self._method = projections, method
-        self.weight = torch.empty(out_size, in_size, dtype=held, device=build.device)
+        self.in_size, self.out_size, self.projections = in_size, out_size, projections
         self.bias = torch.empty(out_size, dtype=build.dtype, device=build.device) if bias else None
         if method is None:
-            self.scale = None
+            self.weight = torch.empty(out_size, in_size, dtype=build.dtype, device=build.device)
+            self.scale, self.packed = None, None
             self._linear = build.op("linear", **problem)
         else:
-            each, features = method.scale_block or (1, in_size)
-            _require_whole_blocks(method.name, each, projections)
-            self.scale = torch.empty(
-                -(-out_size // each), -(-in_size // features), dtype=torch.float32, device=build.device)
-            rows = {"size": in_size, "dtype": dtype_name(build.dtype)}
-            self._quantize = build.op(method.quantize, **rows)
-            self._pack = build.op(method.quantize_weight, **rows) if method.quantize_weight else self._quantize
+            _require_whole_blocks(method.name, method.scale_block[0] if method.scale_block else 1, projections)
+            self.packed = packed = PackedWeight(build, method, out_size, in_size)
+            self.weight, self.scale = packed.codes, packed.scale
+            over_all = packed.over_all
+            self._over_x = () if over_all is None else (over_all.activations,)
+            self._over_both = () if over_all is None else (over_all.products,)
+            self._quantize = build.op(method.quantize, size=in_size, dtype=dtype_name(build.dtype))
             self._linear = build.op(method.linear, **problem)
             fused = method.fused.get("linear")
             self._whole = None if fused is None else build.op(fused, **problem)
@@ -80,8 +74,8 @@ class Linear:
         elif self._whole is not None and isinstance(x, torch.Tensor):
             result = self._whole(x, self.weight, self.scale, self.bias)
         else:
-            x, x_scale = x if isinstance(x, tuple) else self._quantize(x)
-            result = self._linear(x, x_scale, self.weight, self.scale, self.bias)
+            x, x_scale = x if isinstance(x, tuple) else self._quantize(x, *self._over_x)
+            result = self._linear(x, x_scale, self.weight, self.scale, *self._over_both, self.bias)
         return result
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -90,26 +84,13 @@ class Linear:
         for projection in self.projections:
             rows, shard = slice(start, start + projection.size), projection.shard
             start += projection.size
-            packing = self._packing(f"{prefix}{projection.name}", rows)
-            yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard, packing=packing)
+            if self.packed is None:
+                yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard)
+            else:
+                yield from self.packed.slots(f"{prefix}{projection.name}", rows, shard)
             if self.bias is not None:
                 cut = shard if shard is not None and shard.axis == 0 else None
                 yield WeightSlot(f"{prefix}{projection.name}.bias", self.bias[rows], cut, "bias")
-
-    def _packing(self, name: str, rows: slice) -> Packing | None:
-        """Return how some rows of the weight are filled, those of a projection; None if they are copied."""
-        if self._method is None or self.scale is None:
-            return None
-        each = self._method.scale_block[0] if self._method.scale_block else 1
-        scale = self.scale[rows.start // each : -(-rows.stop // each)]
-        store = partial(self._store, self.weight[rows], scale)
-        return Packing(self.dtype, store, scale, f"{name}.{self._method.scale_name}")
-
-    def _store(self, held: torch.Tensor, held_scale: torch.Tensor, weight: torch.Tensor) -> None:
-        """Quantise a weight into its place."""
-        values, scale = self._pack(weight)
-        held.copy_(values)
-        held_scale.copy_(scale)
 
 
 def _require_whole_blocks(method: str, num_rows: int, projections: tuple[Projection, ...]) -> None:

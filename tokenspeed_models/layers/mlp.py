@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Activation, Linear, Projection, dtype_name, fused_op
+from tokenspeed_models.layers.linear import Activation, Linear, Projection, fused_op
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
+from tokenspeed_models.layers.packed import dtype_name
 from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
 from tokenspeed_models.weights import Shard, WeightSlot
 

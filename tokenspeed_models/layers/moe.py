@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Linear, Projection, dtype_name
+from tokenspeed_models.layers.linear import Linear, Projection, fused_op
 from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.packed import PackedWeight, dtype_name
 from tokenspeed_models.placement import Boundary, Partial, Replicated
 from tokenspeed_models.weights import Shard, WeightSlot
 
@@ -20,20 +21,28 @@ class MoE:
         self, build: BuildContext, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int,
         renormalize: bool,
     ) -> None:
-        if build.quantization is not None:
+        method, dtype = build.quantization, dtype_name(build.dtype)
+        op = fused_op(build, "moe_experts")
+        if method is not None and op == "moe_experts":
             raise ValueError(
-                f"--quantization {build.quantization.name} computes no experts yet, which this model has; leave it out"
+                f"--quantization {method.name} computes no experts yet, which this model has; leave it out"
             )
-        dtype = dtype_name(build.dtype)
         self.num_experts, self.intermediate_size = num_experts, intermediate_size
         self.top_k, self.renormalize = top_k, renormalize
-        self.router = Linear(build, hidden_size, (Projection("gate", num_experts, None),))
-        self.gate_up = torch.empty(
-            num_experts, 2 * intermediate_size, hidden_size, dtype=build.dtype, device=build.device)
-        self.down = torch.empty(
-            num_experts, hidden_size, intermediate_size, dtype=build.dtype, device=build.device)
+        self.router = Linear(build, hidden_size, (Projection("gate", num_experts, None),), is_whole=True)
+        both = num_experts, 2 * intermediate_size, hidden_size
+        last = num_experts, hidden_size, intermediate_size
+        self._operands: tuple[torch.Tensor, ...]
+        if method is None:
+            self.gate_up, self.down = (torch.empty(shape, dtype=build.dtype, device=build.device)
+                                       for shape in (both, last))
+            self._packed, self._operands = None, (self.gate_up, self.down)
+        else:
+            self._packed = PackedWeight(build, method, *both), PackedWeight(build, method, *last)
+            self.gate_up, self.down = (packed.codes for packed in self._packed)
+            self._operands = tuple(operand for packed in self._packed for operand in packed.operands)
         self._route = build.op("moe_route", num_experts=num_experts, top_k=top_k, dtype=dtype)
-        self._experts = build.op("moe_experts", num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+        self._experts = build.op(op, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
                                  intermediate_size=intermediate_size, dtype=dtype)
 
     def __call__(
@@ -42,24 +51,31 @@ class MoE:
         """Return the map [T, hidden] of x + residual [T, hidden], normalised; and that sum, over the residual."""
         x, residual = norm.add(x, residual)
         weights, ids = self._route(self.router(x), self.top_k, self.renormalize)
-        result: torch.Tensor = self._experts(x, self.gate_up, self.down, weights, ids)
+        result: torch.Tensor = self._experts(x, *self._operands, weights, ids)
         return result, residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the router and the experts: one by one, or stacked in two tensors as newer writers do."""
         yield from self.router.slots(prefix)
-        gate_up_names, down_names = [], []
+        size, weights = self.intermediate_size, (self.gate_up, self.down)
+        stacked: tuple[list[str], list[str]] = [], []
         for expert in range(self.num_experts):
-            name = f"{prefix}experts.{expert}"
-            gate, up = torch.split(self.gate_up[expert], self.intermediate_size)
-            gate_up_names += [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"]
-            down_names.append(f"{name}.down_proj.weight")
-            yield WeightSlot(gate_up_names[-2], gate, Shard(0, "moe"))
-            yield WeightSlot(gate_up_names[-1], up, Shard(0, "moe"))
-            yield WeightSlot(down_names[-1], self.down[expert], Shard(1, "moe"))
-        yield WeightSlot(f"{prefix}experts.gate_up_proj", self.gate_up, Shard(1, "moe"),
-                         replaces=tuple(gate_up_names))
-        yield WeightSlot(f"{prefix}experts.down_proj", self.down, Shard(2, "moe"), replaces=tuple(down_names))
+            for projection, index, rows, axis in (
+                ("gate_proj", 0, slice(0, size), 0), ("up_proj", 0, slice(size, 2 * size), 0),
+                ("down_proj", 1, slice(0, self.router.in_size), 1),
+            ):
+                name, shard = f"{prefix}experts.{expert}.{projection}", Shard(axis, "moe")
+                stacked[index].append(f"{name}.weight")
+                if self._packed is None:
+                    yield WeightSlot(f"{name}.weight", weights[index][expert, rows], shard)
+                else:
+                    yield from self._packed[index].slots(name, rows, shard, expert)
+        for index, (name, axis) in enumerate((("gate_up_proj", 1), ("down_proj", 2))):
+            name, shard, replaces = f"{prefix}experts.{name}", Shard(axis, "moe"), tuple(stacked[index])
+            if self._packed is None:
+                yield WeightSlot(name, weights[index], shard, replaces=replaces)
+            else:
+                yield from self._packed[index].stacked_slots(name, shard, replaces)
 
     def boundaries(self, prefix: str) -> Iterator[Boundary]:
         """Routing is computed everywhere alike; the experts' results are summands."""

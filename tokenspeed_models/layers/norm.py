@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Activation, Linear, dtype_name, fused_op
+from tokenspeed_models.layers.linear import Activation, Linear, fused_op
+from tokenspeed_models.layers.packed import dtype_name
 from tokenspeed_models.placement import Boundary, Replicated
 from tokenspeed_models.weights import WeightSlot
 
@@ -57,12 +58,11 @@ class NormedLinear:
     """
 
     def __init__(self, build: BuildContext, linear: Linear, *, is_gated: bool = False) -> None:
-        out_size, in_size = linear.weight.shape
-        self._linear = linear
+        out_size, self._linear = linear.out_size, linear
         op = fused_op(build, "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear")
         is_whole = build.quantization is None or op in build.quantization.fused.values()
         self._fused = build.op(
-            op, in_size=in_size, out_size=out_size // 2 if is_gated else out_size, dtype=dtype_name(build.dtype),
+            op, in_size=linear.in_size, out_size=out_size // 2 if is_gated else out_size, dtype=dtype_name(build.dtype),
         ) if is_whole else None
 
     def __call__(

@@ -11,12 +11,13 @@ from tokenspeed_models.weights import WeightMap, WeightSlot
 
 _SEED = 0
 _DEVIATION = 0.02  # keeps activations of deep models finite in float16, as trained initialisations do
+_FACTOR = 0.007    # over all values of an operand: random codes of e2m1, of deviation 3, become weights of _DEVIATION
 
 
 def read_dummy(
     path: str, model: Model, report: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield normal weights, norms of one and biases of zero; the same values in every run on a device.
+    """Yield normal weights (or random codes), norms of one, biases of zero; the same values in every run on a device.
 
     Raises ValueError if the model shows no weight map. `path` is not read.
     """
@@ -42,5 +43,10 @@ def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
         return torch.ones_like(slot.target)
     if slot.kind == "bias":
         return torch.zeros_like(slot.target)
+    if slot.kind == "scale":
+        return torch.full_like(slot.target, _FACTOR if slot.target.dtype == torch.float32 else 1.0)
+    if slot.kind == "codes":
+        return torch.randint(0, 256, slot.target.shape, dtype=slot.target.dtype, device=slot.target.device,
+                             generator=generator)
     weight = torch.empty(slot.target.shape, dtype=slot.dtype, device=slot.target.device)
     return weight.normal_(0.0, _DEVIATION, generator=generator)

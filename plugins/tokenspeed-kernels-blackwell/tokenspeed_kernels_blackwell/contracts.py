@@ -1,8 +1,8 @@
-"""The ops that this distribution brings: block-scaled linear maps, latent attention. Imports no tensor library."""
+"""The ops that this distribution brings, and the methods that use them. Imports no tensor library."""
 
 from __future__ import annotations
 
-from tokenspeed_core.api import DOTS, OpContract, Tolerance
+from tokenspeed_core.api import DOTS, OpContract, Quantization, Tolerance
 
 _REFERENCE, _INPUTS = "tokenspeed_kernels_blackwell.reference", "tokenspeed_kernels_blackwell.inputs"
 _ROWS = {"size": "elements of a row, N, a multiple of 32"}
@@ -40,6 +40,15 @@ BLOCK_SCALED = (
         "them, scale the product of both of theirs",
         _SIZES, f"{_REFERENCE}:linear_nvfp4", f"{_INPUTS}:linear_nvfp4", DOTS, rows=("x", "x_scale"), cases=_CASES,
     ),
+)
+MXFP8_METHOD = Quantization(
+    name="mxfp8", dtype="float8_e4m3fn", quantize="quantize_mxfp8", linear="linear_mxfp8", scale_block=(1, 32),
+    scale_dtype="uint8", fused={"moe_experts": "moe_experts_mxfp8"},
+)
+NVFP4_METHOD = Quantization(
+    name="nvfp4", dtype="uint8", quantize="quantize_nvfp4", linear="linear_nvfp4", scale_block=(1, 16),
+    scale_dtype="float8_e4m3fn", values_per_element=2, has_tensor_scales=True,
+    fused={"moe_experts": "moe_experts_nvfp4"},
 )
 
 MLA = (

@@ -59,9 +59,11 @@ def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
 
 def nvfp4_values(codes: Tensor, scale: Tensor) -> Tensor:
     """Return what `nvfp4_rows` stored, in float32, without the scale over all."""
-    each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int64)
-    magnitude = torch.tensor(E2M1, device=codes.device)[each & 7]
-    values = _groups(torch.where(each >= 8, -magnitude, magnitude), NV_GROUP)
+    each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
+    low = each & 7
+    # Twice the value, from exponent and mantissa: a table would be copied to the device, which a graph cannot hold.
+    twice = torch.where(low < 2, low, (2 + low % 2) << (low // 2 - 1).clamp(min=0)).to(torch.float32)
+    values = _groups(torch.where(each >= 8, -twice, twice) / 2, NV_GROUP)
     return (values * scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
 
 
