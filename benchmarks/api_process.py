@@ -58,7 +58,7 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
                     case Hello():
                         num_silent -= 1
                         for each in [] if num_silent else sockets:
-                            send(each, Ready(65536, 4096, 1 << 30, VOCAB_SIZE, "{}"))
+                            send(each, Ready(65536, 1 << 30, VOCAB_SIZE, "{}"))
                     case Drain():
                         return
             if not left:
@@ -99,7 +99,7 @@ def be_server(step_seconds: float, num_workers: int) -> int:
 
 def be_worker(arguments: list[str]) -> int:
     """Be one of the others."""
-    told, pipe = begin("worker", arguments)
+    told, pipe = begin(arguments)
     crew = Crew(told["worker"], told["addresses"][told["worker"]], pipe)
     return serve(launch(Socket(fileno=told["listen_fds"][0])), crew)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 import tokenspeed_core
 from tokenspeed_core.sampling import SamplingParams
-from tokenspeed_core.server.protocol import ChatLimits, ChatLogprobs, ChatRequest, CompletionRequest
+from tokenspeed_core.server.protocol import ChatNames, ChatRequest, CompletionRequest
 
 PATH = Path(__file__).parents[1] / "tokenspeed_core" / "server" / "openapi.json"
 PROMPT = {
@@ -45,7 +45,7 @@ def description() -> dict[str, Any]:
     components: dict[str, Any] = {}
     completion = merged(components, "CompletionRequest", CompletionRequest, SamplingParams)
     completion["properties"]["prompt"] = PROMPT
-    merged(components, "ChatRequest", ChatRequest, SamplingParams, ChatLogprobs, ChatLimits)
+    merged(components, "ChatRequest", ChatRequest, SamplingParams, ChatNames)
     paths: dict[str, Any] = {path: {"get": telling(path, *each)} for path, each in TELLING.items()}
     for path, name in (("/v1/completions", "CompletionRequest"), ("/v1/chat/completions", "ChatRequest")):
         paths[path] = {"post": generating(path, name)}

@@ -133,15 +133,22 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ready:
-    """The engine can take requests. Limits are what it resolved; `report` is JSON for people and endpoints."""
+    """The engine can take requests, within these limits; `report` is JSON for people and endpoints.
+
+    `num_kv_tokens` is what the KV pool holds, `vocab_size` the entries of the vocabulary.
+    """
 
     tag: ClassVar[str] = "ready"
 
     max_model_len: int
-    max_num_seqs: int
     num_kv_tokens: int
     vocab_size: int
     report: str
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of one sequence, prompt and output together."""
+        return min(self.max_model_len, self.num_kv_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

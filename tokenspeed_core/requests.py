@@ -26,25 +26,6 @@ class BadRequestError(TokenSpeedError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine can take: tokens of a sequence, tokens of the KV pool, entries of the vocabulary."""
-
-    max_model_len: int
-    num_kv_tokens: int
-    vocab_size: int
-
-    @classmethod
-    def of(cls, ready: Ready) -> Limits:
-        """Return the limits that an engine announced."""
-        return cls(ready.max_model_len, ready.num_kv_tokens, ready.vocab_size)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of one sequence, prompt and output together."""
-        return min(self.max_model_len, self.num_kv_tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class Defaults:
     """The model's own sampling, for what a request leaves open."""
 
@@ -82,7 +63,7 @@ def _pick(asked: float | None, default: float) -> float:
     return default if asked is None else asked
 
 
-def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -> int:
+def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) -> int:
     """Return the most tokens that a sequence may get. Raises BadRequestError where they do not fit."""
     room = limits.longest - num_prompt
     why = (
@@ -106,7 +87,7 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Limits) -
     return room if max_tokens is None else max_tokens
 
 
-def check_ids(ids: I32, limits: Limits, param: str) -> None:
+def check_ids(ids: I32, limits: Ready, param: str) -> None:
     """Raise BadRequestError if a token id lies outside the vocabulary."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limits.vocab_size):
         position = int(np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))[0])
@@ -117,7 +98,7 @@ def check_ids(ids: I32, limits: Limits, param: str) -> None:
 
 
 def build_submit(
-    request_id: int, params: SamplingParams, prompt: I32, limits: Limits, defaults: Defaults,
+    request_id: int, params: SamplingParams, prompt: I32, limits: Ready, defaults: Defaults,
     *, priority: int = 0, cache_salt: str = "",
 ) -> Submit:
     """Resolve a request: every default filled in, every bound checked.

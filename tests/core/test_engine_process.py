@@ -20,7 +20,7 @@ from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Ready, Refused, to_api
 from tokenspeed_core.wire import pack
 
-READY = Ready(100, 8, 1000, 50, "{}")
+READY = Ready(100, 1000, 50, "{}")
 PATIENCE = 10.0   # seconds that a test waits for what must come
 
 
@@ -164,7 +164,7 @@ def test_an_aborted_sequence_says_no_more_and_others_go_on(serve: Serving) -> No
     assert served.finish(0) is Finish.NOT
     assert len(served.tokens(0)) < ENDLESS
     assert served.tokens(1) == MODEL.expected([3, 2, 1], 200)
-    assert served.world.scheduler.state(0) is None
+    assert served.world.scheduler.roster.get(0) is None
 
 
 def test_a_draining_engine_finishes_what_it_has_and_returns(serve: Serving) -> None:

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.messages import Submit, to_engine
-from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
+from tokenspeed_core.messages import Ready, Submit, to_engine
+from tokenspeed_core.requests import BadRequestError, Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.wire import pack
 
-LIMITS = Limits(max_model_len=100, num_kv_tokens=80, vocab_size=50)
+LIMITS = Ready(max_model_len=100, num_kv_tokens=80, vocab_size=50, report="")
 DEFAULTS = Defaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1, eos_token_ids=(7, 9))
 
 
-def build(prompt: list[int], limits: Limits = LIMITS, **params: Any) -> Submit:
+def build(prompt: list[int], limits: Ready = LIMITS, **params: Any) -> Submit:
     return build_submit(4, SamplingParams(**params), np.array(prompt, np.int32), limits, DEFAULTS)
 
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_served_names_the_field_and_the_bound(
 
 def test_the_models_context_is_named_where_it_is_the_bound() -> None:
     with pytest.raises(BadRequestError, match="context is 100 tokens"):
-        build([1] * 100, Limits(100, 1000, 50))
+        build([1] * 100, Ready(100, 1000, 50, ""))
 
 
 def test_a_generation_config_gives_defaults_and_ends() -> None:

@@ -27,7 +27,7 @@ from tokenspeed_core.messages import (
     TokenColumns,
     to_engine,
 )
-from tokenspeed_core.requests import Defaults, Limits, build_submit
+from tokenspeed_core.requests import Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.server.engine_link import STALL_SECONDS, EngineLink, State
 from tokenspeed_core.server.errors import ApiError
@@ -91,13 +91,13 @@ def pulse(num_steps: int, num_running: int = 0) -> Pulse:
     return Pulse(num_steps, num_running, 0, False)
 
 
-READY = Ready(100, 8, 1000, 50, "{}")
+READY = Ready(100, 1000, 50, "{}")
 
 
 def submit(link: EngineLink, *readers: Reader) -> int:
     params = SamplingParams(n=len(readers))
     request = build_submit(
-        link.take_ids(len(readers)), params, np.array([1], np.int32), Limits.of(READY), Defaults()
+        link.take_ids(len(readers)), params, np.array([1], np.int32), READY, Defaults()
     )
     link.submit(request, readers)
     return request.request_id

@@ -19,7 +19,7 @@ from tokenspeed_core.errors import ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.messages import Finish, Outputs, Submit, TokenColumns
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
+from tokenspeed_core.requests import BadRequestError, Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import Assembler, load_text
@@ -72,7 +72,7 @@ class LLM(AbstractContextManager["LLM"]):
         with StartProgress() as progress:
             started = start(resolved, catalog, progress.report, is_batch=True)
         self._engine, self.kernel_plan = started.engine, started.kernel_plan
-        self._limits = Limits.of(started.ready)
+        self._limits = started.ready
         self._next_id = 0
         self._is_shut_down = False
 

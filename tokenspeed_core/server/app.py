@@ -95,7 +95,7 @@ class Routes:
             case "/v1/plugins":
                 if service.serving is None:
                     raise ApiError(503, "the engine is starting", headers={"retry-after": "1"})
-                return 200, service.serving.report.encode()
+                return 200, service.serving.limits.report.encode()
             case "/v1/models":
                 return 200, json.dumps({"object": "list", "data": [self._model()]}).encode()
         if not path.startswith("/v1/models/"):

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from tokenspeed_core.requests import BadRequestError, Limits
+from tokenspeed_core.messages import Ready
+from tokenspeed_core.requests import BadRequestError
 from tokenspeed_core.server.protocol import ChatRequest, Message
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import ChatTemplate, TemplateError, Tokenizer
@@ -56,7 +57,7 @@ def _ids(values: Any, param: str) -> I32:
 
 
 def encode(
-    tokenizer: Tokenizer | None, text: str, limits: Limits, *, add_special_tokens: bool, param: str
+    tokenizer: Tokenizer | None, text: str, limits: Ready, *, add_special_tokens: bool, param: str
 ) -> I32:
     """Return a text's ids. Raises BadRequestError for text that cannot fit, before the work of tokenising."""
     if tokenizer is None:
@@ -73,7 +74,7 @@ def encode(
 
 def chat_ids(
     tokenizer: Tokenizer | None, template: ChatTemplate | None, request: ChatRequest,
-    tools: Sequence[Mapping[str, Any]] | None, limits: Limits,
+    tools: Sequence[Mapping[str, Any]] | None, limits: Ready,
 ) -> I32:
     """Render and encode a chat. `tools` are as they came, so that the template writes what the user wrote.
 

@@ -117,16 +117,11 @@ class ChatRequest(_Request):
     reasoning_effort: str | None = Field(None, max_length=32)
 
 
-class ChatLogprobs(_Body):
-    """How a chat asks for log-probabilities."""
+class ChatNames(_Body):
+    """What chats call otherwise than `SamplingParams` does; both names of the length mean the same."""
 
     logprobs: bool = Field(False, description="report the log-probability of each token")
     top_logprobs: int = Field(0, ge=0, le=20, description="alternatives reported per token")
-
-
-class ChatLimits(_Body):
-    """How a chat bounds its output; both names mean the same."""
-
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
@@ -174,16 +169,14 @@ def _read_chat_names(given: dict[str, Any]) -> None:
             "tool_choice can be 'auto' or 'none': forcing a call is not supported by this server yet",
             "tool_choice", "unsupported",
         )
-    asked = validate(ChatLogprobs, {n: given.pop(n) for n in ("logprobs", "top_logprobs") if n in given})
+    asked = validate(ChatNames, {name: given.pop(name) for name in ChatNames.model_fields if name in given})
     if asked.top_logprobs and not asked.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     if asked.logprobs:
         given["logprobs"] = asked.top_logprobs
-    names = ("max_tokens", "max_completion_tokens")
-    limits = validate(ChatLimits, {name: given.pop(name) for name in names if name in given})
-    if limits.max_tokens and limits.max_completion_tokens not in (None, limits.max_tokens):
+    if asked.max_tokens and asked.max_completion_tokens not in (None, asked.max_tokens):
         raise BadRequestError("max_tokens and max_completion_tokens differ: send one of them", "max_tokens")
-    given["max_tokens"] = limits.max_completion_tokens or limits.max_tokens
+    given["max_tokens"] = asked.max_completion_tokens or asked.max_tokens
 
 
 def _read_lists(sampling: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from tokenspeed_core.messages import Ready
 from tokenspeed_core.parsers import ParserContext, ParserSpec
 from tokenspeed_core.plugins.hookspecs import RequestRecord
-from tokenspeed_core.requests import BadRequestError, Defaults, Limits, build_submit
+from tokenspeed_core.requests import BadRequestError, Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.server.chat_reply import Reader
 from tokenspeed_core.server.engine_link import EngineLink, State
@@ -27,7 +27,7 @@ from tokenspeed_core.server.replies import Choice, Reply, Shape
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer
 from tokenspeed_core.text.detokenizer import Detokenizer, NoText
-from tokenspeed_core.text.parsers import Parsers
+from tokenspeed_core.text.load import Parsers
 
 MAX_SEQUENCES_PER_REQUEST = 1024
 MAX_INLINE_BYTES = 4096   # longer bodies are rendered and tokenised off the event loop
@@ -62,11 +62,10 @@ class ModelText:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is known once both the text side and the engine are ready. `report` is the engine's, in JSON."""
+    """What is known once both the text side and the engine are ready."""
 
     text: ModelText
-    limits: Limits
-    report: str
+    limits: Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Service:
 
     def open(self, text: ModelText, ready: Ready) -> None:
         """Begin to take requests."""
-        self.serving = Serving(text, Limits.of(ready), ready.report)
+        self.serving = Serving(text, ready)
 
     def why_unhealthy(self) -> str | None:
         """Return why requests should go elsewhere; None when all is well."""
