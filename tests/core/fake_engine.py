@@ -111,7 +111,7 @@ class FakeEngine:
                 self.num_silent -= 1
                 if not self.num_silent:
                     longest, vocab_size = self.config.get("max_model_len", 512), self.config["vocab_size"]
-                    self.send_all(Ready(longest, 8, 4096, vocab_size, '{"plan": []}'))
+                    self.send_all(Ready(longest, 4096, vocab_size, '{"plan": []}'))
 
     def step(self) -> None:
         if not self.sequences or any(s.request.prompt[0] == STALLS for s in self.sequences.values()):
@@ -144,4 +144,4 @@ class FakeEngine:
 if __name__ == "__main__":
     with open(sys.argv[1], "rb") as file:
         payload = msgpack.unpack(file)
-    FakeEngine(payload["config"], payload["addresses"], int(sys.argv[3])).run()
+    FakeEngine(payload["config"], payload["addresses"], int(sys.argv[2])).run()

@@ -66,17 +66,17 @@ class NullMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1000))
     def abort(self, which: int) -> None:
-        live = [i for i in self.world.tokens if self.world.scheduler.state(i) is not None]
+        live = [i for i in self.world.tokens if self.world.scheduler.roster.get(i) is not None]
         if live:
             victim = live[which % len(live)]
-            was_sending = isinstance(self.world.scheduler.state(victim), Sending)
+            was_sending = isinstance(self.world.scheduler.roster.get(victim), Sending)
             self.world.scheduler.abort([victim])
-            assert was_sending or self.world.scheduler.state(victim) is None
+            assert was_sending or self.world.scheduler.roster.get(victim) is None
 
     @rule()
     def inputs_come(self) -> None:
         for sequence_id in list(self.world.tokens):
-            if isinstance(self.world.scheduler.state(sequence_id), AwaitingInput):
+            if isinstance(self.world.scheduler.roster.get(sequence_id), AwaitingInput):
                 self.world.scheduler.input_ready(sequence_id)
 
     @rule(which=st.integers(0, 1000))
@@ -116,9 +116,9 @@ class NullMachine(RuleBasedStateMachine):
                 self.world.check(sequence_id)
 
     def _start_transfers(self) -> None:
-        for sequence_id in self.world.scheduler.sending():
+        for sequence_id in self.world.scheduler.roster.sending():
             if sequence_id not in self.transfers:
-                state = self.world.scheduler.state(sequence_id)
+                state = self.world.scheduler.roster.get(sequence_id)
                 assert isinstance(state, Sending)
                 pages = [page for table in state.blocks.tables for page in table if page != ABSENT]
                 self.transfers[sequence_id] = (pages, self.world.runner.tokens[pages].copy())
@@ -140,13 +140,13 @@ class NullMachine(RuleBasedStateMachine):
             self._start_transfers()
             for sequence_id in list(self.transfers):
                 self._end_transfer(sequence_id)
-            if not self.world.engine.has_work and not self.world.scheduler.sending():
+            if not self.world.engine.has_work and not self.world.scheduler.roster.sending():
                 break
             self.world.step()
         assert not self.world.engine.has_work, "sequences starve"
         for sequence_id in self.world.tokens:
             self.world.check(sequence_id)
-            assert self.world.scheduler.state(sequence_id) is None
+            assert self.world.scheduler.roster.get(sequence_id) is None
         self.world.step()
         counts = self.world.scheduler.kv.counts()
         assert (counts.held, counts.fenced) == (0, 0), "something is held when idle"
@@ -214,7 +214,7 @@ def test_a_tiny_pool_preempts_and_changes_no_token() -> None:
     for i in range(4):
         world.submit(request(i, [i, i + 1, i + 2], max_tokens=30))
     world.run()
-    assert world.scheduler.num_preemptions > 0
+    assert world.scheduler.roster.num_preemptions > 0
     for i in range(4):
         world.check(i)
         assert world.finish[i] is Finish.LENGTH
@@ -227,7 +227,7 @@ def test_an_aborted_sequence_is_planned_no_more_and_frees_its_blocks_a_step_late
         world.step()
     slot = int(np.flatnonzero(world.scheduler.rows.sequence_id == 0)[0])
     world.scheduler.abort([0])
-    assert world.scheduler.state(0) is None
+    assert world.scheduler.roster.get(0) is None
     assert world.scheduler.rows.sequence_id[slot] == -1
     world.step()
     counts = world.scheduler.kv.counts()

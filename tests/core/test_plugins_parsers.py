@@ -15,7 +15,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.testing.parser import ParserConformance
-from tokenspeed_core.text.parsers import find_parsers
+from tokenspeed_core.text.load import find_parsers
 
 HERE = "parsers_under_test"
 

@@ -12,8 +12,7 @@ import pytest
 
 from tokenspeed_core.api import Candidate, Decision, FullAttention, Limits, ModelInfo, ModelSpec, Policy, Room, View
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import resolve
-from tokenspeed_core.engine.policies import find_policy
+from tokenspeed_core.engine.launch import find_policy, resolve
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.kinds import KINDS

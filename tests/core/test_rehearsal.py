@@ -24,7 +24,7 @@ def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behi
     assert engine.num_steps >= 1
     counts = world.scheduler.kv.counts()
     assert counts.free == counts.total and not counts.cached
-    assert not (world.scheduler.has_work or world.scheduler.num_preemptions)
+    assert not (world.scheduler.has_work or world.scheduler.roster.num_preemptions)
     assert drawn(world) == drawn(other)
 
 

@@ -150,7 +150,7 @@ def test_greedy_tokens_survive_preemption(
             assert len(tokens) == 36
             model.check_greedy(prompt, tokens)
         scheduler = llm._engine.scheduler
-        assert scheduler.num_preemptions > 0, "the pool was too large for this test"
+        assert scheduler.roster.num_preemptions > 0, "the pool was too large for this test"
         counts = scheduler.kv.counts()
         assert counts.free + counts.cached == counts.total, "blocks are held when idle"
 
@@ -259,7 +259,7 @@ def test_log_probabilities_survive_preemption_a_step_ahead(qwen3: Family) -> Non
     wanted = prompts()
     with qwen3.start(depth=2, max_total_tokens=112, max_model_len=100) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in wanted], greedy(30, logprobs=0))
-        assert llm._engine.scheduler.num_preemptions
+        assert llm._engine.scheduler.roster.num_preemptions
     for output in outputs:
         tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
         expected = qwen3.logits((*output.prompt_token_ids, *tokens)).log_softmax(-1)[len(output.prompt_token_ids) - 1 :]
@@ -299,7 +299,7 @@ def test_penalties_and_biases_change_the_choice_as_documented(
     params = greedy(30, **asked)
     with qwen3.start(depth, max_total_tokens=112 if preempts else 1024, max_model_len=100) as llm:
         plain, got = run(llm, wanted, greedy(30)), run(llm, wanted, params)
-        assert bool(llm._engine.scheduler.num_preemptions) is preempts
+        assert bool(llm._engine.scheduler.roster.num_preemptions) is preempts
     assert plain != got
     for prompt, tokens in zip(wanted, got, strict=True):
         logits = qwen3.logits((*prompt, *tokens))

@@ -14,7 +14,6 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.kv_scales import read_kv_scales
-from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError
 from tokenspeed_core.kernels.preference import Preference
@@ -22,15 +21,15 @@ from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Ready
 from tokenspeed_core.models import Quantization
-from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.text import load_text
-from tokenspeed_core.text.parsers import find_parsers
+from tokenspeed_core.text.load import find_parsers, load_text
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
@@ -141,9 +140,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
         resolved.checkpoint.name, runner.kernel_plan.platform, config.dtype, runner.num_pages, runner.block_size,
         max_model_len,
     )
-    ready = Ready(
-        max_model_len, config.max_num_seqs, kv.most_tokens(), info.vocab_size, json.dumps(report),
-    )
+    ready = Ready(max_model_len, kv.most_tokens(), info.vocab_size, json.dumps(report))
     return Started(engine, ready, runner.kernel_plan)
 
 
@@ -215,6 +212,18 @@ def scheduler_limits(
         config.max_num_seqs, max_model_len, config.chunked_prefill_size, config.max_prefill_tokens,
         config.max_queued_requests if max_queued is None else max_queued, vocab_size, config.seed,
     )
+
+
+def find_policy(name: str, catalog: Catalog) -> Policy:
+    """Return the policy that users call `name`; a plugin's is made by the factory that its entry names.
+
+    Raises PluginError, in one line, on an unknown name, and where the plugin makes no policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]()
+    entry = catalog.get("policies", name)
+    factory = catalog.load(entry, required=True)
+    return make(entry, entry.value, factory, Policy)  # type: ignore[type-abstract]
 
 
 def preferences(config: Config) -> tuple[Preference, ...]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -21,13 +21,10 @@ def end_with_parent(by: Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
-def begin(program: str, arguments: list[str] | None) -> tuple[dict[str, Any], int]:
-    """Read `CONFIG_FILE --parent-fd N`; return what the file says, and the pipe that is closed when it must end."""
-    parser = argparse.ArgumentParser(prog=program)
-    parser.add_argument("config")
-    parser.add_argument("--parent-fd", type=int, required=True)
-    options = parser.parse_args(arguments)
+def begin(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Read a file's name and a number; return what the file says, and the pipe that is closed when it must end."""
+    config_file, parent_fd = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which drains this one
     end_with_parent(signal.SIGKILL)  # also where it cannot look at the pipe: loading, or stuck
-    told: dict[str, Any] = msgpack.unpackb(Path(options.config).read_bytes())
-    return told, options.parent_fd
+    told: dict[str, Any] = msgpack.unpackb(Path(config_file).read_bytes())
+    return told, int(parent_fd)

@@ -96,9 +96,9 @@ class EngineLoop:
         )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run an engine process: `process.py CONFIG_FILE --parent-fd N`. Returns the exit status."""
-    told, parent_fd = begin("tokenspeed-engine", arguments)
+def main() -> int:
+    """Run an engine process: `process.py CONFIG_FILE PARENT_FD`. Returns the exit status."""
+    told, parent_fd = begin(sys.argv[1:])
     sockets = [bind(address) for address in told["addresses"]]
     try:
         _serve(told, sockets, parent_fd)

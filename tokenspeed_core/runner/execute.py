@@ -25,7 +25,7 @@ from tokenspeed_core.runner.rows import (
     check_supported,
     most_blocks,
 )
-from tokenspeed_core.runner.sampler import RawLogprobs, Rows, Sampler, host_logprobs
+from tokenspeed_core.runner.sampler import RawLogprobs, Rows, Sampler
 from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.step import I64, LateInputs, StepFailed, StepPlan, StepResult
 
@@ -163,7 +163,7 @@ class LocalRunner:
             ids = ids[step.at]
         num_tokens[step.rows.plan_rows] = 1
         raw = step.logprobs
-        return StepResult(step_id, num_tokens, ids, None if raw is None else host_logprobs(raw, logprobs))
+        return StepResult(step_id, num_tokens, ids, None if raw is None else raw.result(logprobs))
 
     def close(self) -> None:
         """Wait for the device and free the arena. Safe to call twice."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,11 @@ class RawLogprobs:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return what must come to the host."""
         return self.chosen, self.ranks, self.top_ids, self.top_values
+
+    def result(self, arrays: Sequence[np.ndarray[Any, Any]]) -> StepLogprobs:
+        """Return the columns of the result from what `tensors` became on the host."""
+        chosen, ranks, top_ids, top_values = arrays
+        return StepLogprobs(self.rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,17 +165,4 @@ def _logprobs(raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, width: int) 
     top_values, top_ids = raw.topk(min(width, raw.shape[1]), dim=-1)
     return RawLogprobs(
         plan_rows, top_ids.shape[1], chosen.squeeze(1), ranks, top_ids.to(torch.int32), top_values
-    )
-
-
-def host_logprobs(raw: RawLogprobs, arrays: list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> StepLogprobs:
-    """Return the columns of the result from the arrays that `RawLogprobs.tensors` became."""
-    chosen, ranks, top_ids, top_values = arrays
-    return StepLogprobs(
-        rows=raw.rows,
-        width=raw.width,
-        chosen=chosen.astype(np.float32),
-        ranks=ranks.astype(np.int32),
-        top_ids=top_ids.reshape(-1).astype(np.int32),
-        top_values=top_values.reshape(-1).astype(np.float32),
     )

@@ -82,14 +82,6 @@ class Scheduler:
             if state is not None and not isinstance(state, Sending):
                 self.roster.end(state, Finish.ABORT)
 
-    def state(self, sequence_id: int) -> State | None:
-        """Return a sequence's state; None when it is over or was never here."""
-        return self.roster.get(sequence_id)
-
-    def sending(self) -> list[int]:
-        """Return the sequences whose blocks wait for a transfer."""
-        return self.roster.sending()
-
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
@@ -99,11 +91,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that wait for a slot or for input."""
         return self.roster.num_waiting
-
-    @property
-    def num_preemptions(self) -> int:
-        """How often a sequence lost its slot, since the start."""
-        return self.roster.num_preemptions
 
     @property
     def num_in_flight(self) -> int:

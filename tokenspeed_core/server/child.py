@@ -93,7 +93,7 @@ async def start(program: Program, config_file: Path, **told: Any) -> Child:
     theirs, ours = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *program.command, str(config_file), "--parent-fd", str(theirs),
+            *program.command, str(config_file), str(theirs),
             stdin=subprocess.DEVNULL, pass_fds=(theirs, *listen_fds),
             start_new_session=True,  # Ctrl-C in the terminal is for the first process, which drains
         )

@@ -26,8 +26,7 @@ from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
 from tokenspeed_core.server.service import ModelText, Options, Service
-from tokenspeed_core.text import load_text
-from tokenspeed_core.text.parsers import find_parsers
+from tokenspeed_core.text.load import find_parsers, load_text
 
 ENGINE = "tokenspeed_core.engine.process"
 
@@ -59,9 +58,9 @@ def _program(module: str, config: Config, catalog: Catalog, listener: socket.soc
     return Program((sys.executable, "-P", "-m", module), told, listener)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Be one more API worker: `serve.py CONFIG_FILE --parent-fd N`. Returns the exit status."""
-    told, pipe = begin("tokenspeed-api-worker", arguments)
+def main() -> int:
+    """Be one more API worker: `serve.py CONFIG_FILE PARENT_FD`. Returns the exit status."""
+    told, pipe = begin(sys.argv[1:])
     config = Config.from_wire(told["config"])
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     logging.disable()  # what there is to say about the start the first worker says

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, from where they are."""
+"""A model's tokenizer and chat template, from where they are, and the parsers of replies that the user named."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from pathlib import Path
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.parsers import ParserContext, ParserSpec, ReplyParser
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.text.template import ChatTemplate, load_chat_template
 from tokenspeed_core.text.tokenizer import Tokenizer, load_tokenizer
+
+Parsers = tuple[ParserSpec | None, ParserSpec | None]  # of reasoning, of tool calls; None: what it finds stays content
 
 
 def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -22,3 +27,17 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
         raise CheckpointError(f"--tokenizer {config.tokenizer}: no such directory; download it first")
     tokenizer = load_tokenizer(folder)
     return tokenizer, load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
+
+
+def find_parsers(config: Config, catalog: Catalog) -> Parsers:
+    """Return the parsers that a configuration names. Raises PluginError, in one line."""
+    return (
+        _load(catalog.get("reasoning_parsers", config.reasoning_parser), catalog) if config.reasoning_parser else None,
+        _load(catalog.get("tool_parsers", config.tool_call_parser), catalog) if config.tool_call_parser else None,
+    )
+
+
+def _load(entry: Entry, catalog: Catalog) -> ParserSpec:
+    spec = catalog.need(entry, ParserSpec)
+    make(entry, spec.load, lambda: spec.make(ParserContext()), ReplyParser)  # type: ignore[type-abstract]
+    return spec

@@ -69,11 +69,6 @@ class Tokenizer:
         self._kinds = _Memo(self._kind)
         self._kinds_shown = _Memo(lambda i: Kind.NOTHING if i in self._special_ids else self._kinds[i])
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids that have a token; a model's vocabulary may be padded beyond it."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
     def encode(self, text: str, *, add_special_tokens: bool) -> I32:
         """Return the ids of a text, int32 [tokens].
 
@@ -95,10 +90,6 @@ class Tokenizer:
             return ByteDetokenizer(self._pieces, self._texts)
         kinds = self._kinds_shown if skip_special_tokens else self._kinds
         return WindowDetokenizer(self._decode_window, self._alone, kinds, self._waits_for_bytes)
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary writes it."""
-        return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what a token adds inside a text, as bytes: possibly part of a character, or nothing."""
