@@ -32,7 +32,7 @@ from tokenspeed_core.parsers import ParserContext, ParserSpec, ReplyEvent, Reply
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
-API_VERSION = "1.7"
+API_VERSION = "1.8"
 
 __all__ = [
     "API_VERSION",

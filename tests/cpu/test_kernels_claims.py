@@ -104,7 +104,7 @@ def test_a_bound_on_an_axis_that_the_op_does_not_have_is_found(suite: Suite) -> 
 
 
 def test_a_kernel_for_devices_that_are_not_here_is_skipped_with_the_reason(suite: Suite) -> None:
-    with pytest.raises(SkipTest, match="this machine has no device that it declares: npu"):
+    with pytest.raises(SkipTest, match="this machine lacks a device npu"):
         suite("linear", product_of, platforms=("npu",)).test_every_declared_cell_runs()
 
 
@@ -156,3 +156,32 @@ def test_our_own_descriptors_declare_no_bound_that_refuses_nothing() -> None:
     for spec in specs:
         type("Ours", (KernelConformance,), {"spec": replace(spec, requires=())})(
         ).test_one_value_beyond_each_bound_is_refused()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "named"),
+    [
+        (None, None, "a device cuda"), ((42, 0), None, "a device sm420 or newer"),
+        ((42, 0), (42, 0), "a device sm420"), ((42, 0), (42, 3), "a device sm420 to sm423"),
+        (None, (1, 0), "a device sm10 or older"),
+    ],
+)
+def test_what_was_not_run_says_how_many_cells_need_which_device(
+    suite: Suite, low: tuple[int, int] | None, high: tuple[int, int] | None, named: str
+) -> None:
+    mine = suite("linear", product_of, platforms=("cuda",), min_compute_capability=low, max_compute_capability=high)
+    if named == "a device cuda" and torch.cuda.is_available():
+        mine.test_no_declared_cell_waits_for_another_machine()
+        return
+    num_cells = sum(1 for _ in cells(mine.spec, contract_of(mine.spec), pairs_only=False))
+    assert num_cells > 2
+    with pytest.raises(SkipTest, match=f"^{num_cells} cells need {named}$"):
+        mine.test_no_declared_cell_waits_for_another_machine()
+
+
+def test_a_kernel_whose_device_and_libraries_are_here_leaves_no_cell(suite: Suite) -> None:
+    mine = suite("linear", product_of)
+    mine.test_no_declared_cell_waits_for_another_machine()
+    lacking = type("Lacking", (KernelConformance,), {"spec": replace(mine.spec, requires=("no_such_library",))})()
+    with pytest.raises(SkipTest, match=r"^\d+ cells need the module no_such_library$"):
+        lacking.test_no_declared_cell_waits_for_another_machine()

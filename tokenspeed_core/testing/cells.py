@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
+from unittest import SkipTest
 
 from tokenspeed_core.kernels.ops import OpContract, Problem
 from tokenspeed_core.kernels.select import problem_refusals
@@ -17,6 +18,15 @@ from tokenspeed_core.testing.shapes import kv_dtypes, shapes_of
 LARGEST = 4096  # a corner beyond it costs memory and time, and shows nothing that a smaller one does not
 _GROUPS = ((4, 2), (7, 1), (3, 3), (16, 2))
 _HEAD_SIZES, _BLOCK_SIZES, _WINDOW = (64, 32, 96, 128), (16, 64, 32, 8), 20
+
+
+class NotRun(SkipTest):
+    """Declared cells that this machine cannot run: how many, and in words what they need."""
+
+    def __init__(self, num_cells: int, needs: str) -> None:
+        """Say both."""
+        super().__init__(f"{num_cells} cells need {needs}")
+        self.num_cells, self.needs = num_cells, needs
 
 
 def cells(spec: KernelSpec, contract: OpContract, *, pairs_only: bool) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from tokenspeed_core.kernels.select import Selector, has_module
 from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, PlatformInfo
 from tokenspeed_core.testing import attention as of_attention
 from tokenspeed_core.testing import conformance
-from tokenspeed_core.testing.cells import beyond, cells
+from tokenspeed_core.testing.cells import NotRun, beyond, cells
 from tokenspeed_core.testing.shapes import contract_of
 
 _PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
@@ -53,6 +53,14 @@ class KernelConformance:
                     raise AssertionError(
                         f"it declares {dict(problem)} and fails on {device}: {type(error).__name__}: {error}"
                     ) from error
+
+    def test_no_declared_cell_waits_for_another_machine(self) -> None:
+        """Skipped where this machine lacks a declared device or a library, with the number of cells that need it."""
+        lacks = [*self._missing_devices(), *(f"the module {name}" for name in self._missing_modules())]
+        if lacks:
+            pairs_only = self.spec.capability.platforms == ("cpu",)
+            num_cells = sum(1 for _ in cells(self.spec, self._contract(), pairs_only=pairs_only))
+            raise NotRun(num_cells, " and ".join(lacks))
 
     def test_one_value_beyond_each_bound_is_refused(self) -> None:
         """Selection refuses the nearest problems that are not declared, and other hardware."""
@@ -94,19 +102,32 @@ class KernelConformance:
 
     def _devices(self) -> list[torch.device]:
         """Return this machine's devices that the spec declares. Raises SkipTest where there is none."""
-        missing = [name for name in self.spec.requires if not has_module(name)]
+        missing = self._missing_modules()
         if missing:
             raise SkipTest(f"{', '.join(missing)} is not installed; {self.spec.obtain or 'install it'}")
-        declared = self.spec.capability
-        found = [torch.device("cpu")] if "cpu" in declared.platforms else []
-        if "cuda" in declared.platforms and torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability()
-            low, high = declared.min_compute_capability, declared.max_compute_capability
-            if (low is None or low <= capability) and (high is None or capability <= high):
-                found.append(torch.device("cuda"))
+        found = [torch.device(kind) for kind in self.spec.capability.platforms if self._is_here(kind)]
         if not found:
-            raise SkipTest(f"this machine has no device that it declares: {' or '.join(declared.platforms)}")
+            raise SkipTest(f"this machine lacks {' and '.join(self._missing_devices())}")
         return found
+
+    def _missing_modules(self) -> list[str]:
+        return [name for name in self.spec.requires if not has_module(name)]
+
+    def _missing_devices(self) -> list[str]:
+        declared = self.spec.capability
+        return [
+            _named(kind, declared.min_compute_capability, declared.max_compute_capability)
+            for kind in declared.platforms if not self._is_here(kind)
+        ]
+
+    def _is_here(self, kind: str) -> bool:
+        if kind != "cuda":
+            return kind == "cpu"
+        if not torch.cuda.is_available():
+            return False
+        low, high = self.spec.capability.min_compute_capability, self.spec.capability.max_compute_capability
+        found = torch.cuda.get_device_capability()
+        return (low is None or low <= found) and (high is None or found <= high)
 
     def _runs(self, problem: Problem, device: torch.device) -> None:
         if self.spec.op == "attention":
@@ -139,3 +160,15 @@ class KernelConformance:
         if high is not None:
             others.append(PlatformInfo("cuda", (high[0], high[1] + 1)))
         return others
+
+
+def _named(kind: str, low: tuple[int, int] | None, high: tuple[int, int] | None) -> str:
+    """Return a declared device in words, such as "a device sm100 to sm103"."""
+    if kind == "cpu" or (low is None and high is None):
+        return f"a device {kind}"
+    first, last = ("" if bound is None else f"sm{bound[0]}{bound[1]}" for bound in (low, high))
+    if first == last:
+        return f"a device {first}"
+    if first and last:
+        return f"a device {first} to {last}"
+    return f"a device {first} or newer" if first else f"a device {last} or older"

@@ -6,7 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -18,6 +18,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 from tokenspeed_core.plugins.selection import Selection, normalise
+from tokenspeed_core.testing.cells import NotRun
 from tokenspeed_core.testing.distribution import DistributionConformance
 
 EXAMPLE = Path("example", "config.json")  # in a family's package: a small configuration, which the suite builds
@@ -27,7 +28,8 @@ EXAMPLE = Path("example", "config.json")  # in a family's package: a small confi
 class Verdict:
     """What one question of a suite answered: "ok", "failed" or "skipped", and in how many seconds.
 
-    A question under way has the verdict "running": where nothing follows it, the process died in it.
+    A question under way has the verdict "running": where nothing follows it, the process died in it. One skipped since
+    this machine lacks something has the number of cells that were therefore not run, and in `needs` what they need.
     """
 
     subject: str
@@ -35,6 +37,8 @@ class Verdict:
     verdict: str
     detail: str = ""
     seconds: float = 0.0
+    num_cells_not_run: int = 0
+    needs: str = ""
 
 
 def verdicts(distribution: str) -> Iterator[Verdict]:
@@ -42,10 +46,11 @@ def verdicts(distribution: str) -> Iterator[Verdict]:
     for subject, suite in suites(distribution):
         for name in [name for name in vars(_origin(suite)) if name.startswith("test_")]:
             question = name.removeprefix("test_").replace("_", " ")
-            yield Verdict(subject, question, "running")
+            asked = Verdict(subject, question, "running")
+            yield asked
             start = time.monotonic()
-            verdict, detail = _ask(suite, name)
-            yield Verdict(subject, question, verdict, detail, round(time.monotonic() - start, 2))
+            answer = _ask(suite, name)
+            yield replace(asked, **answer, seconds=round(time.monotonic() - start, 2))
 
 
 def suites(distribution: str) -> Iterator[tuple[str, object]]:
@@ -101,13 +106,17 @@ def _origin(suite: object) -> type[Any]:
     return type(suite).__mro__[1]
 
 
-def _ask(suite: object, name: str) -> tuple[str, str]:
+def _ask(suite: object, name: str) -> dict[str, Any]:
+    """Return what a verdict says besides the question."""
     try:
         getattr(suite, name)()
+    except NotRun as reason:
+        left = {"num_cells_not_run": reason.num_cells, "needs": reason.needs}
+        return {"verdict": "skipped", "detail": str(reason), **left}
     except SkipTest as reason:
-        return "skipped", str(reason)
+        return {"verdict": "skipped", "detail": str(reason)}
     except AssertionError as error:
-        return "failed", str(error) or traceback.format_exc().strip()
+        return {"verdict": "failed", "detail": str(error) or traceback.format_exc().strip()}
     except (Exception, SystemExit):  # plugin code may raise anything, and each question is asked apart
-        return "failed", traceback.format_exc().strip()
-    return "ok", ""
+        return {"verdict": "failed", "detail": traceback.format_exc().strip()}
+    return {"verdict": "ok"}

@@ -82,3 +82,41 @@ def test_a_plugin_that_ends_the_process_is_a_verdict(checked: Any) -> None:
     status, verdicts = checked(source)
     assert status == 1
     assert "the process died in this question" in failures(verdicts)
+
+
+KERNEL = """
+from tokenspeed_core.api import Capability, KernelSpec
+CAPABILITY = Capability(("cuda",), ("float32", "bfloat16"), (42, 0), (42, 1))
+SPEC = KernelSpec("greedy", "acme", CAPABILITY, "acme_kernel:make")
+"""
+
+
+def test_cells_that_were_not_run_are_counted_with_what_they_need_and_are_no_failure(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("PYTHONPATH", str(site.path))
+    site.install("acme", {"kernels.sampling acme": "acme:SPEC [api1]"}, requires=CORE, files={"acme.py": KERNEL})
+    assert main(["plugins", "check", "acme", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], report["is_complete"]) == (True, False)
+    (left,) = report["not_run"]
+    assert left == {
+        "subject": "kernels.sampling acme: greedy", "num_cells": left["num_cells"], "needs": "a device sm420 to sm421",
+    }
+    assert left["num_cells"] > 1
+    assert main(["plugins", "check", "acme"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"acme: passed, {left['num_cells']} cells need a device sm420 to sm421 (")
+
+
+def test_a_distribution_of_which_all_was_run_is_complete(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(site.path))
+    site.install("acme", {"commands acme": "acme:run [api1]"}, requires=CORE, files={"acme.py": "run = print\n"})
+    assert main(["plugins", "check", "acme", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["is_complete"], report["not_run"]) == (True, [])
+    assert main(["plugins", "check", "acme"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "acme: passed (5 ok, 0 failed, 0 skipped)"

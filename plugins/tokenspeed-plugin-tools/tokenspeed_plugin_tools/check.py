@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +24,8 @@ def check(
 ) -> int:
     """Print a verdict per line; return 1 where anything failed, or where the process died.
 
-    A kernel that ends the process is a verdict as well: the question it died in.
+    The status is 0 also where cells wait for another machine: the last line counts them and names what they need, and
+    in JSON `is_complete` is false. A kernel that ends the process is a verdict as well: the question it died in.
     """
     enforce_environment()
     distribution = entries_of(Catalog.discover(check=False).all(), distribution, "check")[0].distribution
@@ -41,17 +42,42 @@ def check(
         child.wait()
         errors.seek(0)
         stderr = errors.read()
-    passed = child.returncode == 0 and bool(verdicts) and all(v["verdict"] in ("ok", "skipped") for v in verdicts)
-    counts = {word: sum(v["verdict"] == word for v in verdicts) for word in ("ok", "failed", "skipped")}
+    report = summary(distribution, child.returncode, verdicts)
     if as_json:
-        summary = {"distribution": distribution, "passed": passed, "status": child.returncode, "verdicts": verdicts}
-        typer.echo(json.dumps(summary, indent=2))
-        return 0 if passed else 1
+        typer.echo(json.dumps(report, indent=2))
+        return 0 if report["passed"] else 1
     if child.returncode:
         typer.echo(f"the process ended with {child.returncode}: {(stderr.strip().splitlines() or ['no word'])[-1]}")
-    total = ", ".join(f"{num} {word}" for word, num in counts.items())
-    typer.echo(f"{distribution}: {'passed' if passed else 'FAILED'}, {total}")
-    return 0 if passed else 1
+    typer.echo(last_line(report))
+    return 0 if report["passed"] else 1
+
+
+def summary(distribution: str, status: int, verdicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the report on a distribution. `passed` speaks of what was run, `is_complete` says whether that is all."""
+    not_run = [
+        {"subject": each["subject"], "num_cells": each["num_cells_not_run"], "needs": each["needs"]}
+        for each in verdicts if each["needs"]
+    ]
+    passed = status == 0 and bool(verdicts) and all(each["verdict"] in ("ok", "skipped") for each in verdicts)
+    return {
+        "distribution": distribution, "passed": passed, "is_complete": passed and not not_run, "not_run": not_run,
+        "status": status, "verdicts": list(verdicts),
+    }
+
+
+def last_line(report: dict[str, Any]) -> str:
+    """Return the verdict on a distribution, with the cells that were not run and what they need."""
+    left: dict[str, int] = {}
+    for each in report["not_run"]:
+        left[each["needs"]] = left.get(each["needs"], 0) + each["num_cells"]
+    counts = (
+        f"{sum(each['verdict'] == word for each in report['verdicts'])} {word}" for word in ("ok", "failed", "skipped")
+    )
+    parts = [
+        f"{report['distribution']}: {'passed' if report['passed'] else 'FAILED'}",
+        *(f"{num} cells need {needs}" for needs, num in left.items()),
+    ]
+    return f"{', '.join(parts)} ({', '.join(counts)})"
 
 
 def line(verdict: dict[str, Any]) -> str:
