@@ -80,7 +80,13 @@ backend computes. Made by `tokenspeed plugins new attention|moe|linear|sampling`
     yield "An attention kernel is built by an AttentionFactory, and prepared once a step for all layers:\n"
     for each in (api.AttentionProblem, api.AttentionLimits, api.AttentionStep):
         yield from described(each)
-    yield "### The ops\n\nWhat `load` builds is called as the signature says. The family is in the group's name.\n"
+    yield """### The ops
+
+What `load` builds is called as the signature says. The family is in the group's name. These are the ops that every
+installation has; plugins bring more, such as those of block-scaled operands and of latent attention:
+`tokenspeed plugins list --ops` names all that are installed, with who brings and who computes each, and
+`tokenspeed plugins info DIST` has the contracts of what a distribution brings, as below (`--json`: whole).
+"""
     for op in sorted(installed_ops(catalog).values(), key=lambda op: (op.family, op.name)):
         axes = "; ".join(f"`{axis}` {meaning}" for axis, meaning in op.axes.items())
         worst = ", ".join(f"{t.dtype} {t.relative:g}" for t in op.tolerances)

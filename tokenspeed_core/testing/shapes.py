@@ -29,6 +29,11 @@ def contract_of(spec: KernelSpec) -> OpContract:
     return installed_ops(Catalog.discover())[spec.op]
 
 
+def common_contracts() -> tuple[OpContract, ...]:
+    """Return the contracts of the ops that every installation has."""
+    return tuple(installed_ops(Catalog([])).values())
+
+
 def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[Problem]:
     """Yield the problems of a spec's op that it declares: every shape in some dtype, every dtype somewhere.
 

@@ -141,6 +141,63 @@ def test_info_names_the_modules_that_kernels_need_and_how_to_get_them(
     assert needed == {"no_such_library": {"is_installed": False, "obtain": "pip install it"}}
 
 
+OP = """
+from tokenspeed_core.api import Capability, KernelSpec, OpContract, Tolerance
+TURN = OpContract("turn", "rope", "(x [T, H]) -> y [T, H]", {"size": "elements of a row"}, "turning.ref:turn",
+                  "turning.inputs:turn", (Tolerance("float32", 0.5, 0.25, "a guess"),), mutates=("x",))
+ON_CPU = Capability(("cpu",), ("float32",))
+TURNS = (KernelSpec("turn", "slow", ON_CPU, "json:loads"), KernelSpec("greedy", "slow", ON_CPU, "json:loads"))
+"""
+
+
+@pytest.fixture
+def turning(site: Site) -> None:
+    """Install an op and kernels of it, one of an op of the core."""
+    entries = {"ops turning": "turning:TURN [api1]", "kernels.rope slow": "turning:TURNS [api1]"}
+    site.install("turning", entries, files={"turning.py": OP})
+
+
+def test_the_ops_are_listed_with_who_brings_and_who_computes_each(
+    turning: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins", "list", "--ops", "--json"]) == 0
+    ops = {op["name"]: op for op in json.loads(capsys.readouterr().out)}
+    turn = ops["turn"]
+    assert (turn["from"], turn["family"], turn["backends"]) == ("turning", "rope", ["slow"])
+    assert turn["axes"] == {"size": "elements of a row"}
+    assert turn["tolerances"] == [{"dtype": "float32", "relative": 0.5, "absolute": 0.25, "source": "a guess"}]
+    assert ops["greedy"]["from"] == "tokenspeed-core"
+    assert "slow" in ops["greedy"]["backends"]
+    assert main(["plugins", "list", "--ops"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.split() == ["OP", "FAMILY", "FROM", "BACKENDS"]
+    assert ["turn", "rope", "turning", "slow"] in [line.split() for line in lines]
+    assert len(lines) == len(ops)
+    assert "turning" not in sys.modules
+
+
+def test_info_has_the_contracts_of_the_ops_that_a_distribution_brings(
+    turning: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins", "info", "turning"]) == 0
+    text = capsys.readouterr().out
+    assert "    kernels.rope slow  api 1  ok: turn, greedy\n" in text
+    for line in (
+        "turn (rope)", "  called    (x [T, H]) -> y [T, H]", "  axis      size: elements of a row", "  in place  x",
+        "  means     turning.ref:turn", "  within    float32: relative 0.5, absolute 0.25; a guess",
+    ):
+        assert f"\n  {line}" in text
+    assert main(["plugins", "info", "turning", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [op["name"] for op in record["ops"]] == ["turn"]
+    assert {each["name"]: each["computes"] for each in record["provides"]}["slow"] == ["turn", "greedy"]
+
+
+@pytest.mark.parametrize("other", [("--load",), ("--kind", "models")])
+def test_what_lists_plugins_does_not_go_with_what_lists_ops(refusal: Refusal, other: tuple[str, ...]) -> None:
+    assert refusal("plugins", "list", "--ops", *other) == f"--ops lists no plugins; leave out {other[0]}"
+
+
 def test_info_about_nothing_installed_names_the_nearest(zoo: Site, refusal: Refusal) -> None:
     assert "did you mean sound?" in refusal("plugins", "info", "sounds")
     assert "did you mean tomorrow?" in refusal("plugins", "info", "morrow")

@@ -10,6 +10,7 @@ import typer
 from tokenspeed_core.commands import Catalog, Entry
 from tokenspeed_plugin_tools.lock import enforce_environment, freeze
 from tokenspeed_plugin_tools.named import entries_of
+from tokenspeed_plugin_tools.ops import contract_lines
 from tokenspeed_plugin_tools.origins import publisher
 from tokenspeed_plugin_tools.probe import Probed, probe
 
@@ -45,6 +46,7 @@ def describe(entries: list[Entry]) -> dict[str, Any]:
             module: {"is_installed": need.is_installed, "obtain": need.obtain} for module, need in needs.items()
         },
         "provides": [_provided(entry, probed.get(entry)) for entry in entries],
+        "ops": [op for told in probed.values() for op in told.contracts],
     }
 
 
@@ -55,6 +57,7 @@ def _provided(entry: Entry, told: Probed | None) -> dict[str, Any]:
         "status": "failed" if has_failed else str(entry.status),
         "reason": told.error if told is not None and has_failed else entry.reason,
         "import_ms": None if told is None else round(told.seconds * 1000, 1),
+        "computes": [] if told is None else list(told.computes),
     }
 
 
@@ -79,5 +82,8 @@ def as_text(record: dict[str, Any]) -> str:
         what = f"{each['kind']} {each['name']}".ljust(width)
         api = "-" if each["api"] is None else each["api"]
         reason = f": {each['reason']}" if each["reason"] else ""
-        lines.append(f"    {what}  api {api}  {each['status']}{reason}")
+        ops = f": {', '.join(each['computes'])}" if each["computes"] else ""
+        lines.append(f"    {what}  api {api}  {each['status']}{reason}{ops}")
+    for op in record["ops"]:
+        lines += ["", *(f"  {line}" for line in contract_lines(op))]
     return "\n".join(lines)

@@ -8,17 +8,16 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from textwrap import wrap
 from typing import Annotated
 
 import typer
 
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_plugin_tools.layout import GAP, aligned, folded
 from tokenspeed_plugin_tools.origins import record_of, where_from
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
-GAP = "  "
 
 
 def list_plugins(
@@ -26,9 +25,15 @@ def list_plugins(
     kind: Annotated[str | None, typer.Option("--kind", help="of this kind only, such as models or kernels")] = None,
     load: Annotated[bool, typer.Option("--load", help="import each, to find those that fail")] = False,
     no_plugins: Annotated[bool, typer.Option("--no-plugins", help="as serve with this flag sees it")] = False,
+    ops: Annotated[bool, typer.Option("--ops", help="the ops instead, with who brings and who computes each")] = False,
 ) -> int:
     """Print a line per distribution, kind and status, then the reasons of what is not usable."""
     entries = _of_kind(Catalog.discover(Selection.read(no_plugins=no_plugins), check=False).all(), kind)
+    if ops:
+        if load or kind is not None:
+            raise ToolsError(f"--ops lists no plugins; leave out {'--load' if load else '--kind'}")
+        _list_ops(entries, as_json)
+        return 0
     if load:
         entries = _loaded(entries)
     if as_json:
@@ -48,6 +53,14 @@ def _loaded(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return tuple(
         replace(entry, status=Status.FAILED, reason=errors[entry]) if entry in errors else entry for entry in entries
     )
+
+
+def _list_ops(entries: tuple[Entry, ...], as_json: bool) -> None:
+    from tokenspeed_plugin_tools.lock import enforce_environment
+    from tokenspeed_plugin_tools.ops import print_ops
+
+    enforce_environment()
+    print_ops(entries, as_json=as_json)
 
 
 def _of_kind(entries: tuple[Entry, ...], kind: str | None) -> tuple[Entry, ...]:
@@ -72,7 +85,7 @@ def table(entries: Sequence[Entry], width: int | None = None) -> str:
     groups = [
         list(group) for _, group in groupby(entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api))
     ]
-    lines = _aligned([HEADER, *(_row(group) for group in groups)])
+    lines = aligned([HEADER, *(_row(group) for group in groups)])
     if width is not None and max(map(len, lines)) > width:
         lines = list(_blocks(groups, width))
     reasons = dict.fromkeys(
@@ -90,22 +103,12 @@ def _row(group: list[Entry]) -> tuple[str, ...]:
     return (first.distribution, first.version, first.kind, api, names, str(first.status), where_from(first))
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [GAP.join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
 def _blocks(groups: Iterable[list[Entry]], width: int) -> Iterator[str]:
     """Yield a distribution's name, version and origin, and below a line for each of its kinds, folded to `width`."""
     rows = [_row(group) for group in groups]
-    starts = _aligned([(row[2], row[3] if row[3] == "-" else f"api {row[3]}", row[5]) for row in rows])
+    starts = aligned([(row[2], row[3] if row[3] == "-" else f"api {row[3]}", row[5]) for row in rows])
     indent = max(map(len, starts)) + 2 * len(GAP)
     for head, group in groupby(zip(rows, starts, strict=True), key=lambda pair: (*pair[0][:2], pair[0][6])):
-        yield from _folded(" ".join(head[:2]) + GAP + head[2], 2 * len(GAP), width)
+        yield from folded(" ".join(head[:2]) + GAP + head[2], 2 * len(GAP), width)
         for row, start in group:
-            yield from _folded(f"{GAP}{start}".ljust(indent) + row[4], min(indent, width // 2), width)
-
-
-def _folded(text: str, indent: int, width: int) -> list[str]:
-    """Break a line between words alone, so that a path or a name can be copied."""
-    return wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+            yield from folded(f"{GAP}{start}".ljust(indent) + row[4], min(indent, width // 2), width)

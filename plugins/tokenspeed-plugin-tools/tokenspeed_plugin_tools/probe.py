@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from typing import Any
 
+from tokenspeed_core.api import KernelSpec, OpContract
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.installed import read
 
@@ -45,6 +46,7 @@ class Probed:
     """What importing one entry's descriptor did. `error` is empty where it worked; `seconds` is its import alone.
 
     `heavy` are the libraries it imported that a descriptor should not; `dangling` its targets that do not exist.
+    `contracts` are the ops that it brings, `computes` the names of those that its kernels compute.
     """
 
     kind: str
@@ -54,6 +56,8 @@ class Probed:
     heavy: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
     dangling: tuple[str, ...] = ()
+    computes: tuple[str, ...] = ()
+    contracts: tuple[dict[str, Any], ...] = ()
 
 
 def probe(entries: Sequence[Entry], timeout: float = 60.0) -> Mapping[Entry, Probed]:
@@ -87,8 +91,8 @@ def _ask(distribution: str, timeout: float) -> dict[tuple[str, str], Probed] | s
 
 def _read(record: dict[str, Any]) -> Probed:
     needs = tuple(Need(**need) for need in record.pop("needs"))
-    heavy, dangling = tuple(record.pop("heavy")), tuple(record.pop("dangling"))
-    return Probed(**record, heavy=heavy, needs=needs, dangling=dangling)
+    record |= {name: tuple(record[name]) for name in ("heavy", "dangling", "computes", "contracts")}
+    return Probed(**record, needs=needs)
 
 
 def answer(distribution: str) -> None:
@@ -117,7 +121,21 @@ def _probe(catalog: Catalog, entry: Entry) -> Probed:
         for part in parts for module in getattr(part, "requires", ()) if isinstance(module, str)
     }
     dangling = () if any(not need.is_installed for need in needs.values()) else tuple(_dangling(parts))
-    return Probed(entry.kind, entry.name, error, seconds, heavy, tuple(needs.values()), dangling)
+    return Probed(
+        entry.kind, entry.name, error, seconds, heavy, tuple(needs.values()), dangling,
+        computes=tuple(dict.fromkeys(part.op for part in parts if isinstance(part, KernelSpec))),
+        contracts=tuple(contract_record(part) for part in parts if isinstance(part, OpContract)),
+    )
+
+
+def contract_record(contract: OpContract) -> dict[str, Any]:
+    """Return what an author of a backend reads of an op, for JSON."""
+    words = ("name", "family", "signature", "errors", "reference", "inputs")
+    return {
+        **{word: getattr(contract, word) for word in words}, "axes": dict(contract.axes),
+        "mutates": list(contract.mutates), "rows": list(contract.rows), "parts": list(contract.parts),
+        "tolerances": [asdict(each) for each in contract.tolerances],
+    }
 
 
 def _exists(module: str) -> bool:
