@@ -131,6 +131,9 @@ def test_a_killed_worker_ends_the_server_once_the_others_have_finished_theirs(tm
         wait_until(lambda: owners(server).total() == 12, 5, "all at work")
         (other,) = others = workers(server)
         other.kill()
+        wait_until(lambda: "API worker 1 of 2 was killed by SIGKILL" in server.said(), 5, "the death is in the log")
+        assert "the others finish what they have, then the server ends" in server.said()
+        assert thread.is_alive(), "it was told only when all was answered"
         thread.join(20)
         answered = [each.text for each in answers if isinstance(each, httpx.Response)]
         whole = [text for text in answered if '"finish_reason":"length"' in text]

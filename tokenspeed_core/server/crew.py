@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from tokenspeed_core.server.child import Child, PrivateFolder, Program, start
 from tokenspeed_core.server.engine_link import EngineLink
 
 ENGINE_EXIT_SECONDS = 10.0
+log = logging.getLogger(__name__)
 
 
 class Crew:
@@ -70,7 +72,9 @@ class Chief(Crew):
     async def _watch(self, number: int) -> None:
         how = await self._children[number].wait()
         if not self._is_stopping:
-            raise EngineDeadError(f"API worker {number} of {len(self._children)} {how}")
+            told = f"API worker {number} of {len(self._children)} {how}"
+            log.error("%s; the others finish what they have, then the server ends", told)
+            raise EngineDeadError(told)
 
     async def watch_engine(self, link: EngineLink) -> None:
         """Tell the link when the engine's process ends."""
