@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenspeed_core import __version__
-from tokenspeed_core.errors import PluginError, TokenSpeedError
+from tokenspeed_core.errors import PluginError, TokenSpeedError, meant
 
 if TYPE_CHECKING:
     from tokenspeed_core.plugins import Catalog
@@ -134,16 +134,15 @@ def _plugin_command(catalog: Catalog, name: str) -> Callable[[typer.Context], in
 
 def _explain_usage(error: Any, command: str | None) -> str:
     """Say what was mistyped, and the nearest thing that exists."""
-    option = getattr(error, "option_name", None)
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     message = str(error.format_message())
-    if option is not None and option.startswith("--") and "such option" in message.lower():
-        context = getattr(error, "ctx", None)
-        if context is not None and any(each.name == "max_model_len" for each in context.command.params):
+    if option is not None and context is not None and "such option" in message.lower():
+        known = [form for each in context.command.params for form in each.opts if form.startswith("--")]
+        if "--max-model-len" in known:
             from tokenspeed_core.config.build import unknown
 
-            name = option.removeprefix("--").replace("-", "_")
-            return unknown(name, option)
-        return f"{option}: no such option; `tokenspeed {command or ''} --help` lists them".replace("  ", " ")
+            return unknown(option.removeprefix("--").replace("-", "_"), option, known, context.command_path)
+        return f"{option}: no such option" + (meant(option, known) or f"; `{context.command_path} --help` lists them")
     if command is not None and command != "serve" and message.lower().startswith("no such command"):
         return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")
@@ -162,8 +161,8 @@ def _no_such(command: str) -> str:
     if command in BROUGHT_BY:
         return f"{command}: comes with {BROUGHT_BY[command]}, which is not installed; pip install {BROUGHT_BY[command]}"
     near = get_close_matches(command, catalog.names("commands"), n=1)
-    meant = f"did you mean `tokenspeed {near[0]}`?" if near else "`tokenspeed --help` lists them"
-    return f"{command}: no such command; {meant}"
+    hint = f"did you mean `tokenspeed {near[0]}`?" if near else "`tokenspeed --help` lists them"
+    return f"{command}: no such command; {hint}"
 
 
 def _say(message: str) -> int:

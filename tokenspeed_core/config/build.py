@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -51,16 +51,17 @@ def rebuild(config: Config, changes: Mapping[str, Any], origin: str) -> Config:
     return build({**kept, **{name: (value, origin) for name, value in changes.items()}})
 
 
-def unknown(name: str, origin: str) -> str:
-    """Say that a setting does not exist, and which one is meant."""
+def unknown(name: str, origin: str, flags: Sequence[str] = (), command: str = "tokenspeed serve") -> str:
+    """Say that a setting does not exist, and which one is meant, or which flag of the command that it was given to."""
     shown = name if origin == PYTHON else flag(name)
     where = "" if origin in (PYTHON, shown) else f" (from {origin})"
     foreign = refuse_foreign(name)
     if foreign is not None:
         return f"{shown}{where}: {foreign}"
-    near = get_close_matches(name.replace("-", "_"), Config.model_fields, n=3, cutoff=0.6)
+    own = [form.removeprefix("--").replace("-", "_") for form in flags]
+    near = get_close_matches(name.replace("-", "_"), own or Config.model_fields, n=3, cutoff=0.6)
     likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)
-    hint = f"did you mean {likely}?" if likely else "`tokenspeed serve --help` lists the settings"
+    hint = f"did you mean {likely}?" if likely else f"`{command} --help` lists the settings"
     return f"{shown}{where}: no such setting; {hint}"
 
 

@@ -123,8 +123,18 @@ def test_no_server_is_said_with_what_to_do() -> None:
     ("words", "expected"),
     [
         (("--base-url", "http://127.0.0.1:1", "--port", "1"), "--base-url takes a server as it runs"),
-        (("--base-url", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1"),
+        (("--base-url", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1 (Connection refused); start one with "
+         "`tokenspeed serve`, or leave out --base-url: `tokenspeed chat` starts its own"),
+        (("--base-url", ""), "--base-url '': must be the address of a server, such as http://127.0.0.1:8000"),
+        (("--base-url", "ftp://x"), "--base-url 'ftp://x': must be the address of a server"),
+        (("--base-url", "http://[::1"), "--base-url 'http://[::1': must be the address of a server"),
+        (("--base-url", "x:99999"), "--base-url 'x:99999': must be the address of a server"),
+        (("--base-url", "not a url"), "--base-url 'not a url': must be the address of a server"),
         (("--prt", "1"), "--prt: no such setting; did you mean --port?"),
+        (("--url", "x"), "--url: no such setting; `tokenspeed chat --help` lists the settings"),
+        (("--base-ulr", "x"), "--base-ulr: no such setting; did you mean --base-url?"),
+        (("--temprature", "1"), "--temprature: no such setting; did you mean --temperature"),
+        (("--jsn",), "--jsn: no such setting; `tokenspeed chat --help` lists the settings"),
         (("--help=bakends",), "did you mean --help=backends?"),
     ],
 )
@@ -135,6 +145,42 @@ def test_a_mistake_is_answered_in_one_line(
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert expected in captured.err
+
+
+class Elsewhere(BaseHTTPRequestHandler):
+    """A web server that is no server of models."""
+
+    status, page = 200, b"<html>hello</html>"
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.page)))
+        self.end_headers()
+        self.wfile.write(self.page)
+
+
+@pytest.mark.parametrize(
+    ("status", "page", "said"),
+    [
+        (200, b"<html>hello</html>", "/v1/models answers with something else"),
+        (200, b"[]", "/v1/models answers with something else"),
+        (200, b'{"data": [{}]}', "/v1/models answers with something else"),
+        (404, b"<!DOCTYPE HTML>\n<html>no such page</html>", "/v1/models answers 404 Not Found"),
+    ],
+)
+def test_a_server_of_something_else_is_called_so_in_one_line(
+    capsys: pytest.CaptureFixture[str], status: int, page: bytes, said: str
+) -> None:
+    handler = type("Other", (Elsewhere,), {"status": status, "page": page})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{http.server_address[1]}"
+        assert main(["chat", "--base-url", url]) == 2
+        http.shutdown()
+    assert capsys.readouterr().err == f"tokenspeed: {url} has no OpenAI API: {said}\n"
 
 
 def test_its_help_imports_no_heavy_library() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_chat.client import ChatClient, Unreachable
+from tokenspeed_chat.client import ChatClient, Unreachable, is_address
 from tokenspeed_core import TokenSpeedError
 from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure
 
@@ -31,6 +31,8 @@ def talk(
     if base_url is not None:
         if positional is not None or config is not None or set(flags) - {"api_key"}:
             raise ChatError("--base-url takes a server as it runs: settings of a server go without it")
+        if not is_address(base_url):
+            raise ChatError(f"--base-url {base_url!r}: must be the address of a server, such as http://127.0.0.1:8000")
         key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
         return _take_turns(ChatClient(base_url, key), system, options)
     resolved = configure(positional, flags, config)

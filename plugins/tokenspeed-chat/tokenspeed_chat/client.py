@@ -8,8 +8,10 @@ import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.parse import urlsplit
 
 TIMEOUT = 600.0  # seconds without a byte
+_SPACES = set(" \t\r\n")
 
 
 class Unreachable(Exception):
@@ -29,11 +31,14 @@ class ChatClient:
     def model(self) -> str:
         """Return the name of the first model served. Raises Unreachable."""
         with self._open("/v1/models") as response:
-            data = json.load(response)
-        models = [each.get("id") for each in data.get("data", ())] if isinstance(data, dict) else []
+            body = response.read()
+        try:
+            models = [str(each["id"]) for each in json.loads(body)["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Unreachable(f"{self._no_api('/v1/models')} with something else") from error
         if not models:
             raise Unreachable(f"{self.base_url} serves no model")
-        return str(models[0])
+        return models[0]
 
     def stream(self, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
         """Yield the text of the answer as it comes. Closing it ends the request. Raises Unreachable."""
@@ -49,6 +54,8 @@ class ChatClient:
                     yield from _text(json.loads(data))
             except (OSError, HTTPException) as error:
                 raise Unreachable(f"the server went away: {error}") from error
+            except (ValueError, AttributeError, TypeError) as error:
+                raise Unreachable(f"{self._no_api('/v1/chat/completions')} with events of another form") from error
         raise Unreachable("the server ended the answer early")
 
     def is_healthy(self) -> bool:
@@ -66,12 +73,21 @@ class ChatClient:
             response = urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             with error:
-                raise Unreachable(f"{error.code} {_message(error.read())}") from error
+                told = _message(error.read())
+            said = f"{error.code} {told}" if told else f"{self._no_api(path)} {error.code} {error.reason}"
+            raise Unreachable(said) from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise Unreachable(f"no server at {self.base_url} ({reason}); start one with `tokenspeed serve`") from error
+            why = getattr(reason, "strerror", None) or reason
+            raise Unreachable(
+                f"no server at {self.base_url} ({why}); start one with `tokenspeed serve`, or leave out --base-url: "
+                "`tokenspeed chat` starts its own"
+            ) from error
         assert isinstance(response, HTTPResponse)
         return response
+
+    def _no_api(self, path: str) -> str:
+        return f"{self.base_url} has no OpenAI API: {path} answers"
 
 
 def _text(event: Any) -> Iterator[str]:
@@ -84,7 +100,18 @@ def _text(event: Any) -> Iterator[str]:
 
 
 def _message(body: bytes) -> str:
+    """Return what an API says of a refusal, "" where the body is of another form."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
+        return ""
+
+
+def is_address(text: str) -> bool:
+    """Say whether a text is the http address of a server, with or without the scheme."""
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        is_whole = bool(parts.hostname) and parts.port != 0
+        return parts.scheme in ("http", "https") and is_whole and not set(text) & _SPACES
+    except ValueError:
+        return False

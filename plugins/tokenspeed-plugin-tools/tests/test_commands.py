@@ -44,8 +44,12 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 def test_a_mistake_is_answered_in_one_line(refusal: Refusal) -> None:
     assert refusal("plugins", "lst") == "plugins lst: no such command; did you mean `tokenspeed plugins list`?"
-    assert refusal("plugins", "list", "--jsn") == "--jsn: no such option; `tokenspeed plugins --help` lists them"
-    assert refusal("env", "--jsn") == "--jsn: no such option; `tokenspeed env --help` lists them"
+    assert refusal("plugins", "list", "--jsn") == "--jsn: no such option; did you mean --json?"
+    assert refusal("plugins", "list", "--x") == "--x: no such option; `tokenspeed plugins list --help` lists them"
+    assert refusal("env", "--x") == "--x: no such option; `tokenspeed env --help` lists them"
+    assert refusal("plugins", "why", "moe", "--platfrm") == "--platfrm: no such setting; did you mean --platform?"
+    said = "--zzzz: no such setting; `tokenspeed plugins why --help` lists the settings"
+    assert refusal("plugins", "why", "moe", "--zzzz") == said
 
 
 def test_without_a_subcommand_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
