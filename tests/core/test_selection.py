@@ -12,6 +12,7 @@ import pytest
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
+from tokenspeed_core.kernels.plan import NothingFitsError
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import (
@@ -166,6 +167,30 @@ def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -
     for phase in PHASES:
         with pytest.raises(SelectionError, match="not declared graph_safe"):
             graphs.select_attention(replace(ATTENTION, phase=phase))
+
+
+@pytest.mark.parametrize(
+    ("declared", "problem", "mend"),
+    [
+        ({"kv_dtypes": ("bfloat16", "float16")}, {"kv_dtype": "float8_e4m3fn"}, "--kv-cache-dtype auto"),
+        ({"kv_dtypes": ("float16",)}, {"kv_dtype": "float8_e4m3fn"}, "--kv-cache-dtype auto --dtype float16"),
+        ({"kv_dtypes": ("float8_e4m3fn",)}, {}, "--kv-cache-dtype fp8_e4m3"),
+        ({"kv_dtypes": ("float8_e5m2",)}, {}, ""),
+        ({"dtypes": ("float32",)}, {}, "--dtype float32"),
+        ({"block_sizes": (64, 128)}, {}, "--block-size 64"),
+        ({"head_sizes": (128,)}, {}, ""),
+        ({"features": frozenset()}, {}, "--enforce-eager"),
+    ],
+)
+def test_a_refusal_names_the_flag_that_would_change_it_and_none_that_would_not(
+    declared: dict[str, Any], problem: dict[str, Any], mend: str
+) -> None:
+    capability = replace(ON_CUDA, **{"features": frozenset({"graph_safe"}), **declared})
+    selector = Selector((kernel("new", capability, op="attention"),), HOPPER, needs=frozenset({"graph_safe"}))
+    with pytest.raises(NothingFitsError) as caught:
+        selector.select_attention(replace(ATTENTION, **problem))
+    ((verdict,),) = (planned.verdicts for planned in caught.value.plan.ops)
+    assert [reason.mend for reason in verdict.reasons] == [mend]
 
 
 def test_a_device_outside_the_range_is_told_the_range() -> None:

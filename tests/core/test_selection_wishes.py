@@ -167,7 +167,7 @@ def test_a_scope_that_is_none_is_refused_with_the_form(scope: str) -> None:
 @pytest.mark.parametrize(
     ("scope", "said"),
     [
-        ("attention.4-6", "attention is asked for with phase decode, prefill; dtype bfloat16; layers 0-5"),
+        ("attention.6-9", "attention is asked for with phase decode, prefill; dtype bfloat16; layers 0-5"),
         ("attention.3-1", "layers 0-5"),
         ("attention.9", "layers 0-5"),
         ("attention.float16", "dtype bfloat16"),
@@ -184,6 +184,14 @@ def test_a_wish_that_nothing_matches_is_an_error_that_says_what_there_is(scope: 
         selector.check()
     assert f"--kernel-backend {scope} has no effect: " in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_layers_that_reach_beyond_the_last_are_an_error_that_says_which_that_is() -> None:
+    selector = Selector(KERNELS, CPU, [wish("attention.4-99", "one")])
+    model(selector)
+    said = r"--kernel-backend attention\.4-99 goes beyond the last layer, 5: attention is asked for with .*layers 0-5"
+    with pytest.raises(SelectionError, match=said):
+        selector.check()
 
 
 # -- fused ops ----------------------------------------------------------------------------------------------

@@ -77,12 +77,37 @@ def test_what_has_no_answer_is_refused_with_what_there_is(capsys: pytest.Capture
     assert "--device cpu: --platform sm90" in refused(capsys, "attention", "--platform", "sm90", "--device", "cpu")
 
 
-def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reason(
+def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reason_and_what_would_change_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    error = refused(capsys, "attention", "--platform", "cpu", "--attention-backend", "triton")
-    assert "--attention-backend asks for triton" in error
-    assert "it runs on cuda, and the device is cpu" in error
+    assert main(["plugins", "why", "attention", "--platform", "cpu", "--attention-backend", "triton"]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert said.err.endswith("on CPU: --attention-backend asks for triton\n")
+    assert "runs   nothing: nothing that was asked for fits\n           -> --attention-backend torch\n" in said.out
+    assert "cannot triton from tokenspeed-kernels\n           it runs on cuda, and the device is cpu" in said.out
+
+
+def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("attention", "--platform", "sm75", "--kv-cache-dtype", "fp8_e4m3", "--json")
+    assert main(["plugins", "why", *words]) == 2
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    assert said.err == f"tokenspeed: {answer['error']}\n"
+    assert answer["error"].startswith("no kernel for op 'attention' (block_size=")
+    assert "7.5" in answer["platform"]
+    (op,) = answer["ops"]
+    assert (op["backend"], op["because"]) == ("", "nothing that was asked for fits")
+    mends = {reason["mend"] for verdict in op["verdicts"] for reason in verdict["reasons"]}
+    assert {"--kv-cache-dtype auto", "a device of compute capability 8.9 to any"} <= mends
+
+
+def test_what_would_bring_a_kernel_back_is_the_cache_in_another_type_or_no_graphs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plugins", "why", "attention", "--platform", "sm100", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    text = capsys.readouterr().out
+    assert "kv_dtype float8_e4m3fn is not among bfloat16, float16\n           -> --kv-cache-dtype auto\n" in text
 
 
 def test_the_options_that_a_backend_was_given_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:

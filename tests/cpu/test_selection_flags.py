@@ -23,11 +23,18 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--kernel-backend", "norm=nonesuch"), "no kernels.norm named 'nonesuch'; installed: torch, triton"),
         (("--kernel-backend", "norn=torch"), "there is no op or family 'norn'; there is activation, add_rms_norm"),
         (("--kernel-backend", "norm.3-1.decode=torch"), "must read OP[.PHASE][.DTYPE][.LAYERS]"),
-        (("--kernel-backend", "attention.4-5=torch"), "dtype bfloat16; layers 0-4"),
+        (("--kernel-backend", "attention.5-99=torch"), "attention.5-99 has no effect: attention is asked for with "
+         "phase decode, prefill; dtype bfloat16; layers 0-4"),
         (("--kernel-backend", "attention.float16=torch"), "dtype bfloat16"),
         (("--kernel-backend", "linear.fp8=torch"), "with phase none; dtype bfloat16; layers 0-4"),
         (("--kernel-backend", "norm.5=torch"), "norm is asked for as add_rms_norm, rms_norm, with phase none"),
-        (("--moe-backend.fp8", "torch"), "--moe-backend.fp8 has no effect: the model asks for no moe"),
+        (("--moe-backend.bf16", "torch"), "--moe-backend.bf16 has no effect: the model asks for no moe"),
+        (("--moe-backend.mxfp8", "torch-blocks"), "--moe-backend.mxfp8 has no effect: the model asks for no moe"),
+        (("--moe-backend.mxfp4", "torch"), "--moe-backend.mxfp4: no op of moe is named after mxfp4; there is moe_exp"),
+        (("--kernel-backend", "attention.fp8=torch"), "no op of attention is named after fp8; there is attention, and "
+         "the dtypes float32, bfloat16, float16"),
+        (("--kernel-backend", "attention.3-99=torch"), "--kernel-backend attention.3-99 goes beyond the last layer, 4: "
+         "attention is asked for with phase decode, prefill; dtype bfloat16; layers 0-4"),
         (("--moe-backend.int3", "torch"), "--moe-backend.int3: no such setting"),
         (("--kernel-backend", "norm.decode=torch"), "--kernel-backend norm.decode has no effect"),
         (("--moe-backend", "torch"), "--moe-backend has no effect: the model asks for no moe, but for add_rms_norm"),

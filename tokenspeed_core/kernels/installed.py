@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.preference import Preference
-from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, Ranking
+from tokenspeed_core.kernels.spec import DTYPES, InstalledKernel, KernelSpec, Ranking
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
@@ -21,7 +21,7 @@ def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tu
 
     An entry's value is a KernelSpec or a tuple of them, each with the entry's name as its backend. One that
     is neither is left out as one whose import fails is. Raises PluginError under --strict-plugins, and for a wish
-    about a backend that is not there or was left out; ConfigError for one about no known op.
+    about a backend that is not there or was left out; ConfigError for one about no known op or format.
     """
     found: list[InstalledKernel] = []
     for entry in catalog.all():
@@ -76,6 +76,10 @@ def _check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
         if wish.target not in families:
             known = ", ".join(sorted(families))
             raise ConfigError(f"{wish.flag}: there is no op or family {wish.target!r}; there is {known}")
+        of = sorted(op.name for op in ops.values() if wish.target in (op.family, op.name))
+        if wish.dtype not in (None, *DTYPES) and not any(name.endswith(f"_{wish.dtype}") for name in of):
+            raise ConfigError(f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; there is "
+                              f"{', '.join(of)}, and the dtypes {', '.join(DTYPES[:3])}")
         for name in set(wish.backends) - {"auto"}:
             catalog.get(f"{KERNELS_PREFIX}{families[wish.target]}", name)  # in a list it would be passed over
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tokenspeed_core.errors import SelectionError
+
 _WIDTH, _MOST = 80, 8  # columns of the start-up summary, and reasons in it
 
 
@@ -115,6 +117,15 @@ class KernelPlan:
     def to_json(self) -> str:
         """Return the whole plan as a JSON object."""
         return json.dumps(asdict(self), ensure_ascii=False)
+
+
+class NothingFitsError(SelectionError):
+    """No backend that was asked for fits a problem; `plan` has that decision, with every candidate's reasons."""
+
+    def __init__(self, message: str, plan: KernelPlan) -> None:
+        """Raise with this message."""
+        super().__init__(message)
+        self.plan = plan
 
 
 def _grouped(ops: Iterable[PlannedOp]) -> dict[tuple[str, str, str], list[PlannedOp]]:

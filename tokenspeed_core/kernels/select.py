@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
-from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp, Reason, Verdict
+from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Reason, Verdict
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.plugins.selection import OURS
@@ -123,9 +123,10 @@ class Selector:
     def check(self) -> None:
         """Raise SelectionError for a wish or an option that had no effect on what was selected so far."""
         for wish in self._preferences:
-            layers = {layer for planned in self.plan().find(wish.target) for layer in planned.layers}
-            if wish not in self._heeded or (wish.layers and wish.layers[-1] > max(layers)):
-                raise SelectionError(f"{wish.flag} has no effect: {self.plan().occurrences(wish.target)}")
+            last = max((layer for planned in self.plan().find(wish.target) for layer in planned.layers), default=-1)
+            if wish not in self._heeded or (wish.layers and wish.layers[-1] > last):
+                what = f"goes beyond the last layer, {last}" if wish in self._heeded else "has no effect"
+                raise SelectionError(f"{wish.flag} {what}: {self.plan().occurrences(wish.target)}")
         chosen = [choice for choice, _ in self.chosen()]
         known = {
             f"{choice.spec.backend}.{key}": field.description
@@ -230,7 +231,7 @@ class Selector:
         fitting = [v.backend for v in verdicts if v.fits]
         hint = f"; {self._hint}" if self._hint else ""
         lines.append(f"  backends that fit: {', '.join(fitting) or f'none{hint}'}")
-        return SelectionError("\n".join(lines))
+        return NothingFitsError("\n".join(lines), KernelPlan(device, (planned,)))
 
 
 def _first(
@@ -311,16 +312,25 @@ def problem_refusals(
         ("phase", capability.phases),
     ):
         if axis in problem and allowed and problem[axis] not in allowed:
-            yield Reason(
-                f"{axis} {problem[axis]} is not among {', '.join(map(str, allowed))}",
-                f"{_FLAGS[axis]} {allowed[0]}" if axis in _FLAGS else "",
-            )
+            what = f"{axis} {problem[axis]} is not among {', '.join(map(str, allowed))}"
+            yield Reason(what, _mend(axis, problem["dtype"], allowed))
     for limit in capability.limits:
         if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
             yield Reason(refusal)
     windowed = {"window"} if problem.get("window") is not None else set()
     for feature in sorted((needs | windowed) - capability.features):
-        yield Reason(f"it is not declared {feature}")
+        yield Reason(f"it is not declared {feature}", "--enforce-eager" if feature == "graph_safe" else "")
+
+
+def _mend(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
+    """Return the flags that make an axis one of the allowed values, "" where none do. A cache is as `dtype`, or fp8."""
+    if axis != "kv_dtype":
+        return f"{_FLAGS[axis]} {allowed[0]}" if axis in _FLAGS else ""
+    if "float8_e4m3fn" in allowed:
+        return "--kv-cache-dtype fp8_e4m3"
+    fitting = [each for each in (dtype, *allowed) if each in allowed and each.endswith(("float16", "float32"))]
+    also = f" --dtype {fitting[0]}" if fitting and fitting[0] != dtype else ""
+    return f"--kv-cache-dtype auto{also}" if fitting else ""
 
 
 def _version(version: tuple[int, int] | None, otherwise: str) -> str:

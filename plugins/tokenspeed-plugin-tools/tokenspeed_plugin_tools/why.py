@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
 
 from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.commands import Catalog, Entry, Status
-from tokenspeed_core.commands.planning import KernelPlan, PlannedOp, Verdict, plan_kernels
+from tokenspeed_core.commands.planning import KernelPlan, NothingFitsError, PlannedOp, Verdict, plan_kernels
 from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
 from tokenspeed_plugin_tools.errors import ToolsError
 
@@ -31,20 +31,34 @@ def _why(
     *,
     flags: dict[str, Any],
 ) -> int:
-    """Print every candidate for an op of a model, with the reasons; no weights are loaded."""
+    """Print every candidate for an op of a model, with the reasons; no weights are loaded.
+
+    Where nothing that was asked for fits, those of the op that it ends at are printed, and ToolsError is raised.
+    """
     there = None if platform is None else parse_platform(platform)
     if there is not None and "device" in flags:
         raise ToolsError(f"--device {flags['device']}: --platform {platform} names the device; leave one out")
-    catalog, plan = plan_kernels(configure(positional, flags, config), there)
+    try:
+        catalog, plan = plan_kernels(configure(positional, flags, config), there)
+    except NothingFitsError as error:
+        said = str(error).partition("\n")[0]
+        refused = [replace(planned, because="nothing that was asked for fits") for planned in error.plan.ops]
+        _show(error.plan.platform, refused, Catalog.discover(check=False), as_json=as_json, error=said)
+        raise ToolsError(said) from error
     found = plan.find(op, layer)
     if not found:
         raise ToolsError(_not_in(plan, op, layer))
+    _show(plan.platform, found, catalog, as_json=as_json)
+    return 0
+
+
+def _show(platform: str, found: Sequence[PlannedOp], catalog: Catalog, *, as_json: bool, error: str = "") -> None:
     outside = _outside(catalog, {planned.family for planned in found})
     if as_json:
-        print(json.dumps(_record(plan, found, outside), indent=2, ensure_ascii=False))
+        record = _record(platform, found, outside) | ({"error": error} if error else {})
+        print(json.dumps(record, indent=2, ensure_ascii=False))
     else:
-        print("\n".join(_lines(plan, found, outside)))
-    return 0
+        print("\n".join(_lines(platform, found, outside)))
 
 
 why = with_settings(_why)
@@ -76,21 +90,23 @@ def _outside(catalog: Catalog, families: Iterable[str]) -> list[Entry]:
     return [entry for entry in catalog.all() if entry.kind in kinds and entry.status is not Status.OK]
 
 
-def _record(plan: KernelPlan, found: Sequence[PlannedOp], outside: Sequence[Entry]) -> dict[str, Any]:
+def _record(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) -> dict[str, Any]:
     return {
-        "platform": plan.platform,
+        "platform": platform,
         "ops": [{**asdict(planned), "problem": dict(planned.problem)} for planned in found],
         "not_considered": [asdict(entry) for entry in outside],
     }
 
 
-def _lines(plan: KernelPlan, found: Sequence[PlannedOp], outside: Sequence[Entry]) -> Iterator[str]:
-    yield f"on {plan.platform}"
+def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) -> Iterator[str]:
+    yield f"on {platform}"
     for planned in found:
         yield ""
         yield f"{planned.op}{_layers(planned.layers)}: {', '.join(f'{name}={v}' for name, v in planned.problem)}"
         chosen = f"{planned.backend} from {planned.distribution}" if planned.backend else "nothing"
         yield f"  runs   {chosen}: {planned.because}"
+        if not planned.backend and planned.without():
+            yield f"           -> {planned.without()}"
         for key, value in planned.options:
             yield f"           --backend-option {planned.backend}.{key}={value}"
         for verdict in planned.verdicts:
