@@ -255,6 +255,8 @@ def test_an_unknown_name_is_answered_with_what_there_is(install: Install) -> Non
     catalog = discover(install("some", attention("fast") + "slow = m:S [api1]\n"))
     with pytest.raises(PluginError, match=r"installed: fast, slow; did you mean fast\?"):
         catalog.get("kernels.attention", "fasst")
+    with pytest.raises(PluginError, match=r"installed: fast, slow; pip install the distribution that brings acme/new$"):
+        catalog.get("kernels.attention", "acme/new")
 
 
 def test_processes_agree_by_digest_and_a_change_of_version_is_noticed(

@@ -246,7 +246,9 @@ def test_named_backends_that_cannot_serve_are_an_error_with_every_reason_and_aut
     for name in names:
         (line,) = (line for line in message.splitlines() if line.startswith(f"  {name} (dist-{name}): "))
         assert UNFIT[name][1] in line
-    assert set(NAMES) <= set(message.splitlines()[-1].removeprefix("  backends that fit: ").split(", "))
+    fitting, _, advice = message.splitlines()[-1].removeprefix("  backends that fit: ").partition("; ")
+    assert set(NAMES) <= set(fitting.split(", "))
+    assert f"`{','.join(names)},auto` takes them" in advice
 
 
 @given(st.permutations([*UNFIT, *NAMES]))

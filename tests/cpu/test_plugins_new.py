@@ -25,12 +25,6 @@ with LLM(device="cpu", max_model_len=64, **settings) as llm:
     (out,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)
     print(json.dumps([out.outputs[0].token_ids, {f: list(b) for f, b in llm.kernel_plan.backends().items()}]))
 """
-TINY_EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 101, "hidden_size": 64, "intermediate_size": 56,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6, "dtype": "float32", "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "eos_token_id": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +72,7 @@ def test_each_package_gets_the_conformance_kits_verdicts(run: Callable[..., str]
         ("attention", "acme/attention", {"attention_backend": "acme/attention"}),
         ("linear", "acme/linear", {}),
         ("sampling", "acme/sampling", {"sampling_backend": "acme/sampling,auto"}),
-        ("moe", "acme/moe", {"moe_backend": "acme/moe,auto", "model": "experts"}),
+        ("moe", "acme/moe", {"moe_backend": "acme/moe,auto", "model": "moe/acme_moe/example"}),
         ("attention", "", {"schedule_policy": "acme/policy"}),
         ("attention", "", {"model": "model/acme_model/example"}),
     ],
@@ -88,8 +82,6 @@ def test_each_package_serves_as_it_stands(
     made: Path, run: Callable[..., str], family: str, backend: str, settings: dict[str, Any]
 ) -> None:
     if "model" in settings:
-        (made / "experts").mkdir(exist_ok=True)
-        (made / "experts" / "config.json").write_text(json.dumps(TINY_EXPERTS))
         settings = {**settings, "load_format": "dummy", "skip_tokenizer_init": True,
                     "model": str(made / settings["model"])}
     ids, backends = json.loads(run("-c", ASK, json.dumps(settings)).splitlines()[-1])

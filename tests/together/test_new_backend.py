@@ -1,30 +1,138 @@
-"""A stranger's backend, made by `plugins new`, is installed beside what is installed and served from."""
+"""A stranger's packages, made by `plugins new`, are built, installed beside the wheels, and served from by processes.
+
+They go into the environment of the Python that runs this, which `nox -s wheels` made for it, and out of it again.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from tokenspeed_core.cli import main
+import httpx
+import pytest
 
-ASK = """
-from tokenspeed_core import LLM, SamplingParams
-with LLM(device="cpu", attention_backend="stranger/attention") as llm:
-    (out,) = llm.chat([{"role": "user", "content": "what is 23 + 45?"}], SamplingParams(temperature=0))
-    assert llm.kernel_plan.backends()["attention"] == ("stranger/attention",), llm.kernel_plan.backends()
-    print(out.outputs[0].text)
-"""
+TOKENSPEED = (str(Path(sys.executable).with_name("tokenspeed")),)
+PIP = (sys.executable, "-P", "-m", "pip", "-q", "--disable-pip-version-check")
+KINDS = ("attention", "moe", "linear", "sampling", "model", "tool-parser", "reasoning-parser", "policy", "command")
+CHAT = (  # the demo, from everything of acme's that a chat may use
+    "--attention-backend", "acme/attention", "--sampling-backend", "acme/sampling,auto",
+    "--kernel-backend", "linear=acme/linear,auto", "--schedule-policy", "acme/policy",
+    "--tool-call-parser", "acme/tool-parser", "--reasoning-parser", "acme/reasoning-parser",
+)
+WEATHER = {"type": "function", "function": {
+    "name": "get_weather", "description": "Get the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}}
 
 
-def test_a_backend_made_and_installed_here_answers(tmp_path: Path) -> None:
-    assert main(["plugins", "new", "attention", "stranger", "--path", str(tmp_path / "made")]) == 0
-    words = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target")
-    subprocess.run([sys.executable, "-P", *words, str(tmp_path / "site"), str(tmp_path / "made")], check=True)
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ASK], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "68" in done.stdout
+def uninstall() -> None:
+    subprocess.run([*PIP, "uninstall", "-y", *(f"acme-{kind}" for kind in KINDS)], check=True)
+
+
+@pytest.fixture(scope="module")
+def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make a package of each kind as a stranger would, build their wheels, and install these until the tests end."""
+    folder = tmp_path_factory.mktemp("acme")
+    for kind in KINDS:
+        subprocess.run([*TOKENSPEED, "plugins", "new", kind, "acme"], cwd=folder, check=True, capture_output=True)
+    made = [f"./acme-{kind}" for kind in KINDS]
+    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", "dist", *made], cwd=folder, check=True)
+    wheels = sorted((folder / "dist").iterdir())
+    assert len(wheels) == len(KINDS)
+    try:
+        subprocess.run([*PIP, "install", "--no-index", "--no-deps", *map(str, wheels)], check=True)
+        yield
+    finally:
+        uninstall()
+
+
+@contextmanager
+def served(folder: Path, *words: str) -> Iterator[httpx.Client]:
+    """Run a server until the block ends, and yield a client once it can answer."""
+    command = [*TOKENSPEED, "serve", *words, "--device", "cpu", "--port", "0"]
+    with (folder / "errors").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None
+    try:
+        found = re.search(r" at (http://\S+)", process.stdout.readline())
+        assert found, (folder / "errors").read_text()
+        transport = httpx.HTTPTransport(retries=3)
+        with httpx.Client(base_url=found[1], trust_env=False, timeout=60, transport=transport) as client:
+            while client.get("/health").status_code == 503:
+                assert process.poll() is None, (folder / "errors").read_text()
+            yield client
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def plan(client: httpx.Client) -> dict[str, tuple[str, str]]:
+    """Return which backend of which distribution runs each op."""
+    ops = client.get("/v1/plugins").json()["kernel_plan"]["ops"]
+    return {each["op"]: (each["backend"], each["distribution"]) for each in ops}
+
+
+def chat(client: httpx.Client, text: str, **more: Any) -> dict[str, Any]:
+    """Return the message that answers."""
+    asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0, **more}
+    answered = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
+    message: dict[str, Any] = answered["choices"][0]["message"]
+    return message
+
+
+def test_a_server_answers_from_the_kernels_the_policy_and_the_parsers_of_a_stranger(acme: None, tmp_path: Path) -> None:
+    with served(tmp_path, *CHAT) as client:
+        assert client.get("/health").json() == {"status": "ok"}
+        answer = chat(client, "what is 23 + 45?")
+        assert answer["content"].strip() == "23 + 45 = 68", "and the reasoning is apart"
+        assert "carry" in answer["reasoning_content"]
+        (call,) = chat(client, "Get the weather in Paris.", tools=[WEATHER])["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+        ran = plan(client)
+        for op in ("attention", "linear"):
+            assert ran[op] == (f"acme/{op}", f"acme-{op}")
+        assert ran["greedy"] == ("acme/sampling", "acme-sampling")
+        origins = {e["distribution"]: e["origin"] for e in client.get("/v1/plugins").json()["plugins"]}
+        assert origins["acme-policy"].endswith("acme_policy-0.1.0-py3-none-any.whl")
+
+
+@pytest.mark.parametrize(("kind", "words"), [("moe", ("--moe-backend", "acme/moe,auto")), ("model", ())])
+def test_the_example_that_comes_with_a_package_is_served(
+    acme: None, tmp_path: Path, kind: str, words: tuple[str, ...]
+) -> None:
+    package = find_spec(f"acme_{kind}")
+    assert package is not None
+    assert package.origin is not None
+    assert Path(package.origin).is_relative_to(sys.prefix), "it is the wheel's"
+    example = str(Path(package.origin).with_name("example"))
+    with served(tmp_path, example, "--load-format", "dummy", "--skip-tokenizer-init", *words) as client:
+        ask = {"model": example, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        assert client.post("/v1/completions", json=ask).raise_for_status().json()["usage"]["completion_tokens"] == 4
+        described = client.get("/v1/plugins").json()
+        assert (described["architecture"] == "AcmeForCausalLM") == (kind == "model")
+        assert kind != "moe" or plan(client)["moe_experts"] == ("acme/moe", "acme-moe")
+
+
+def test_the_command_is_one_of_tokenspeeds(acme: None) -> None:
+    said = subprocess.run([*TOKENSPEED, "acme-command", "Ada"], capture_output=True, text=True, check=True).stdout
+    assert said == "hello, Ada\n"
+
+
+def test_once_it_is_uninstalled_the_same_start_says_in_one_line_what_to_install(acme: None, tmp_path: Path) -> None:
+    uninstall()  # so this test stays the last of those that use `acme`
+    for words, what in ((CHAT[:2], "acme/attention"), (("--tool-call-parser", "acme/tool-parser"), "acme/tool-parser")):
+        command = [*TOKENSPEED, "serve", "--device", "cpu", "--port", "0", *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+        (line,) = [line for line in done.stderr.splitlines() if line != "weights ..."]
+        assert done.returncode == 2
+        assert f"named '{what}'; installed: " in line
+        assert line.endswith(f"; pip install the distribution that brings {what}")

@@ -228,9 +228,9 @@ class Selector:
             f"  {v.backend} ({v.distribution}): " + ("; ".join(r.what for r in v.reasons) or "fits")
             for v in verdicts
         ]
-        fitting = [v.backend for v in verdicts if v.fits]
-        hint = f"; {self._hint}" if self._hint else ""
-        lines.append(f"  backends that fit: {', '.join(fitting) or f'none{hint}'}")
+        fitting = ", ".join(v.backend for v in verdicts if v.fits)
+        taken = f"{fitting}; `{','.join(names)},auto` takes them where what was asked for cannot"
+        lines.append(f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self._hint]))}")
         return NothingFitsError("\n".join(lines), KernelPlan(device, (planned,)))
 
 

@@ -114,7 +114,8 @@ class Catalog:
                 )
         names = self.names(kind)
         installed = "installed: " + ", ".join(names) if names else "none is installed"
-        raise PluginError(f"no {kind} named {name!r}; {installed}{meant(name, names)}; pip install a plugin to add one")
+        advice = meant(name, names) or f"; pip install the distribution that brings {name}"
+        raise PluginError(f"no {kind} named {name!r}; {installed}{advice}")
 
     @overload
     def load(self, entry: Entry, *, required: bool = False) -> Any | None: ...

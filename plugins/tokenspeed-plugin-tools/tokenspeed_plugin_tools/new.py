@@ -58,12 +58,13 @@ RECIPES: Mapping[str, Recipe] = {
         "tokenspeed serve --attention-backend $name", _kernel("attention"), requires=("torch>=2.11",),
     ),
     "moe": Recipe(
-        "kernels.moe", "The expert backend $name for TokenSpeed.", "tokenspeed serve MODEL --moe-backend $name,auto",
-        _kernel("moe"), requires=("torch>=2.11",),
+        "kernels.moe", "The expert backend $name for TokenSpeed.",
+        "tokenspeed serve $package/example --load-format dummy --skip-tokenizer-init --moe-backend $name,auto",
+        {**_kernel("moe"), "example/config.json": "moe/config.json"}, requires=("torch>=2.11",),
     ),
     "linear": Recipe(
-        "kernels.linear", "The backend $name for TokenSpeed's matrix products.", "tokenspeed serve",
-        _kernel("linear"), requires=("torch>=2.11",),
+        "kernels.linear", "The backend $name for TokenSpeed's matrix products.",
+        "tokenspeed serve --kernel-backend linear=$name,auto", _kernel("linear"), requires=("torch>=2.11",),
     ),
     "sampling": Recipe(
         "kernels.sampling", "The sampling backend $name for TokenSpeed.",
