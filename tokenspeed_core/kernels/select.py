@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +36,7 @@ def has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
+@dataclass(slots=True, eq=False)
 class Selector:
     """Chooses kernels for one device and remembers every decision for the KernelPlan.
 
@@ -46,31 +47,19 @@ class Selector:
     where no backend fits.
     """
 
-    def __init__(
-        self,
-        kernels: Iterable[InstalledKernel],
-        platform: PlatformInfo,
-        preferences: Iterable[Preference] = (),
-        *,
-        options: Mapping[str, Any] = MappingProxyType({}),
-        rankings: Iterable[Ranking] = (),
-        ops: Mapping[str, OpContract] | None = None,
-        needs: frozenset[str] = frozenset(),
-        hint: str = "",
-        module_exists: Callable[[str], bool] = has_module,
-    ) -> None:
-        self._kernels = tuple(kernels)
-        self._platform = platform
-        self._preferences = tuple(preferences)
-        self._options = options
-        self._rankings = tuple(rankings)
-        self._ops = common_ops() if ops is None else ops
-        self._needs = needs
-        self._hint = hint
-        self._module_exists = module_exists
-        self._heeded: set[Preference] = set()
-        self._decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = {}
-        self._layers: dict[Hashable, set[int]] = {}
+    kernels: Sequence[InstalledKernel]
+    platform: PlatformInfo
+    preferences: Sequence[Preference] = ()
+    _: KW_ONLY
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rankings: Sequence[Ranking] = ()
+    ops: Mapping[str, OpContract] = field(default_factory=common_ops)
+    needs: frozenset[str] = frozenset()
+    hint: str = ""
+    module_exists: Callable[[str], bool] = has_module
+    _heeded: set[Preference] = field(default_factory=set, init=False)
+    _decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = field(default_factory=dict, init=False)
+    _layers: dict[Hashable, set[int]] = field(default_factory=dict, init=False)
 
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
         """Return the kernel for an op and problem, the same one whenever problem and wishes are the same.
@@ -91,8 +80,8 @@ class Selector:
         Raises as `select` does, also for a fused op that was named.
         """
         parts = [self._contract(op) for op in ops]
-        is_parted = any(wish.names_op(part) for wish in self._preferences for part in parts)
-        for contract in () if is_parted else self._ops.values():
+        is_parted = any(wish.names_op(part) for wish in self.preferences for part in parts)
+        for contract in () if is_parted else self.ops.values():
             if contract.parts != ops:
                 continue
             problem = contract.cut(axes)
@@ -114,7 +103,7 @@ class Selector:
             replace(planned, layers=tuple(sorted(self._layers.get(key, ()))))
             for key, (_, planned) in self._decided.items()
         )
-        return KernelPlan(self._platform.name or self._platform.kind, ops)
+        return KernelPlan(self.platform.name or self.platform.kind, ops)
 
     def chosen(self) -> list[tuple[Choice, PlannedOp]]:
         """Return what was taken so far, each with its decision."""
@@ -122,7 +111,7 @@ class Selector:
 
     def check(self) -> None:
         """Raise SelectionError for a wish or an option that had no effect on what was selected so far."""
-        for wish in self._preferences:
+        for wish in self.preferences:
             last = max((layer for planned in self.plan().find(wish.target) for layer in planned.layers), default=-1)
             if wish not in self._heeded or (wish.layers and wish.layers[-1] > last):
                 what = f"goes beyond the last layer, {last}" if wish in self._heeded else "has no effect"
@@ -132,16 +121,16 @@ class Selector:
             f"{choice.spec.backend}.{key}": field.description
             for choice in chosen if choice.options for key, field in type(choice.options).model_fields.items()
         }
-        for name in self._options.keys() - known:
+        for name in self.options.keys() - known:
             used = ", ".join(sorted({choice.spec.backend for choice in chosen}))
             there = "; ".join(f"{each}: {text}" for each, text in known.items()) or "none"
             raise SelectionError(f"--backend-option {name} has no effect: used are {used}; their options: {there}")
 
     def _contract(self, op: str) -> OpContract:
-        if op not in self._ops:
-            hint = f"; {self._hint}" if self._hint else ""
-            raise SelectionError(f"unknown op {op!r}; known: {', '.join(sorted(self._ops))}{hint}")
-        return self._ops[op]
+        if op not in self.ops:
+            hint = f"; {self.hint}" if self.hint else ""
+            raise SelectionError(f"unknown op {op!r}; known: {', '.join(sorted(self.ops))}{hint}")
+        return self.ops[op]
 
     def _choose(self, contract: OpContract, problem: Problem, layer: int | None) -> tuple[Choice | None, PlannedOp]:
         contract.check(problem)
@@ -158,7 +147,7 @@ class Selector:
     ) -> tuple[Choice | None, PlannedOp]:
         names, source = (wish.backends, wish.flag) if wish else (("auto",), "auto")
         figures = self._figures(contract.name, problem.get("phase"))
-        candidates = [kernel for kernel in self._kernels if kernel.spec.op == contract.name]
+        candidates = [kernel for kernel in self.kernels if kernel.spec.op == contract.name]
         candidates.sort(key=lambda kernel: _host_order(kernel, tuple(figures)))
         judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
         taken, because = _first(judged, names, source, figures)
@@ -185,20 +174,20 @@ class Selector:
             return None
         names = {key: f"{spec.backend}.{key}" for key in schema.model_fields}
         try:
-            return schema(**{key: self._options[name] for key, name in names.items() if name in self._options})
+            return schema(**{key: self.options[name] for key, name in names.items() if name in self.options})
         except ValidationError as error:
             wrong = (f"--backend-option {names[str(e['loc'][0])]}={e['input']}: {e['msg']}" for e in error.errors())
             raise SelectionError("; ".join(wrong)) from error
 
     def _figures(self, op: str, phase: str | None) -> dict[str, str]:
         """Return what was measured of the op's backends on such a device, the fastest first."""
-        key = (op, phase, self._platform.compute_capability)
-        found = (r for r in self._rankings if (r.op, r.phase, r.compute_capability) == key)
+        key = (op, phase, self.platform.compute_capability)
+        found = (r for r in self.rankings if (r.op, r.phase, r.compute_capability) == key)
         return {backend: figure for ranking in found for backend, figure in ranking.figures}
 
     def _wish(self, contract: OpContract, problem: Problem, layer: int | None) -> Preference | None:
         """Return the narrowest of the user's wishes for a problem. Raises SelectionError where two are as narrow."""
-        wishes = [wish for wish in self._preferences if wish.applies(contract, problem, layer)]
+        wishes = [wish for wish in self.preferences if wish.applies(contract, problem, layer)]
         wishes.sort(key=lambda wish: wish.narrowness(contract), reverse=True)
         self._heeded.update(wishes)
         if len(wishes) > 1 and wishes[0].narrowness(contract) == wishes[1].narrowness(contract):
@@ -210,15 +199,15 @@ class Selector:
         missing = tuple(
             Reason(f"module {module!r} is not installed", spec.obtain or f"install what provides {module!r}")
             for module in spec.requires
-            if not self._module_exists(module)
+            if not self.module_exists(module)
         )
-        hardware = _hardware_refusals(spec.capability, self._platform)
-        return (*hardware, *missing, *problem_refusals(spec.capability, problem, self._needs))
+        hardware = _hardware_refusals(spec.capability, self.platform)
+        return (*hardware, *missing, *problem_refusals(spec.capability, problem, self.needs))
 
     def _refused(self, planned: PlannedOp) -> SelectionError:
         names, verdicts = planned.wanted, planned.verdicts
         axes = ", ".join(f"{axis}={value}" for axis, value in planned.problem)
-        device = self._platform.name or self._platform.kind
+        device = self.platform.name or self.platform.kind
         lines = [f"no kernel for op {planned.op!r} ({axes}) on {device}"]
         if names != ("auto",):
             lines[0] += f": {planned.asked_by} asks for {', '.join(names)}"
@@ -230,7 +219,7 @@ class Selector:
         ]
         fitting = ", ".join(v.backend for v in verdicts if v.fits)
         taken = f"{fitting}; `{','.join(names)},auto` takes them where what was asked for cannot"
-        lines.append(f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self._hint]))}")
+        lines.append(f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self.hint]))}")
         return NothingFitsError("\n".join(lines), KernelPlan(device, (planned,)))
 
 

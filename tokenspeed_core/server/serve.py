@@ -18,7 +18,6 @@ from tokenspeed_core.engine.orphan import begin
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.requests import Defaults
 from tokenspeed_core.server.child import Program
 from tokenspeed_core.server.crew import Chief, Crew
@@ -84,21 +83,16 @@ def _launch(
     on_ready: Callable[[Service], None],
 ) -> Launch:
     assert config.served_model_name is not None
+    observers = (log_request if config.enable_log_requests else None, hooks.observer("observe_request"))
     options = Options(
         model_name=config.served_model_name, api_key=config.api_key, stream_interval=config.stream_interval,
         reports_cached_tokens=config.enable_cache_report, has_priorities=config.schedule_policy != "fcfs",
-        observers=_observers(config, hooks), parsers=find_parsers(config, catalog),
+        observers=tuple(filter(None, observers)), parsers=find_parsers(config, catalog),
     )
     return Launch(
         bound, options, partial(_load_text, config, checkpoint), config.log_level_http or config.log_level, on_ready,
         wrap=hooks.add_middleware,
     )
-
-
-def _observers(config: Config, hooks: Hooks) -> tuple[Callable[[RequestRecord], None], ...]:
-    """Return who hears of each request that ended."""
-    observers = (log_request if config.enable_log_requests else None, hooks.observer("observe_request"))
-    return tuple(observer for observer in observers if observer is not None)
 
 
 def _load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -70,49 +71,43 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
+@dataclass(slots=True, eq=False)
 class WindowDetokenizer:
     """For any other vocabulary: decodes the new tokens together with those given out last.
 
     Text depends on its neighbours to the left (a space before a word, none at the start), so a window of
     tokens that were given out stays in front. Bytes that stand for a character are held until the run of
     them ends, since one bad byte changes how the whole run reads.
+
+    `alone` is what `decode` gives for one token, remembered by all sequences. `waits_for_bytes`: text that ends in a
+    replacement character may yet become another one.
     """
 
-    __slots__ = ("_alone", "_decode", "_kinds", "_num_given", "_prefix", "_waits_for_bytes", "_window")
-
-    def __init__(
-        self, decode: Callable[[list[int]], str], alone: Mapping[int, str], kinds: Mapping[int, Kind],
-        waits_for_bytes: bool,
-    ) -> None:
-        """`alone` is what `decode` gives for one token, remembered by all sequences.
-
-        `waits_for_bytes`: text that ends in a replacement character may yet become another one.
-        """
-        self._alone = alone
-        self._decode = decode
-        self._kinds = kinds
-        self._waits_for_bytes = waits_for_bytes
-        self._window: list[int] = []
-        self._num_given = 0   # tokens of the window whose text was given out
-        self._prefix = ""     # their text
+    decode: Callable[[list[int]], str]
+    alone: Mapping[int, str]
+    kinds: Mapping[int, Kind]
+    waits_for_bytes: bool
+    _window: list[int] = field(default_factory=list)
+    _num_given: int = 0   # tokens of the window whose text was given out
+    _prefix: str = ""     # their text
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
-        kinds = self._kinds
+        kinds = self.kinds
         fresh = [token_id for token_id in token_ids if kinds[token_id] is not Kind.NOTHING]
         if not fresh:
             return ""
         self._window += fresh
         if kinds[fresh[-1]] is Kind.BYTE:
             return ""
-        text = self._decode(self._window)[len(self._prefix):]
-        if not text or (self._waits_for_bytes and text.endswith(REPLACEMENT)):
+        text = self.decode(self._window)[len(self._prefix):]
+        if not text or (self.waits_for_bytes and text.endswith(REPLACEMENT)):
             return ""
         del self._window[:self._num_given]
         self._num_given = len(self._window)
-        self._prefix = self._alone[fresh[0]] if self._num_given == 1 else self._decode(self._window)
+        self._prefix = self.alone[fresh[0]] if self._num_given == 1 else self.decode(self._window)
         return text
 
     def flush(self) -> str:
         """Return the text of all tokens still held."""
-        return self._decode(self._window)[len(self._prefix):]
+        return self.decode(self._window)[len(self._prefix):]
