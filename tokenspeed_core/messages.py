@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
+import numpy as np
+
 from tokenspeed_core.step import F32, I32, I64
 from tokenspeed_core.wire import Codec
 
 WORKER_SHIFT = 40  # a sequence's id, shifted right by so many bits, is the number of its API worker
+
+_NO_INT = np.zeros(0, np.int32)
+_NO_FLOAT = np.zeros(0, np.float32)
 
 
 class Finish(IntEnum):
@@ -94,6 +99,13 @@ class Outputs:
     logprob_ranks: I32
     logprob_top_ids: I32
     logprob_top_values: F32
+
+    @classmethod
+    def plain(cls, sequence_ids: I64, num_tokens: I32, token_ids: I32, finish: I32, num_cached: I32) -> Outputs:
+        """Return what a step gave without log-probabilities."""
+        return cls(
+            sequence_ids, num_tokens, token_ids, finish, num_cached, _NO_INT, 0, _NO_FLOAT, _NO_INT, _NO_INT, _NO_FLOAT
+        )
 
     def logprobs(self) -> dict[int, TokenColumns]:
         """Return the log-probability columns of each row (of the N) that has them."""

@@ -152,9 +152,5 @@ class Engine:
 
 
 def _errors(sequence_ids: list[int]) -> Outputs:
-    none, zeros = np.zeros(0, np.int32), np.zeros(len(sequence_ids), np.int32)
-    no_float = np.zeros(0, np.float32)
-    return Outputs(
-        np.asarray(sequence_ids, np.int64), zeros, none, zeros + np.int32(Finish.ERROR), zeros,
-        none, 0, no_float, none, none, no_float,
-    )
+    zeros = np.zeros(len(sequence_ids), np.int32)
+    return Outputs.plain(np.asarray(sequence_ids, np.int64), zeros, zeros[:0], zeros + np.int32(Finish.ERROR), zeros)

@@ -9,18 +9,20 @@ from tokenspeed_core.messages import Ready
 from tokenspeed_core.requests import Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
 
-NUM_TOKENS = 256  # of the prompt, where as many fit
+NUM_TOKENS = (256, 16)  # of a long and a short prompt, where as many fit
 
 
 def rehearse(engine: Engine, max_model_len: int) -> None:
-    """Serve a greedy request, and leave nothing of it behind."""
+    """Serve a greedy request and one that draws, and leave nothing of them behind."""
     num_new = min(2, max_model_len - 1)
     if not num_new:
         return  # a prompt would leave no room for a token
-    prompt = np.zeros(min(NUM_TOKENS, max_model_len - num_new), np.int32)
-    params, limits = SamplingParams(temperature=0, max_tokens=num_new), Ready(max_model_len, max_model_len, 1, "")
-    refused = engine.submit(build_submit(0, params, prompt, limits, Defaults()))
-    assert refused is None, refused
-    while engine.has_work:
-        engine.step()
-    engine.reset_prefix_cache()
+    limits = Ready(max_model_len, max_model_len, 1, "")
+    for temperature, num_tokens in enumerate(NUM_TOKENS):
+        prompt = np.zeros(min(num_tokens, max_model_len - num_new), np.int32)
+        params = SamplingParams(temperature=temperature, max_tokens=num_new, seed=0)
+        refused = engine.submit(build_submit(temperature, params, prompt, limits, Defaults()))
+        assert refused is None, refused
+        while engine.has_work:
+            engine.step()
+        engine.reset_prefix_cache()

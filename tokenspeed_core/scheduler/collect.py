@@ -12,9 +12,6 @@ from tokenspeed_core.scheduler.planning import InFlight
 from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.step import I32, I64, StepLogprobs, StepResult
 
-_NO_INT = np.zeros(0, np.int32)
-_NO_FLOAT = np.zeros(0, np.float32)
-
 
 @dataclass(slots=True, eq=False)
 class Collected:
@@ -134,10 +131,7 @@ def _message(
     plan_rows: I32, logprobs: StepLogprobs | None,
 ) -> Outputs:
     if logprobs is None or not len(logprobs.rows):
-        return Outputs(
-            ids, num_tokens, token_ids, finish, num_cached,
-            _NO_INT, 0, _NO_FLOAT, _NO_INT, _NO_INT, _NO_FLOAT,
-        )
+        return Outputs.plain(ids, num_tokens, token_ids, finish, num_cached)
     place = np.full(int(max(logprobs.rows.max(), plan_rows.max(initial=0))) + 1, -1, np.int32)
     place[plan_rows] = np.arange(len(plan_rows), dtype=np.int32)
     at = place[logprobs.rows]

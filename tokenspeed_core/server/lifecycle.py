@@ -21,6 +21,7 @@ from tokenspeed_core.messages import Hello
 from tokenspeed_core.server.app import AsgiApp, Gate, Routes
 from tokenspeed_core.server.crew import Crew
 from tokenspeed_core.server.engine_link import EngineLink
+from tokenspeed_core.server.rehearsal import rehearse
 from tokenspeed_core.server.service import ModelText, Options, Service
 
 FLUSH_SECONDS = 5       # for answers under way when the engine died
@@ -118,6 +119,7 @@ class _Life:
     async def _open(self, service: Service) -> None:
         """Load the text side while the engine loads, then begin to take requests."""
         text = await asyncio.to_thread(self._launch.load_text)
+        await rehearse(service.options, text)
         service.link.send(Hello())
         ready = await asyncio.shield(service.link.ready)
         gc.collect()

@@ -1,0 +1,66 @@
+"""Requests of nobody, answered before a worker counts as ready: the first real one finds nothing left to load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tokenspeed_core.messages import Finish, Outputs, Ready, Submit, to_api
+from tokenspeed_core.server.app import Routes
+from tokenspeed_core.server.engine_link import EngineLink
+from tokenspeed_core.server.service import ModelText, Options, Service
+from tokenspeed_core.wire import pack
+
+READY = Ready(2**30, 2**30, 2**31 - 1, "")
+
+
+class _Echo(EngineLink):
+    """The link to no engine: a prompt's own tokens come back, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__("inproc://nobody")
+        self._dispatch(READY)
+
+    def send(self, message: Any) -> None:
+        """Answer a request, by way of what the wire makes of it."""
+        if isinstance(message, Submit):
+            sequence, one, none = np.array([message.request_id]), np.ones(1, np.int32), np.zeros(1, np.int32)
+            for left in reversed(range(len(message.prompt))):
+                finish = none if left else np.array([Finish.LENGTH], np.int32)
+                outputs = Outputs.plain(sequence, one, message.prompt[[-1 - left]], finish, none)
+                self._loop.call_soon(self._dispatch, to_api.unpack(pack(outputs)))
+
+
+async def rehearse(options: Options, text: ModelText) -> None:
+    """Serve what a first client may ask, streamed and whole. No engine, no observer and no middleware hears of it."""
+    link = _Echo()
+    service = Service(replace(options, observers=()), link)
+    service.open(text, READY)
+    asked: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": [0] if text.tokenizer is None else "Hello!"}}
+    if text.template is not None:
+        asked["/v1/chat/completions"] = {"messages": [{"role": "user", "content": "Hello!"}]}
+    try:
+        for path, body in asked.items():
+            for stream in (False, True):
+                with suppress(Exception):  # of a plugin: the first whom it harms is told
+                    await _ask(service, path, {**body, "stream": stream})
+    finally:
+        service.close()
+        link.close()
+
+
+async def _ask(service: Service, path: str, body: dict[str, Any]) -> None:
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()  # nobody hangs up
+
+    async def send(message: Any) -> None:
+        return None
+
+    await Routes(service)({"method": "POST", "path": path, "headers": []}, receive, send)
