@@ -90,12 +90,12 @@ def _is_modelopt(found: Mapping[str, Any], algorithm: str, size: int) -> bool:
     """Say whether NVIDIA ModelOpt stores all linear maps by an algorithm; its own file nests what config.json says."""
     writer, told = found.get("quant_method") or found["producer"]["name"], found.get("quantization", found)
     groups = [*found.get("config_groups", {}).values()] or [{"targets": ["Linear"]}]
-    sizes = {told.get("group_size", size)} | {
-        group[side].get("group_size", size)
+    sizes = {told.get("group_size") or size} | {
+        group[side].get("group_size") or size
         for group in groups for side in ("weights", "input_activations") if side in group
     }
     return (
-        writer == "modelopt" and told["quant_algo"] == algorithm and sizes == {size}
+        writer in ("modelopt", "modelopt_fp4") and told["quant_algo"] == algorithm and sizes == {size}
         and [group["targets"] for group in groups] == [["Linear"]]
         and _keeps_no_linear(told.get("exclude_modules", told.get("ignore")))
         and told.get("kv_cache_quant_algo") in (None, "FP8") and _is_plain_cache(told.get("kv_cache_scheme"))

@@ -51,7 +51,8 @@ class WeightSlot:
 
     `shard` None means that every process holds the whole. `kind` is "matrix", "bias", "norm", or "codes" and "scale"
     of a weight that must come quantised. A slot that `replaces` others is another form of them: a checkpoint holds
-    either it or them. Without a `packing` the tensor is copied, or given to `take` where there is one.
+    either it or them. Without a `packing` the tensor is copied, or given to `take` where there is one; `settle` is
+    called once all tensors are read, for whatever slots have it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class WeightSlot:
     replaces: tuple[str, ...] = ()
     packing: Packing | None = None
     take: Callable[[torch.Tensor], None] | None = None
+    settle: Callable[[], None] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -211,6 +213,8 @@ class WeightMap:
                 f"the checkpoint's weights are not those its config.json describes; {message}; correct config.json, "
                 "or copy or download the checkpoint again"
             )
+        for settle in dict.fromkeys(slot.settle for slot in self if slot.settle is not None):
+            settle()
 
 
 def _listing(names: list[str]) -> list[str]:

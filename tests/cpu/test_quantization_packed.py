@@ -118,6 +118,35 @@ def test_activations_take_the_widest_factor_and_products_that_of_both() -> None:
     torch.testing.assert_close(over_all.products, over_all.activations * weight)
 
 
+def test_projections_may_have_factors_of_their_own() -> None:
+    linear = Linear(WholeActivations(NVFP4_METHOD), 128, (
+        Projection("a", 24, None), Projection("b", 8, None)), bias=True)
+    given, whole = stored_layer("nvfp4")
+    given["p.b.weight_global_scale"] = given["p.b.weight_global_scale"] / 3
+    bias = normal(32, seed=4)
+    WeightMap(linear.slots("p.")).load({**given, "p.a.bias": bias[:24], "p.b.bias": bias[24:]}.items())
+    whole[24:] *= 3
+    x = normal(5, 128, seed=2)
+    torch.testing.assert_close(linear(x), x @ whole.T + bias, rtol=1e-5, atol=1e-5)
+
+
+def test_gate_and_up_of_an_expert_may_have_factors_of_their_own(tmp_path: Path) -> None:
+    reference = save_reference("Qwen3Moe", tmp_path, **SIZES)
+    store(tmp_path, reference, "nvfp4", "modelopt", TOKENS)
+    build = QuantizedBuild(NVFP4_METHOD)
+    before = sequence_logits(load(QWEN3_MOE, tmp_path, build), build, TOKENS)
+    tensors = load_file(tmp_path / "model.safetensors")
+    # Powers of two go from the scales of groups to the factor over all: the values of the weights stay as they are.
+    for layer, expert, projection, shift in ((1, 0, "up", 4), (1, 3, "gate", 8), (1, 4, "up", 2), (2, 2, "gate", 2)):
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+        tensors[f"{name}.weight_scale_2"] *= shift
+        tensors[f"{name}.weight_scale"] = (tensors[f"{name}.weight_scale"].float() / shift).to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    again = QuantizedBuild(NVFP4_METHOD)
+    found = sequence_logits(load(QWEN3_MOE, tmp_path, again), again, TOKENS)
+    assert relative(found, before) < 0.03, "scales of groups between may be so small that they are rounded"
+
+
 @pytest.mark.parametrize(("form", "writer"), FORMS)
 @pytest.mark.parametrize(("spec", "family"), [(LLAMA, "Llama"), (QWEN2, "Qwen2"), (QWEN3, "Qwen3")])
 def test_logits_are_those_of_the_weights_that_compressed_tensors_reads(
@@ -253,8 +282,8 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str
      "p.a.weight_scale is torch.float32 and needs torch.float8_e4m3fn"),
     ("nvfp4", changed("p.a.weight_packed", lambda codes: codes.view(torch.int8)),
      "p.a.weight_packed is torch.int8 and needs torch.uint8"),
-    ("nvfp4", changed("p.b.weight_global_scale", lambda scale: 2 * scale),
-     "p.a.weight_global_scale and p.b.weight_global_scale belong to weights that are multiplied together"),
+    ("nvfp4", changed("p.b.weight_global_scale", lambda scale: torch.tensor([float("nan")])),
+     "p.b.weight_global_scale is nan, and must be above zero and finite"),
     ("nvfp4", changed("p.b.input_global_scale", lambda scale: 0 * scale),
      "p.b.input_global_scale is inf, and must be above zero and finite"),
     ("nvfp4", changed("p.b.input_global_scale", lambda scale: scale.repeat(2)),
@@ -287,7 +316,7 @@ def test_codes_in_a_checkpoint_that_says_nothing_of_them_are_refused() -> None:
     {"ignore": ["lm_head", "model.layers.0.mlp.gate", "re:.*mlp.gate$", "model.embed_tokens", "*.mlp.gate.*"]},
 ])
 def test_both_writers_forms_are_read_by_their_method(form: str, changes: dict[str, Any]) -> None:
-    for config in (compressed_config(form), MODELOPT[form]):
+    for config in (compressed_config(form), MODELOPT[form], {**MODELOPT[form], "quant_method": "modelopt_fp4"}):
         assert read_quantization({"quantization_config": {**config, **changes}}) == form
 
 

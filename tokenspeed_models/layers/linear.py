@@ -51,7 +51,7 @@ class Linear:
             self._linear = build.op("linear", **problem)
         else:
             _require_whole_blocks(method.name, method.scale_block[0] if method.scale_block else 1, projections)
-            self.packed = packed = PackedWeight(build, method, out_size, in_size)
+            self.packed = packed = PackedWeight(build, method, out_size, in_size, num_parts=len(projections))
             self.weight, self.scale = packed.codes, packed.scale
             over_all = packed.over_all
             self._over_x = () if over_all is None else (over_all.activations,)
@@ -75,19 +75,32 @@ class Linear:
             result = self._whole(x, self.weight, self.scale, self.bias)
         else:
             x, x_scale = x if isinstance(x, tuple) else self._quantize(x, *self._over_x)
-            result = self._linear(x, x_scale, self.weight, self.scale, *self._over_both, self.bias)
+            result = self._multiply(x, x_scale, self.weight, self.scale, *self._over_both)
         return result
+
+    def _multiply(self, *operands: torch.Tensor) -> torch.Tensor:
+        """Return the product of quantised operands, and the bias."""
+        result: torch.Tensor
+        over_all = None if self.packed is None else self.packed.over_all
+        if over_all is None or over_all.even:
+            result = self._linear(*operands, self.bias)
+            return result
+        result = self._linear(*operands, None)
+        sizes = [projection.size for projection in self.projections]
+        for part, share in zip(result.split_with_sizes(sizes, dim=1), over_all.shares[0], strict=True):
+            part.mul_(share)
+        return result if self.bias is None else result.add_(self.bias)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights, and biases, of each projection. A bias is cut with the weight's output axis."""
         start = 0
-        for projection in self.projections:
+        for part, projection in enumerate(self.projections):
             rows, shard = slice(start, start + projection.size), projection.shard
             start += projection.size
             if self.packed is None:
                 yield WeightSlot(f"{prefix}{projection.name}.weight", self.weight[rows], shard)
             else:
-                yield from self.packed.slots(f"{prefix}{projection.name}", rows, shard)
+                yield from self.packed.slots(f"{prefix}{projection.name}", rows, shard, part)
             if self.bias is not None:
                 cut = shard if shard is not None and shard.axis == 0 else None
                 yield WeightSlot(f"{prefix}{projection.name}.bias", self.bias[rows], cut, "bias")

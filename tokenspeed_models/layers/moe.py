@@ -38,7 +38,8 @@ class MoE:
                                        for shape in (both, last))
             self._packed, self._operands = None, (self.gate_up, self.down)
         else:
-            self._packed = PackedWeight(build, method, *both), PackedWeight(build, method, *last)
+            first = PackedWeight(build, method, *both, num_parts=2)
+            self._packed = first, PackedWeight(build, method, *last, before=first)
             self.gate_up, self.down = (packed.codes for packed in self._packed)
             self._operands = tuple(operand for packed in self._packed for operand in packed.operands)
         self._route = build.op("moe_route", num_experts=num_experts, top_k=top_k, dtype=dtype)
@@ -60,16 +61,16 @@ class MoE:
         size, weights = self.intermediate_size, (self.gate_up, self.down)
         stacked: tuple[list[str], list[str]] = [], []
         for expert in range(self.num_experts):
-            for projection, index, rows, axis in (
-                ("gate_proj", 0, slice(0, size), 0), ("up_proj", 0, slice(size, 2 * size), 0),
-                ("down_proj", 1, slice(0, self.router.in_size), 1),
+            for projection, index, part, rows, axis in (
+                ("gate_proj", 0, 0, slice(0, size), 0), ("up_proj", 0, 1, slice(size, 2 * size), 0),
+                ("down_proj", 1, 0, slice(0, self.router.in_size), 1),
             ):
                 name, shard = f"{prefix}experts.{expert}.{projection}", Shard(axis, "moe")
                 stacked[index].append(f"{name}.weight")
                 if self._packed is None:
                     yield WeightSlot(f"{name}.weight", weights[index][expert, rows], shard)
                 else:
-                    yield from self._packed[index].slots(name, rows, shard, expert)
+                    yield from self._packed[index].slots(name, rows, shard, part, expert)
         for index, (name, axis) in enumerate((("gate_up_proj", 1), ("down_proj", 2))):
             name, shard, replaces = f"{prefix}experts.{name}", Shard(axis, "moe"), tuple(stacked[index])
             if self._packed is None:

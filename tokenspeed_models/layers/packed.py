@@ -24,7 +24,11 @@ class PackedWeight:
     there in full. Where scales stand over all values of an operand, checkpoints must hold it quantised.
     """
 
-    def __init__(self, build: BuildContext, method: Quantization, *shape: int) -> None:
+    def __init__(
+        self, build: BuildContext, method: Quantization, *shape: int, num_parts: int = 1,
+        before: PackedWeight | None = None,
+    ) -> None:
+        """Allocate it for so many projections one under the other; for experts' last weight, name the one before."""
         *experts, rows, features = shape
         self._rows, each = method.scale_block or (1, features)
         self._dtype, self._scale_name = build.dtype, method.scale_name
@@ -34,7 +38,10 @@ class PackedWeight:
         self.scale = torch.empty(
             *experts, -(-rows // self._rows), -(-features // each), dtype=getattr(torch, method.scale_dtype),
             device=build.device)
-        self.over_all = TensorScales(build, *experts) if method.has_tensor_scales else None
+        behind = None if before is None else before.over_all
+        num_weights = experts[0] if experts else 1
+        self.over_all: TensorScales | None = (
+            TensorScales(build, num_weights, num_parts, behind) if method.has_tensor_scales else None)
         if self.over_all is None:
             pack = method.quantize_weight or method.quantize
             self._pack = build.op(pack, size=features, dtype=dtype_name(build.dtype))
@@ -46,8 +53,10 @@ class PackedWeight:
             return self.codes, self.scale
         return self.over_all.activations, self.codes, self.scale, self.over_all.weights
 
-    def slots(self, name: str, rows: slice, shard: Shard | None, expert: int | None = None) -> Iterator[WeightSlot]:
-        """List what fills some rows, those of the projection of that name, and their scales."""
+    def slots(
+        self, name: str, rows: slice, shard: Shard | None, part: int = 0, expert: int | None = None
+    ) -> Iterator[WeightSlot]:
+        """List what fills some rows, those of the projection of that name and place, and their scales."""
         codes, scale = (self.codes, self.scale) if expert is None else (self.codes[expert], self.scale[expert])
         codes, scale = codes[rows], scale[rows.start // self._rows : -(-rows.stop // self._rows)]
         scale_name = f"{name}.{self._scale_name}"
@@ -58,7 +67,7 @@ class PackedWeight:
             yield WeightSlot(f"{name}.weight", codes, shard, "codes")
             yield WeightSlot(f"{name}.weight_packed", codes, shard, "codes", replaces=(f"{name}.weight",))
             yield WeightSlot(scale_name, scale, shard, "scale")
-            yield from self.over_all.slots(name, expert or 0)
+            yield from self.over_all.slots(name, expert or 0, part)
 
     def stacked_slots(self, name: str, shard: Shard, replaces: tuple[str, ...]) -> Iterator[WeightSlot]:
         """List the one tensor in which newer writers stack what all experts hold whole, if it is quantised on load."""
@@ -79,56 +88,64 @@ class PackedWeight:
 
 
 class TensorScales:
-    """The factors that stand over all values of an operand: one of activations, one of each weight, float32.
+    """The factors that stand over all values of an operand: one of activations, one of each expert's weight, float32.
 
-    Checkpoints have them for each projection, and those that are multiplied together share one. Activations take the
-    largest, which covers all that were measured. Weights hold codes by theirs, so they must agree.
+    Checkpoints have both for each projection. Activations take the largest, which covers all that were measured. Of
+    projections one under the other a weight takes the first one's, `weights`; what the others' are of that is in
+    `shares` [E, parts], by which products are multiplied where they are not `even`. Of experts' gate and up, whose
+    product comes between, that share is handed on to the weight behind it: as up is linear, it may as well stand there,
+    and the activations between are as many times smaller or larger.
     """
 
-    def __init__(self, build: BuildContext, num_weights: int = 1) -> None:
+    def __init__(
+        self, build: BuildContext, num_weights: int, num_parts: int, before: TensorScales | None = None
+    ) -> None:
         self.activations = torch.zeros(1, dtype=torch.float32, device=build.device)
-        self.weights = torch.ones(num_weights, dtype=torch.float32, device=build.device)
+        self.weights = torch.zeros(num_weights, dtype=torch.float32, device=build.device)
         self.products = torch.zeros(num_weights, dtype=torch.float32, device=build.device)
-        self._given: dict[int, tuple[str, float]] = {}
+        self.shares = torch.ones(num_weights, num_parts, dtype=torch.float32, device=build.device)
+        self.even = True
+        self._before = before
+        self._read = torch.ones(num_weights, num_parts, dtype=torch.float32, device="cpu")
+        self._widest = 0.0
 
-    def slots(self, name: str, index: int) -> Iterator[WeightSlot]:
+    def slots(self, name: str, expert: int, part: int) -> Iterator[WeightSlot]:
         """List a projection's two factors, each under the two names that writers use: the second are reciprocals."""
-        weight = self.weights[index : index + 1]
-        for what, inverse, target, take in (
-            ("weight_scale_2", "weight_global_scale", weight, partial(self._take_weight, index)),
-            ("input_scale", "input_global_scale", self.activations, self._take_activations),
+        for what, inverse, take in (
+            ("weight_scale_2", "weight_global_scale", partial(self._take_weight, expert, part)),
+            ("input_scale", "input_global_scale", self._take_activations),
         ):
-            yield WeightSlot(f"{name}.{what}", target, None, "scale", take=partial(_positive, take, f"{name}.{what}"))
-            yield WeightSlot(f"{name}.{inverse}", target, None, "scale", replaces=(f"{name}.{what}",),
-                             take=partial(_positive_inverse, take, f"{name}.{inverse}"))
+            given, reciprocal = f"{name}.{what}", f"{name}.{inverse}"
+            yield WeightSlot(given, self.activations, None, "scale", take=partial(_positive, take, given),
+                             settle=self._settle)
+            yield WeightSlot(reciprocal, self.activations, None, "scale", replaces=(given,),
+                             take=partial(_positive_inverse, take, reciprocal))
 
-    def _take_activations(self, name: str, factor: float) -> None:
-        """Take a factor of activations; that of the widest projection stays."""
-        del name
-        self.activations.clamp_(min=factor)
+    def _take_activations(self, factor: float) -> None:
+        self._widest = max(self._widest, factor)
+
+    def _take_weight(self, expert: int, part: int, factor: float) -> None:
+        self._read[expert, part] = factor
+
+    def _settle(self) -> None:
+        """Write what was read to the device, once all is."""
+        first = self._read[:, 0]
+        handed_on = torch.ones(1) if self._before is None else self._before._read[:, 1] / self._before._read[:, 0]
+        self.weights.copy_(first * handed_on)
+        self.activations.fill_(self._widest / float(handed_on.min().clamp(max=1.0)))
         torch.mul(self.activations, self.weights, out=self.products)
-
-    def _take_weight(self, index: int, name: str, factor: float) -> None:
-        """Take a factor of a weight. Raises ValueError where that of a projection beside it is another."""
-        first, known = self._given.setdefault(index, (name, factor))
-        if not math.isclose(known, factor, rel_tol=1e-6):
-            raise ValueError(
-                f"{first} and {name} belong to weights that are multiplied together and say {known:g} and {factor:g}: "
-                "they must share one factor; quantise the model with a version of the writer that gives them one "
-                "(NVIDIA ModelOpt and llm-compressor do)"
-            )
-        self.weights[index] = known
-        torch.mul(self.activations, self.weights, out=self.products)
+        self.shares.copy_(self._read / first.unsqueeze(1))
+        self.even = torch.allclose(self.shares, torch.ones_like(self.shares), rtol=1e-6, atol=0)
 
 
-def _positive(take: Callable[[str, float], None], name: str, tensor: torch.Tensor) -> None:
+def _positive(take: Callable[[float], None], name: str, tensor: torch.Tensor) -> None:
     """Take a factor. Raises ValueError on one that is not above zero and finite."""
     factor = float(tensor)
     if not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"{name} is {factor}, and must be above zero and finite; quantise the model again")
-    take(name, factor)
+    take(factor)
 
 
-def _positive_inverse(take: Callable[[str, float], None], name: str, tensor: torch.Tensor) -> None:
+def _positive_inverse(take: Callable[[float], None], name: str, tensor: torch.Tensor) -> None:
     """Take the reciprocal of a factor. Raises as `_positive`."""
     _positive(take, name, tensor.to(torch.float32).reciprocal())
