@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenspeed_core.api import BuildContext
 from tokenspeed_models.describe import read_llama
-from tokenspeed_models.layers import MLP, Attention, CausalLM, DecoderLayer, rotary_table
+from tokenspeed_models.layers import MLP, Attention, CausalLM, DecoderLayer, build_of_part, rotary_table
 
 
 class LlamaForCausalLM(CausalLM):
@@ -20,11 +20,11 @@ class LlamaForCausalLM(CausalLM):
             DecoderLayer(
                 build, c.hidden_size, c.norm_eps,
                 Attention(
-                    build, layer=layer, hidden_size=c.hidden_size, num_heads=c.num_heads,
-                    num_kv_heads=c.num_kv_heads, head_size=c.head_size, cos_sin=cos_sin, qkv_bias=c.qkv_bias,
-                    out_bias=c.out_bias,
+                    build_of_part(build, config, layer, "self_attn"), layer=layer, hidden_size=c.hidden_size,
+                    num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_size=c.head_size, cos_sin=cos_sin,
+                    qkv_bias=c.qkv_bias, out_bias=c.out_bias,
                 ),
-                MLP(build, c.hidden_size, c.intermediate_size, bias=c.mlp_bias),
+                MLP(build_of_part(build, config, layer, "mlp"), c.hidden_size, c.intermediate_size, bias=c.mlp_bias),
             )
             for layer in build.each_layer(c.num_layers)
         ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from typing import Any
 
 
@@ -38,6 +40,32 @@ def read_quantization(config: Mapping[str, Any]) -> str | None:
         f"{', and '.join(form.description for form in FORMS)}; use one of these, or an unquantised one with "
         "--quantization fp8"
     )
+
+
+def kept_whole(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return which linear maps, by their names there, a checkpoint that is stored quantised keeps whole.
+
+    Raises ValueError on a regular expression that is none.
+    """
+    found = config.get("quantization_config") or {}
+    told = found.get("quantization", found)
+    kept = [_expression(name) for name in told.get("exclude_modules", told.get("ignore")) or ()]
+    targets = [target for group in found.get("config_groups", {}).values() for target in group["targets"]]
+    asked = [_expression("*" if target == "Linear" else target) for target in targets or ("Linear",)]
+    return [
+        name for name in names
+        if not any(each.match(name) for each in asked) or any(each.match(name) for each in kept)
+    ]
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Return what a writer matches names with: a name and all below it, wildcards, or behind "re:" an expression."""
+    if not pattern.startswith("re:"):
+        return re.compile(rf"{translate(pattern)}|{re.escape(pattern)}\.")
+    try:
+        return re.compile(pattern.removeprefix("re:"))
+    except re.error as error:
+        raise ValueError(f"config.json: quantization_config has {pattern!r}, no regular expression: {error}") from error
 
 
 def _is_rowwise(found: Mapping[str, Any]) -> bool:
@@ -77,12 +105,11 @@ def _is_grouped(found: Mapping[str, Any], stored: str, bits: int, size: int, *, 
     (group,) = found["config_groups"].values()
     common = {"num_bits": bits, "type": "float", "group_size": size, "symmetric": True}
     return (
-        found["format"] == stored and group["targets"] == ["Linear"]
+        found["format"] == stored and all(name == "Linear" or "." in name for name in group["targets"])
         and {**common, "dynamic": False}.items() <= group["weights"].items()
         and {**common, "dynamic": dynamic}.items() <= group["input_activations"].items()
         and not group.get("output_activations") and not found.get("transform_config")
-        and not found.get("sparsity_config") and _keeps_no_linear(found.get("ignore"))
-        and _is_plain_cache(found.get("kv_cache_scheme"))
+        and not found.get("sparsity_config") and _is_plain_cache(found.get("kv_cache_scheme"))
     )
 
 
@@ -97,14 +124,8 @@ def _is_modelopt(found: Mapping[str, Any], algorithm: str, size: int) -> bool:
     return (
         writer in ("modelopt", "modelopt_fp4") and told["quant_algo"] == algorithm and sizes == {size}
         and [group["targets"] for group in groups] == [["Linear"]]
-        and _keeps_no_linear(told.get("exclude_modules", told.get("ignore")))
         and told.get("kv_cache_quant_algo") in (None, "FP8") and _is_plain_cache(told.get("kv_cache_scheme"))
     )
-
-
-def _keeps_no_linear(names: Sequence[str] | None) -> bool:
-    """Say whether what a checkpoint keeps whole (names or patterns of them) is what is never quantised here."""
-    return all(name.rstrip("*$.").endswith((*_NO_LINEAR, "mlp.gate")) for name in names or ())
 
 
 def _is_plain_cache(scheme: Mapping[str, Any] | None) -> bool:
@@ -129,10 +150,10 @@ FORMS = (
     StoredForm(
         "mxfp8",
         "of MXFP8 for weights and activations (NVIDIA ModelOpt's quant_algo MXFP8, compressed-tensors' format "
-        "mxfp8-quantized) with every linear map but lm_head and routers converted", _is_mxfp8,
+        "mxfp8-quantized)", _is_mxfp8,
     ),
     StoredForm(
         "nvfp4",
-        "of NVFP4 for weights and activations (quant_algo NVFP4, format nvfp4-pack-quantized), likewise", _is_nvfp4,
+        "of NVFP4 for weights and activations (quant_algo NVFP4, format nvfp4-pack-quantized)", _is_nvfp4,
     ),
 )

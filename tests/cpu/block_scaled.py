@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,19 @@ def by_modelopt(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def store(folder: Path, model: nn.Module, form: str, writer: str, token_ids: list[int]) -> dict[str, Tensor]:
+def store(
+    folder: Path, model: nn.Module, form: str, writer: str, token_ids: list[int], *, whole_names: str = "nothing",
+    **changes: Any,
+) -> dict[str, Tensor]:
     """Quantise a checkpoint on disk and give its model the values that it now holds; return what is stored.
 
-    The ranges of activations are those of some tokens.
+    The ranges of activations are those of some tokens. Names in which the expression `whole_names` is found are kept
+    whole, which `changes` of quantization_config are to say.
     """
     ranges = _ranges(model, token_ids) if form == "nvfp4" else {}
     tensors, whole, largest = load_file(folder / "model.safetensors"), {}, {}
-    linear = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    linear = [name.removesuffix(".weight") for name in tensors
+              if name.endswith("_proj.weight") and not re.search(whole_names, name)]
     for name in linear:
         weight = tensors[f"{name}.weight"]
         largest[_together(name)] = max(largest.get(_together(name), 0.0), float(weight.abs().max()))
@@ -109,7 +115,8 @@ def store(folder: Path, model: nn.Module, form: str, writer: str, token_ids: lis
         tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = MODELOPT[form] if writer == "modelopt" else compressed_config(form)
+    said = MODELOPT[form] if writer == "modelopt" else compressed_config(form)
+    config["quantization_config"] = {**said, **changes}
     (folder / "config.json").write_text(json.dumps(config))
     _give(model, whole)
     return tensors

@@ -22,13 +22,12 @@ from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import dry_run, plan_kernels
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.kernels.spec import PlatformInfo, load_target
 from tokenspeed_kernels.contracts import FP8_METHOD
 from tokenspeed_models.families import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.loading.safetensors import read_safetensors
-from tokenspeed_models.quantization_config import read_quantization
 from tokenspeed_models.testing import DenseBuild, sequence_logits
 from tokenspeed_models.weights import WeightMap
 
@@ -201,6 +200,47 @@ def test_a_served_checkpoint_answers_with_the_models_logprobs(
     assert errors.abs().mean() < 0.1
 
 
+def _targets(*names: str) -> dict[str, Any]:
+    scheme = compressed_config("nvfp4")["config_groups"]["group_0"]
+    return {"config_groups": {"group_0": {**scheme, "targets": list(names)}}}
+
+
+@pytest.mark.parametrize(("family", "writer", "whole_names", "changes"), [
+    ("Qwen3", "modelopt", "self_attn", {"ignore": ["lm_head", "*self_attn*"]}),
+    ("Llama", "modelopt", r"layers\.0\.", {"ignore": ["lm_head", "model.layers.0"]}),
+    ("Qwen3", "llm-compressor", r"layers\.[02]\.mlp", {"ignore": ["lm_head", r"re:.*layers\.[02]\.mlp\..*"]}),
+    ("Qwen2", "llm-compressor", "self_attn", _targets(r"re:.*mlp\.(gate|up|down)_proj$")),
+    ("Qwen3Moe", "llm-compressor", r"self_attn|layers\.0\.", _targets(r"re:.*mlp\.experts\..*(gate|up|down)_proj$")),
+    ("Qwen3Moe", "modelopt", "mlp", {"ignore": ["*.mlp.*", "lm_head"]}),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_attention_or_the_rest_of_a_layer_may_be_kept_whole(
+    family: str, writer: str, whole_names: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    spec = {"Llama": LLAMA, "Qwen2": QWEN2, "Qwen3": QWEN3, "Qwen3Moe": QWEN3_MOE}[family]
+    reference = save_reference(family, tmp_path, **SIZES)
+    store(tmp_path, reference, "nvfp4", writer, TOKENS, whole_names=whole_names, **changes)
+    expected, build, whole = expected_logits(reference), QuantizedBuild(NVFP4_METHOD), WholeActivations(NVFP4_METHOD)
+    found = sequence_logits(load(spec, tmp_path, build), build, TOKENS)
+    least, most = ACTIVATIONS["nvfp4"]
+    assert least / 3 < relative(found, expected) < 1.5 * most
+    if not any(op.startswith("moe_experts_") for op, _ in build.problems):  # which quantises within
+        assert relative(sequence_logits(load(spec, tmp_path, whole), whole, TOKENS), expected) < 1e-5
+    with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_total_tokens=512, max_num_seqs=2) as llm:
+        asked = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+        answer = llm.generate([{"prompt_token_ids": TOKENS}], asked)[0].outputs[0]
+    assert answer.logprobs is not None
+    ((token, likeliest),) = [(token, each.logprob) for token, each in answer.logprobs[0].items()][:1]
+    assert abs(likeliest - float(found[-1].log_softmax(dim=-1)[token])) < 0.1
+
+
+def test_a_part_of_which_some_is_kept_whole_ends_the_start_by_name(tmp_path: Path) -> None:
+    reference = save_reference("Qwen3", tmp_path, **SIZES)
+    store(tmp_path, reference, "nvfp4", "modelopt", TOKENS, ignore=["lm_head", "model.layers.1.self_attn.o_proj"])
+    config = Config.from_keywords(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    with pytest.raises(CheckpointError, match=r"keeps model.layers.1.self_attn.o_proj whole and quantises .*q_proj"):
+        dry_run(config)
+
+
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
 def test_quantised_on_load_a_whole_checkpoint_gives_what_its_stored_form_gives(family: str, tmp_path: Path) -> None:
     spec = {"Qwen3": QWEN3, "Qwen3Moe": QWEN3_MOE}[family]
@@ -311,16 +351,6 @@ def test_codes_in_a_checkpoint_that_says_nothing_of_them_are_refused() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("changes", [
-    {}, {"ignore": []}, {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
-    {"ignore": ["lm_head", "model.layers.0.mlp.gate", "re:.*mlp.gate$", "model.embed_tokens", "*.mlp.gate.*"]},
-])
-def test_both_writers_forms_are_read_by_their_method(form: str, changes: dict[str, Any]) -> None:
-    for config in (compressed_config(form), MODELOPT[form], {**MODELOPT[form], "quant_method": "modelopt_fp4"}):
-        assert read_quantization({"quantization_config": {**config, **changes}}) == form
-
-
-@pytest.mark.parametrize("form", FORMATS)
 def test_modelopts_own_file_is_read_in_place_of_config_json(form: str, tmp_path: Path) -> None:
     reference = save_reference("Qwen3", tmp_path, **SIZES)
     store(tmp_path, reference, form, "modelopt", TOKENS)
@@ -335,18 +365,3 @@ def test_modelopts_own_file_is_read_in_place_of_config_json(form: str, tmp_path:
                          "group_size": 16 if form == "nvfp4" else 32, "exclude_modules": ["lm_head"]},
     }))
     assert f"linear_{form}" in dry_run(Config.from_keywords(**settings))
-
-
-@pytest.mark.parametrize("changes", [
-    {"ignore": ["lm_head", "model.layers.0.self_attn.q_proj"]}, {"ignore": ["*self_attn*"]}, {"ignore": ["re:.*"]},
-    {"quant_algo": "NVFP4_AWQ", "format": "pack-quantized"}, {"transform_config": {"config_groups": {"R1": {}}},
-                                                              "quant_algo": "W4A16_NVFP4"},
-    {"kv_cache_scheme": {"num_bits": 4, "type": "float", "dynamic": False}}, {"quant_method": "other"},
-    {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"group_size": 64}, "input_activations": None}}},
-    {"config_groups": {"a": {"targets": ["Linear"]}, "b": {"targets": ["Embedding"]}}},
-], ids=str)
-@pytest.mark.parametrize("form", FORMATS)
-def test_forms_with_other_parts_are_refused_with_those_that_are_served(form: str, changes: dict[str, Any]) -> None:
-    for config in (compressed_config(form), MODELOPT[form]):
-        with pytest.raises(ValueError, match=r"quantization_config is .*: served are .*MXFP8 .*NVFP4"):
-            read_quantization({"quantization_config": {**config, **changes}})

@@ -83,7 +83,7 @@ def assemble(
     except ValueError as error:
         raise CheckpointError(f"{config.checkpoint_path}: {error}") from error
     method = config.quantization
-    if method is not None and not chosen.plan().find(method.linear):
+    if method is not None and not any(map(chosen.plan().find, (method.linear, *method.fused.values()))):
         raise CheckpointError(f"--quantization {method.name}: {config.model_info.architecture} asks for no "
                               f"{method.linear}, so it would have no effect; leave it out")
     block_size = solve_block_size(build, config.block_size, selector)

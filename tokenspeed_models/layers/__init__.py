@@ -15,9 +15,10 @@ from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.parts import build_of_part
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 
-LAYERS_API = 4
+LAYERS_API = 5
 
 __all__ = [
     "LAYERS_API",
@@ -31,6 +32,7 @@ __all__ = [
     "OutputHead",
     "Projection",
     "RMSNorm",
+    "build_of_part",
     "inverse_frequencies",
     "rotary_table",
 ]
