@@ -136,12 +136,23 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
     assert told == (body["logprobs"]["content"] if width >= 0 else [])
 
 
-@pytest.mark.parametrize(("text", "reason"), [("hello", "tool_calls"), ("you", "stop")])
-def test_a_reply_that_calls_and_ends_by_itself_says_so(text: str, reason: str) -> None:
-    reply, choice = make(Shape(True), [], Chat, [Shouts()])
-    choice.take([*TOKENIZER.encode(text, add_special_tokens=False).tolist(), 0], Finish.STOP, 0, None)
-    assert events(reply)[-1]["choices"][0]["finish_reason"] == reason
-    assert reply.answers[0].finish_reason == reason
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('eh{"x": 1}', "tool_calls"), ('h{"x": 1}ah{}', "tool_calls"), ('h{"x": 1}a ;', "tool_calls"), ("you", "stop"),
+        ('h{"x": 1;', "stop"), ("h;", "stop"), ('h{"x": 1}ah{"y"', "stop"),
+    ],
+)
+def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_that_are_whole(
+    text: str, reason: str
+) -> None:
+    reply, choice = make(Shape(True), [";"], Chat, [Shouts()])
+    ids = TOKENIZER.encode(text, add_special_tokens=False).tolist()
+    choice.take([*ids, 0], Finish.STOP, 0, None)
+    parts = [event["choices"][0] for event in events(reply)]
+    assert parts[-1]["finish_reason"] == reply.answers[0].finish_reason == reason
+    calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+    assert sum("id" in call for call in calls) == text.count("h")
 
 
 def test_a_whole_reply_that_is_a_call_alone_has_no_content() -> None:

@@ -117,6 +117,15 @@ def test_a_call_that_was_cut_off_says_length_and_has_the_arguments_so_far(sdk: o
     assert '{"city": "Paris"}'.startswith(arguments)
 
 
+def test_a_call_that_a_stop_string_cuts_says_stop_and_has_the_arguments_so_far(sdk: openai.OpenAI) -> None:
+    ask = {**CALLING, "stop": ["aris"]}
+    said = whole(sdk, ask)
+    assert said == streamed(sdk, ask)
+    _, _, ((name, arguments),), reason = said
+    assert (name, reason) == ("get_weather", "stop")
+    assert '{"city": "Paris"}'.startswith(arguments)
+
+
 def test_each_choice_has_calls_of_its_own(sdk: openai.OpenAI) -> None:
     choices = sdk.chat.completions.create(**CALLING, n=3).choices
     ids = [call.id for choice in choices for call in choice.message.tool_calls or ()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,16 @@ class Reader:
 
     def __init__(self, parsers: Sequence[ReplyParser]) -> None:
         self._parsers = parsers
-        self.num_calls = 0
+        self._num_calls = 0
+        self._arguments: list[str] = []  # of the last call
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, the last of them complete: a stop string may have cut it."""
+        try:
+            return bool(self._num_calls and isinstance(json.loads("".join(self._arguments)), dict))
+        except ValueError:
+            return False
 
     def read(self, text: str, *, is_over: bool) -> Sequence[Piece]:
         """Take the next piece of text and return what is certain by now."""
@@ -36,10 +46,12 @@ class Reader:
             return {"reasoning_content": event.text}
         call: dict[str, Any] = {"function": {"arguments": event.text}}
         if event.kind == "call":
-            self.num_calls += 1
+            self._num_calls, self._arguments = self._num_calls + 1, []
             function = {"name": event.text, "arguments": ""}
             call = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-        return {"tool_calls": [{"index": self.num_calls - 1, **call}]}
+        else:
+            self._arguments.append(event.text)
+        return {"tool_calls": [{"index": self._num_calls - 1, **call}]}
 
 
 def message(pieces: Iterable[Piece]) -> dict[str, Any]:

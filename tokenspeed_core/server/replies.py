@@ -169,7 +169,7 @@ class Choice:
             return
         text = "".join(self._text) + text
         pieces = self._reader.read(text, is_over=True)
-        reason = "tool_calls" if reason == "stop" and self._reader.num_calls else reason
+        reason = "tool_calls" if reason == "stop" and self._reader.has_called else reason
         answer = self._answer
         answer.finish_reason = reason
         if reply.shape.is_stream:
