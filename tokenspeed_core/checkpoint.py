@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,7 +15,8 @@ from tokenspeed_core.errors import CheckpointError, meant
 from tokenspeed_core.hub import download
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
-from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import Entry
 
 DEFAULT = "demo"  # the bundled checkpoint that is served where none is named
 _PREFERRED = ("safetensors",)  # the order of `auto` where a checkpoint is there in several formats
@@ -53,10 +54,10 @@ def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool =
     beside = path / "hf_quant_config.json"  # where some writers say what others say in config.json
     told = {"quantization_config": read_json(beside)} if beside.is_file() else {}
     own = merged({**told, **read_json(path / "config.json")}, config.hf_overrides)
-    spec = find_family(own, catalog, path)
-    describe: Callable[[Mapping[str, Any]], ModelInfo] = load_target(spec.describe)
+    entry = find_family(own, catalog, path)
+    spec = catalog.need(entry, ModelSpec)
     try:
-        info = describe(own)
+        info = make(entry, spec.describe, lambda: load_target(spec.describe)(own), ModelInfo, (ValueError,))
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     generation = path / "generation_config.json"
@@ -103,8 +104,8 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> ModelSpec:
-    """Return the family of the first architecture that one is installed for. Raises CheckpointError."""
+def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entry:
+    """Return the entry of the family of the first architecture that one is installed for. Raises CheckpointError."""
     named = config.get("architectures")
     if not isinstance(named, list) or not named:
         raise CheckpointError(f"{path}/config.json names no architectures; add the family's name with "
@@ -112,7 +113,7 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Mode
     available = catalog.names("models")
     for architecture in named:
         if architecture in available:
-            return catalog.need(catalog.get("models", architecture), ModelSpec)
+            return catalog.get("models", architecture)
     for architecture in named:
         if catalog.is_installed("models", architecture):
             catalog.get("models", architecture)  # raises, saying why it may not be used

@@ -127,6 +127,24 @@ def test_what_a_family_refuses_says_where_it_stood(catalog: Catalog, checkpoint:
     assert refusal("demo", catalog) == f"{checkpoint}: config.json: vocab_size is missing"
 
 
+def breaks(config: Mapping[str, Any]) -> ModelInfo:
+    raise KeyError("num_layers")
+
+
+@pytest.mark.parametrize(
+    ("target", "why"), [("no_such_module:describe", "ModuleNotFoundError: No module"), (f"{HERE}:breaks", "KeyError: ")]
+)
+def test_a_family_that_fails_ends_in_a_line_that_names_its_plugin(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch, target: str, why: str
+) -> None:
+    monkeypatch.setitem(globals(), "TINY", ModelSpec("TinyForCausalLM", target, f"{HERE}:Tiny"))
+    with pytest.raises(PluginError) as caught:
+        resolve_checkpoint(Config(), catalog)
+    said = f"models TinyForCausalLM of tiny-plugin 1.0: its factory {target} fails: {why}"
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
 def test_without_a_demo_a_start_without_a_model_says_what_to_type(tmp_path: Path) -> None:
     empty = Catalog.discover(Selection.read({}), distributions=[])
     assert "name a directory or a hub id" in refusal("demo", empty)

@@ -101,3 +101,10 @@ def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:
     assert decode_sizes(64, None, (32, 8, 128)) == (8, 32)
     with pytest.raises(ConfigError, match="--enforce-eager"):
         decode_sizes(4, None, (8, 16))
+
+
+def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(catalog: Catalog, tiny_config: Make) -> None:
+    spec = replace(tiny_config().model_spec, load="no_such_module:Model")
+    said = "models Qwen3ForCausalLM of tokenspeed-models .*: its factory no_such_module:Model fails: ModuleNotFound"
+    with pytest.raises(PluginError, match=said):
+        build(tiny_config(model_spec=spec), catalog, quiet)

@@ -209,11 +209,18 @@ class Catalog:
         )
 
 
-def make(entry: Entry, factory: str, call: Any, expected: type[T]) -> T:
-    """Return what `call` makes with the factory of that name, an `expected`. Raises PluginError, in one line."""
+def make(
+    entry: Entry, factory: str, call: Any, expected: type[T], passes: tuple[type[Exception], ...] = ()
+) -> T:
+    """Return what `call` makes with the factory of that name, an `expected`.
+
+    Raises PluginError, in one line, for whatever the call raises, but for what `passes`.
+    """
     of = f"{entry.kind} {entry.name} of {entry.distribution} {entry.version}"
     try:
         made = call()
+    except passes:
+        raise
     except Exception as error:  # plugin code may raise anything, and the user is told in one line
         raise PluginError(f"{of}: its factory {factory} fails: {type(error).__name__}: {error}") from error
     if not isinstance(made, expected):

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.kernels.attention import AttentionLimits
 from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import PlatformInfo, load_target
 from tokenspeed_core.models import Model
-from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.runner.build import ModelBuild, solve_block_size
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.memory import PoolLimits
@@ -77,9 +77,10 @@ def assemble(
 
     chosen = selector()
     build = ModelBuild(config, torch.device("meta") if only_plan else device, chosen)
-    family: Callable[[Any, ModelBuild], Model] = load_target(config.model_spec.load)
+    spec, passes = config.model_spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
+    entry = catalog.get("models", spec.architecture)
     try:
-        model = family(config.hf_config, build)
+        model: Any = make(entry, spec.load, lambda: load_target(spec.load)(config.hf_config, build), object, passes)
     except ValueError as error:
         raise CheckpointError(f"{config.checkpoint_path}: {error}") from error
     method = config.quantization
