@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -42,12 +43,12 @@ def check_step(host: AttentionStep | None, device: AttentionStep | None) -> None
 
 
 def check(host: StepInputs, device: StepInputs) -> None:
-    for name in ("token_ids", "positions", "device_slots", "new_positions"):
-        one, other = getattr(host, name), getattr(device, name)
+    for name in ("token_ids", "positions", "rows.device_slots", "rows.new_positions"):
+        one, other = map(attrgetter(name), (host, device))
         assert one.dtype == other.dtype == torch.int64
         assert torch.equal(one, other), name
-    assert np.array_equal(host.rows, device.rows)
-    assert np.array_equal(host.slots, device.slots)
+    assert np.array_equal(host.rows.plan_rows, device.rows.plan_rows)
+    assert np.array_equal(host.rows.slots, device.rows.slots)
     assert (host.logit_index is None) == (device.logit_index is None)
     if host.logit_index is not None and device.logit_index is not None:
         assert torch.equal(host.logit_index, device.logit_index)

@@ -90,10 +90,8 @@ class EngineLoop:
         if now - self._pulse_at < PULSE_SECONDS and works == self._was_working:
             return
         self._pulse_at, self._was_working = now, works
-        scheduler = self.engine.scheduler
-        self._send_all(
-            Pulse(self.engine.num_steps, scheduler.num_running, scheduler.num_waiting, self._is_draining)
-        )
+        roster = self.engine.scheduler.roster
+        self._send_all(Pulse(self.engine.num_steps, roster.num_running, roster.num_waiting, self._is_draining))
 
 
 def main() -> int:

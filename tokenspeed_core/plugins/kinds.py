@@ -27,10 +27,7 @@ KERNELS = Kind(1)  # implementations of an op family, by backend name
 UNUSED = Kind(1, is_used=False)
 _OF_PLUGINS = ("norm", "rope", "activation", "linear", "moe", "mla", "comm")  # families whose ops plugins bring
 KINDS: dict[str, Kind] = {
-    **{
-        f"{KERNELS_PREFIX}{family}": KERNELS
-        for family in ("attention", "cache", "sampling")
-    },
+    **{f"{KERNELS_PREFIX}{family}": KERNELS for family in ("attention", "cache", "sampling")},
     **{f"{KERNELS_PREFIX}{family}": UNUSED for family in _OF_PLUGINS},
     "models": Kind(1),  # model families, by the architectures name of config.json
     "load_formats": Kind(1),  # ways to read weights, for --load-format

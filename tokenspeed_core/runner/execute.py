@@ -14,7 +14,7 @@ from tokenspeed_core.runner.assemble import Assembly
 from tokenspeed_core.runner.attention import bind_arena
 from tokenspeed_core.runner.blame import blame
 from tokenspeed_core.runner.graphs import GraphLaunch, StepGraphs
-from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, InputMaker
+from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker
 from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
 from tokenspeed_core.runner.rows import (
     DRAWS,
@@ -78,7 +78,7 @@ class LocalRunner:
         )
         self._rows = DeviceRows(layout, self._device)
         split = tuple(group.is_split for group in self._groups)
-        self._inputs: InputMaker = (
+        self._inputs = (
             HostInputMaker(self._rows, self.block_size, split)
             if self._stream is None
             else DeviceInputMaker(self._rows, self.block_size, split, self._link)
@@ -209,10 +209,10 @@ class LocalRunner:
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
             group.begin(group_inputs)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.logit_index)
-        if not len(inputs.rows):
+        if not len(inputs.rows.plan_rows):
             return _Launched(plan, None, None)
         logits = self._model.logits(hidden)
-        return _Launched(plan, logits, Rows(inputs.rows, inputs.slots, inputs.device_slots, inputs.new_positions))
+        return _Launched(plan, logits, inputs.rows)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for copy in plan.block_copies:

@@ -7,7 +7,6 @@ the device's. Neither waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import torch
 from tokenspeed_core.kernels.attention import AttentionStep
 from tokenspeed_core.runner.link import Link
 from tokenspeed_core.runner.rows import DeviceRows
+from tokenspeed_core.runner.sampler import Rows
 from tokenspeed_core.step import I32, I64, StepPlan
 
 
@@ -37,20 +37,15 @@ class GroupInputs:
 class StepInputs:
     """What a forward takes, and what the sampling after it does.
 
-    `token_ids`, `positions` int64 [T]. `rows` are the plan's rows that sample, R of them; `logit_index`
-    int64 [R] the query token whose hidden state each needs (None: token i for row i); `slots` their slots
-    on the host and `device_slots` int64 [R] on the device; `new_positions` int64 [R] where the sampled
-    tokens will stand.
+    `token_ids`, `positions` int64 [T]. `rows` are those that sample, R of them; `logit_index` int64 [R] the query
+    token whose hidden state each needs (None: token i for row i).
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: tuple[GroupInputs, ...]
-    rows: I32
-    slots: I32
+    rows: Rows
     logit_index: torch.Tensor | None
-    device_slots: torch.Tensor
-    new_positions: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,13 +112,6 @@ class _Shape:
         )
 
 
-class InputMaker(Protocol):
-    """Makes a step's inputs, and moves the slots' state on by the step's query tokens."""
-
-    def make(self, plan: StepPlan) -> StepInputs:
-        """Apply the plan's deltas and return the inputs. The plan has at least one row."""
-
-
 class HostInputMaker:
     """Makes inputs where the state is host memory."""
 
@@ -138,7 +126,7 @@ class HostInputMaker:
         self._split = split
 
     def make(self, plan: StepPlan) -> StepInputs:
-        """Apply the plan's deltas and return the inputs."""
+        """Apply a plan's deltas, move lengths on, and return the inputs. The plan has at least one row."""
         shape = _Shape.of(plan)
         words, values = self._layout.writes(plan)
         self._state[words] = values
@@ -164,11 +152,11 @@ class HostInputMaker:
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             groups=self._groups(shape, seq_lens, positions, token_slots),
-            rows=shape.rows,
-            slots=sampling,
+            rows=Rows(
+                shape.rows, sampling, torch.from_numpy(sampling.astype(np.int64)),
+                torch.from_numpy(new_positions.astype(np.int64)),
+            ),
             logit_index=logit_index,
-            device_slots=torch.from_numpy(sampling.astype(np.int64)),
-            new_positions=torch.from_numpy(new_positions.astype(np.int64)),
         )
 
     def _groups(self, shape: _Shape, seq_lens: I32, positions: I64, token_slots: I32) -> tuple[GroupInputs, ...]:
@@ -195,7 +183,7 @@ class DeviceInputMaker:
         self._link = link
 
     def make(self, plan: StepPlan) -> StepInputs:
-        """Apply the plan's deltas and return the inputs."""
+        """Apply a plan's deltas, move lengths on, and return the inputs. The plan has at least one row."""
         shape, rows = _Shape.of(plan), self._rows
         words, values = rows.layout.writes(plan)
         token_rows, offsets = shape.token_rows()
@@ -218,11 +206,8 @@ class DeviceInputMaker:
             token_ids=ids,
             positions=positions,
             groups=self._groups(shape, query_start, seq_lens, device_slots, positions, token_slots),
-            rows=shape.rows,
-            slots=sampling,
+            rows=Rows(shape.rows, sampling, device_slots[sampled], seq_lens[sampled].to(torch.int64)),
             logit_index=None if shape.samples_each_token else last,
-            device_slots=device_slots[sampled],
-            new_positions=seq_lens[sampled].to(torch.int64),
         )
 
     def _groups(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,21 +24,8 @@ Fetch = Callable[[], list[np.ndarray[Any, Any]]]
 """Tensors on their way to the host: waits for them, and returns the arrays, the caller's to keep."""
 
 
-class Link(Protocol):
-    """The way to one device and back."""
-
-    def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
-        """Return tensors on the device that hold (or, on the CPU, share) the arrays."""
-
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
-        """Start to copy tensors to the host, as they are once the work launched so far is done."""
-
-    def fetch_ids(self, ids: torch.Tensor) -> Fetch:
-        """Do as `fetch` for one tensor int32 [R]."""
-
-
 class HostLink:
-    """The link to the CPU."""
+    """The link to the CPU, where both sides are the same memory."""
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Return tensors that share the arrays' memory (read-only ones, such as the wire's, are copied)."""
@@ -135,6 +122,10 @@ class CudaLink:
             parts.append((host[offset:end], _NUMPY[tensor.dtype], tuple(tensor.shape)))
         event.record(self._stream)
         return partial(_wait, event, parts)
+
+
+Link = HostLink | CudaLink
+"""The way to one device and back."""
 
 
 def _wait(

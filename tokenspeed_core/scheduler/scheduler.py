@@ -83,16 +83,6 @@ class Scheduler:
                 self.roster.end(state, Finish.ABORT)
 
     @property
-    def num_running(self) -> int:
-        """Sequences that hold a slot."""
-        return self.roster.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for a slot or for input."""
-        return self.roster.num_waiting
-
-    @property
     def num_in_flight(self) -> int:
         """Steps launched and not yet applied."""
         return len(self._in_flight)
@@ -100,7 +90,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a plan may come out, now or when what is in flight is over."""
-        return bool(self.num_running or self.roster.has_candidates or self._in_flight)
+        return bool(self.roster.num_running or self.roster.has_candidates or self._in_flight)
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -111,7 +101,7 @@ class Scheduler:
         """
         draft, budget = self.empty(), self.limits.budget
         most = budget if max_prefill is None or not self.limits.is_chunking else max_prefill
-        if self.num_running:
+        if self.roster.num_running:
             self._running.plan(draft, budget, most)
         left = min(budget - draft.num_tokens, most - draft.num_chunk_tokens)
         self._admission.plan(draft, left, self.num_in_flight)
