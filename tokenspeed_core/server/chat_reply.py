@@ -25,7 +25,7 @@ class Reader:
         """Whether there are calls, the last of them complete: a stop string may have cut it."""
         try:
             return bool(self._num_calls and isinstance(json.loads("".join(self._arguments)), dict))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
     def read(self, text: str, *, is_over: bool) -> Sequence[Piece]:
