@@ -42,8 +42,7 @@ def send_outputs(sockets: Sequence[Socket], outputs: Outputs) -> None:
 def split(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
     """Yield each API worker that has sequences in a step, with their rows."""
     owners = outputs.sequence_ids >> WORKER_SHIFT
-    workers = np.unique(owners).tolist()
-    for worker in workers:
+    for worker in sorted(set(owners.tolist())):
         rows = owners == worker
         listed = rows[outputs.logprob_rows]
         entries = np.repeat(listed, outputs.num_tokens[outputs.logprob_rows])
