@@ -1,7 +1,8 @@
 """Write docs/contract.json: every public signature, beside the version that says when it changed.
 
 A surface whose signatures are not those of its version is refused: an addition raises the version's minor, and what
-would break a plugin raises its major (a surface with a single number: any change raises it).
+would break a plugin raises its major (a surface with a single number: any change raises it). So is a deprecation that
+does not last for its two minors of tokenspeed-core, or that outlasts them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 PATH = Path(__file__).with_name("contract.json")
+CORE = "tokenspeed_core.api"
 Signatures = dict[str, str]
 
 
@@ -28,7 +30,7 @@ def core() -> Signatures:
     from tokenspeed_core.plugins.kinds import KINDS
     from tokenspeed_core.plugins.selection import Selection
 
-    found = named("tokenspeed_core.api")
+    found = named(CORE)
     for module, name in (("distribution", "DistributionConformance"), ("kernel", "KernelConformance"),
                          ("model", "ModelConformance"), ("parser", "ParserConformance"),
                          ("policy", "PolicyConformance")):
@@ -53,7 +55,7 @@ def surfaces() -> Mapping[str, tuple[str, Callable[[], Signatures]]]:
     from tokenspeed_core.api import API_VERSION
     from tokenspeed_models.layers import LAYERS_API
 
-    return {"tokenspeed_core.api": (API_VERSION, core), "tokenspeed_models.layers": (str(LAYERS_API), layers)}
+    return {CORE: (API_VERSION, core), "tokenspeed_models.layers": (str(LAYERS_API), layers)}
 
 
 def named(module: str) -> Signatures:
@@ -120,9 +122,60 @@ def misversioned(old: Mapping[str, Any], version: str, signatures: Signatures) -
     return ""
 
 
+def deprecations() -> dict[str, list[str]]:
+    """Return what the core deprecates: since when, until when, and what replaces it."""
+    from tokenspeed_core.plugins.deprecations import DEPRECATED
+
+    return {old: list(each) for old, each in DEPRECATED.items()}
+
+
+def offered() -> set[str]:
+    """Return all that can be deprecated and is there, named as a deprecation names it."""
+    from tokenspeed_core.config.schema import Config, flag
+    from tokenspeed_core.plugins.kinds import KINDS
+
+    contracts = (f"kind {kind} [api{number}]" for kind, each in KINDS.items() for number in range(1, each.api + 1))
+    return {*core(), *contracts, *(f"flag {flag(name)}" for name in Config.model_fields)}
+
+
+def untimely(
+    recorded: Mapping[str, list[str]], rows: Mapping[str, list[str]], there: Collection[str], version: str
+) -> list[str]:
+    """Return what is wrong with the deprecations `rows` in a version of the core, beside those last recorded.
+
+    `there` is what the core offers. What was announced holds: a thing stays for its two minors, and not for longer.
+    """
+    now, wrong = minor(version), []
+    for old, (since, goes, replacement) in rows.items():
+        if minor(goes) != (minor(since)[0], minor(since)[1] + 2):
+            wrong.append(f"{old}: goes with {goes}, which is not two minors after {since}")
+        elif now >= minor(goes):
+            wrong.append(f"{old}: was to go with {goes}, and this is {version}; remove it and its row")
+        elif old not in there:
+            wrong.append(f"{old}: is gone, and was to stay until {goes}; put it back")
+        if not replacement:
+            wrong.append(f"{old}: names nothing that replaces it")
+    for old, row in recorded.items():
+        if now < minor(row[1]) and list(rows.get(old, ()))[:2] != row[:2]:
+            wrong.append(f"{old}: was announced to go with {row[1]}; put its row back as it was")
+    return wrong
+
+
+def minor(version: str) -> tuple[int, int]:
+    """Return the major and the minor of a version."""
+    major, second = version.split(".")[:2]
+    return int(major), int(second)
+
+
 def main() -> int:
     """Write the file, or say what keeps it from being written."""
+    from tokenspeed_core import __version__
+
     recorded = json.loads(PATH.read_text()) if PATH.is_file() else {}
+    announced = recorded.get(CORE, {}).get("deprecated", {})
+    if wrong := untimely(announced, deprecations(), offered(), __version__):
+        print("\n".join(wrong), file=sys.stderr)
+        return 1
     made = {}
     for surface, (version, read) in surfaces().items():
         old, signatures = recorded.get(surface, {}), read()
@@ -131,6 +184,7 @@ def main() -> int:
             return 1
         versions = {**old.get("versions", {}), version: digest(signatures)}
         made[surface] = {"version": version, "versions": versions, "signatures": signatures}
+    made[CORE]["deprecated"] = deprecations()
     PATH.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 

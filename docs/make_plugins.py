@@ -15,6 +15,7 @@ from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.plugins import hookspecs
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.deprecations import DEPRECATED
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX, KINDS
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.testing.distribution import DistributionConformance, core_range
@@ -59,11 +60,21 @@ FLAGS = {"attention": "--attention-backend", "moe": "--moe-backend", "sampling":
 def page() -> str:
     """Return the page."""
     ours = Catalog.discover(Selection(frozenset()), check=False)
+    filled = {"CORE_RANGE": core_range(), "API_VERSION": api.API_VERSION, "DEPRECATIONS": deprecations()}
+    head = HEAD.read_text(encoding="utf-8")
+    for word, text in filled.items():
+        head = head.replace(word, text)
     parts = [
-        HEAD.read_text(encoding="utf-8").replace("CORE_RANGE", core_range()).replace("API_VERSION", api.API_VERSION),
+        head,
         *kernels(ours), *kinds(), *unused(), *hooks(), *kit(), *matrix(ours),
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def deprecations() -> str:
+    """Return what is deprecated now, for the page's head."""
+    rows = [f"\n- `{old}` {each}" for old, each in DEPRECATED.items()]
+    return "Deprecated now:\n" + "".join(rows) if rows else "Nothing is deprecated today."
 
 
 def kernels(catalog: Catalog) -> Iterator[str]:

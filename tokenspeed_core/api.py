@@ -6,6 +6,8 @@ raises its minor; whatever would break a plugin raises its major, and the `api` 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from tokenspeed_core.kernels.attention import (
     AttentionFactory,
     AttentionKernel,
@@ -29,10 +31,11 @@ from tokenspeed_core.models import (
     WeightReader,
 )
 from tokenspeed_core.parsers import ParserContext, ParserSpec, ReplyEvent, ReplyParser
+from tokenspeed_core.plugins.deprecations import DEPRECATED, warn
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
-API_VERSION = "1.8"
+API_VERSION = "1.9"
 
 __all__ = [
     "API_VERSION",
@@ -78,3 +81,12 @@ __all__ = [
     "WeightReader",
     "hookimpl",
 ]
+
+if not TYPE_CHECKING:  # which would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """Return what is deprecated and stands here as `_name`, and warn whoever asks for it."""
+        if (old := f"{__name__}.{name}") not in DEPRECATED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warn(old)
+        return globals()[f"_{name}"]

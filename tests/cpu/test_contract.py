@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from tokenspeed_core import __version__, api
+from tokenspeed_core.plugins.deprecations import DEPRECATED, Deprecation
+
 pytestmark = pytest.mark.tree
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -67,3 +70,50 @@ def test_an_addition_asks_for_a_minor_and_a_break_for_a_major(
     complaint = contract.misversioned(old, version, after)
     assert said in complaint
     assert bool(said) == bool(complaint)
+
+
+def test_what_is_deprecated_is_recorded_and_in_its_two_minors(contract: ModuleType) -> None:
+    recorded = RECORDED[contract.CORE]["deprecated"]
+    assert contract.untimely(recorded, contract.deprecations(), contract.offered(), __version__) == []
+    assert recorded == contract.deprecations(), "run python docs/make_contract.py"
+
+
+ROWS = {"m.f": ["0.2", "0.4", "m.g"]}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rows", "there", "version", "said"),
+    [
+        ({}, ROWS, {"m.f"}, "0.2.0", ""),
+        (ROWS, ROWS, {"m.f"}, "0.3.9", ""),
+        (ROWS, {}, set(), "0.4.0", ""),
+        (ROWS, ROWS, set(), "0.3.0", "m.f: is gone, and was to stay until 0.4; put it back"),
+        (ROWS, {}, set(), "0.3.0", "m.f: was announced to go with 0.4; put its row back as it was"),
+        (ROWS, {"m.f": ["0.3", "0.5", "m.g"]}, {"m.f"}, "0.3.0", "m.f: was announced to go with 0.4; put its row back"),
+        (ROWS, ROWS, {"m.f"}, "0.4.0", "m.f: was to go with 0.4, and this is 0.4.0; remove it and its row"),
+        ({}, {"m.f": ["0.2", "0.3", "m.g"]}, {"m.f"}, "0.2.0", "m.f: goes with 0.3, which is not two minors after 0.2"),
+        ({}, {"m.f": ["0.2", "0.4", ""]}, {"m.f"}, "0.2.0", "m.f: names nothing that replaces it"),
+    ],
+    ids=["new", "old", "over", "gone too early", "row gone too early", "put off", "kept too long", "short", "bare"],
+)
+def test_what_is_deprecated_neither_goes_too_early_nor_stays_too_long(
+    contract: ModuleType, recorded: Any, rows: Any, there: set[str], version: str, said: str
+) -> None:
+    complaint = "\n".join(contract.untimely(recorded, rows, there, version))
+    assert said in complaint
+    assert bool(said) == bool(complaint)
+
+
+def test_names_parameters_fields_hooks_contracts_and_flags_can_be_deprecated(contract: ModuleType) -> None:
+    assert contract.offered() >= {
+        "tokenspeed_core.api.View", "tokenspeed_core.api.BuildContext.attention(group)", "hook observe_step(record)",
+        "tokenspeed_core.api.KernelSpec.obtain", "kind policies [api1]", "flag --seed",
+    }
+
+
+def test_a_deprecated_name_stays_in_the_contract(contract: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEPRECATED, "tokenspeed_core.api.Glance", Deprecation("0.2", "0.4", "tokenspeed_core.api.View"))
+    monkeypatch.setattr(api, "_Glance", api.View, raising=False)
+    monkeypatch.setattr(api, "__all__", [*api.__all__, "Glance"])
+    with pytest.warns(FutureWarning, match="Glance"):
+        assert "tokenspeed_core.api.Glance.num_query" in contract.offered()

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from tokenspeed_core.config.foreign import refuse_foreign
 from tokenspeed_core.config.schema import Config, choices, flag
 from tokenspeed_core.errors import ConfigError, meant
+from tokenspeed_core.plugins.deprecations import warn
 
 PYTHON = "Python"
 _RULES = {  # in words, by the types of pydantic's errors
@@ -37,6 +38,8 @@ def build(values: Mapping[str, tuple[Any, str]]) -> Config:
     for name, (_, origin) in values.items():
         if name not in Config.model_fields:
             raise ConfigError(unknown(name, origin))
+        if origin not in ("default", "auto"):
+            warn(f"flag {flag(name)}", origin)
     try:
         config = Config.model_validate({name: value for name, (value, _) in values.items()})
     except ValidationError as error:

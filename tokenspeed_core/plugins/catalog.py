@@ -14,6 +14,7 @@ from typing import Any, TypeVar, overload
 
 from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, meant
+from tokenspeed_core.plugins.deprecations import warn
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import kind_of
 from tokenspeed_core.plugins.metadata import read_entries
@@ -34,7 +35,7 @@ class Catalog:
         self._entries = tuple(_mark_conflicts(entries))
         self._selection = selection or Selection()
         self._pinned: Mapping[str, str] | None = None
-        self._strict = strict
+        self.is_strict = strict  # whether a plugin that misbehaves ends the start (--strict-plugins)
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, str] = {}
 
@@ -70,11 +71,6 @@ class Catalog:
             reasons = [f"{e.kind} {e.name} is {e.status}: {e.reason}" for e in self._entries if e.distribution == name]
             raise PluginError(f"{VARIABLE} names {name}, and nothing of it can be used; {'; '.join(reasons)}")
         self._pins()
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether a plugin that misbehaves ends the start (--strict-plugins)."""
-        return self._strict
 
     def all(self) -> tuple[Entry, ...]:
         """Return every entry, the unusable ones included, with what is known of failures."""
@@ -133,6 +129,7 @@ class Catalog:
         if entry.distribution not in {reader.distribution for reader in self._readers()}:
             self._pins()
         if entry not in self._loaded and entry not in self._failures:
+            warn(f"kind {entry.kind} [api{entry.api}]", f"{entry.distribution} {entry.version}")
             try:
                 self._loaded[entry] = _import(entry, expected)
             except (Exception, SystemExit):  # plugin code may raise anything; one must not take all down
@@ -181,7 +178,7 @@ class Catalog:
 
     def _is_required(self, entry: Entry) -> bool:
         """Say whether an entry must not fail: none may, or the user named or locked its distribution."""
-        return self._strict or entry.distribution in {*(self._selection.only or ()), *self._pins()}
+        return self.is_strict or entry.distribution in {*(self._selection.only or ()), *self._pins()}
 
     def _pins(self) -> Mapping[str, str]:
         """Return the content's hash of each distribution that is locked, none without a lock.

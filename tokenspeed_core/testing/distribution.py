@@ -11,12 +11,14 @@ import importlib.util
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import tokenspeed_core
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.deprecations import DEPRECATED
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.selection import Selection, normalise
 
@@ -76,6 +78,11 @@ class DistributionConformance:
         private = [f"{path.name}:{line}: {name}" for path, line, name in self._core_imports() if not is_public(name)]
         assert not private, f"not public, so they may change without notice: {'; '.join(private)}"
 
+    def test_what_it_uses_and_will_not_be_there_for_long_is_named(self) -> None:
+        """Contracts and names of the core that are deprecated: each warns with what replaces it, and none fails."""
+        for use in self._deprecated_uses():
+            warnings.warn(use, FutureWarning, stacklevel=1)
+
     def test_its_entries_load(self) -> None:
         """The descriptors are of the right type, and what they point at exists where their modules do."""
         catalog = Catalog([entry for entry in self._entries() if entry.status is Status.OK], strict=True)
@@ -88,6 +95,14 @@ class DistributionConformance:
         assert found, f"{wanted} is not installed, or names no entry point of a group `tokenspeed.*`"
         return found
 
+    def _deprecated_uses(self) -> Iterator[str]:
+        for entry in self._entries():
+            if (old := f"kind {entry.kind} [api{entry.api}]") in DEPRECATED:
+                yield f"{entry.name}: {old} {DEPRECATED[old]}"
+        for path, line, name in self._core_imports():
+            if name in DEPRECATED:
+                yield f"{path.name}:{line}: {name} {DEPRECATED[name]}"
+
     def _packages(self) -> list[Path]:
         """Return the folders of the top-level packages that the entries are in."""
         names = sorted({entry.value.partition(":")[0].partition(".")[0] for entry in self._entries()})
@@ -99,6 +114,12 @@ class DistributionConformance:
             for path in sorted(package.rglob("*.py")):
                 for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                     yield from ((path, line, name) for line, name in _imported(node) if _is_core(name))
+
+
+def deprecated_uses(distribution: str) -> list[str]:
+    """Return the uses of what is deprecated that an installed distribution's metadata and imports show; none runs."""
+    suite = type("Asked", (DistributionConformance,), {"distribution": distribution})()
+    return list(dict.fromkeys(suite._deprecated_uses()))
 
 
 def is_public(name: str) -> bool:

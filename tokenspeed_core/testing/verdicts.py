@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +50,11 @@ def verdicts(distribution: str) -> Iterator[Verdict]:
             asked = Verdict(subject, question, "running")
             yield asked
             start = time.monotonic()
-            answer = _ask(suite, name)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                answer = _ask(suite, name)
+            told = (text for each in caught if " is deprecated since tokenspeed-core " in (text := str(each.message)))
+            answer["detail"] = "\n".join(filter(None, [answer.get("detail"), *dict.fromkeys(told)]))
             yield replace(asked, **answer, seconds=round(time.monotonic() - start, 2))
 
 

@@ -33,6 +33,7 @@ def doctor(
     found += of_editables(distributions())
     gone = {each.distribution for each in found if each.is_code_gone}
     found += findings.of_status(entry for entry in _worst(everything, chosen) if entry.distribution not in gone)
+    found += findings.of_deprecations(each for each in installed if each.name not in gone)
     unlocked = findings.of_lock(chosen)
     found += unlocked
     if not unlocked:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from tokenspeed_core.commands import VARIABLE, Entry, Selection, Status, normalise
+from tokenspeed_core.commands import DEPRECATED, VARIABLE, Entry, Selection, Status, normalise
+from tokenspeed_core.testing.distribution import deprecated_uses
 from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
 from tokenspeed_plugin_tools.lock import LockError, mismatches, read_lock
 from tokenspeed_plugin_tools.probe import Probed
@@ -103,6 +104,18 @@ def of_status(entries: Iterable[Entry]) -> Iterator[Finding]:
             yield Finding(entry.distribution, entry.version, clash, mend)
         elif entry.status is Status.UNUSED:
             yield Finding(entry.distribution, entry.version, what, "nothing: a newer core may use it", is_note=True)
+
+
+def of_deprecations(installed: Iterable[Installed]) -> Iterator[Finding]:
+    """Yield what a distribution uses that this core will not have for long; imports nothing."""
+    for each in {each.name: each for each in installed}.values() if DEPRECATED else ():
+        try:
+            uses = deprecated_uses(each.name)
+        except (AssertionError, ImportError, OSError, SyntaxError, ValueError):
+            continue  # what keeps its sources from being read is a finding of its own
+        for use in uses:
+            mend = f"pip install --upgrade {each.name}, or tell its author"
+            yield Finding(each.name, each.version, use, mend, is_note=True)
 
 
 def of_lock(entries: Sequence[Entry]) -> list[Finding]:

@@ -15,7 +15,7 @@ import typer
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.layout import GAP, aligned, folded
-from tokenspeed_plugin_tools.origins import record_of, where_from
+from tokenspeed_plugin_tools.origins import notice, record_of, where_from
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
 
@@ -89,9 +89,9 @@ def table(entries: Sequence[Entry], width: int | None = None) -> str:
     if width is not None and max(map(len, lines)) > width:
         lines = list(_blocks(groups, width))
     reasons = dict.fromkeys(
-        f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {group[0].reason}"
+        f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {said}"
         for group in groups
-        if group[0].status is not Status.OK
+        if (said := group[0].reason or notice(group[0]))
     )
     return "\n".join([*lines, *([""] if reasons else []), *reasons])
 

@@ -1,11 +1,11 @@
-"""Who published a distribution, and how it was installed."""
+"""What is told of an entry beside its metadata: who published it, how it was installed, and whether it lasts."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from tokenspeed_core.commands import OURS, Entry
+from tokenspeed_core.commands import DEPRECATED, OURS, Entry
 
 # By exact name: strangers publish under the prefix too. Those of `OURS` stay without plugins, these do not.
 PUBLISHED = OURS | {
@@ -27,10 +27,17 @@ def where_from(entry: Entry) -> str:
     return who if entry.origin == "installed" else f"{who}, {entry.origin}"
 
 
+def notice(entry: Entry) -> str:
+    """Return which contract an entry follows that this core will not take for long, "" for none."""
+    contract = f"kind {entry.kind} [api{entry.api}]"
+    return f"{contract} {DEPRECATED[contract]}" if contract in DEPRECATED else ""
+
+
 def record_of(entry: Entry) -> dict[str, Any]:
     """Return an entry for JSON."""
     return {
         **asdict(entry),
         "publisher": publisher(entry.distribution),
+        "deprecated": notice(entry),
         "is_editable": entry.origin.startswith("editable "),
     }
