@@ -89,6 +89,9 @@ def test_every_step_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens()
         assert min(fitting) <= max(32, 2 * tokens)
     many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 4096})
     assert many == [4096, 5120, 6144, 7168, 8192]
+    few = [size.num_chunks for size in sizes if size.num_chunk_tokens <= 256]
+    assert set(few) == {16}, "rows that few prompts of few tokens leave empty"
+    assert {size.num_chunks for size in sizes if size.num_chunk_tokens == 8192} == {64}
     assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
 
 

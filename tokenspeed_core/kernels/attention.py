@@ -77,6 +77,7 @@ class AttentionKernel(Protocol):
     def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
         """Attend. q, out [T, H, D]; k_cache, v_cache [B, block_size, K, D] (strided on B). Writes `out`.
 
+        The two parts of a mixed step, each of which has its own rows of `out`, may run beside each other.
         Captured into graphs: allocates nothing that a replay could not find again.
         """
 

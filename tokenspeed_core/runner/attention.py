@@ -15,6 +15,8 @@ from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.models import Rotation
 from tokenspeed_core.runner.inputs import GroupInputs
 
+Piece = tuple[str, AttentionStep, slice | None]  # phase, its step, and which query tokens (None: all)
+
 
 class AttentionGroup:
     """The layers of one cache group. `begin` is called once a step, before the model's forward."""
@@ -24,7 +26,8 @@ class AttentionGroup:
         self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
         self.is_split = False  # whether mixed steps are served in two parts, since the phases have different backends
         self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
-        self.pieces: list[tuple[str, AttentionStep, slice | None]] = []  # phase, and which query tokens (None: all)
+        self.pieces: list[Piece] = []
+        self.side: torch.cuda.Stream | None = None  # where the second of two pieces runs, beside the first
 
     def begin(self, inputs: GroupInputs) -> None:
         """Take a step: tell each kernel in use, and note which query tokens it serves."""
@@ -68,13 +71,25 @@ class AttentionLayer:
         """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
         self.place(q, k, v, self.k_cache, self.v_cache, self.group.slot_mapping, *rotation)
         out = q.new_empty(q.shape)
-        for phase, _, tokens in self.group.pieces:
-            kernel = self.kernels[phase]
-            if tokens is None:
-                kernel.forward(q, self.k_cache, self.v_cache, out)
-            else:
-                kernel.forward(q[tokens], self.k_cache, self.v_cache, out[tokens])
+        first, *others = self.group.pieces
+        if not others or self.group.side is None:
+            for piece in self.group.pieces:
+                self._attend(piece, q, out)
+        else:
+            main = torch.cuda.current_stream()
+            self.group.side.wait_stream(main)
+            with torch.cuda.stream(self.group.side):  # prompts first: few long programs, among which decodes find room
+                for piece in others:
+                    self._attend(piece, q, out)
+            self._attend(first, q, out)
+            main.wait_stream(self.group.side)
         return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
+
+    def _attend(self, piece: Piece, q: Tensor, out: Tensor) -> None:
+        phase, _, tokens = piece
+        if tokens is not None:
+            q, out = q[tokens], out[tokens]
+        self.kernels[phase].forward(q, self.k_cache, self.v_cache, out)
 
 
 def placing(rotate: Callable[..., None] | None, write: Callable[..., None], scale: float) -> Callable[..., None]:

@@ -13,6 +13,8 @@ _MOST_CHUNKS = 64
 _FEW_TOKENS = 512  # up to here, padding decodes costs as much as the chunk itself
 _MANY_TOKENS = 4096  # from here on, padding costs more than a graph more does
 _SMALLEST_CHUNK = 32
+_TOKENS_OF_A_CHUNK = 16  # of a bucket, so that prompts find rows: a row that none takes costs its kernels time too
+_FEW_CHUNKS = 16
 
 
 def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | None) -> tuple[int, ...]:
@@ -43,9 +45,10 @@ def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int)
         tokens.append(tokens[-1] + power // (1 if power < 256 else 2 if power < _MANY_TOKENS else 4))
     most, chunks = decodes[-1], min(_MOST_CHUNKS, max_num_seqs)
     few = sorted({0, *(size for size in (16, 64) if size < most), most})
+    rows = [min(chunks, max(_FEW_CHUNKS, count // _TOKENS_OF_A_CHUNK)) for count in tokens[:-1]]
     mixed = [
-        BucketSize(each, chunks, min(count, max_num_tokens))
-        for count in tokens
+        BucketSize(each, num_chunks, min(count, max_num_tokens))
+        for count, num_chunks in zip(tokens, (*rows, chunks), strict=True)
         for each in (few if count <= _FEW_TOKENS else (0, most))
     ]
     return (*(BucketSize(each, 0, 0) for each in decodes), *mixed)

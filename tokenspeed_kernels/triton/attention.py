@@ -121,13 +121,12 @@ class TritonAttention:
         if self._first_layer is None:
             self._first_layer = k_cache.data_ptr()
         shared = self._launches[-1].shared if self._launches else None
-        if shared is not None and k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any
-            self.shared.find(self._step, shared)
-        is_first = True
+        if shared is not None:  # first: where nothing is shared it leaves at once, and the others run beside each other
+            if k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any
+                self.shared.find(self._step, shared)
+            self.shared.attend(self._step, shared, q, k_cache, v_cache)
+        is_first = shared is None
         for launch in self._launches:
-            if launch.shared is not None:
-                self.shared.attend(self._step, launch.shared, q, k_cache, v_cache, is_first=is_first)
-                is_first = False
             self._attend(launch, q, k_cache, v_cache, out, is_first=is_first)
             is_first = False
 

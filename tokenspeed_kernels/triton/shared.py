@@ -86,10 +86,9 @@ class SharedPrefix:
         )
 
     def attend(
-        self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
-        is_first: bool,
+        self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> None:
-        """Fill `partial` and `lse` for one layer, if keys are shared; `is_first` of what that layer launches."""
+        """Fill `partial` and `lse` for one layer, if keys are shared; the first that a layer launches."""
         problem = self._problem
         attend_shared[(launch.num_pieces, problem.num_kv_heads, launch.num_tiles)](
             q, k_cache, v_cache, self.partial, self.lse, self.found, step.query_start, step.seq_lens,
@@ -98,7 +97,7 @@ class SharedPrefix:
             G=self._num_groups, K=problem.num_kv_heads, D=problem.head_size, BLOCK_D=self._block_d,
             BLOCK_SIZE=problem.block_size, BLOCK_M=launch.block_m, BLOCK_N=BLOCK_N,
             PRECISION="ieee" if problem.dtype == "float32" else "tf32", EARLY=self._early,
-            FIRST=is_first, num_warps=4, num_stages=self._num_stages, launch_pdl=self._early,
+            num_warps=4, num_stages=self._num_stages, launch_pdl=self._early,
         )
 
 
@@ -158,16 +157,13 @@ def attend_shared(
     num_rows, num_pieces, log2_scale, q_stride_t, q_stride_h, stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    FIRST: tl.constexpr,
 ):
     """Grid (pieces, key heads, tiles of rows): the query heads of a key head, of many rows, in one tile.
 
-    Leaves at once where nothing is shared. Pieces beyond the shared keys are not written. EARLY and FIRST are those
-    of `attend`.
+    Leaves at once where nothing is shared. Pieces beyond the shared keys are not written. EARLY: see `attend`.
     """
     if EARLY:
-        if FIRST:
-            gdc_wait()
+        gdc_wait()
         gdc_launch_dependents()
     shared = tl.load(found_ptr)
     if shared > 0:
@@ -202,5 +198,3 @@ def attend_shared(
             mask = used[:, None] & (column < D)[None, :]
             tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=mask)
             tl.store(lse_ptr + slot, highest + tl.log2(total), mask=used)
-    if EARLY and not FIRST:
-        gdc_wait()
