@@ -51,6 +51,8 @@ def test_token_ids_may_come_in_any_sequence(llm: LLM, ids: Any) -> None:
 @pytest.mark.parametrize("prompt", [
     {"prompt_token_ids": [True]}, {"prompt_token_ids": 7}, {"prompt_token_ids": "567"}, {"prompt_token_ids": [-1]},
     {"prompt_token_ids": [1.0]}, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": []},
+    {"prompt_token_ids": [2**70]}, {"prompt_token_ids": np.array([2**32 + 5])}, {"prompt_token_ids": np.array([[5]])},
+    {"prompt_token_ids": np.array([5.0])}, {"prompt_token_ids": [5, True]},
     {"prompt": "a", "images": []}, {}, {"prompt": 5}, "",
 ])
 def test_a_prompt_that_is_none_is_refused(llm: LLM, prompt: Any) -> None:

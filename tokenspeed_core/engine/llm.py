@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,11 +162,7 @@ class LLM(AbstractContextManager["LLM"]):
         if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "prompt_token_ids"}:
             ids = prompt.get("prompt_token_ids")
             if ids is not None:
-                if not isinstance(ids, Sequence | np.ndarray) or not all(map(self._is_id, ids)):
-                    raise BadRequestError(
-                        f"prompt_token_ids must be integers from 0 to {self._limits.vocab_size - 1}", "prompt_token_ids"
-                    )
-                return np.asarray(ids, np.int32)
+                return self._checked(ids)
             prompt = prompt.get("prompt", prompt)
         if not isinstance(prompt, str):
             raise BadRequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}", "prompt")
@@ -174,9 +170,17 @@ class LLM(AbstractContextManager["LLM"]):
             raise BadRequestError("a text needs a tokenizer, and this LLM was made without one", "prompt")
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
-    def _is_id(self, value: Any) -> bool:
-        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        return is_whole and 0 <= value < self._limits.vocab_size
+    def _checked(self, ids: Any) -> I32:
+        """Return token ids as an array; no call is made for each, since prompts are long."""
+        kinds = set(map(type, ids)) if isinstance(ids, Sequence | np.ndarray) else {type(None)}
+        if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
+            with suppress(OverflowError):
+                whole = np.asarray(ids, None if isinstance(ids, np.ndarray) else np.int64)
+                if not len(whole) or (whole.min() >= 0 and whole.max() < self._limits.vocab_size):
+                    return whole.astype(np.int32)
+        raise BadRequestError(
+            f"prompt_token_ids must be integers from 0 to {self._limits.vocab_size - 1}", "prompt_token_ids"
+        )
 
     def _assembler(self, params: SamplingParams) -> Assembler:
         assert self.tokenizer is not None

@@ -20,7 +20,7 @@ class HashChain:
     def __init__(self, granularity: int, salt: str, adapter_id: int) -> None:
         """Start an empty chain; its root is salted."""
         self.granularity = granularity
-        self._root = blake2b(f"{adapter_id}/{salt}".encode(), digest_size=16).digest()
+        self._root = blake2b(f"{adapter_id}/{salt}".encode(), digest_size=16, person=b"root").digest()
         self._digests: list[bytes] = []
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class HashChain:
         data = np.ascontiguousarray(tokens[len(digests) * size : end * size]).tobytes()
         last = digests[-1] if digests else self._root
         for start in range(0, len(data), 4 * size):
-            last = blake2b(data[start : start + 4 * size], digest_size=16, key=last).digest()
+            last = blake2b(last + data[start : start + 4 * size], digest_size=16).digest()
             digests.append(last)
 
     def at(self, num_tokens: int) -> bytes:
