@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from tokenspeed_core.config import Config
-from tokenspeed_core.config.foreign import foreign_names
+from tokenspeed_core.config.foreign import TABLES
 from tokenspeed_core.config.schema import flag
 from tokenspeed_core.config.sources import load, without_settings
 from tokenspeed_core.errors import ConfigError
@@ -109,11 +110,11 @@ def test_a_setting_that_is_to_come_is_said_not_to_be_built_yet_and_no_other_is_m
 
 
 def test_every_name_offered_in_place_of_a_foreign_one_exists() -> None:
-    tables = foreign_names()
-    for names in tables.values():
-        assert names and not set(names) & set(Config.model_fields)
-    for ours in tables["renamed"].values():
-        setting, _, key = ours.partition(".")
+    tables = yaml.safe_load(TABLES.read_text())
+    for table in tables:
+        assert table["names"] and not set(table["names"]) & set(Config.model_fields)
+    for ours in tables[0]["names"].values():
+        setting, _, key = ours.removeprefix("--").replace("-", "_").partition(".")
         assert setting in Config.model_fields
         assert not key or Config.from_keywords(**{setting: {key: "x"}})
 

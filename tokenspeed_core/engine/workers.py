@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,8 @@ def bind(address: str) -> Socket:
 
 def send(socket: Socket, message: Any) -> None:
     """Send a message; to a worker that is gone nothing goes."""
-    try:
+    with suppress(zmq.Again):
         socket.send(pack(message), zmq.DONTWAIT)
-    except zmq.Again:
-        return
 
 
 def send_outputs(sockets: Sequence[Socket], outputs: Outputs) -> None:

@@ -72,17 +72,15 @@ class AttentionLayer:
         self.place(q, k, v, self.k_cache, self.v_cache, self.group.slot_mapping, *rotation)
         out = q.new_empty(q.shape)
         first, *others = self.group.pieces
-        if not others or self.group.side is None:
-            for piece in self.group.pieces:
+        side = self.group.side if others else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # prompts first: few long programs, among which decodes find room
+            for piece in others:
                 self._attend(piece, q, out)
-        else:
-            main = torch.cuda.current_stream()
-            self.group.side.wait_stream(main)
-            with torch.cuda.stream(self.group.side):  # prompts first: few long programs, among which decodes find room
-                for piece in others:
-                    self._attend(piece, q, out)
-            self._attend(first, q, out)
-            main.wait_stream(self.group.side)
+        self._attend(first, q, out)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
         return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
 
     def _attend(self, piece: Piece, q: Tensor, out: Tensor) -> None:

@@ -156,11 +156,9 @@ class StepGraphs:
         if plan.num_decodes == plan.num_rows:
             return BucketSize(self.decode_sizes[bisect_left(self.decode_sizes, plan.num_rows)], 0, 0)
         first = bisect_left(self._mixed_sizes, len(plan.token_ids), key=lambda size: size.num_chunk_tokens)
-        chunks = plan.num_rows - plan.num_decodes
-        return next(
-            size for size in self._mixed_sizes[first:]
-            if size.num_decodes >= plan.num_decodes and size.num_chunks >= chunks
-        )
+        decodes, chunks = plan.num_decodes, plan.num_rows - plan.num_decodes
+        sizes = self._mixed_sizes[first:]
+        return next(size for size in sizes if size.num_decodes >= decodes and size.num_chunks >= chunks)
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
         """Bring a plan to the device; nothing if the device has just these decodes already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -51,12 +52,10 @@ def _open(family: int, address: Any, *, shares: bool = False) -> socket.socket:
 
 def _owner(port: int) -> str:
     """Return who listens on a port, as part of a sentence; empty where this user may not know."""
-    try:
+    with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
-    except psutil.Error:
-        pass
     return ""
 
 
