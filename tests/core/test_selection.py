@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,10 +290,27 @@ def test_nonsense_is_rejected_when_a_descriptor_is_built(build: Any) -> None:
 
 
 def test_selecting_imports_no_tensor_library() -> None:
-    import subprocess
-
     code = (
-        "import sys; from tokenspeed_core.kernels.select import Selector; import tokenspeed_core.api; "
+        "import sys; import tokenspeed_core.api; from tokenspeed_core.kernels.select import Selector\n"
+        "from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo\n"
+        "can = Capability(('cpu',), ('float32',))\n"
+        "spec = KernelSpec(op='greedy', backend='plain', capability=can, load='builtins:print', reference=True)\n"
+        "selector = Selector((InstalledKernel(spec, 'some'),), PlatformInfo('cpu'))\n"
+        "assert selector.select('greedy', {'vocab_size': 64, 'dtype': 'float32'}).spec is spec\n"
         "assert not {'torch', 'numpy', 'triton'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_of_the_kernels_that_fit_only_the_chosen_one_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("chosen", "passed_over"):
+        (tmp_path / f"{name}_kernel.py").write_text("def make(problem):\n    return abs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    narrow = kernel("narrow", ON_HOPPER, load="chosen_kernel:make")
+    wide = kernel("wide", ON_CUDA, load="passed_over_kernel:make")
+    choice = Selector((narrow, wide), HOPPER).select("greedy", LOGITS)
+    assert choice.spec.factory(choice.options)(None) is abs
+    assert "passed_over_kernel" not in sys.modules
+    monkeypatch.delitem(sys.modules, "chosen_kernel")

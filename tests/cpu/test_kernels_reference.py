@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.spec import KernelSpec, load_target
+from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.testing.attention import check_attention
 from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import descriptors
@@ -17,6 +19,16 @@ TORCH = [spec for name, specs in sorted(vars(descriptors).items()) if name.start
 @pytest.mark.parametrize("spec", [s for s in TORCH if s.op != "attention"], ids=lambda s: s.op)
 def test_a_reference_conforms_in_every_dtype_on_strided_and_empty_inputs(spec: KernelSpec) -> None:
     check(spec, CPU)
+
+
+def test_every_op_has_a_reference_which_is_its_last_resort_or_that_of_its_parts() -> None:
+    catalog = Catalog.discover(Selection())
+    ops, kernels = installed_ops(catalog), installed_kernels(catalog)
+    last_resorts = {kernel.spec.op for kernel in kernels if kernel.spec.reference}
+    assert len(ops) > 20
+    for op in ops.values():
+        assert callable(load_target(op.reference)), op.name
+        assert op.name in last_resorts or (op.parts and set(op.parts) <= {*last_resorts, *ops}), op.name
 
 
 def test_reference_attention_follows_the_formula_on_any_mix_of_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.errors import CapacityError, PluginError, TokenSpeedError
+from tokenspeed_core.errors import CapacityError, PluginError, SelectionError, TokenSpeedError
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.requests import BadRequestError
 from tokenspeed_core.step import StepPlan
 
@@ -41,6 +44,32 @@ def test_ctrl_c_in_a_step_ends_the_call_and_the_next_one_works(llm: LLM, monkeyp
     assert num_steps == 3
     assert not llm._engine.has_work
     assert llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids == expected
+
+
+def never(*words: object, **keywords: object) -> None:
+    raise AssertionError(f"asked for: {words} {keywords}")
+
+
+def test_once_it_has_started_nothing_chooses_a_kernel_loads_a_plugin_or_imports_a_module(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids
+    plan = llm.kernel_plan
+    with monkeypatch.context() as patched:
+        for owner, name in ((Selector, "select"), (Selector, "select_attention"), (Catalog, "load"),
+                            (Catalog, "discover"), (importlib, "import_module")):
+            patched.setattr(owner, name, never)
+        assert llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids == expected
+        assert len(llm.generate(["a", "b " * 40], SamplingParams(max_tokens=4, ignore_eos=True))) == 2
+    assert llm.kernel_plan == plan
+
+
+def test_what_no_kernel_can_do_ends_the_start_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenspeed_models.loading.safetensors.read_safetensors", never)
+    with pytest.raises(AssertionError, match=r"asked for: .*demo"):
+        LLM(device="cpu")
+    with pytest.raises(SelectionError, match="--attention-backend asks for triton"):
+        LLM(device="cpu", attention_backend="triton")
 
 
 @pytest.mark.parametrize("ids", [[5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), [np.int32(5), 6, 7]])

@@ -9,9 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from tokenspeed_plugin_tools.new import RECIPES
 
+from tokenspeed_core import __version__
 from tokenspeed_core.cli import main
+
+
+def test_a_family_names_the_one_minor_of_the_layers_that_it_was_made_for(tmp_path: Path) -> None:
+    assert main(["plugins", "new", "model", "acme", "--path", str(tmp_path / "made")]) == 0
+    project = tomllib.loads((tmp_path / "made" / "pyproject.toml").read_text())["project"]
+    minor = ".".join(__version__.split(".")[:2])
+    assert f"tokenspeed-models=={minor}.*" in project["dependencies"]
 
 
 @pytest.mark.parametrize("kind", RECIPES)
@@ -29,6 +38,12 @@ def test_a_package_of_every_kind_is_whole_and_its_entry_point_exists(kind: str, 
     assert any(line.startswith("tokenspeed-core") and ">=" in line for line in project["dependencies"])
     for path in folder.rglob("*.py"):
         ast.parse(path.read_text())
+    workflow = (folder / ".github" / "workflows" / "tests.yml").read_text()
+    jobs = yaml.safe_load(workflow)["jobs"]
+    distribution = f"acme-{kind}"
+    assert {"run": f"tokenspeed plugins check {distribution}"} in jobs["tests"]["steps"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}, "a trusted publisher has no password"
+    assert jobs["publish"]["needs"] == "tests"
     assert not [path for path in folder.rglob("*") if path.is_file() and "$" in path.read_text()]
 
 

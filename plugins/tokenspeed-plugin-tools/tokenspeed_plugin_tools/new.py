@@ -77,7 +77,7 @@ RECIPES: Mapping[str, Recipe] = {
             "__init__.py": "model/__init__.py", "describe.py": "model/describe.py", "model.py": "model/model.py",
             "example/config.json": "model/config.json",
         },
-        test="model/test.py", requires=("tokenspeed-models",),
+        test="model/test.py", requires=("tokenspeed-models==$core_minor.*",),  # its layers are provisional
     ),
     "tool-parser": Recipe(
         "tool_parsers", "The tool-call parser $name for TokenSpeed.", "tokenspeed serve --tool-call-parser $name",
@@ -145,7 +145,9 @@ def fields_of(kind: str, name: str) -> dict[str, str]:
     distribution = f"{vendor}-{own or kind}"
     package = distribution.replace("-", "_")
     entry, attribute = _entry(recipe, f"{vendor}/{own or kind}", package)
-    requires = [core_range().replace("tokenspeed-core", recipe.core), *recipe.requires]
+    minor = ".".join(__version__.split(".")[:2])
+    requires = [core_range().replace("tokenspeed-core", recipe.core),
+                *(Template(line).substitute(core_minor=minor) for line in recipe.requires)]
     fields = {
         "distribution": distribution, "package": package, "name": entry, "attribute": attribute,
         "group": recipe.group, "api": str(KINDS[recipe.group].api), "core_version": __version__,
