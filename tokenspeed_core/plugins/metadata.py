@@ -90,28 +90,16 @@ def _entries_of(
     for point in distribution.entry_points:
         if not point.group.startswith(GROUP_PREFIX):
             continue
-        kind = point.group.removeprefix(GROUP_PREFIX)
         entry = Entry(
-            kind=kind,
-            name=point.name,
-            value=point.value.partition("[")[0].strip(),
-            api=_api(point),
-            distribution=name,
-            version=version,
-            origin=origin,
-            requires_core=requires_core,
-            status=Status.OK,
-            reason="",
-            root=root,
+            kind=point.group.removeprefix(GROUP_PREFIX), name=point.name, value=point.value.partition("[")[0].strip(),
+            api=_api(point), distribution=name, version=version, origin=origin, requires_core=requires_core,
+            status=Status.OK, reason="", root=root,
         )
-        refused = _MISPLACED if _is_working_directory(root) else selection.refusal(name)
-        misfit = _misfit(entry, core_version)
-        if refused:
-            yield replace(entry, status=Status.DISABLED, reason=refused)
-        elif misfit:
-            yield replace(entry, status=Status.INCOMPATIBLE, reason=misfit)
-        else:
-            yield entry
+        if refused := _MISPLACED if _is_working_directory(root) else selection.refusal(name):
+            entry = replace(entry, status=Status.DISABLED, reason=refused)
+        elif misfit := _misfit(entry, core_version):
+            entry = replace(entry, status=Status.INCOMPATIBLE, reason=misfit)
+        yield entry
 
 
 def _misfit(entry: Entry, core_version: str) -> str:
