@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import AttentionStep
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.kv_scales import read_kv_scales
-from tokenspeed_core.engine.launch import discover, resolve
+from tokenspeed_core.engine.launch import discover, read_kv_scales, resolve
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, placing

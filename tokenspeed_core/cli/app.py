@@ -80,9 +80,10 @@ def build(command: str | None) -> typer.Typer:
     )
     app.callback()(_top)
     if command == "serve" or "_TOKENSPEED_COMPLETE" in os.environ:
-        from tokenspeed_core.cli.serve import register
+        from tokenspeed_core.cli.serve import serve
+        from tokenspeed_core.cli.settings import with_settings
 
-        register(app, "serve", SERVE)
+        app.command("serve", help=SERVE)(with_settings(serve))
     else:
         app.command("serve", help=SERVE)(_nothing)
     _add_plugin_commands(app)

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_core.cli.settings import with_settings
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
@@ -25,11 +24,6 @@ OVERVIEW = (
         ("--dry-run", "resolve model, plugins, kernels and memory, load nothing"),
     ),
 )
-
-
-def register(app: typer.Typer, name: str, text: str) -> None:
-    """Add the command."""
-    app.command(name, help=text)(with_settings(serve))
 
 
 def configure(positional: str | None, flags: dict[str, Any], file: str | None) -> Config:

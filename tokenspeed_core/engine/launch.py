@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.kv_scales import read_kv_scales
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError
 from tokenspeed_core.kernels.preference import Preference
@@ -237,6 +237,26 @@ def preferences(config: Config) -> tuple[Preference, ...]:
                 found.append(Preference(family, names, f"--{family}-backend"))
     found += [Preference.parse(scope, names) for scope, names in config.kernel_backend.items()]
     return tuple(found)
+
+
+def read_kv_scales(path: str | None, num_layers: int) -> tuple[float, ...]:
+    """Return each layer's scale from `{"kv_cache": {"scaling_factor": {"0": {"0": 0.02, "1": ...}}}}`, none of no file.
+
+    The outer key is the process, of which there is one. Raises ConfigError, naming the file and what it lacks.
+    """
+    if path is None:
+        return ()
+    try:
+        factors = json.loads(Path(path).read_text())["kv_cache"]["scaling_factor"]["0"]
+        scales = tuple(float(factors[str(layer)]) for layer in range(num_layers))
+        if not all(0 < scale < float("inf") for scale in scales):
+            raise ValueError("its scales are not all above 0 and finite")
+        return scales
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--quantization-param-path {path}: {type(error).__name__} {error}; it must hold "
+            f'{{"kv_cache": {{"scaling_factor": {{"0": {{"0": NUMBER, ...}}}}}}}} for layers 0 to {num_layers - 1}'
+        ) from error
 
 
 def _fitting_len(resolved: Resolved, most_tokens: int) -> int:
