@@ -28,10 +28,10 @@ def list_plugins(
     ops: Annotated[bool, typer.Option("--ops", help="the ops instead, with who brings and who computes each")] = False,
 ) -> int:
     """Print a line per distribution, kind and status, then the reasons of what is not usable."""
+    if ops and (load or kind is not None):
+        raise ToolsError(f"--ops lists no plugins; leave out {'--load' if load else '--kind'}")
     entries = _of_kind(Catalog.discover(Selection.read(no_plugins=no_plugins), check=False).all(), kind)
     if ops:
-        if load or kind is not None:
-            raise ToolsError(f"--ops lists no plugins; leave out {'--load' if load else '--kind'}")
         _list_ops(entries, as_json)
         return 0
     if load:
