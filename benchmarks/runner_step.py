@@ -24,6 +24,7 @@ from tokenspeed_core.models import ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.local import LocalRunner, RunnerConfig, build
 from tokenspeed_core.step import StepPlan
+from tokenspeed_core.testing.explain import backends
 from tokenspeed_core.testing.plans import PlanMaker
 
 
@@ -140,7 +141,7 @@ def main() -> None:
     print(json.dumps({
         "start_s": round(time.perf_counter() - begin, 1), "device": plan.platform, "dtype": runner.config.dtype,
         "block_size": runner.block_size, "num_pages": runner.num_pages,
-        "backends": dict(plan.backends()),
+        "backends": backends(plan),
     }), flush=True)
     for num_rows in arguments.rows:
         for temperature in arguments.temperature:

@@ -7,16 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.tags import sys_tags
 
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.kernels.ops import common_ops
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
 from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.hooks import Hooks
+from tokenspeed_core.plugins.metadata import check_build
+from tokenspeed_core.testing.distribution import DistributionConformance
+from tokenspeed_core.testing.explain import explain
 
 SPY = "open('/dev/stderr', 'w').write('IMPORTED'); run = SPEC = None"
 MAIN = "import sys; from tokenspeed_core.cli import main; sys.exit(main())"  # run by -c, '' is first on sys.path
@@ -188,3 +195,50 @@ def test_of_a_module_of_hooks_that_fails_in_the_middle_no_hook_stays_and_its_tra
     (entry,) = catalog.all()
     assert entry.status is Status.FAILED
     assert 'half_hooks.py", line 4' in entry.traceback
+
+
+# -- compiled code ------------------------------------------------------------------------------------------
+
+NATIVE = KernelSpec("greedy", "native", Capability(("cpu",), ("float32",)), "native:make")
+PLAIN = KernelSpec("greedy", "plain", Capability(("cpu",), ("float32",)), "builtins:print", reference=True)
+HERE = str(next(sys_tags()))
+
+
+@pytest.mark.parametrize(
+    ("tags", "requires", "said"),
+    [
+        (("cp27-cp27m-win32",), "", "native was built for cp27-cp27m-win32, and this is "),
+        ((HERE,), "packaging<1", "native was built for packaging<1, and "),
+        ((HERE, "cp27-cp27m-win32"), "packaging>=1", ""),
+        ((HERE,), "packaging<1; python_version < '3'", ""),
+        ((HERE,), "packaging<1; extra == 'more'", ""),
+        ((HERE,), "tokenspeed-no-such-thing>=1", ""),
+    ],
+)
+def test_compiled_code_that_was_built_for_something_else_is_not_loaded_and_the_reason_is_kept(
+    site: Path, tags: tuple[str, ...], requires: str, said: str
+) -> None:
+    install(site, "native", "", {"native.py": "make = print"})
+    info = site / "native-1.0.dist-info"
+    (info / "WHEEL").write_text("Root-Is-Purelib: false\n" + "".join(f"Tag: {tag}\n" for tag in tags))
+    with (info / "METADATA").open("a") as metadata:
+        metadata.write(f"Requires-Dist: {requires}\n" if requires else "")
+    kernels = [InstalledKernel(NATIVE, "native"), InstalledKernel(PLAIN, "tokenspeed-kernels")]
+    selector = Selector(kernels, PlatformInfo("cpu"))
+    taken = selector.select("greedy", {"vocab_size": 64, "dtype": "float32"}).spec.backend
+    assert taken == ("plain" if said else "native")
+    assert ("native" in sys.modules) == (not said), "a library of another build was loaded"
+    why = f"not native from native: it does not load: ImportError: {said}"
+    assert (why in explain(selector.plan(), "greedy")) == bool(said)
+    (question,) = (name for name in vars(DistributionConformance) if "compiled_code" in name)
+    suite = type("Native", (DistributionConformance,), {"distribution": "native"})()
+    with pytest.raises(AssertionError, match=said) if said else nullcontext():
+        getattr(suite, question)()
+
+
+def test_what_brings_no_compiled_code_is_loaded_whatever_is_here(site: Path) -> None:
+    install(site, "native", "", {"native.py": "make = print"})
+    info = site / "native-1.0.dist-info"
+    (info / "WHEEL").write_text("Root-Is-Purelib: true\nTag: py2-none-any\n")
+    check_build("native")
+    check_build("nobody-installed-this")

@@ -26,7 +26,7 @@ from tokenspeed_core.kernels.spec import (
     PlatformInfo,
     Ranking,
 )
-from tokenspeed_core.testing.explain import explain
+from tokenspeed_core.testing.explain import backends, explain
 
 CPU = PlatformInfo("cpu")
 HOPPER = PlatformInfo("cuda", (9, 0), "a device of compute capability 9.0")
@@ -212,7 +212,7 @@ def test_the_plan_lists_the_layers_of_each_problem_and_is_not_changed_by_reading
     assert [planned.layers for planned in plan.find("attention")] == [(0, 1, 3, 5), (2,)]
     assert len(plan.find("attention", layer=2)) == 1
     assert "layers [0, 1, 3, 5]" in explain(plan, "attention")
-    assert plan.backends() == {"attention": ("plain",), "sampling": ("plain",)}
+    assert backends(plan) == {"attention": ("plain",), "sampling": ("plain",)}
     assert json.loads(plan.to_json())["ops"][0]["layers"] == [0, 1, 3, 5]
     assert all(len(line) < 120 for line in plan.table().splitlines())
 
@@ -255,7 +255,7 @@ def test_its_parts_run_where_none_fits_and_the_plan_says_why() -> None:
         ("greedy", ["dtype", "vocab_size"]), ("write_kv", sorted(AXES.keys() - {"vocab_size"}))
     ]
     plan = selector.plan()
-    assert plan.backends() == {"sampling": ("plain",), "cache": ("plain",)}
+    assert backends(plan) == {"sampling": ("plain",), "cache": ("plain",)}
     assert "its parts run one by one\n  not fast from dist-fast: it runs on cuda" in explain(plan, "greedy_write")
     assert "its parts" in plan.table()
 

@@ -19,11 +19,12 @@ PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isol
 ASK = """
 import json, sys
 from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.testing.explain import backends
 settings = json.loads(sys.argv[1])
 with LLM(device="cpu", max_model_len=64, **settings) as llm:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     (out,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)
-    print(json.dumps([out.outputs[0].token_ids, {f: list(b) for f, b in llm.kernel_plan.backends().items()}]))
+    print(json.dumps([out.outputs[0].token_ids, {f: list(b) for f, b in backends(llm.kernel_plan).items()}]))
 """
 
 

@@ -71,17 +71,16 @@ def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
 
 def _check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
     ops = installed_ops(catalog) if wishes else {}
-    families = {name: each.family for each in ops.values() for name in (each.family, each.name)}
     for wish in wishes:
-        if wish.target not in families:
-            known = ", ".join(sorted(families))
+        of = {op.name: op.family for op in ops.values() if wish.target in (op.family, op.name)}
+        if not of:
+            known = ", ".join(sorted({name for op in ops.values() for name in (op.family, op.name)}))
             raise ConfigError(f"{wish.flag}: there is no op or family {wish.target!r}; there is {known}")
-        of = sorted(op.name for op in ops.values() if wish.target in (op.family, op.name))
         if wish.dtype not in (None, *DTYPES) and not any(name.endswith(f"_{wish.dtype}") for name in of):
             raise ConfigError(f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; there is "
-                              f"{', '.join(of)}, and the dtypes {', '.join(DTYPES[:3])}")
+                              f"{', '.join(sorted(of))}, and the dtypes {', '.join(DTYPES[:3])}")
         for name in set(wish.backends) - {"auto"}:
-            catalog.get(f"{KERNELS_PREFIX}{families[wish.target]}", name)  # in a list it would be passed over
+            catalog.get(f"{KERNELS_PREFIX}{min(of.values())}", name)  # in a list it would be passed over
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,14 +66,6 @@ class KernelPlan:
 
     platform: str
     ops: tuple[PlannedOp, ...]
-
-    def backends(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the backends in use by op family, in order of first use."""
-        used: dict[str, tuple[str, ...]] = {}
-        for planned in self.ops:
-            names = used.get(planned.family, ())
-            used[planned.family] = names if planned.backend in ("", *names) else (*names, planned.backend)
-        return used
 
     def find(self, op: str, layer: int | None = None) -> tuple[PlannedOp, ...]:
         """Return the decisions for an op or family, of one layer if given."""

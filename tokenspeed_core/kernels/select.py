@@ -16,6 +16,7 @@ from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Reason, Verdict
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
+from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import OURS
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
@@ -66,8 +67,7 @@ class Selector:
 
         Raises ValueError on wrong axes, SelectionError if no plugin brings the op or no kernel can be taken.
         """
-        contract = self._contract(op)
-        choice, planned = self._choose(contract, problem, layer)
+        choice, planned = self._choose(self._contract(op), problem, layer)
         if choice is None:
             raise self._refused(planned)
         return choice
@@ -242,11 +242,12 @@ def _first(
 def _load_failure(kernel: InstalledKernel) -> tuple[Reason, ...]:
     """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
 
-    So may be what TokenSpeed did not publish itself.
+    So may be what TokenSpeed did not publish itself. Compiled code is not even loaded where its metadata says so.
     """
     spec = kernel.spec
     try:
         if spec.requires or spec.options or kernel.distribution not in OURS:
+            check_build(kernel.distribution)
             spec.factory()
     except (Exception, SystemExit) as error:  # whatever a package raises, another kernel may serve
         return (Reason(f"it does not load: {type(error).__name__}: {error}", spec.obtain),)

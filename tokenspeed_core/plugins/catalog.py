@@ -16,7 +16,7 @@ from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, meant
 from tokenspeed_core.plugins.deprecations import warn
 from tokenspeed_core.plugins.entry import Entry, Status
-from tokenspeed_core.plugins.kinds import kind_of
+from tokenspeed_core.plugins.kinds import UNUSED, kind_of
 from tokenspeed_core.plugins.metadata import read_entries
 from tokenspeed_core.plugins.selection import OURS, VARIABLE, Selection
 
@@ -87,8 +87,7 @@ class Catalog:
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Return the names that a user may type for a kind, the built-in ones included, sorted."""
-        known = kind_of(kind)
-        built_in = known.built_in if known is not None else ()
+        built_in = (kind_of(kind) or UNUSED).built_in
         return tuple(sorted({*built_in, *(entry.name for entry in self.entries(kind))}))
 
     def is_installed(self, kind: str, name: str) -> bool:

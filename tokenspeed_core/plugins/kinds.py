@@ -26,6 +26,8 @@ class Kind:
 KERNELS = Kind(1)  # implementations of an op family, by backend name
 UNUSED = Kind(1, is_used=False)
 _OF_PLUGINS = ("norm", "rope", "activation", "linear", "moe", "mla", "comm")  # families whose ops plugins bring
+# Of devices, ways to run workers, tokenizers, dialects of HTTP, what guides or speculates, what is behind the KV cache.
+_TO_COME = ("platforms", "executors", "tokenizers", "apis", "grammar", "drafters", "kv_stores")
 KINDS: dict[str, Kind] = {
     **{f"{KERNELS_PREFIX}{family}": KERNELS for family in ("attention", "cache", "sampling")},
     **{f"{KERNELS_PREFIX}{family}": UNUSED for family in _OF_PLUGINS},
@@ -39,15 +41,9 @@ KINDS: dict[str, Kind] = {
     "locks": Kind(1, is_named=False),  # readers of plugins.lock, TokenSpeed's own alone
     "commands": Kind(1, built_in=("serve", "chat", "plugins", "env", "bench")),  # subcommands of tokenspeed
     "policies": Kind(1, built_in=("fcfs", "priority")),  # scheduling policies, for --schedule-policy
-    "platforms": UNUSED,  # kinds of device
-    "executors": UNUSED,  # ways to run workers
-    "tokenizers": UNUSED,
     "tool_parsers": Kind(1),  # of replies, for --tool-call-parser
     "reasoning_parsers": Kind(1),  # of replies, for --reasoning-parser
-    "apis": UNUSED,  # dialects of HTTP
-    "grammar": UNUSED,  # engines
-    "drafters": UNUSED,  # of speculative decoding
-    "kv_stores": UNUSED,  # behind the KV cache
+    **dict.fromkeys(_TO_COME, UNUSED),
 }
 
 

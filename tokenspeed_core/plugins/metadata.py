@@ -7,13 +7,15 @@ import logging
 import os
 import site
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
-from importlib.metadata import Distribution, EntryPoint
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions, version
 from urllib.parse import unquote, urlparse
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.tags import sys_tags
 
 from tokenspeed_core.plugins.deprecations import DEPRECATED
 from tokenspeed_core.plugins.entry import Entry, Status
@@ -130,16 +132,36 @@ def _api(point: EntryPoint) -> int | None:
 
 def _requires_core(distribution: Distribution) -> str:
     """Return the range of tokenspeed-core that the distribution asks for, "" for any."""
-    ranges = []
-    for line in distribution.requires or ():
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:  # pip refuses to install these; only a hand-made record has one
-            continue
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if normalise(requirement.name) == "tokenspeed-core" and applies:
-            ranges.append(str(requirement.specifier))
+    ranges = (str(each.specifier) for each in _requirements(distribution) if normalise(each.name) == "tokenspeed-core")
     return ",".join(filter(None, ranges))
+
+
+def _requirements(distribution: Distribution) -> Iterator[Requirement]:
+    """Yield what the distribution requires on this machine, without its extras."""
+    for line in distribution.requires or ():
+        with suppress(InvalidRequirement):  # pip refuses to install these; only a hand-made record has one
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                yield requirement
+
+
+def check_build(name: str) -> None:
+    """Compare what a distribution of compiled code was built for with what is here, before any of it is loaded.
+
+    Raises ImportError for another Python or platform than its wheel's tags name, and for a package, such as torch, of
+    another version than it requires: calling into either may end the process.
+    """
+    found = next(iter(distributions(name=name)), None)
+    wheel = (found and found.read_text("WHEEL")) or ""
+    if found is None or "Root-Is-Purelib: false" not in wheel:
+        return
+    tags = {line.removeprefix("Tag: ") for line in wheel.splitlines() if line.startswith("Tag: ")}
+    if tags and tags.isdisjoint(map(str, sys_tags())):
+        raise ImportError(f"{name} was built for {' or '.join(sorted(tags))}, and this is {next(sys_tags())}")
+    for each in _requirements(found):
+        with suppress(PackageNotFoundError):  # of what is missing, the import tells
+            if not each.specifier.contains(here := version(each.name), prereleases=True):
+                raise ImportError(f"{name} was built for {each.name}{each.specifier}, and {here} is installed")
 
 
 def _root(distribution: Distribution) -> str:

@@ -20,6 +20,7 @@ import tokenspeed_core
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.deprecations import DEPRECATED
 from tokenspeed_core.plugins.entry import Entry, Status
+from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import Selection, normalise
 
 HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
@@ -57,6 +58,11 @@ class DistributionConformance:
         for package in self._packages():
             said = literal(package / "__init__.py", "__version__")
             assert said in (None, version), f"{package.name}.__version__ is {said}, and its metadata says {version}"
+
+    def test_its_compiled_code_was_built_for_what_is_here(self) -> None:
+        """Its wheel's tags fit this Python and platform, and what it requires is installed in a version that fits."""
+        misfit = build_misfit(self.distribution)
+        assert not misfit, misfit
 
     def test_importing_what_its_entries_name_loads_no_tensor_library_and_is_quick(self) -> None:
         """Descriptors are imported by every process that chooses; kernels are loaded when they are chosen."""
@@ -120,6 +126,15 @@ def deprecated_uses(distribution: str) -> list[str]:
     """Return the uses of what is deprecated that an installed distribution's metadata and imports show; none runs."""
     suite = type("Asked", (DistributionConformance,), {"distribution": distribution})()
     return list(dict.fromkeys(suite._deprecated_uses()))
+
+
+def build_misfit(distribution: str) -> str:
+    """Return what compiled code of a distribution was built for that is not here, "" where it may be loaded."""
+    try:
+        check_build(distribution)
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def is_public(name: str) -> bool:

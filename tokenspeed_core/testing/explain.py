@@ -1,4 +1,4 @@
-"""A kernel plan as text, for assertions about what was taken, what was not, and why."""
+"""A kernel plan in a form for assertions: what was taken, what was not, and why."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def explain(plan: KernelPlan, op: str, layer: int | None = None) -> str:
     if not found:
         raise ValueError(f"no op {op!r} at layer {layer} in the plan; it has {sorted({p.op for p in plan.ops})}")
     return "\n".join(line for planned in found for line in _lines(planned))
+
+
+def backends(plan: KernelPlan) -> dict[str, tuple[str, ...]]:
+    """Return the backends in use by op family, in order of first use."""
+    used: dict[str, tuple[str, ...]] = {}
+    for planned in plan.ops:
+        names = used.get(planned.family, ())
+        used[planned.family] = names if planned.backend in ("", *names) else (*names, planned.backend)
+    return used
 
 
 def _lines(planned: PlannedOp) -> Iterable[str]:

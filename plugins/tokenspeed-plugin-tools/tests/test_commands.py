@@ -143,6 +143,16 @@ def test_the_shell_completes_them() -> None:
     assert done.stdout.split() == ["plugins"]
 
 
+@pytest.mark.parametrize("words", [("plugins", "list"), ("plugins", "list", "--json"), ("plugins", "freeze"), ("env",)])
+def test_a_pipe_that_nobody_reads_is_no_finding(words: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-P", "-u", "-m", "tokenspeed_core.cli", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no full device")
 @pytest.mark.parametrize("words", [("list", "--json"), ("freeze",)])
 def test_a_full_disk_is_said_in_one_line(words: tuple[str, ...]) -> None:

@@ -81,6 +81,14 @@ def test_what_does_not_fit_is_found(
     assert mend in finding["mend"]
 
 
+def test_compiled_code_of_another_python_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    info = site.install("native", {"policies calm": "native:POLICY [api1]"}, files={"native.py": POLICY})
+    (info / "WHEEL").write_text("Root-Is-Purelib: false\nTag: cp27-cp27m-win32\n")
+    (finding,) = diagnose(capsys)[1]["native"]
+    assert finding["what"].startswith("native was built for cp27-cp27m-win32, and this is ")
+    assert finding["mend"] == "pip install --force-reinstall native==1.0"
+
+
 def test_two_with_one_name_are_found_until_the_selection_settles_it(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

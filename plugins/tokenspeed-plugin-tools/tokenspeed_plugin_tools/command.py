@@ -11,6 +11,7 @@ import typer
 
 from tokenspeed_plugin_tools.errors import ToolsError
 
+NOBODY_READS = 141  # as a shell shows a program that the closed pipe ended
 HELP = "Show the installed plugins, and say what each does here. Without COMMAND: list."
 
 
@@ -78,8 +79,8 @@ def _application(text: str) -> typer.Typer:
 def _run(app: typer.Typer, words: list[str], name: str) -> int:
     try:
         status = app(words, prog_name=name, standalone_mode=False)
-    except BrokenPipeError:
-        raise  # whoever read has what they wanted
+    except SystemExit as error:  # click's for a pipe that nobody reads: its 1 would say that something is wrong
+        raise SystemExit(NOBODY_READS) from error
     except OSError as error:  # a full disk, a folder that may not be read or written
         where = f"{error.filename}: " if error.filename else ""
         raise ToolsError(f"{name} {words[0] if words else ''}: {where}{error.strerror}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from tokenspeed_core.commands import DEPRECATED, VARIABLE, Entry, Selection, Status, normalise
-from tokenspeed_core.testing.distribution import deprecated_uses
+from tokenspeed_core.testing.distribution import build_misfit, deprecated_uses
 from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
 from tokenspeed_plugin_tools.lock import LockError, mismatches, read_lock
 from tokenspeed_plugin_tools.probe import Probed
@@ -28,7 +28,7 @@ def of_metadata(installed: Sequence[Installed]) -> Iterator[Finding]:
             continue
         first[each.name] = each
         yield from _gone(each)
-        yield from _unmet(each)
+        yield from list(_unmet(each)) or _built(each)
 
 
 def _second(behind: Installed, first: Installed) -> Finding:
@@ -91,6 +91,13 @@ def _unmet(installed: Installed) -> Iterator[Finding]:
             what = f"which is {found}" if found else "which is not installed"
             name = f"{requirement.name}{requirement.specifier}"
             yield Finding(installed.name, installed.version, f"it requires {name}, {what}", f"pip install '{name}'")
+
+
+def _built(installed: Installed) -> Iterator[Finding]:
+    misfit = build_misfit(installed.name)
+    if misfit:
+        again = f"pip install --force-reinstall {installed.name}=={installed.version}"
+        yield Finding(installed.name, installed.version, misfit, again)
 
 
 def of_status(entries: Iterable[Entry]) -> Iterator[Finding]:
