@@ -236,6 +236,7 @@ def _stable(text: str, site: Path) -> str:
     """Return a text as it reads on every machine: without a traceback's frames, folders, seconds and threads."""
     text = re.sub(r"Traceback \(most recent call last\):\n(?: .*\n)*", "…\n", text)
     text = re.sub(r"\d+ threads", "N threads", text.replace(str(site), "/site"))
+    text = re.sub(r" \(\d+\.\d+ s\)$", "", text, flags=re.MULTILINE)  # a question's, told only where it took long
     return re.sub(r"\d+\.\d+ s\b", "… s", text).strip("\n")
 
 

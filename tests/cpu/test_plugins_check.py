@@ -57,6 +57,14 @@ def test_a_second_installation_is_found(package: Any) -> None:
         package("run = print\n", "second").test_it_is_installed_once_and_says_its_version_truly()
 
 
+def test_what_others_have_in_their_metadata_is_not_its_fault(package: Any, tmp_path: Path) -> None:
+    suite = package("run = print\n")
+    other = tmp_path / "site" / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_bytes("Name: other\nVersion: 1.0\nSummary: \xe9\n".encode("latin-1"))
+    suite.test_it_is_installed_once_and_says_its_version_truly()
+
+
 def test_a_package_made_now_works_for_two_minors() -> None:
     assert core_range("0.1.0") == "tokenspeed-core>=0.1,<0.3"
     assert core_range("1.9.2.dev1") == "tokenspeed-core>=1.9,<1.11"

@@ -35,7 +35,7 @@ def failures(verdicts: dict[str, Any]) -> str:
 def test_a_sound_distribution_passes(checked: Any) -> None:
     status, verdicts = checked("def run(words):\n    return 0\n")
     assert (status, failures(verdicts)) == (0, "")
-    assert len(verdicts) == 6
+    assert {each["verdict"] for each in verdicts.values()} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,5 @@ def test_a_distribution_of_which_all_was_run_is_complete(
     report = json.loads(capsys.readouterr().out)
     assert (report["is_complete"], report["not_run"]) == (True, [])
     assert main(["plugins", "check", "acme"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "acme: passed (6 ok, 0 failed, 0 skipped)"
+    num = len(report["verdicts"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"acme: passed ({num} ok, 0 failed, 0 skipped)"

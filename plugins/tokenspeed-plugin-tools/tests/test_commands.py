@@ -39,7 +39,9 @@ def test_the_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", name, "--help"]) == 0
-    assert f"Usage: tokenspeed plugins {name}" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert f"Usage: tokenspeed plugins {name}" in page
+    assert "Exit status: 0" in page
 
 
 def test_a_mistake_is_answered_in_one_line(refusal: Refusal) -> None:

@@ -81,6 +81,14 @@ def test_what_does_not_fit_is_found(
     assert mend in finding["mend"]
 
 
+def test_a_group_of_entry_points_without_its_end_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    info = site.install("torn", {"policies torn": "torn:POLICY [api1]"}, files={"torn.py": POLICY})
+    (info / "entry_points.txt").write_text("[tokenspeed.policies\ntorn = torn:POLICY [api1]\n")
+    (finding,) = diagnose(capsys)[1]["torn"]
+    assert "entry_points.txt has a group without its end: [tokenspeed.policies" in finding["what"]
+    assert finding["mend"] == f"rm -r {info}, then install it again"
+
+
 def test_compiled_code_of_another_python_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     info = site.install("native", {"policies calm": "native:POLICY [api1]"}, files={"native.py": POLICY})
     (info / "WHEEL").write_text("Root-Is-Purelib: false\nTag: cp27-cp27m-win32\n")

@@ -144,6 +144,15 @@ def test_info_names_the_modules_that_kernels_need_and_how_to_get_them(
     assert needed == {"no_such_library": {"is_installed": False, "obtain": "pip install it"}}
 
 
+def test_a_name_cannot_steer_the_terminal(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("evil", {"policies \x1b[31mred": "evil:P [api1]"}, files={"evil.py": "raise OSError('\\x1b[2J')\n"})
+    for words in (("list", "--load"), ("info", "evil"), ("doctor",)):
+        main(["plugins", *words])
+        said = capsys.readouterr().out
+        assert "\x1b" not in said
+        assert "\\x1b[31mred" in said
+
+
 OP = """
 from tokenspeed_core.api import Capability, KernelSpec, OpContract, Tolerance
 TURN = OpContract("turn", "rope", "(x [T, H]) -> y [T, H]", {"size": "elements of a row"}, "turning.ref:turn",
@@ -177,6 +186,26 @@ def test_the_ops_are_listed_with_who_brings_and_who_computes_each(
     assert ["turn", "rope", "turning", "slow"] in [line.split() for line in lines]
     assert len(lines) == len(ops)
     assert "turning" not in sys.modules
+
+
+def test_an_op_of_nonsense_harms_no_other_and_takes_no_name_of_the_core(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        "from tokenspeed_core.api import OpContract\n"
+        "ODD = OpContract('odd', None, 3, {1: 2}, 4, 5, ())\n"
+        "BAD = OpContract('bad', 'x', '', {}, '', '', ('no tolerance',))\n"
+        "TAKEN = OpContract('greedy', 'mine', '', {}, '', '', ())\n"
+    )
+    for name in ("odd", "bad", "taken"):
+        site.install(f"{name}-op", {f"ops {name}": f"{name}_op:{name.upper()} [api1]"}, files={f"{name}_op.py": source})
+    assert main(["plugins", "list", "--ops", "--json"]) == 0
+    ops = {op["name"]: op for op in json.loads(capsys.readouterr().out)}
+    assert ops["odd"]["family"] == "None"
+    assert "bad" not in ops
+    assert ops["greedy"]["from"] == "tokenspeed-core"
+    assert main(["plugins", "info", "bad-op"]) == 0
+    assert "ops bad  api 1  failed: " in capsys.readouterr().out
 
 
 def test_info_has_the_contracts_of_the_ops_that_a_distribution_brings(

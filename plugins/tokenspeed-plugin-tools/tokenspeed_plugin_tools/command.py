@@ -19,11 +19,12 @@ HELP = "Show the installed plugins, and say what each does here. Without COMMAND
 class Subcommand:
     """A function that typer reads its options from ("module:function"), and its line in the help.
 
-    The function returns the exit status.
+    The function returns the exit status, of which `status` is what its own help says.
     """
 
     target: str
     text: str
+    status: str = "0"
 
     def load(self) -> Callable[..., int]:
         """Import the function."""
@@ -35,12 +36,24 @@ class Subcommand:
 SUBCOMMANDS: dict[str, Subcommand] = {
     "list": Subcommand("tokenspeed_plugin_tools.listing:list_plugins", "List the installed plugins, importing none."),
     "info": Subcommand("tokenspeed_plugin_tools.info:info", "Tell all about one distribution."),
-    "why": Subcommand("tokenspeed_plugin_tools.why:why", "Say why a kernel runs or not, and what would change it."),
-    "doctor": Subcommand("tokenspeed_plugin_tools.doctor:doctor", "Find what is broken, and the line that mends it."),
+    "why": Subcommand(
+        "tokenspeed_plugin_tools.why:why", "Say why a kernel runs or not, and what would change it.",
+        "0; 2 where nothing that was asked for fits, with the candidates",
+    ),
+    "doctor": Subcommand(
+        "tokenspeed_plugin_tools.doctor:doctor", "Find what is broken, and the line that mends it.",
+        "0 where nothing is, notes apart; 1 where something is",
+    ),
     "new": Subcommand("tokenspeed_plugin_tools.new:new", "Write a package that installs, passes its tests and serves."),
-    "check": Subcommand("tokenspeed_plugin_tools.check:check", "Ask the conformance kit about a distribution."),
+    "check": Subcommand(
+        "tokenspeed_plugin_tools.check:check", "Ask the conformance kit about a distribution.",
+        "0 where nothing that was run failed, also where cells wait for another machine; 1 where something did",
+    ),
     "freeze": Subcommand("tokenspeed_plugin_tools.freeze:freeze", "Print a lock of the plugins as they are installed."),
-    "verify": Subcommand("tokenspeed_plugin_tools.verify:verify", "Compare what is installed with a lock."),
+    "verify": Subcommand(
+        "tokenspeed_plugin_tools.verify:verify", "Compare what is installed with a lock.",
+        "0 where all is as locked; 1 where anything is not",
+    ),
 }
 
 
@@ -56,7 +69,8 @@ def plugins(words: Sequence[str]) -> int:
     group = _application(HELP)
     group.callback()(_group)
     for name, each in SUBCOMMANDS.items():
-        group.command(name, help=each.text)(each.load() if name == arguments[0] else _nothing)
+        epilog = f"Exit status: {each.status}; 2 for a mistake in the question, in one line."
+        group.command(name, help=each.text, epilog=epilog)(each.load() if name == arguments[0] else _nothing)
     return _run(group, arguments, "tokenspeed plugins")
 
 

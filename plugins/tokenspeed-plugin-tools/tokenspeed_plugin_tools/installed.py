@@ -47,11 +47,15 @@ def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[F
     for each in distributions:
         root = Path(str(each.locate_file("")))
         try:
-            if GROUP not in (each.read_text("entry_points.txt") or ""):
+            points = each.read_text("entry_points.txt") or ""
+            if GROUP not in points:
                 continue
             name, number = each.metadata["Name"], each.metadata["Version"]
             if not name or not number:
                 raise ValueError("METADATA names no version" if name else "METADATA is missing or names nothing")
+            for line in points.splitlines():
+                if line.startswith(f"[{GROUP}") and not line.rstrip().endswith("]"):
+                    raise ValueError(f"entry_points.txt has a group without its end: {line}")
             for point in each.entry_points:
                 _ = point.extras  # a value of another form raises here
             editable = editable_folder(each)

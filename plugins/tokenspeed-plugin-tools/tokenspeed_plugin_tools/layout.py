@@ -8,6 +8,12 @@ from textwrap import wrap
 GAP = "  "
 
 
+def printable(text: str) -> str:
+    """Return a text that cannot steer a terminal: names and reasons are as their plugins wrote them."""
+    shown = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text)
+    return "".join(shown)
+
+
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return a line for each row, its cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -14,7 +14,7 @@ import typer
 
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.errors import ToolsError
-from tokenspeed_plugin_tools.layout import GAP, aligned, folded
+from tokenspeed_plugin_tools.layout import GAP, aligned, folded, printable
 from tokenspeed_plugin_tools.origins import notice, record_of, where_from
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
@@ -93,14 +93,15 @@ def table(entries: Sequence[Entry], width: int | None = None) -> str:
         for group in groups
         if (said := group[0].reason or notice(group[0]))
     )
-    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+    return "\n".join([*lines, *([""] if reasons else []), *map(printable, reasons)])
 
 
 def _row(group: list[Entry]) -> tuple[str, ...]:
     first = group[0]
     api = "-" if first.api is None else str(first.api)
     names = ", ".join(entry.name for entry in group)
-    return (first.distribution, first.version, first.kind, api, names, str(first.status), where_from(first))
+    cells = (first.distribution, first.version, first.kind, api, names, str(first.status), where_from(first))
+    return tuple(map(printable, cells))
 
 
 def _blocks(groups: Iterable[list[Entry]], width: int) -> Iterator[str]:

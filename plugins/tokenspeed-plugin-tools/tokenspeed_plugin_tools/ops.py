@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenspeed_core.commands import Entry
 from tokenspeed_core.testing.shapes import common_contracts
-from tokenspeed_plugin_tools.layout import aligned, folded
+from tokenspeed_plugin_tools.layout import aligned, folded, printable
 from tokenspeed_plugin_tools.probe import Probed, contract_record, probe
 
 HEADER = ("OP", "FAMILY", "FROM", "BACKENDS")
@@ -29,19 +29,19 @@ def print_ops(entries: Iterable[Entry], *, as_json: bool) -> None:
         indent = len(lines[0]) - len(HEADER[-1])
         width = shutil.get_terminal_size((80, 24)).columns
         lines = [part for line in lines for part in folded(line, min(indent, width // 2), width)]
-    print("\n".join(lines))
+    print(printable("\n".join(lines)))
 
 
 def known_ops(probed: Mapping[Entry, Probed]) -> list[dict[str, Any]]:
     """Return the contracts of the core and of what was probed, by family and name, each with its backends."""
     contracts = {op.name: {**contract_record(op), "from": CORE} for op in common_contracts()}
+    backends: dict[str, set[str]] = {}
     for entry, told in probed.items():
-        contracts |= {op["name"]: {**op, "from": entry.distribution} for op in told.contracts}
-    backends: dict[str, dict[str, None]] = {}
-    for entry, told in probed.items():
+        for contract in told.contracts:
+            contracts.setdefault(contract["name"], {**contract, "from": entry.distribution})
         for op in told.computes:
-            backends.setdefault(op, {})[entry.name] = None
-    found = [{**op, "backends": sorted(backends.get(name, ()))} for name, op in contracts.items()]
+            backends.setdefault(op, set()).add(entry.name)
+    found = [{**contract, "backends": sorted(backends.get(name, ()))} for name, contract in contracts.items()]
     return sorted(found, key=lambda op: (op["family"], op["name"]))
 
 

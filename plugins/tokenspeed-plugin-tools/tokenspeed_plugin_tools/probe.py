@@ -129,12 +129,19 @@ def _probe(catalog: Catalog, entry: Entry) -> Probed:
 
 
 def contract_record(contract: OpContract) -> dict[str, Any]:
-    """Return what an author of a backend reads of an op, for JSON."""
+    """Return what an author of a backend reads of an op, for JSON, whatever a plugin wrote there."""
     words = ("name", "family", "signature", "errors", "reference", "inputs")
     return {
-        **{word: getattr(contract, word) for word in words}, "axes": dict(contract.axes),
-        "mutates": list(contract.mutates), "rows": list(contract.rows), "parts": list(contract.parts),
-        "tolerances": [asdict(each) for each in contract.tolerances],
+        **{word: str(getattr(contract, word)) for word in words},
+        "axes": {str(axis): str(meaning) for axis, meaning in contract.axes.items()},
+        **{word: [str(each) for each in getattr(contract, word)] for word in ("mutates", "rows", "parts")},
+        "tolerances": [
+            {
+                "dtype": str(each.dtype), "relative": float(each.relative), "absolute": float(each.absolute),
+                "source": str(each.source),
+            }
+            for each in contract.tolerances
+        ],
     }
 
 

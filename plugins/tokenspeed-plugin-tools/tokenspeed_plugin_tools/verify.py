@@ -11,7 +11,7 @@ from tokenspeed_plugin_tools.lock import installed_now, mismatches, read_lock
 
 
 def verify(
-    file: Annotated[str, typer.Argument(metavar="[FILE]", help="a lock that `plugins freeze` wrote")] = "plugins.lock",
+    file: Annotated[str, typer.Argument(metavar="FILE", help="a lock that `plugins freeze` wrote")] = "plugins.lock",
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> int:
     """Name every mismatch with a lock and what mends it; the exit status is 1 where there is one."""

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.api import PlatformInfo
-from tokenspeed_core.commands import Catalog, Entry, Status
+from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_core.commands.planning import KernelPlan, NothingFitsError, PlannedOp, Verdict, plan_kernels
 from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
 from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_plugin_tools.layout import printable
 
 _ARCHITECTURE = re.compile(r"sm_?(\d+)(\d)[af]?\Z")
 
@@ -38,12 +39,14 @@ def _why(
     there = None if platform is None else parse_platform(platform)
     if there is not None and "device" in flags:
         raise ToolsError(f"--device {flags['device']}: --platform {platform} names the device; leave one out")
+    settings = configure(positional, flags, config)
     try:
-        catalog, plan = plan_kernels(configure(positional, flags, config), there)
+        catalog, plan = plan_kernels(settings, there)
     except NothingFitsError as error:
         said = str(error).partition("\n")[0]
         refused = [replace(planned, because="nothing that was asked for fits") for planned in error.plan.ops]
-        _show(error.plan.platform, refused, Catalog.discover(check=False), as_json=as_json, error=said)
+        catalog = Catalog.discover(Selection.read(no_plugins=settings.no_plugins), check=False)
+        _show(error.plan.platform, refused, catalog, as_json=as_json, error=said)
         raise ToolsError(said) from error
     found = plan.find(op, layer)
     if not found:
@@ -58,7 +61,7 @@ def _show(platform: str, found: Sequence[PlannedOp], catalog: Catalog, *, as_jso
         record = _record(platform, found, outside) | ({"error": error} if error else {})
         print(json.dumps(record, indent=2, ensure_ascii=False))
     else:
-        print("\n".join(_lines(platform, found, outside)))
+        print(printable("\n".join(_lines(platform, found, outside))))
 
 
 why = with_settings(_why)
@@ -81,7 +84,7 @@ def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
         there = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers: it is decided once for all"
         return f"--layer {layer}: {op} has {there}"
     ops = ", ".join(sorted({planned.op for planned in plan.ops}))
-    return f"why {op}: this model asks for no such op; it asks for {ops}"
+    return f"why {op}: this model asks for no such op; it asks for {ops}; `plugins list --ops` names all"
 
 
 def _outside(catalog: Catalog, families: Iterable[str]) -> list[Entry]:
