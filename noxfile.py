@@ -32,6 +32,7 @@ PLUGINS = [
     "plugins/tokenspeed-kernels-hopper",
     "plugins/tokenspeed-kernels-blackwell",
     "plugins/tokenspeed-kernels-deepgemm",
+    "plugins/tokenspeed-kernels-flashinfer",
 ]
 OURS = [CORE, *PLUGINS]
 ALONE = {  # tests in this tree that need one distribution, and the core, alone
@@ -42,6 +43,7 @@ ALONE = {  # tests in this tree that need one distribution, and the core, alone
 VENDORS = {  # a vendor's distribution, and the tests that compare ours with what is in its wheel
     "tokenspeed-fa3==3.0.0.post20260810": "plugins/tokenspeed-kernels-hopper/tests",
     "flashinfer-python==0.7.2.post1": "plugins/tokenspeed-kernels-blackwell/tests/test_flashinfer.py",
+    "flashinfer-python==0.6.14": "plugins/tokenspeed-kernels-flashinfer/tests/test_attention.py",
     "sgl-deep-gemm==0.2.5": "plugins/tokenspeed-kernels-deepgemm/tests",
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
@@ -89,7 +91,7 @@ def vendors(session: nox.Session) -> None:
     """Download the vendors' libraries, which are large, and check that they take our calls; no GPU is needed."""
     python, wheels = everything(session), NOX / "vendors"
     for library, tests in VENDORS.items():
-        folder = wheels / library.partition("==")[0]
+        folder = wheels / library
         run(session, python, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), library)
         test(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
 

@@ -28,7 +28,7 @@ PROMPTS = KernelSpec(
 
 FLASHINFER = KernelSpec(
     op="attention",
-    backend="flashinfer",
+    backend="trtllm",
     capability=Capability(
         platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
         dtypes=_HALVES, kv_dtypes=_HALVES, head_sizes=(64, 128), block_sizes=(16, 32, 64),

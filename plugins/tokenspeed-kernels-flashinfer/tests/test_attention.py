@@ -1,0 +1,252 @@
+"""The backend without its library: what it plans and runs, and that the library takes it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import zipfile
+from dataclasses import replace
+from importlib.metadata import metadata
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tokenspeed_kernels_flashinfer import ATTENTION, attention
+from tokenspeed_kernels_flashinfer.options import FlashInferOptions
+from tokenspeed_kernels_flashinfer.shared import shared_blocks
+from torch import Tensor
+
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.testing.attention import Rows, Scene, attend, check_attention, limits_of, make_scene
+
+HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
+WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+WRAPPER, MERGE = "BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"
+BUFFERS = {"qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"}
+GIVEN = {  # the arguments that the backend gives, by the library's method
+    "__init__": {"float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", *BUFFERS},
+    "reset_workspace_buffer": {"float_workspace_buffer", "int_workspace_buffer"},
+    "plan": {
+        "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads", "num_kv_heads",
+        "head_dim_qk", "page_size", "causal", "sm_scale", "window_left", "q_data_type", "kv_data_type",
+        "disable_split_kv",
+    },
+    "run": {"q", "paged_kv_cache", "out", "lse", "return_lse"},
+}
+
+
+class Wrapper:
+    """Stands for the library's class: computes the definition from what it was given."""
+
+    made: ClassVar[list[Wrapper]] = []
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str, *, use_cuda_graph: bool, backend: str, **buffers: Tensor
+    ) -> None:
+        assert kv_layout == "NHD" and backend in ("auto", "fa2") and not float_workspace_buffer.any()
+        assert buffers.keys() == (BUFFERS if use_cuda_graph else set())
+        self.is_fixed, self.buffers, self.most_tokens, self.num_plans = use_cuda_graph, buffers, 0, 0
+        self._pin_memory_int_workspace_buffer = torch.ones(0)
+        self.made.append(self)
+
+    def reset_workspace_buffer(self, partial: Tensor, schedule: Tensor) -> None:
+        assert partial.dtype == schedule.dtype == torch.uint8 and len(schedule) >= 65536
+        self._pin_memory_int_workspace_buffer = torch.ones_like(schedule)
+
+    def plan(
+        self, starts: Tensor, block_start: Tensor, blocks: Tensor, last: Tensor, num_heads: int, num_kv_heads: int,
+        head_size: int, block_size: int, **named: Any,
+    ) -> None:
+        assert not self._pin_memory_int_workspace_buffer.any(), "the library leaves what it does not plan as it is"
+        assert {*named} == GIVEN["plan"] - {
+            "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads",
+            "num_kv_heads", "head_dim_qk", "page_size",
+        }
+        given = starts, block_start, blocks, last
+        assert all(each.dtype == torch.int32 and each.is_contiguous() for each in given)
+        assert len(starts) == len(block_start) == len(last) + 1 and block_start[-1] == len(blocks)
+        assert ((block_start[1:] > block_start[:-1]) == (last > 0)).all() and last.max() <= block_size
+        if self.is_fixed:
+            assert len(self.buffers["qo_indptr_buf"]) == len(starts), "rows are fixed"
+            self.most_tokens = self.most_tokens or int(starts[-1])
+            assert starts[-1] <= self.most_tokens, "the first plan is the largest"
+            for buffer, each in zip(self.buffers.values(), given, strict=True):
+                buffer[: len(each)].copy_(each)
+            given = tuple(buffer[: len(each)] for buffer, each in zip(self.buffers.values(), given, strict=True))
+        self.given, self.named, self.shape = given, named, (num_heads, num_kv_heads, head_size)
+        self.num_plans += 1
+
+    def run(
+        self, q: Tensor, caches: tuple[Tensor, Tensor], *, out: Tensor, lse: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> None:
+        (starts, block_start, blocks, last), named = self.given, self.named
+        assert len(q) == starts[-1] and out.shape == q.shape and out.is_contiguous() and (lse is None) != return_lse
+        k, v = caches
+        assert k.stride() == v.stride() and self.shape == (q.shape[1], *k.shape[2:])
+        assert (q.dtype, k.dtype) == (named["q_data_type"], named["kv_data_type"])
+        weights_of = torch.full(q.shape[:2], float("-inf"))
+        for row, ((start, stop), (first, end)) in enumerate(zip(pairwise(starts), pairwise(block_start), strict=True)):
+            length = (end - first - 1) * k.shape[1] + last[row] if end > first else 0
+            key, position = torch.arange(length), torch.arange(start, stop)[:, None] - stop + length
+            at = blocks[first + key // k.shape[1]].long(), key % k.shape[1]
+            queries = q[start:stop].float().unflatten(1, (k.shape[2], -1))
+            scores = torch.einsum("tkgd,lkd->tkgl", queries, wide(k)[at]) * named["sm_scale"]
+            left = named["window_left"]
+            hidden = ((key > position) & named["causal"]) | ((key < position - left) & (left >= 0))
+            scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+            attended = torch.einsum("tkgl,lkd->tkgd", scores.softmax(-1).nan_to_num(), wide(v)[at])
+            out[start:stop] = attended.flatten(1, 2).to(out.dtype)
+            weights_of[start:stop] = scores.logsumexp(-1).flatten(1, 2) * 1.4426950408889634
+        if lse is not None:
+            lse.copy_(weights_of)
+
+
+def wide(cache: Tensor) -> Tensor:
+    """Return a cache in float32, since torch indexes no eight-bit floats."""
+    return cache.float()
+
+
+def merge(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor) -> None:
+    """Stand for the library's function: rows without keys on both sides become NaN, unless masked."""
+    assert mask.dtype == torch.uint8 and mask.shape == v.shape[:1] and v.shape == v_other.shape
+    highest = torch.maximum(s, s_other)
+    ours, others = torch.exp2(s - highest), torch.exp2(s_other - highest)
+    share = (ours / (ours + others))[..., None]
+    v.copy_(torch.where(mask[:, None, None] > 0, share * v.float() + (1 - share) * v_other.float(), v).to(v.dtype))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
+    """Put stand-ins where the library would be imported from."""
+    content = {"flashinfer": {}, "flashinfer.prefill": {WRAPPER: Wrapper}, "flashinfer.cascade": {MERGE: merge}}
+    for name, functions in content.items():
+        made = ModuleType(name)
+        made.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.setattr(attention, "LEAST_WORKSPACE", 1024)
+    monkeypatch.setattr(Wrapper, "made", [])
+    return Wrapper
+
+
+ON_CPU = pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+HALVES = AttentionProblem("decode", 8, 2, 64, "bfloat16", "bfloat16", 16, 64**-0.5, None)
+SHARING = Rows((1,) * 11, (400, 325, 340, 700, 321, 333, 322, 350, 399, 321, 0), num_shared=320)
+
+
+@ON_CPU
+@pytest.mark.usefixtures("stand_in")
+def test_over_a_class_that_computes_the_definition_the_backend_conforms() -> None:
+    spec = ATTENTION[-1]
+    small = replace(spec, capability=replace(spec.capability, head_sizes=(64,), block_sizes=(16, 32)))
+    assert check_attention(small, torch.device("cpu")) > 20
+
+
+def without_host(scene: Scene) -> Scene:
+    """Return a scene as a captured step sees it."""
+    return replace(scene, step=replace(scene.step, host_query_start=None, host_seq_lens=None))
+
+
+@ON_CPU
+def test_keys_that_all_rows_share_are_attended_to_once_and_by_rows_that_have_them(stand_in: type[Wrapper]) -> None:
+    scene = make_scene(HALVES, SHARING, torch.device("cpu"), seed=0)
+    kernel = ATTENTION[-1].factory()(HALVES, limits_of(scene), torch.device("cpu"))
+    found = attend(kernel, without_host(scene))
+    own, common = stand_in.made
+    assert common.given[1].tolist() == [0, 20] and not common.named["causal"]
+    assert own.given[1].diff().tolist() == [5, 1, 2, 24, 1, 1, 1, 2, 5, 1, 0]
+    torch.testing.assert_close(found[:10].float(), scene.expected[:10], rtol=3e-2, atol=3e-2)
+    assert not found.isnan().any()
+
+
+@ON_CPU
+def test_the_option_reads_all_keys_for_every_row(stand_in: type[Wrapper]) -> None:
+    scene = make_scene(HALVES, SHARING, torch.device("cpu"), seed=0)
+    factory = ATTENTION[-1].factory(FlashInferOptions(shared_prefix=False))
+    attend(factory(HALVES, limits_of(scene), torch.device("cpu")), scene)
+    (own,) = stand_in.made
+    assert own.given[1].diff().tolist() == [25, 21, 22, 44, 21, 21, 21, 22, 25, 21, 0]
+
+
+@ON_CPU
+def test_a_captured_step_is_planned_again_at_the_same_addresses_for_other_lengths(stand_in: type[Wrapper]) -> None:
+    problem = replace(HALVES, phase="prefill")
+    scenes = [
+        make_scene(problem, rows, torch.device("cpu"), seed=seed, max_len=256)
+        for seed, rows in enumerate((Rows((9, 5, 2), (20, 5, 40)), Rows((1, 12, 3), (200, 90, 3))))
+    ]
+    kernel = ATTENTION[-1].factory()(problem, limits_of(scenes[0]), torch.device("cpu"))
+    for scene in map(without_host, scenes):
+        step = replace(scene.step, max_num_query=16)
+        found = attend(kernel, replace(scene, step=step))
+        torch.testing.assert_close(found.float(), scene.expected, rtol=3e-2, atol=3e-2)
+    (own,) = stand_in.made
+    assert own.num_plans == 2 and own.is_fixed
+
+
+@ON_CPU
+def test_padding_tokens_of_a_captured_step_get_zeros(stand_in: type[Wrapper]) -> None:
+    problem = replace(HALVES, phase="prefill")
+    scene = without_host(make_scene(problem, Rows((9, 5), (20, 5)), torch.device("cpu"), seed=0))
+    kernel = ATTENTION[-1].factory()(problem, limits_of(scene), torch.device("cpu"))
+    scene.step.query_start.copy_(torch.tensor([0, 9, 9], dtype=torch.int32))
+    scene.step.seq_lens[1] = 0
+    found = attend(kernel, scene)
+    torch.testing.assert_close(found[:9].float(), scene.expected[:9], rtol=3e-2, atol=3e-2)
+    assert not found[9:].any()
+    assert len(stand_in.made) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tables", "expected"),
+    [
+        ([400] * 9 + [0], [[*range(25), row] for row in range(10)], 24),
+        ([400] * 8 + [0, 0], [list(range(26))] * 10, 0),
+        ([400] * 9 + [257], [list(range(26))] * 10, 16),
+        ([400] * 9 + [256], [list(range(26))] * 10, 0),
+    ],
+    ids=["each row keeps a key to itself", "too few rows", "the shortest row decides", "too few keys"],
+)
+def test_shared_blocks_are_the_leading_ones_of_all_rows(
+    lengths: list[int], tables: list[list[int]], expected: int
+) -> None:
+    given = torch.tensor(lengths, dtype=torch.int32), torch.tensor(tables, dtype=torch.int32)
+    assert shared_blocks(*given, 16).tolist() == [expected, 0]
+
+
+def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
+    about = metadata("tokenspeed-kernels-flashinfer")
+    assert about.get_all("Provides-Extra") == ["flashinfer"]
+    assert not [line for line in about.get_all("Requires-Dist") or () if "flashinfer" in line and "extra" not in line]
+
+
+def library_class() -> dict[str, ast.FunctionDef]:
+    """Return the methods of the library's class in its wheel, by name; of an overloaded one the last."""
+    (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        tree = ast.parse(archive.read("flashinfer/prefill.py"))
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == WRAPPER)
+    return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+@pytest.mark.parametrize("method", GIVEN)
+def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(method: str) -> None:
+    found = library_class()[method]
+    names = [argument.arg for argument in found.args.args[1:]]
+    required = set(names[: len(names) - len(found.args.defaults)])
+    assert required <= GIVEN[method] <= {*names, *(argument.arg for argument in found.args.kwonlyargs)}
+    positional = {"plan": 8, "run": 2, "reset_workspace_buffer": 2, "__init__": 2}[method]
+    assert set(names[:positional]) <= GIVEN[method]
+
+
+@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+def test_the_library_plans_in_the_memory_that_the_backend_clears() -> None:
+    methods = library_class()
+    name = "self._pin_memory_int_workspace_buffer"
+    assert name in ast.unparse(methods["reset_workspace_buffer"]) and name in ast.unparse(methods["plan"])

@@ -1,0 +1,144 @@
+"""When the backend is taken: by name, or by `auto` once the library's modules stand compiled."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from tokenspeed_kernels_flashinfer import attention_specs
+from tokenspeed_kernels_flashinfer.compiled import Module, compiled_modules, modules_in
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.installed import installed_kernels, installed_rankings
+from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import InstalledKernel, PlatformInfo
+from tokenspeed_core.plugins import Catalog
+from tokenspeed_core.testing.explain import explain
+
+OURS = "tokenspeed-kernels-flashinfer"
+PREFILL = (
+    "batch_prefill_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{size}_"
+    "head_dim_vo_{size}_posenc_0_use_swa_{window}_use_logits_cap_False_f16qk_False"
+)
+PLAIN = PREFILL.format(q="bf16", kv="bf16", size=128, window=False)
+
+
+def problem(phase: str, head_size: int = 128) -> AttentionProblem:
+    return AttentionProblem(phase, 32, 8, head_size, "bfloat16", "bfloat16", 16, 128**-0.5, None)
+
+
+def compile_them(cache: Path, architecture: str, *names: str) -> tuple[Module, ...]:
+    """Leave files as the library leaves them, and return what is found."""
+    for name in names:
+        folder = cache / architecture / "cached_ops" / name
+        folder.mkdir(parents=True)
+        (folder / f"{name}.so").touch()
+    return modules_in(cache)
+
+
+def selector(
+    capability: tuple[int, int], modules: tuple[Module, ...] = (), names: tuple[str, ...] = ("auto",)
+) -> Selector:
+    """Return a selector that has this backend with these modules compiled, and all the other backends."""
+    catalog = Catalog.discover()
+    others = [kernel for kernel in installed_kernels(catalog) if kernel.distribution != OURS]
+    return Selector(
+        [*others, *(InstalledKernel(spec, OURS) for spec in attention_specs(modules))],
+        PlatformInfo("cuda", capability, f"compute capability {capability}"), [Preference.parse("attention", names)],
+        rankings=installed_rankings(catalog), needs=frozenset({"graph_safe"}),
+        module_exists=lambda name: name != "flash_attn_interface",
+    )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone(
+    capability: tuple[int, int], phase: str
+) -> None:
+    chosen = selector(capability)
+    assert chosen.select_attention(problem(phase)).spec.backend == "triton"
+    assert (
+        f"not flashinfer from {OURS}: it must be compiled before the first call, so auto passes it over" in
+        explain(chosen.plan(), "attention")
+    )
+    named = selector(capability, names=("flashinfer",)).select_attention(problem(phase))
+    assert (named.spec.backend, named.distribution) == ("flashinfer", OURS)
+
+
+def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto(tmp_path: Path) -> None:
+    modules = compile_them(tmp_path, "80", PLAIN, "cascade")
+    chosen = selector((8, 0), modules)
+    assert {chosen.select_attention(problem(phase)).distribution for phase in ("prefill", "decode")} == {OURS}
+    assert chosen.select_attention(problem("decode", head_size=64)).spec.backend == "triton", "not compiled for these"
+    assert selector((8, 9), modules).select_attention(problem("decode")).spec.backend == "triton", "nor for this device"
+
+
+def test_on_hopper_what_was_measured_to_be_faster_stays_before_it(tmp_path: Path) -> None:
+    chosen = selector((9, 0), compile_them(tmp_path, "90a", PLAIN, f"{PLAIN}_sm90", "cascade"))
+    assert {chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")} == {"triton"}
+    assert "triton comes first" in explain(chosen.plan(), "attention")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((PLAIN,), []),
+        ((PLAIN, "cascade"), [("decode",)]),
+        ((f"{PLAIN}_sm90", "cascade"), [("prefill",)]),
+        ((PREFILL.format(q="bf16", kv="e4m3", size=128, window=False), "cascade"), [("prefill", "decode")]),
+        ((PREFILL.format(q="bf16", kv="bf16", size=128, window=True),), [("decode",)]),
+        ((PREFILL.format(q="bf16", kv="u8", size=128, window=False), "page", "cascade"), []),
+    ],
+    ids=["no merging yet", "fa2", "fa3", "eight bits", "a window shares nothing", "others"],
+)
+def test_on_hopper_a_module_serves_the_phases_that_call_it(
+    names: tuple[str, ...], expected: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    assert [module.phases for module in compile_them(tmp_path, "90a", *names)] == expected
+
+
+def test_a_module_tells_what_it_was_compiled_for(tmp_path: Path) -> None:
+    name = PREFILL.format(q="f16", kv="e4m3", size=64, window=True)
+    assert compile_them(tmp_path, "80_120f", name) == tuple(
+        Module(capability, "float16", "float8_e4m3fn", 64, True, ("prefill", "decode"))
+        for capability in ((8, 0), (12, 0))
+    )
+
+
+def test_a_module_that_is_being_compiled_does_not_stand_compiled(tmp_path: Path) -> None:
+    folder = tmp_path / "80" / "cached_ops" / PLAIN
+    folder.mkdir(parents=True)
+    (folder / "build.ninja").touch()
+    assert modules_in(tmp_path) == ()
+
+
+def test_modules_are_looked_for_where_the_library_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setattr(
+        "tokenspeed_kernels_flashinfer.compiled.version",
+        lambda name: "1.2.3" if name == "flashinfer-python" else version(name),
+    )
+    compile_them(tmp_path / ".cache" / "flashinfer" / "1.2.3", "80", PLAIN, "cascade")
+    compile_them(tmp_path / ".cache" / "flashinfer" / "1.2.2", "89", PLAIN, "cascade")
+    assert [module.compute_capability for module in compiled_modules()] == [(8, 0)]
+
+
+def test_one_phase_alone_may_be_given_to_it() -> None:
+    catalog = Catalog.discover()
+    wishes = [Preference.parse("attention.prefill", ("triton",)), Preference.parse("attention.decode", ("flashinfer",))]
+    chosen = Selector(
+        installed_kernels(catalog), PlatformInfo("cuda", (9, 0), "H200"), wishes, module_exists=lambda name: True
+    )
+    taken = {phase: chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")}
+    assert taken == {"prefill": "triton", "decode": "flashinfer"}
+
+
+def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
+    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "flashinfer", "decode": "torch"})
+    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for flashinfer.*that fit: torch"):
+        dry_run(config)

@@ -1,0 +1,52 @@
+"""Compiles the library's modules ahead of serving, for the devices of this machine, so that `auto` may take them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from tokenspeed_kernels_flashinfer import ATTENTION
+from tokenspeed_kernels_flashinfer.compiled import HOPPER
+
+CAPABILITY = ATTENTION[-1].capability
+
+
+def main(arguments: list[str]) -> None:
+    """Parse, compile, say what was compiled and how long it took."""
+    parser = argparse.ArgumentParser(prog="python -m tokenspeed_kernels_flashinfer", description=__doc__)
+    parser.add_argument("--head-size", type=int, choices=CAPABILITY.head_sizes, required=True)
+    parser.add_argument("--dtype", choices=CAPABILITY.dtypes, default="bfloat16")
+    parser.add_argument("--kv-dtype", choices=CAPABILITY.kv_dtypes, help="of the cache; default: as --dtype")
+    parser.add_argument("--window", action="store_true", help="for layers that see the last tokens only")
+    given = parser.parse_args(arguments)
+    start = time.monotonic()
+    names = build(modules(given.dtype, given.kv_dtype or given.dtype, given.head_size, has_window=given.window))
+    print(*names, f"compiled or found compiled in {time.monotonic() - start:.0f} s", sep="\n")
+
+
+def modules(dtype: str, kv_dtype: str, head_size: int, *, has_window: bool) -> list[Any]:
+    """Return what the library must compile for both phases on the current device; compiles nothing."""
+    backends = ["fa2"]
+    if torch.cuda.get_device_capability() == HOPPER and dtype == kv_dtype:
+        backends.append("fa3")
+    make = import_module("flashinfer.jit.attention").gen_batch_prefill_module
+    types = getattr(torch, dtype), getattr(torch, kv_dtype), getattr(torch, dtype), torch.int32
+    found = [make(each, *types, head_size, head_size, 0, has_window, False, False) for each in backends]
+    return [*found, import_module("flashinfer.jit.cascade").gen_cascade_module()]
+
+
+def build(wanted: Iterable[Any]) -> list[str]:
+    """Compile modules beside each other, those that are not compiled yet; return the names of all."""
+    by_name = {module.name: module for module in wanted}
+    import_module("flashinfer.jit").build_jit_specs(list(by_name.values()), verbose=False)
+    return sorted(by_name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

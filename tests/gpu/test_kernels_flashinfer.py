@@ -1,0 +1,174 @@
+"""FlashInfer with its library on a device: both phases, shared prefixes, caches in eight bits, graphs, a model.
+
+The library compiles each module at its first call, so only a few of the declared ones are tried here: those of heads
+of 128 in bfloat16, over a cache of the same and of eight bits, with a window and without, and the demo's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenspeed_kernels_flashinfer import ATTENTION, attention_specs
+from tokenspeed_kernels_flashinfer.__main__ import build, modules
+from tokenspeed_kernels_flashinfer.compiled import compiled_modules
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.testing.attention import (
+    Rows,
+    attend,
+    attends,
+    attends_once,
+    check_attention,
+    limits_of,
+    make_scene,
+    replays,
+)
+
+HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
+IS_RECENT = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_RECENT, reason="needs a device of compute capability 8.0 or more"),
+    pytest.mark.skipif(not HAS_LIBRARY, reason=f"needs its library: {ATTENTION[-1].obtain}"),
+]
+
+FACTORY = ATTENTION[-1].factory()
+HEADS = ((32, 8), (7, 1), (4, 4), (64, 2))  # query and key heads
+
+
+def problem(phase: str, *, kv_dtype: str = "bfloat16", window: int | None = None, block_size: int = 16,
+            heads: tuple[int, int] = (32, 8)) -> AttentionProblem:
+    return AttentionProblem(phase, *heads, 128, "bfloat16", kv_dtype, block_size, 128**-0.5, window)
+
+
+def problems(phase: str, kv_dtype: str, window: int | None) -> Iterator[AttentionProblem]:
+    for heads, block_size in zip(HEADS, (16, 32, 64, 128), strict=True):
+        yield problem(phase, kv_dtype=kv_dtype, window=window, block_size=block_size, heads=heads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Compile all that these tests call at once, since the library would compile one module after the other."""
+    wanted = (("bfloat16", 128, False), ("float8_e4m3fn", 128, False), ("bfloat16", 128, True), ("bfloat16", 64, False))
+    build(each for kv, size, window in wanted for each in modules("bfloat16", kv, size, has_window=window))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "window"), [("bfloat16", None), ("bfloat16", 20), ("float8_e4m3fn", None)],
+    ids=["bfloat16", "window", "eight bits"],
+)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_backend_conforms_on_the_device(phase: str, kv_dtype: str, window: int | None) -> None:
+    cases = problems(phase, kv_dtype, window)
+    assert check_attention(ATTENTION[-1], torch.device("cuda"), cases=cases) >= 20
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_decodes_in_graphs_follow_lengths_and_shared_prefixes(heads: tuple[int, int]) -> None:
+    replays(FACTORY, problem("decode", heads=heads), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan(window: int | None) -> None:
+    device = torch.device("cuda")
+    given = problem("prefill", window=window)
+    first = make_scene(given, Rows((9, 5, 2), (20, 5, 40)), device, seed=1, max_len=256)
+    second = make_scene(given, Rows((1, 10, 3), (200, 90, 3)), device, seed=2, max_len=256)
+    kernel = FACTORY(given, limits_of(first), device)
+    step = replace(first.step, max_num_query=16, max_seq_len=256, host_query_start=None, host_seq_lens=None)
+    scene = replace(first, step=step)
+    attend(kernel, scene)
+    kernel.prepare(step)
+    out = torch.full_like(first.q, float("nan"), memory_format=torch.contiguous_format)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.forward(first.q, first.k_cache, first.v_cache, out)
+    for name in ("query_start", "seq_lens", "block_table"):
+        getattr(step, name).copy_(getattr(second.step, name))
+    first.q[:14].copy_(second.q)
+    first.k_cache.copy_(second.k_cache)
+    first.v_cache.copy_(second.v_cache)
+    for _ in range(3):  # planned again in the same memory
+        kernel.prepare(step)
+        graph.replay()
+    torch.testing.assert_close(out[:14].float(), second.expected, rtol=3e-2, atol=3e-2)
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("size", [4, 24, 96, 256])
+def test_captured_decodes_of_many_rows_and_few_replay_beside_each_other(size: int) -> None:
+    device, given = torch.device("cuda"), problem("decode")
+    lengths = tuple(200 + 37 * row % 900 for row in range(size))
+    rows = Rows((1,) * size, lengths)
+    scene = make_scene(given, rows, device, seed=0)
+    kernel = FACTORY(given, limits_of(scene), device)
+    outs, graphs, parts = [], [], []
+    for num in (size, size // 2):
+        step = replace(
+            scene.step, num_rows=num, num_tokens=num, query_start=scene.step.query_start[: num + 1],
+            seq_lens=scene.step.seq_lens[:num], block_table=scene.step.block_table[:num],
+            host_query_start=None, host_seq_lens=None,
+        )
+        out = torch.full_like(scene.q[:num], float("nan"), memory_format=torch.contiguous_format)
+        kernel.prepare(step)
+        kernel.forward(scene.q[:num], scene.k_cache, scene.v_cache, out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kernel.forward(scene.q[:num], scene.k_cache, scene.v_cache, out)
+        outs, graphs, parts = [*outs, out], [*graphs, graph], [*parts, step]
+    for _ in range(2):
+        for out, graph, step in zip(outs, graphs, parts, strict=True):
+            out.fill_(float("nan"))
+            kernel.prepare(step)
+            graph.replay()
+            expected = scene.expected[: len(out)]
+            torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
+
+
+def test_a_long_row_and_a_long_prefix_are_attended_to_in_parts() -> None:
+    device = torch.device("cuda")
+    attends_once(FACTORY, problem("decode"), device, Rows((1,), (3000,)))
+    attends_once(FACTORY, problem("decode"), device, Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024))
+
+
+def test_mixed_rows_that_the_host_knows_and_rows_that_it_does_not_take_turns() -> None:
+    device, given = torch.device("cuda"), problem("prefill")
+    rows = Rows((1, 1, 33, 200), (64, 700, 50, 456))
+    scene = make_scene(given, rows, device, seed=0)
+    kernel = FACTORY(given, limits_of(scene), device)
+    unknown = replace(scene, step=replace(scene.step, host_query_start=None, host_seq_lens=None))
+    for each in (scene, unknown, scene, unknown):
+        attends(kernel, given, each, rows)
+
+
+def test_what_was_compiled_is_found_by_its_files_and_then_needs_no_compilation() -> None:
+    capability = torch.cuda.get_device_capability()
+    ready = [m for m in compiled_modules() if m.compute_capability == capability and m.head_size == 128]
+    served = {(module.kv_dtype, module.has_window, phase) for module in ready for phase in module.phases}
+    assert served >= {("bfloat16", False, "prefill"), ("bfloat16", False, "decode"), ("bfloat16", True, "prefill")}
+    specs = attention_specs(compiled_modules())
+    assert [spec.needs_compile for spec in specs] == [False] * (len(specs) - 1) + [True]
+
+
+def test_a_model_writes_the_same_with_graphs_without_and_by_the_portable_kernels() -> None:
+    prompts = [{"prompt_token_ids": [(seed * 7919 + i * 104729) % 1400 + 40 for i in range(12 + 9 * seed)]}
+               for seed in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    mixed = {"prefill": "triton", "decode": "flashinfer"}
+    written = []
+    for backend, eager in (("triton", False), ("flashinfer", False), ("flashinfer", True), (mixed, False)):
+        with LLM(
+            device="cuda", gpu_memory_utilization=0.3, max_num_seqs=16, attention_backend=backend, enforce_eager=eager
+        ) as llm:
+            taken = {dict(op.problem)["phase"]: op.backend for op in llm.kernel_plan.find("attention")}
+            assert taken == (backend if isinstance(backend, dict) else {"prefill": backend, "decode": backend})
+            written.append([output.outputs[0].token_ids for output in llm.generate(prompts, params)])
+    for others in written[1:]:
+        same = sum(a == b for a, b in zip(written[0], others, strict=True))
+        assert same >= len(prompts) * 3 // 4, f"only {same} of {len(prompts)} sequences are the same"
