@@ -10,6 +10,7 @@ rank_attention.py.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -22,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import attention_cases, attention_problem, attention_step
 from kernels import ceilings, conforms, time_of
 
+from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionLimits
 from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import PHASES, KernelSpec
 from tokenspeed_core.plugins.catalog import Catalog
@@ -49,13 +52,16 @@ def main() -> None:
 
 
 def usable(device: torch.device) -> list[KernelSpec]:
-    """Return the installed backends that run here, in graphs, and conform; one spec of each."""
-    kernels = [k for k in installed_kernels(Catalog.discover()) if k.spec.op == "attention" and not k.spec.reference]
-    selector = Selector(kernels, describe_device(device), needs=frozenset({"graph_safe"}))
-    selector.select_attention(attention_problem("prefill"))
-    (planned,) = selector.plan().ops
-    fitting = {verdict.backend for verdict in planned.verdicts if verdict.fits}
-    specs = {k.spec.backend: k.spec for k in kernels if k.spec.backend in fitting}
+    """Return the installed backends that run here, in graphs, and conform; of each the first spec that fits."""
+    specs: dict[str, KernelSpec] = {}
+    for kernel in installed_kernels(Catalog.discover()):
+        spec = kernel.spec
+        if spec.op != "attention" or spec.reference or spec.backend in specs:
+            continue
+        named = [Preference.parse("attention", (spec.backend,))]
+        selector = Selector([kernel], describe_device(device), named, needs=frozenset({"graph_safe"}))
+        with contextlib.suppress(SelectionError):
+            specs[spec.backend] = selector.select_attention(attention_problem("decode")).spec
     return [spec for spec in specs.values() if (fits_timed if spec.needs_compile else conforms)(spec, device)]
 
 
