@@ -18,7 +18,7 @@ from tokenspeed_kernels_flashinfer.__main__ import build, modules
 from tokenspeed_kernels_flashinfer.compiled import compiled_modules
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.attention import AttentionProblem, AttentionStep
 from tokenspeed_core.testing.attention import (
     Rows,
     attend,
@@ -111,7 +111,9 @@ def test_captured_decodes_of_many_rows_and_few_replay_beside_each_other(size: in
     rows = Rows((1,) * size, lengths)
     scene = make_scene(given, rows, device, seed=0)
     kernel = FACTORY(given, limits_of(scene), device)
-    outs, graphs, parts = [], [], []
+    outs: list[torch.Tensor] = []
+    graphs: list[torch.cuda.CUDAGraph] = []
+    parts: list[AttentionStep] = []
     for num in (size, size // 2):
         step = replace(
             scene.step, num_rows=num, num_tokens=num, query_start=scene.step.query_start[: num + 1],
