@@ -1,27 +1,31 @@
 """Times the installed attention backends beside each other, as captured steps of a model of 40,960 tokens.
 
-    python benchmarks/attention_backends.py
+    python benchmarks/attention_backends.py [--backends NAME ...] [--quick]
 
 Needs a CUDA device. A backend that fails the conformance kit is left out, and the reference is, which no graph can
-hold; one that must be compiled first is checked on the timed problems alone. Times are those of kernels.py. The line
-of `prepare` says what a backend costs the host once a step, for all layers. Which backend `auto` takes is decided by
-rank_attention.py.
+hold; one that must be compiled first is checked on the timed problems alone. `--quick` leaves the kit out and times a
+few cases. No time is printed where a backend's result differs from the first one's. Times are those of kernels.py. The
+lines of `prepare` say what a backend costs the host once a step, for all layers. Which backend `auto` takes is decided
+by rank_attention.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import attention_cases, attention_problem, attention_step
-from kernels import ceilings, conforms, time_of
+from kernel_cases import Case, attention_cases, attention_problem, attention_step, few_attention_cases
+from kernels import MAX_RELATIVE_ERROR, ceilings, conforms, time_of
 
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionLimits
@@ -38,21 +42,43 @@ MAX_MODEL_LEN = 40960
 
 def main() -> None:
     """Check, time, print a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", metavar="NAME", help="these alone, in this order; default: all")
+    parser.add_argument("--quick", action="store_true", help="a few cases, without the conformance kit")
+    given = parser.parse_args()
     device = torch.device("cuda")
-    specs = usable(device)
-    print("prepare 64 x 2048", *(f"{spec.backend} {prepare_time(spec, device):.1f} us" for spec in specs), sep="  ")
+    specs = usable(device, given.backends)
+    if not given.quick:
+        specs = [spec for spec in specs if (fits_timed if spec.needs_compile else conforms)(spec, device)]
+    for num_rows, length in ((64, 2048), (256, 640)):
+        costs = (f"{spec.backend} {prepare_time(spec, device, num_rows, length):.1f} us" for spec in specs)
+        print(f"prepare {num_rows} x {length}", *costs, sep="  ", flush=True)
     best = ceilings(device)
-    for case in attention_cases(device, max_model_len=MAX_MODEL_LEN):
+    for case in (few_attention_cases if given.quick else attention_cases)(device, max_model_len=MAX_MODEL_LEN):
         floor = max(case.num_bytes / best.bandwidth, case.num_flops / best.flops)
-        times = []
-        for spec in specs:
-            torch.manual_seed(0)
-            times.append(f"{spec.backend} {1e6 * time_of(case.bind(spec)):.1f} us")
-        print(f"{case.name:27} floor {1e6 * floor:.1f} us", *times, sep="  ", flush=True)
+        print(f"{case.name:29} floor {1e6 * floor:.1f} us", *times_of(case, specs), sep="  ", flush=True)
 
 
-def usable(device: torch.device) -> list[KernelSpec]:
-    """Return the installed backends that run here, in graphs, and conform; of each the first spec that fits."""
+def times_of(case: Case, specs: list[KernelSpec]) -> Iterator[str]:
+    """Yield what a case takes with each backend, or how far its result is from the first one's."""
+    expected: Tensor | None = None
+    for spec in specs:
+        torch.manual_seed(0)
+        call = case.bind(spec)
+        found = call().float()
+        expected = found if expected is None else expected
+        error = float((found - expected).norm() / expected.norm())
+        if error <= MAX_RELATIVE_ERROR:
+            yield f"{spec.backend} {1e6 * time_of(call):.1f} us"
+        else:  # also NaN
+            yield f"{spec.backend} differs by {error:.1e}"
+
+
+def usable(device: torch.device, names: list[str] | None) -> list[KernelSpec]:
+    """Return the backends of these names (None: all installed) that run here in graphs, of each the first that fits.
+
+    Raises SystemExit where one of the names does not run here.
+    """
     specs: dict[str, KernelSpec] = {}
     for kernel in installed_kernels(Catalog.discover()):
         spec = kernel.spec
@@ -62,7 +88,11 @@ def usable(device: torch.device) -> list[KernelSpec]:
         selector = Selector([kernel], describe_device(device), named, needs=frozenset({"graph_safe"}))
         with contextlib.suppress(SelectionError):
             specs[spec.backend] = selector.select_attention(attention_problem("decode")).spec
-    return [spec for spec in specs.values() if (fits_timed if spec.needs_compile else conforms)(spec, device)]
+    missing = set(names or ()) - set(specs)
+    if missing:
+        absent, present = ", ".join(sorted(missing)), ", ".join(specs)
+        raise SystemExit(f"--backends: {absent} cannot run here; those that can: {present}")
+    return [specs[name] for name in (specs if names is None else names)]
 
 
 def fits_timed(spec: KernelSpec, device: torch.device) -> bool:
@@ -71,9 +101,9 @@ def fits_timed(spec: KernelSpec, device: torch.device) -> bool:
     return True
 
 
-def prepare_time(spec: KernelSpec, device: torch.device) -> float:
+def prepare_time(spec: KernelSpec, device: torch.device, num_rows: int, length: int) -> float:
     """Return the median time in microseconds that preparing a captured step of decodes takes, the device idle."""
-    step, _ = attention_step([1] * 64, [2048] * 64, device, max_model_len=MAX_MODEL_LEN)
+    step, _ = attention_step([1] * num_rows, [length] * num_rows, device, max_model_len=MAX_MODEL_LEN)
     limits = AttentionLimits(step.num_rows, step.num_tokens, step.max_seq_len, step.block_table.shape[1])
     kernel = spec.factory()(attention_problem("decode"), limits, device)
     times = []

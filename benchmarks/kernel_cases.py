@@ -133,6 +133,16 @@ def attention_cases(device: torch.device, *, max_model_len: int = 0) -> Iterator
     yield case("mixed 63 x 2048 + 2048", [1] * 63 + [2048], [2048] * 64)
 
 
+def few_attention_cases(device: torch.device, *, max_model_len: int) -> Iterator[Case]:
+    """Yield a few cases of attention, as captured steps of a model of so many tokens."""
+    for num, length, num_shared in ((64, 320, 0), (256, 640, 0), (64, 2048, 0), (1, 8192, 0), (32, 6144, 4096)):
+        name = f"decode {num} x {length}" + (f", {num_shared} shared" if num_shared else "")
+        yield attention_case(
+            name, [1] * num, [length] * num, device, max_model_len=max_model_len, num_shared=num_shared
+        )
+    yield attention_case("prefill 8 x 4096", [4096] * 8, [4096] * 8, device, max_model_len=max_model_len)
+
+
 def _case(
     op: str, name: str, problem: dict[str, Any], arguments: list[Any], num_bytes: float, num_flops: float = 0.0
 ) -> Case:

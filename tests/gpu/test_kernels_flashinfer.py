@@ -1,13 +1,17 @@
 """FlashInfer with its library on a device: both phases, shared prefixes, caches in eight bits, graphs, a model.
 
 The library compiles each module at its first call, so only a few of the declared ones are tried here: those of heads
-of 128 in bfloat16, over a cache of the same and of eight bits, with a window and without, and the demo's.
+of 128 in bfloat16, over a cache of the same and of eight bits, with a window and without, and the demo's. To compile
+them all beside each other, before:
+
+    for more in "128" "128 --window" "128 --kv-dtype float8_e4m3fn" "64"; do
+        python -m tokenspeed_kernels_flashinfer --head-size $more &
+    done; wait
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -27,7 +31,6 @@ from tokenspeed_core.testing.attention import (
     check_attention,
     limits_of,
     make_scene,
-    replays,
 )
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
@@ -48,11 +51,6 @@ def problem(phase: str, *, kv_dtype: str = "bfloat16", window: int | None = None
     return AttentionProblem(phase, *heads, 128, "bfloat16", kv_dtype, block_size, 128**-0.5, window)
 
 
-def problems(phase: str, kv_dtype: str, window: int | None) -> Iterator[AttentionProblem]:
-    for heads, block_size in zip(HEADS, (16, 32, 64, 128), strict=True):
-        yield problem(phase, kv_dtype=kv_dtype, window=window, block_size=block_size, heads=heads)
-
-
 @cache
 def compiled(kv_dtype: str = "bfloat16", head_size: int = 128, *, has_window: bool = False) -> None:
     """Compile what a test calls, beside each other, since the library would compile one module after the other."""
@@ -60,26 +58,24 @@ def compiled(kv_dtype: str = "bfloat16", head_size: int = 128, *, has_window: bo
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "window"), [("bfloat16", None), ("bfloat16", 20), ("float8_e4m3fn", None)],
+    ("kv_dtype", "window", "num_groupings"), [("bfloat16", None, 4), ("bfloat16", 20, 2), ("float8_e4m3fn", None, 2)],
     ids=["bfloat16", "window", "eight bits"],
 )
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_the_backend_conforms_on_the_device(phase: str, kv_dtype: str, window: int | None) -> None:
+def test_the_backend_conforms_on_the_device(
+    phase: str, kv_dtype: str, window: int | None, num_groupings: int
+) -> None:
     compiled(kv_dtype, has_window=window is not None)
-    cases = problems(phase, kv_dtype, window)
-    assert check_attention(ATTENTION[-1], torch.device("cuda"), cases=cases) >= 20
+    cases = [
+        problem(phase, kv_dtype=kv_dtype, window=window, block_size=block_size, heads=heads)
+        for heads, block_size in zip(HEADS[:num_groupings], (16, 32, 64, 128), strict=False)
+    ]
+    assert check_attention(ATTENTION[-1], torch.device("cuda"), cases=cases) == 6 * num_groupings
 
 
-@pytest.mark.parametrize("heads", HEADS)
-def test_decodes_in_graphs_follow_lengths_and_shared_prefixes(heads: tuple[int, int]) -> None:
+def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan() -> None:
     compiled()
-    replays(FACTORY, problem("decode", heads=heads), torch.device("cuda"))
-
-
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan(window: int | None) -> None:
-    compiled(has_window=window is not None)
-    device, given = torch.device("cuda"), problem("prefill", window=window)
+    device, given = torch.device("cuda"), problem("prefill")
     first = make_scene(given, Rows((9, 5, 2), (20, 5, 40)), device, seed=1, max_len=256)
     second = make_scene(given, Rows((1, 10, 3), (200, 90, 3)), device, seed=2, max_len=256)
     kernel = FACTORY(given, limits_of(first), device)
@@ -103,7 +99,7 @@ def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan(w
     assert not out.isnan().any()
 
 
-@pytest.mark.parametrize("size", [4, 24, 200])
+@pytest.mark.parametrize("size", [4, 200])
 def test_captured_decodes_of_many_rows_and_few_replay_beside_each_other(size: int) -> None:
     compiled()
     device, given = torch.device("cuda"), problem("decode")
@@ -173,7 +169,7 @@ def test_a_model_writes_the_same_with_graphs_without_and_by_the_portable_kernels
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     mixed = {"prefill": "triton", "decode": "flashinfer"}
     written = []
-    for backend, eager in (("triton", False), ("flashinfer", False), ("flashinfer", True), (mixed, False)):
+    for backend, eager in (("triton", False), ("flashinfer", False), (mixed, True)):
         with LLM(
             device="cuda", gpu_memory_utilization=0.3, max_num_seqs=16, attention_backend=backend, enforce_eager=eager
         ) as llm:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenspeed_kernels_flashinfer import attention_specs
+from tokenspeed_kernels_flashinfer.__main__ import build
 from tokenspeed_kernels_flashinfer.compiled import Module, compiled_modules, modules_in
 
 from tokenspeed_core.config import Config
@@ -126,6 +127,21 @@ def test_modules_are_looked_for_where_the_library_keeps_them(tmp_path: Path, mon
     compile_them(tmp_path / ".cache" / "flashinfer" / "1.2.3", "80", PLAIN, "cascade")
     compile_them(tmp_path / ".cache" / "flashinfer" / "1.2.2", "89", PLAIN, "cascade")
     assert [module.compute_capability for module in compiled_modules()] == [(8, 0)]
+
+
+def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_compile_it() -> None:
+    compiled = []
+
+    class Spec:
+        def __init__(self, name: str, *, is_aot: bool = False) -> None:
+            self.name, self.is_aot = name, is_aot
+
+        def build(self, *, verbose: bool, need_lock: bool) -> None:
+            assert need_lock, "another process may compile it, too"
+            compiled.append(self.name)
+
+    assert build([Spec("two"), Spec("one"), Spec("one"), Spec("ready", is_aot=True)]) == ["one", "ready", "two"]
+    assert sorted(compiled) == ["one", "two"], "each once"
 
 
 def test_one_phase_alone_may_be_given_to_it() -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -42,10 +43,20 @@ def modules(dtype: str, kv_dtype: str, head_size: int, *, has_window: bool) -> l
 
 
 def build(wanted: Iterable[Any]) -> list[str]:
-    """Compile modules beside each other, those that are not compiled yet; return the names of all."""
+    """Compile modules beside each other, those that are not compiled yet; return the names of all.
+
+    Each where its first call would compile it: `build_jit_specs` keeps other notes of what stands compiled than these
+    calls do, so that what it compiled they compile again, and the other way round.
+    """
     by_name = {module.name: module for module in wanted}
-    import_module("flashinfer.jit").build_jit_specs(list(by_name.values()), verbose=False)
+    with ThreadPoolExecutor(max_workers=len(by_name)) as pool:
+        list(pool.map(_build, by_name.values()))
     return sorted(by_name)
+
+
+def _build(module: Any) -> None:
+    if not module.is_aot:  # by `flashinfer-jit-cache`
+        module.build(verbose=False, need_lock=True)
 
 
 if __name__ == "__main__":
