@@ -5,7 +5,7 @@ of 128 in bfloat16, over a cache of the same and of eight bits, with a window an
 them all beside each other, before:
 
     for more in "128" "128 --window" "128 --kv-dtype float8_e4m3fn" "64"; do
-        python -m tokenspeed_kernels_flashinfer --head-size $more &
+        MAX_JOBS=4 python -m tokenspeed_kernels_flashinfer --head-size $more &
     done; wait
 """
 
