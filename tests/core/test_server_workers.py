@@ -199,7 +199,7 @@ def test_a_dead_engine_is_told_by_every_worker_to_those_who_wait(tmp_path: Path)
         wait_until(lambda: owners(server).total() == 12, 5, "all at work")
         os.kill(server.engine_pid(), signal.SIGKILL)
         thread.join(10)
-        assert all('"code": "engine_dead"' in each.text.split("\n\n")[-3] for each in answers)
+        assert all('"code": "engine_dead"' in each.text for each in answers)  # an event, or an answer not yet begun
         assert all_ended(server, others) == 1
 
 
