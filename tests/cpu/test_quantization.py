@@ -155,7 +155,7 @@ def test_a_method_that_a_family_does_not_ask_for_is_refused(
     assert not plan.find("silu_mul_fp8")
     assert memory["weight_bytes"] is None
     with pytest.raises(CheckpointError, match="Qwen3ForCausalLM asks for no linear_fp8, so it would have no effect"):
-        plan_only(tiny_config(quantization=other, model_spec=ModelSpec("NoLinears", "", f"{__name__}:NoLinears"),
+        plan_only(tiny_config(quantization=other, model_spec=ModelSpec("Qwen3ForCausalLM", "", f"{__name__}:NoLinears"),
                               model_info=tiny_config().model_info), catalog)
 
 

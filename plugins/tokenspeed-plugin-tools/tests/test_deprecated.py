@@ -71,7 +71,7 @@ def test_a_check_passes_and_says_what_will_not_last(run: Run) -> None:
     done = run("check", "acme-flash")
     assert done.returncode == 0, done.stdout
     assert f"          flash: {CONTRACT}\n          __init__.py:2: {NAME}\n" in done.stdout
-    assert "acme-flash: passed (6 ok, 0 failed, 0 skipped)" in done.stdout
+    assert "acme-flash: passed (7 ok, 0 failed, 0 skipped)" in done.stdout
 
 
 def test_importing_the_plugin_warns_with_its_name(run: Run, site: Site) -> None:

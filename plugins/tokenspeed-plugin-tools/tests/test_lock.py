@@ -51,6 +51,17 @@ def test_a_lock_says_the_same_whenever_it_is_written_and_is_met(toy: Site, tmp_p
     assert main(["plugins", "verify", first]) == 0
 
 
+def test_a_lock_and_what_it_finds_are_told_as_json_too(
+    toy: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = lock(tmp_path / "lock")
+    capsys.readouterr()
+    assert main(["plugins", "freeze", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["toy"]["version"] == "1.0"
+    assert main(["plugins", "verify", locked, "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [

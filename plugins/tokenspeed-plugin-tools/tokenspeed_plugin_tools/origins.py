@@ -11,6 +11,7 @@ from tokenspeed_core.commands import DEPRECATED, OURS, Entry
 PUBLISHED = OURS | {
     "tokenspeed-kernels-blackwell",
     "tokenspeed-kernels-deepgemm",
+    "tokenspeed-kernels-flashinfer",
     "tokenspeed-kernels-hopper",
     "tokenspeed-models-mistral",
 }

@@ -1,0 +1,51 @@
+"""Every process of a server looks at its plugins itself, and does nothing with others than the launcher's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.messages import Failed, to_api
+from tokenspeed_core.plugins import Catalog
+
+
+def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
+    """Run a process that is told a digest; return its status, what it wrote, and why it failed by its socket."""
+    address = f"ipc://{folder}/engine"
+    config = Config.from_keywords(device="cpu", model=str(folder / "no-model"), served_model_name="none")
+    told = {
+        "config": config.to_wire(),
+        "catalog_digest": digest, "addresses": [address], "worker": 0, "listen_fds": [0],
+    }
+    (folder / "told").write_bytes(msgpack.packb(told))
+    theirs, ours = os.pipe()
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.connect(address)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module, str(folder / "told"), str(theirs)], pass_fds=(theirs,),
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        )
+        failed = to_api.unpack(socket.recv()) if socket.poll(1000 if "engine" in module else 0) else None
+        return done.returncode, done.stderr, failed.message if isinstance(failed, Failed) else ""
+    finally:
+        socket.close(linger=0)
+        os.close(theirs)
+        os.close(ours)
+
+
+@pytest.mark.parametrize("module", ["tokenspeed_core.engine.process", "tokenspeed_core.server.serve"])
+def test_a_process_that_finds_other_plugins_than_the_launcher_ends_and_says_so(module: str, tmp_path: Path) -> None:
+    status, written, failed = ended(module, tmp_path, "another")
+    assert status == 1
+    assert "other plugins than the launcher" in (failed or written)
+    _, written, failed = ended(module, tmp_path, Catalog.discover().digest())
+    assert "other plugins" not in failed + written
+    assert failed or written, "with the launcher's it goes on, to what else it was not given"
