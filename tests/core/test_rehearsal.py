@@ -1,4 +1,4 @@
-"""The request that nobody sent: it warms everything up and leaves nothing behind."""
+"""The requests that nobody sent: they warm everything up and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from null_world import World, request
 
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.rehearsal import rehearse
+from tokenspeed_core.messages import Refused, Submit
 
 
 def drawn(world: World) -> list[int]:
@@ -26,6 +27,20 @@ def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behi
     assert counts.free == counts.total and not counts.cached
     assert not (world.scheduler.has_work or world.scheduler.roster.num_preemptions)
     assert drawn(world) == drawn(other)
+
+
+def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(max_model_len=300, num_pages=90)
+    engine = Engine(world.scheduler, world.runner)
+    asked: list[tuple[int, float]] = []
+
+    def submit(request: Submit) -> Refused | None:
+        asked.append((len(request.prompt), request.temperature))
+        return world.scheduler.submit(request)
+
+    monkeypatch.setattr(engine, "submit", submit)
+    rehearse(engine, 300)
+    assert asked == [(256, 0), (16, 1)]
 
 
 def test_where_no_token_fits_behind_a_prompt_nothing_is_rehearsed() -> None:

@@ -102,7 +102,7 @@ def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest
     assert {"--kv-cache-dtype auto", "a device of compute capability 8.9 to any"} <= mends
 
 
-def test_what_would_bring_a_kernel_back_is_the_cache_in_another_type_or_no_graphs(
+def test_what_would_bring_a_kernel_back_is_the_cache_in_another_type(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["plugins", "why", "attention", "--platform", "sm100", "--kv-cache-dtype", "fp8_e4m3"]) == 0

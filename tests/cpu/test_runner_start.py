@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, PluginError
@@ -13,6 +14,7 @@ from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.graphs import StepGraphs
 from tokenspeed_core.runner.local import LocalRunner, build, plan_only
 from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.runner.trial import TrialLimits, kinds, largest
@@ -81,11 +83,14 @@ def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny_config: 
         build(replace(tiny_config(), max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
 
 
-def test_every_step_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
+def test_every_step_of_few_prompts_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
     sizes = [size for size in bucket_sizes((1, 2, 4, 256), 8192, 300) if size.num_chunks]
     assert max(size.num_chunk_tokens for size in sizes) == 8192
     for decodes, tokens in ((0, 1), (256, 8192), (17, 500), (65, 33), (1, 5000)):
-        fitting = [s.num_chunk_tokens for s in sizes if s.num_decodes >= decodes and s.num_chunk_tokens >= tokens]
+        fitting = [
+            size.num_chunk_tokens for size in sizes
+            if size.num_decodes >= decodes and size.num_chunk_tokens >= tokens and size.num_chunks >= min(tokens, 16)
+        ]
         assert min(fitting) <= max(32, 2 * tokens)
     many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 4096})
     assert many == [4096, 5120, 6144, 7168, 8192]
@@ -93,6 +98,23 @@ def test_every_step_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens()
     assert set(few) == {16}, "rows that few prompts of few tokens leave empty"
     assert {size.num_chunks for size in sizes if size.num_chunk_tokens == 8192} == {64}
     assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks", "tokens", "expected"),
+    [
+        (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 24, 384)), (1, 33, 33, BucketSize(256, 48, 768)),
+        (0, 64, 64, BucketSize(0, 64, 1024)), (256, 1, 8192, BucketSize(256, 64, 8192)),
+    ],
+)
+def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
+    decodes: int, chunks: int, tokens: int, expected: BucketSize
+) -> None:
+    graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
+    graphs._mixed_sizes = [size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks]
+    plan = replace(largest(TrialLimits(300, 8192, 300, 1, 97)).plan, token_ids=np.zeros(tokens, np.int32),
+                   slots=np.zeros(decodes + chunks, np.int32), num_decodes=decodes)
+    assert graphs._size(plan) == expected
 
 
 def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:

@@ -9,7 +9,7 @@ from tokenspeed_core.messages import Ready
 from tokenspeed_core.requests import Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
 
-NUM_TOKENS = (256, 16)  # of a long and a short prompt, where as many fit
+REQUESTS = ((256, 0.0), (16, 1.0))  # tokens of the prompt, where as many fit, and temperature
 
 
 def rehearse(engine: Engine, max_model_len: int) -> None:
@@ -18,10 +18,10 @@ def rehearse(engine: Engine, max_model_len: int) -> None:
     if not num_new:
         return  # a prompt would leave no room for a token
     limits = Ready(max_model_len, max_model_len, 1, "")
-    for temperature, num_tokens in enumerate(NUM_TOKENS):
+    for request_id, (num_tokens, temperature) in enumerate(REQUESTS):
         prompt = np.zeros(min(num_tokens, max_model_len - num_new), np.int32)
         params = SamplingParams(temperature=temperature, max_tokens=num_new, seed=0)
-        refused = engine.submit(build_submit(temperature, params, prompt, limits, Defaults()))
+        refused = engine.submit(build_submit(request_id, params, prompt, limits, Defaults()))
         assert refused is None, refused
         while engine.has_work:
             engine.step()

@@ -242,7 +242,7 @@ def _first(
 def _load_failure(kernel: InstalledKernel) -> tuple[Reason, ...]:
     """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
 
-    So may be what TokenSpeed did not publish itself. Compiled code is not even loaded where its metadata says so.
+    So may be what TokenSpeed did not publish itself. Compiled code whose metadata names another build is not loaded.
     """
     spec = kernel.spec
     try:

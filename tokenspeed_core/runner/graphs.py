@@ -152,7 +152,7 @@ class StepGraphs:
         return per_group * len(self._groups) + _WORDS_OF_CHUNK * size.num_chunks
 
     def _size(self, plan: StepPlan) -> BucketSize:
-        """Return the bucket with the fewest chunk tokens, then chunks, then decodes, that holds a step."""
+        """Return the bucket with the fewest chunk tokens, then decodes, that holds a step."""
         if plan.num_decodes == plan.num_rows:
             return BucketSize(self.decode_sizes[bisect_left(self.decode_sizes, plan.num_rows)], 0, 0)
         first = bisect_left(self._mixed_sizes, len(plan.token_ids), key=lambda size: size.num_chunk_tokens)

@@ -79,7 +79,7 @@ def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto
     assert selector((8, 9), modules).select_attention(problem("decode")).spec.backend == "triton", "nor for this device"
 
 
-def test_on_hopper_what_was_measured_to_be_faster_stays_before_it(tmp_path: Path) -> None:
+def test_on_hopper_what_is_ranked_stays_before_it(tmp_path: Path) -> None:
     chosen = selector((9, 0), compile_them(tmp_path, "90a", PLAIN, f"{PLAIN}_sm90", "cascade"))
     assert {chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")} == {"triton"}
     assert "triton comes first" in explain(chosen.plan(), "attention")

@@ -151,10 +151,8 @@ class FlashInferAttention:
         is_fixed = step.host_query_start is None
         key = (step.num_rows, step.num_tokens, step.max_num_query) if is_fixed else (shares,)
         if key not in self._planned:
-            halves = self._problem.phase == "prefill"
-            own = self._wrapper(
-                self._own, step.num_rows + self._closes, step.num_tokens, "auto" if halves else "fa2", is_fixed
-            )
+            backend = "auto" if self._problem.phase == "prefill" else "fa2"
+            own = self._wrapper(self._own, step.num_rows + self._closes, step.num_tokens, backend, is_fixed)
             common = self._wrapper(self._common, 1, step.num_rows, "fa2", is_fixed) if shares else None
             self._planned[key] = own, common
         return self._planned[key]
