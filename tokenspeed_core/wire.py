@@ -18,6 +18,7 @@ _DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(name) for name in ("int32", "int64", "float32", "bool", "uint8", "uint64")
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_EMPTY = [msgpack.ExtType(code, b"") for code in _CODES.values()]
 
 
 class WireError(ValueError):
@@ -29,7 +30,7 @@ def _encode(value: Any) -> Any:
         code = _CODES.get(value.dtype)
         if code is None or value.ndim != 1:
             raise TypeError(f"cannot send an array of {value.ndim} axes of {value.dtype}")
-        return msgpack.ExtType(code, value.tobytes())
+        return msgpack.ExtType(code, value.tobytes()) if value.size else _EMPTY[code]
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, np.integer):

@@ -121,9 +121,8 @@ class Engine:
         if self._observe is not None:
             self._observe(StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds))
         outputs = self.scheduler.apply(result)
-        if (outputs.finish == Finish.ERROR).any():
-            ended = outputs.sequence_ids[outputs.finish == Finish.ERROR].tolist()
-            log.error("step %d gave no finite logit for the sequences %s, which end here", plan.step_id, ended)
+        if outputs.finish.any() and len(ended := outputs.sequence_ids[outputs.finish == Finish.ERROR]):
+            log.error("step %d gave no finite logit for the sequences %s, which end here", plan.step_id, ended.tolist())
         return outputs
 
     def reset_prefix_cache(self) -> None:

@@ -85,10 +85,10 @@ def collect(rows: Rows, flight: InFlight, result: StepResult) -> Collected:
     else:
         starts = (np.cumsum(counts) - counts)[got]
         row_of = np.repeat(np.arange(len(got)), num_tokens)
-        token_ids = result.token_ids[np.repeat(starts, num_tokens) + _offsets(num_tokens)]
+        token_ids = result.token_ids[np.repeat(starts, num_tokens) + _offsets(num_tokens, len(row_of))]
     finish = np.zeros(len(got), np.int32)
     num_tokens, token_ids, row_of = _cut(rows, slots, num_tokens, token_ids, row_of, finish)
-    rows.tokens[slots[row_of], rows.num_known[slots][row_of] + _offsets(num_tokens)] = token_ids
+    rows.tokens[slots[row_of], rows.num_known[slots][row_of] + _offsets(num_tokens, len(row_of))] = token_ids
     rows.num_known[slots] += num_tokens
     num_cached = rows.num_cached[slots]
     rows.num_cached[slots[num_tokens > 0]] = 0
@@ -104,7 +104,7 @@ def _cut(
     kept = np.minimum(num_tokens, room)
     stops = (token_ids[:, None] == rows.stop_ids[slots][row_of]).any(axis=1) | (token_ids < 0)
     if stops.any():
-        position = _offsets(num_tokens)
+        position = _offsets(num_tokens, len(row_of))
         for at in np.flatnonzero(stops):   # the first of a row is seen first; the rest lies behind its end
             row = row_of[at]
             if position[at] < kept[row]:
@@ -113,16 +113,15 @@ def _cut(
                 finish[row] = Finish.ERROR if failed else Finish.STOP
     if (kept == num_tokens).all():
         return num_tokens, token_ids, row_of
-    keep = _offsets(num_tokens) < kept[row_of]
+    keep = _offsets(num_tokens, len(row_of)) < kept[row_of]
     return kept.astype(np.int32), token_ids[keep], row_of[keep]
 
 
-def _offsets(counts: I32) -> I64:
-    """Return 0, 1, ... within each run of `counts`."""
-    ends = np.cumsum(counts, dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    if total == len(counts) and (counts == 1).all():
+def _offsets(counts: I32, total: int) -> I64:
+    """Return 0, 1, ... within each run of `counts`, which are `total` together."""
+    if total == len(counts) and counts.all():  # one each
         return np.zeros(total, np.int64)
+    ends = np.cumsum(counts, dtype=np.int64)
     return np.arange(total) - np.repeat(ends - counts, counts)
 
 

@@ -33,7 +33,7 @@ class Draft:
     def __init__(self, step_id: int, rows: Rows, num_groups: int) -> None:
         """Start without rows."""
         self.step_id = step_id
-        self.num_tokens = 0
+        self.num_tokens = self.num_chunk_tokens = 0  # query tokens; those of the chunk rows
         self._rows = rows
         self._decodes: tuple[I32, I32, I32] = (_NONE, _NONE, _NONE)
         self._chunks: list[tuple[int, int, int, bool]] = []
@@ -44,11 +44,6 @@ class Draft:
     def num_rows(self) -> int:
         """Rows so far."""
         return len(self._decodes[0]) + len(self._chunks)
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """Query tokens of the chunk rows."""
-        return self.num_tokens - int(self._decodes[1].sum())
 
     @property
     def num_chunks(self) -> int:
@@ -69,6 +64,7 @@ class Draft:
         """Add a chunk row of the known tokens `[start, end)`; the last chunk samples."""
         self._chunks.append((slot, start, end, is_last))
         self.num_tokens += end - start
+        self.num_chunk_tokens += end - start
 
     def grow(self, slot: int, entries: Entries) -> None:
         """Add block table entries of a slot."""

@@ -84,8 +84,8 @@ class Running:
             wanted = np.concatenate((num_query, rest))
         else:
             slots, wanted, end = decoding, num_query, bound - 1 + num_query
-        short = end - rows.capacity[slots]
-        pages = np.maximum(-(-short // kv.block_size), 0) * kv.pages_per_block
+        blocks = -((rows.capacity[slots] - end) // kv.block_size)  # that each lacks
+        pages = np.maximum(blocks, 0) * kv.pages_per_block
         held = np.zeros(len(slots), np.int32)
         if int(pages.sum()) > kv.pool.num_available:
             held = np.asarray([len(self._roster.lease(int(slot)).pages()) for slot in slots], np.int32)
