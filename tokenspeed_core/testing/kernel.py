@@ -5,6 +5,7 @@ Each runs on every device of this machine that the spec declares, and is skipped
 
 from __future__ import annotations
 
+from itertools import product
 from typing import ClassVar
 from unittest import SkipTest
 
@@ -18,6 +19,7 @@ from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, PlatformIn
 from tokenspeed_core.testing import attention as of_attention
 from tokenspeed_core.testing import conformance
 from tokenspeed_core.testing.cells import NotRun, beyond, cells
+from tokenspeed_core.testing.replays import replays
 from tokenspeed_core.testing.shapes import contract_of
 
 _PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
@@ -56,7 +58,7 @@ class KernelConformance:
 
     def test_no_declared_cell_waits_for_another_machine(self) -> None:
         """Skipped where this machine lacks a declared device or a library, with the number of cells that need it."""
-        lacks = [*self._missing_devices(), *(f"the module {name}" for name in self._missing_modules())]
+        lacks = self._lacks()
         if lacks:
             pairs_only = self.spec.capability.platforms == ("cpu",)
             num_cells = sum(1 for _ in cells(self.spec, self._contract(), pairs_only=pairs_only))
@@ -85,17 +87,24 @@ class KernelConformance:
                     conformance.ignores_other_rows(kernel, self._contract(), problem, 33, device)
 
     def test_a_captured_call_replays_where_it_claims_so(self) -> None:
-        """CUDA graphs: captured on some inputs, replayed on others, to the bit."""
+        """CUDA graphs, captured on some inputs and replayed on others. Attention: decodes, and prompts beside them.
+
+        Where there is no such device, attention on a CPU computes those steps in turn with the same buffers, and the
+        cells are counted as not run.
+        """
         if "graph_safe" not in self.spec.capability.features:
             raise SkipTest("it does not claim graph_safe")
-        devices = [device for device in self._devices() if device.type == "cuda"]
-        if not devices:
-            raise SkipTest("no device here has graphs")
-        for problem in cells(self.spec, self._contract(), pairs_only=True):
-            if self.spec.op != "attention":
-                conformance.replays(self.spec.factory()(problem), self._contract(), problem, 33, devices[0])
-            elif problem["phase"] == "decode":
-                of_attention.replays(self.spec.factory(), AttentionProblem(**problem), devices[0])
+        if "cuda" not in self.spec.capability.platforms:
+            raise SkipTest("it declares no device that has graphs")
+        problems = list(cells(self.spec, self._contract(), pairs_only=True))
+        devices = [] if self._missing_modules() else self._here()
+        for device, problem in product(devices, problems):
+            if self.spec.op == "attention":
+                replays(self.spec, AttentionProblem(**problem), device)
+            elif device.type == "cuda":
+                conformance.replays(self.spec.factory()(problem), self._contract(), problem, 33, device)
+        if not any(device.type == "cuda" for device in devices):
+            raise NotRun(len(problems), f"{' and '.join(self._lacks())}, for graphs")
 
     def _contract(self) -> OpContract:
         return self.contract or contract_of(self.spec)
@@ -105,10 +114,16 @@ class KernelConformance:
         missing = self._missing_modules()
         if missing:
             raise SkipTest(f"{', '.join(missing)} is not installed; {self.spec.obtain or 'install it'}")
-        found = [torch.device(kind) for kind in self.spec.capability.platforms if self._is_here(kind)]
+        found = self._here()
         if not found:
             raise SkipTest(f"this machine lacks {' and '.join(self._missing_devices())}")
         return found
+
+    def _here(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in self.spec.capability.platforms if self._is_here(kind)]
+
+    def _lacks(self) -> list[str]:
+        return [*self._missing_devices(), *(f"the module {name}" for name in self._missing_modules())]
 
     def _missing_modules(self) -> list[str]:
         return [name for name in self.spec.requires if not has_module(name)]

@@ -1,0 +1,45 @@
+"""Triton's attention over buffers that stay, refilled between calls as replays of captured steps refill them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenspeed_kernels_blackwell import PROMPTS
+
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.runner.staged import BucketSize
+from tokenspeed_core.testing.replays import Replay, replays
+from tokenspeed_kernels.descriptors import TRITON_ATTENTION
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of log2(0)
+]
+
+CPU = torch.device("cpu")
+MANY, FEW = BucketSize(10, 0, 0), BucketSize(2, 0, 0)
+MIXED, CHUNKS = BucketSize(3, 2, 24), BucketSize(0, 2, 8)
+DECODES = (
+    Replay(MANY, (300, 270, 290, 277, 333, 301, 260, 299, 280), num_shared=256),
+    Replay(FEW, (7, 70)),
+    Replay(MANY, (33, 1, 65)),
+)
+PROMPTS_TOO = (
+    Replay(MIXED, (140, 129, 131), ((17, 150), (3, 140)), num_shared=128),
+    Replay(CHUNKS, chunks=((5, 5), (1, 30))),
+    Replay(MIXED, (64,), ((20, 20),)),
+)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("spec", "phase"), [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PROMPTS, "prefill")],
+    ids=["decodes", "prompts beside decodes", "prompts of blackwell"],
+)
+def test_a_backend_finds_other_rows_in_the_same_buffers(spec: KernelSpec, phase: str, window: int | None) -> None:
+    problem = AttentionProblem(phase, 4, 2, 64, "float32", "float32", 64, 0.125, window)
+    capability = replace(spec.capability, dtypes=("float32",), kv_dtypes=("float32",))
+    replays(replace(spec, capability=capability), problem, CPU, DECODES if phase == "decode" else PROMPTS_TOO)
