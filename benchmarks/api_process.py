@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from socket import socket as Socket
 
-import msgpack
 import numpy as np
 import psutil
 import zmq
@@ -131,8 +130,7 @@ def measure(traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int)
 def main() -> int:
     """Be what the arguments say: the engine, the server, or the measurement."""
     if sys.argv[1:2] == ["--engine"]:
-        with open(sys.argv[2], "rb") as file:
-            data = msgpack.unpack(file)
+        data, _ = begin(sys.argv[2:])
         hand_out_tokens(data["addresses"], data["step_seconds"])
         return 0
     if sys.argv[1:2] == ["--worker"]:

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
 import numpy as np
 import zmq
 
+from tokenspeed_core.engine.orphan import begin
 from tokenspeed_core.engine.workers import bind, send, send_outputs
 from tokenspeed_core.messages import (
     Abort,
@@ -142,6 +142,5 @@ class FakeEngine:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "rb") as file:
-        payload = msgpack.unpack(file)
-    FakeEngine(payload["config"], payload["addresses"], int(sys.argv[2])).run()
+    told, pipe = begin(sys.argv[1:])
+    FakeEngine(told["config"], told["addresses"], pipe).run()

@@ -189,4 +189,4 @@ def be_worker(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]) if len(sys.argv) == 2 else be_worker(sys.argv[1:]))
+    sys.exit(be_worker(sys.argv[1:]) if sys.argv[1].isdecimal() else main(sys.argv[1]))

@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -137,17 +139,48 @@ def test_a_killed_server_leaves_neither_engine_nor_socket(tmp_path: Path) -> Non
         server.process.kill()
         server.process.wait()
         wait_until(lambda: not is_alive(server.engine_pid()), 3, "the engine's end")
-        assert "orphaned" in server.notes()
         assert not list(tmp_path.glob("*tokenspeed-*"))
 
 
-def test_the_next_start_removes_the_folder_of_a_server_killed_while_it_started_and_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_server_killed_at_any_moment_of_its_start_leaves_nothing_and_says_nothing(
+    tmp_path: Path, num_workers: int
+) -> None:
+    for moment in range(6):
+        with running(tmp_path, engine={"start_seconds": 30}, num_workers=num_workers, waits=False) as server:
+            time.sleep(moment * 0.1)  # from before there is a folder to after all are connected
+            family = [child.pid for child in psutil.Process(server.process.pid).children()]
+            server.process.kill()
+            server.process.wait()
+            wait_until(lambda family=family: not any(map(is_alive, family)), 10, f"all ended, killed at {moment}")
+            wait_until(lambda: not list(tmp_path.glob("*tokenspeed-*")), 10, "no folder left behind")
+            assert server.complaints() == ""
+
+
+def test_a_child_that_begins_when_its_parent_is_gone_ends_at_once_and_in_silence() -> None:
+    code = "import sys; from tokenspeed_core.engine.orphan import begin; begin(sys.argv[1:]); print('it goes on')"
+    for told in (b"", b"\x81\xa1a", b"\x81\xa1a\x01"):  # nothing, a part, {"a": 1}
+        reading, writing = os.pipe()
+        os.write(writing, told)
+        os.close(writing)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, str(reading)], pass_fds=[reading], capture_output=True, text=True,
+            timeout=30, check=True,
+        )
+        os.close(reading)
+        assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_the_next_start_removes_what_a_server_left_that_was_killed_with_all_its_children_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     slow = {"start_seconds": 30}
     with running(tmp_path, engine=slow, waits=False) as killed:
         wait_until(killed.log.exists, 10, "the engine's process")
         left = next(tmp_path.glob("tokenspeed-*"))
         assert left.stat().st_mode & 0o777 == 0o700
-        killed.process.kill()
+        for process in (*psutil.Process(killed.process.pid).children(), killed.process):
+            process.kill()
         killed.process.wait()
         assert left.exists()
         killed.log.unlink()

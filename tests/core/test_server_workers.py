@@ -50,7 +50,8 @@ def owners(server: Running) -> Counter[int]:
 def workers(server: Running) -> list[psutil.Process]:
     """Return the processes of the workers beside the first, in the order of their numbers."""
     children = psutil.Process(server.process.pid).children()
-    return sorted((child for child in children if child.pid != server.engine_pid()), key=lambda child: child.pid)
+    others = (child for child in children if any(part.endswith("server_support.py") for part in child.cmdline()))
+    return sorted(others, key=lambda child: child.pid)
 
 
 def all_ended(server: Running, others: list[psutil.Process], seconds: float = 10.0) -> int:

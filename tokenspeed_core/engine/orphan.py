@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import select
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -22,9 +22,15 @@ def end_with_parent(by: Signals) -> None:
 
 
 def begin(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Read a file's name and a number; return what the file says, and the pipe that is closed when it must end."""
-    config_file, parent_fd = arguments
+    """Return what the parent tells through the pipe of this number, and the pipe, which is closed when it must end.
+
+    Ends the process where the parent is gone.
+    """
+    pipe = int(arguments[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which drains this one
     end_with_parent(signal.SIGKILL)  # also where it cannot look at the pipe: loading, or stuck
-    told: dict[str, Any] = msgpack.unpackb(Path(config_file).read_bytes())
-    return told, int(parent_fd)
+    with open(pipe, "rb", buffering=0, closefd=False) as file:
+        told: dict[str, Any] = next(msgpack.Unpacker(file), {})
+    if select.select([pipe], [], [], 0)[0]:  # it ended before the kernel was asked to say so
+        sys.exit()
+    return told, pipe

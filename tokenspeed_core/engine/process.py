@@ -95,7 +95,7 @@ class EngineLoop:
 
 
 def main() -> int:
-    """Run an engine process: `process.py CONFIG_FILE PARENT_FD`. Returns the exit status."""
+    """Run an engine process: `process.py PIPE`. Returns the exit status."""
     told, parent_fd = begin(sys.argv[1:])
     sockets = [bind(address) for address in told["addresses"]]
     try:

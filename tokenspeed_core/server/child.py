@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,15 @@ import msgpack
 from tokenspeed_core.errors import CapacityError
 
 _PREFIX = "tokenspeed-"
-_MAX_FOLDER = 80  # characters; a socket's path may have 107
+_MAX_FOLDER = 72  # characters; a socket's path may have 107
+_CLEAN = "import shutil, sys; sys.stdin.read(); [shutil.rmtree(each, ignore_errors=True) for each in sys.argv[1:]]"
 
 
 class PrivateFolder:
-    """A folder only this user reads, for a socket and a child's configuration.
+    """A folder only this user reads, for the sockets of children that are not connected yet.
 
-    It holds a lock as long as its process lives, so that a later start knows which folders were left
-    behind by a process that was killed, and removes those.
+    A process of its own removes it should this one be killed. It holds a lock as long as this process lives, so
+    that a later start knows which folders were left behind where both were killed, and removes those.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -37,12 +39,19 @@ class PrivateFolder:
         if parent is None and len(str(base)) > _MAX_FOLDER:
             base = Path("/tmp")
         _sweep(base)
+        name = f"{_PREFIX}{os.getuid()}-{os.urandom(4).hex()}"
+        self.path, hidden = base / name, base / f".{name}"
+        self._cleaner = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _CLEAN, str(hidden), str(self.path)], start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
         try:
-            hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{os.getuid()}-", dir=base))  # mode 0700
+            hidden.mkdir(0o700)
             self._lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self.path = hidden.rename(base / hidden.name[1:])  # swept only from now on, when it is locked
+            hidden.rename(self.path)  # swept only from now on, when it is locked
         except OSError as error:
+            self._cleaner.communicate()
             raise CapacityError(
                 f"cannot make a folder for the engine's sockets in {base}: {error.strerror}; free space there, "
                 "or name another with TMPDIR"
@@ -54,34 +63,27 @@ class PrivateFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
+            self._cleaner.communicate()
 
 
 def _sweep(base: Path) -> None:
     """Remove this user's folders whose processes are gone."""
     for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
-        try:
-            lock = os.open(folder / "lock", os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), open(folder / "lock", "r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its process lives
             shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            pass  # its process lives
-        finally:
-            os.close(lock)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a child runs, what it is told (plain data, which it reads from a file), and where it listens."""
+    """What a child runs, what it is told (plain data, which it reads from a pipe), and where it listens."""
 
     command: Sequence[str]
     told: Mapping[str, Any]
     listener: socket.socket | None = None
 
 
-async def start(program: Program, config_file: Path, **told: Any) -> Child:
+async def start(program: Program, **told: Any) -> Child:
     """Start a child, which is told something more. What it prints goes where this process prints.
 
     Its listener is closed here: nobody else would take the connections that the system gives it.
@@ -89,16 +91,17 @@ async def start(program: Program, config_file: Path, **told: Any) -> Child:
     listen_fds = [] if program.listener is None else [program.listener.fileno()]
     data = msgpack.packb({**program.told, **told, "listen_fds": listen_fds})
     assert isinstance(data, bytes)
-    config_file.write_bytes(data)
     theirs, ours = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *program.command, str(config_file), str(theirs),
+            *program.command, str(theirs),
             stdin=subprocess.DEVNULL, pass_fds=(theirs, *listen_fds),
             start_new_session=True,  # Ctrl-C in the terminal is for the first process, which drains
         )
     finally:
         os.close(theirs)
+    with contextlib.suppress(BrokenPipeError), open(ours, "wb", closefd=False) as pipe:  # it may have ended already
+        pipe.write(data)
     if program.listener is not None:
         program.listener.close()
     return Child(process, ours)

@@ -65,8 +65,7 @@ class Chief(Crew):
         # Once all are connected nobody looks for the sockets' names: a kill from then on leaves no file.
         link.ready.add_done_callback(lambda _: self._folder.remove())
         for number, program in enumerate(self._programs):
-            config_file = self._folder.path / f"{number}.msgpack"
-            self._children.append(await start(program, config_file, addresses=self._addresses, worker=number))
+            self._children.append(await start(program, addresses=self._addresses, worker=number))
         self.watches += [asyncio.create_task(self._watch(number)) for number in range(1, len(self._children))]
 
     async def _watch(self, number: int) -> None:

@@ -58,7 +58,7 @@ def _program(module: str, config: Config, catalog: Catalog, listener: socket.soc
 
 
 def main() -> int:
-    """Be one more API worker: `serve.py CONFIG_FILE PARENT_FD`. Returns the exit status."""
+    """Be one more API worker: `serve.py PIPE`. Returns the exit status."""
     told, pipe = begin(sys.argv[1:])
     config = Config.from_wire(told["config"])
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
