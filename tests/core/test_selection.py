@@ -80,7 +80,7 @@ def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by
     assert selector.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "one"
     explained = explain(selector.plan(), "attention")
     assert "two from dist-two: 1.2 times the floor" in explained
-    assert "not one from dist-one: 1.5 times the floor, two comes first -> name the backend 'one'" in explained
+    assert "not one from dist-one: 1.5 times the floor, two comes first -> --attention-backend.decode one" in explained
     assert "not special from dist-special: two comes first" in explained
     older = Selector(kernels, PlatformInfo("cuda", (8, 0)), rankings=rankings)
     assert older.select_attention(ATTENTION).spec.backend == "one"

@@ -76,6 +76,55 @@ def test_layers_go_before_a_phase_a_phase_before_a_dtype_and_a_dtype_before_all(
         selector.check()
 
 
+@pytest.mark.parametrize(
+    ("wishes", "told"),
+    [
+        ((), "--attention-backend.decode two,auto"),
+        (("attention",), "--attention-backend.decode two,auto"),
+        (("attention.bfloat16",), "--attention-backend.decode two,auto"),
+        (("attention.decode",), "--kernel-backend attention.decode=two,auto"),
+        (("attention", "attention.decode.bfloat16"), "--kernel-backend attention.decode.bfloat16=two,auto"),
+        (("attention.decode", "attention.0-3"), "--kernel-backend attention.0-3=two,auto"),
+    ],
+)
+def test_what_is_told_for_another_kernel_stands_beside_a_wider_wish_and_in_place_of_one_as_narrow(
+    wishes: tuple[str, ...], told: str
+) -> None:
+    asked = {scope: wish(scope, "one") for scope in wishes}
+    selector = Selector(KERNELS, CPU, list(asked.values()))
+    selector.select_attention(PROBLEM, layer=1)
+    (planned,) = selector.plan().ops
+    assert told == next(v.reasons[0].mend for v in planned.verdicts if v.backend == "two")
+    flag, names = told.replace("=", " ").removeprefix("--kernel-backend ").split()
+    scope = flag.removeprefix("--").replace("-backend", "")
+    again = Selector(KERNELS, CPU, [*{**asked, scope: wish(scope, *names.split(","))}.values()])
+    assert again.select_attention(PROBLEM, layer=1).spec.backend == "two"
+
+
+def test_what_is_told_for_a_kernel_leaves_problems_of_its_op_to_others_which_it_does_not_fit() -> None:
+    narrow = kernel("narrow", "greedy", capability=Capability(("cpu",), ("float32",)))
+    selector = Selector((kernel("first", "greedy", capability=ANYWHERE), narrow), CPU, [wish("greedy", "first")])
+    selector.select("greedy", LOGITS)
+    (planned,) = selector.plan().ops
+    (reason,) = next(v.reasons for v in planned.verdicts if v.backend == "narrow")
+    scope, _, names = reason.mend.removeprefix("--kernel-backend ").partition("=")
+    again = Selector(selector.kernels, CPU, [wish(scope, *names.split(","))])
+    taken = [again.select("greedy", {**LOGITS, "dtype": dtype}).spec.backend for dtype in ("float32", "bfloat16")]
+    assert taken == ["narrow", "first"]
+
+
+def test_nothing_is_told_for_a_second_kernel_of_one_name_which_no_flag_takes() -> None:
+    selector = Selector((kernel("plain", "greedy"), kernel("plain", "greedy", load="builtins:print")), CPU)
+    selector.select("greedy", LOGITS)
+    (planned,) = selector.plan().ops
+    ((reason,),) = [verdict.reasons for verdict in planned.verdicts if verdict.reasons]
+    assert (reason.what, reason.mend) == ("dist-plain serves this name first", "")
+
+
+def test_an_op_of_a_vendors_name_is_asked_for_by_it() -> None:
+    assert wish("acme/op.decode", "one").target == "acme/op"
+
+
 @st.composite
 def scopes(draw: st.DrawFn) -> str:
     first = draw(st.integers(0, NUM_LAYERS - 1))

@@ -110,6 +110,25 @@ def test_what_would_bring_a_kernel_back_is_the_cache_in_another_type(
     assert "kv_dtype float8_e4m3fn is not among bfloat16, float16\n           -> --kv-cache-dtype auto\n" in text
 
 
+@pytest.mark.parametrize("asked", [(), ("--quantization", "mxfp8"), ("--attention-backend", "triton")])
+@pytest.mark.parametrize("platform", ["sm90", "sm100"])
+def test_the_flag_that_is_told_for_a_kernel_that_fits_makes_it_the_chosen_one(
+    capsys: pytest.CaptureFixture[str], platform: str, asked: tuple[str, ...]
+) -> None:
+    on = ("--platform", platform, *asked)
+    everything = refused(capsys, "nothing", *on).partition("it asks for ")[2].partition(";")[0].split(", ")
+    num_tried = 0
+    for op in everything:
+        for planned in (each for each in why(capsys, op, *on)["ops"] if each["op"] == op):
+            for verdict in (each for each in planned["verdicts"] if each["fits"] and each["reasons"]):
+                (reason,) = verdict["reasons"]
+                again = why(capsys, op, *on, *reason["mend"].split())["ops"]
+                (same,) = [each for each in again if (each["op"], each["problem"]) == (op, planned["problem"])]
+                assert same["backend"] == verdict["backend"], reason["mend"]
+                num_tried += 1
+    assert num_tried > 5
+
+
 def test_the_options_that_a_backend_was_given_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
     option = ("--backend-option", "triton.max_splits=1")
     assert main(["plugins", "why", "attention", "--platform", "sm90", *option]) == 0

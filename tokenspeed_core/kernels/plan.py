@@ -57,7 +57,7 @@ class PlannedOp:
         """Return the flag that takes the next backend that fits, "" where there is none."""
         others = [verdict.backend for verdict in self.verdicts if verdict.fits and verdict.backend != self.backend]
         flag = f"--kernel-backend {self.op}" if self.asked_by == "auto" else self.asked_by
-        return f"{flag}{'=' if flag.startswith('--kernel-backend') else ' '}{others[0]}" if others else ""
+        return typed(flag, others[0]) if others else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,11 @@ class NothingFitsError(SelectionError):
         """Raise with this message."""
         super().__init__(message)
         self.plan = plan
+
+
+def typed(flag: str, *backends: str) -> str:
+    """Return a flag that wants backends as it is typed with their names."""
+    return f"{flag}{'=' if flag.startswith('--kernel-backend') else ' '}{','.join(backends)}"
 
 
 def _grouped(ops: Iterable[PlannedOp]) -> dict[tuple[str, str, str], list[PlannedOp]]:

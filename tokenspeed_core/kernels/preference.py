@@ -9,7 +9,7 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.kernels.ops import OpContract, Problem
 from tokenspeed_core.kernels.spec import PHASES
 
-_SCOPE = re.compile(rf"([\w-]+)(?:\.({'|'.join(PHASES)}))?(?:\.([a-z]+\d\w*))?(?:\.(\d+)(?:-(\d+))?)?\Z")
+_SCOPE = re.compile(rf"([\w/-]+)(?:\.({'|'.join(PHASES)}))?(?:\.([a-z]+\d\w*))?(?:\.(\d+)(?:-(\d+))?)?\Z")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -59,3 +59,13 @@ class Preference:
     def narrowness(self, contract: OpContract) -> tuple[bool, ...]:
         """How narrow it is, for ordering: for an op alone, then for layers, a phase, a dtype."""
         return (self.names_op(contract), *(axis is not None for axis in (self.layers, self.phase, self.dtype)))
+
+
+def flag_for(contract: OpContract, problem: Problem, wish: Preference | None) -> str:
+    """Return the flag for an op, of the problem's phase, or the user's `wish` for it where that is no wider."""
+    phase = problem.get("phase")
+    scope = f"{contract.name}.{phase}" if phase else contract.name
+    own = Preference(contract.name, (), f"--kernel-backend {scope}", phase)
+    if wish is not None and wish.narrowness(contract) >= own.narrowness(contract):
+        return wish.flag
+    return f"--attention-backend.{phase}" if contract.name == "attention" else own.flag

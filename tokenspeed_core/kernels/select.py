@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
-from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Reason, Verdict
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Reason, Verdict, typed
+from tokenspeed_core.kernels.preference import Preference, flag_for
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import OURS
@@ -159,7 +159,7 @@ class Selector:
             op=contract.name, family=contract.family, problem=tuple(sorted(problem.items())), layers=(),
             backend="" if taken is None else taken.spec.backend,
             distribution="" if taken is None else taken.distribution, because=because,
-            verdicts=tuple(_verdict(kernel, reasons, taken, names, figures) for kernel, reasons in judged),
+            verdicts=tuple(_verdicts(judged, taken, names, figures, flag_for(contract, problem, wish))),
             options=tuple(options.model_dump(mode="json", exclude_unset=True).items()) if options else (),
             wanted=names, asked_by=source,
         )
@@ -254,21 +254,24 @@ def _load_failure(kernel: InstalledKernel) -> tuple[Reason, ...]:
     return ()
 
 
-def _verdict(
-    kernel: InstalledKernel, reasons: tuple[Reason, ...], taken: InstalledKernel | None,
-    names: tuple[str, ...], figures: Mapping[str, str],
-) -> Verdict:
-    spec = kernel.spec
-    fits = not reasons
-    if fits and kernel is not taken and taken is not None:
-        if spec.needs_compile and spec.backend not in names:
-            why = "it must be compiled before the first call, so auto passes it over"
-        elif spec.backend == taken.spec.backend:
-            why = f"{taken.distribution} serves this name first"
-        else:
-            why = ", ".join(filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first")))
-        reasons = (Reason(why, f"name the backend {spec.backend!r}"),)
-    return Verdict(spec.backend, kernel.distribution, fits, reasons)
+def _verdicts(
+    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]], taken: InstalledKernel | None, names: tuple[str, ...],
+    figures: Mapping[str, str], flag: str,
+) -> Iterator[Verdict]:
+    """Yield what is said of each candidate; of one that fits and was not taken, what to type for it with `flag`."""
+    for kernel, reasons in judged:
+        spec, fits = kernel.spec, not reasons
+        if fits and kernel is not taken and taken is not None:
+            if spec.needs_compile and spec.backend not in names:
+                why = "it must be compiled before the first call, so auto passes it over"
+            elif spec.backend == taken.spec.backend:
+                why = f"{taken.distribution} serves this name first"
+            else:
+                why = ", ".join(filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first")))
+            is_first = _first(judged, (spec.backend,), flag, figures)[0] is kernel
+            # "auto" serves the problems of the same op that this backend does not fit
+            reasons = (Reason(why, typed(flag, spec.backend, "auto") if is_first else ""),)
+        yield Verdict(spec.backend, kernel.distribution, fits, reasons)
 
 
 def _host_order(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, ...]:
