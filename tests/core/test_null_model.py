@@ -115,8 +115,11 @@ class NullMachine(RuleBasedStateMachine):
             for sequence_id in self.world.tokens:
                 self.world.check(sequence_id)
 
+    def _sending(self) -> list[int]:
+        return [i for i in self.world.tokens if isinstance(self.world.scheduler.roster.get(i), Sending)]
+
     def _start_transfers(self) -> None:
-        for sequence_id in self.world.scheduler.roster.sending():
+        for sequence_id in self._sending():
             if sequence_id not in self.transfers:
                 state = self.world.scheduler.roster.get(sequence_id)
                 assert isinstance(state, Sending)
@@ -140,7 +143,7 @@ class NullMachine(RuleBasedStateMachine):
             self._start_transfers()
             for sequence_id in list(self.transfers):
                 self._end_transfer(sequence_id)
-            if not self.world.engine.has_work and not self.world.scheduler.roster.sending():
+            if not self.world.engine.has_work and not self._sending():
                 break
             self.world.step()
         assert not self.world.engine.has_work, "sequences starve"

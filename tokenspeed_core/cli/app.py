@@ -59,11 +59,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _say(_explain_usage(error, command))
     except TokenSpeedError as error:
         return _say(str(error))
-    except typer.Abort:
-        return 130
     except typer.Exit as error:
         return error.exit_code
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
         return 141

@@ -231,10 +231,9 @@ def preferences(config: Config) -> tuple[Preference, ...]:
     found: list[Preference] = []
     for family in ("attention", "moe", "sampling"):
         for key, names in getattr(config, f"{family}_backend").items():
-            if key != "default":
-                found.append(Preference.parse(f"{family}.{key}", names, f"--{family}-backend.{key}"))
-            elif names != AUTO:
-                found.append(Preference(family, names, f"--{family}-backend"))
+            scope = "" if key == "default" else f".{key}"
+            if scope or names != AUTO:
+                found.append(Preference.parse(f"{family}{scope}", names, f"--{family}-backend{scope}"))
     found += [Preference.parse(scope, names) for scope, names in config.kernel_backend.items()]
     return tuple(found)
 

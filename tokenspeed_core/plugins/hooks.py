@@ -75,10 +75,9 @@ class Hooks:
             try:
                 for changes in manager.hook.adjust_config(config=config):
                     adjusted = _apply(adjusted, name, changes)
+                config = adjusted
             except (Exception, SystemExit) as error:  # plugin code may raise anything
                 self._switch_off(name, "adjust_config", error, is_start=True)
-            else:
-                config = adjusted
         return config
 
     def add_middleware(self, app: Any) -> Any:

@@ -21,7 +21,6 @@ from tokenspeed_core.scheduler.lifecycle import (
     Preempt,
     Preempted,
     Prefilling,
-    Sending,
     State,
     Waiting,
     advance,
@@ -68,10 +67,6 @@ class Roster:
     def leases(self) -> list[BlockLease]:
         """Return the blocks of all sequences that hold a slot."""
         return [lease for lease in self._leases if lease is not None]
-
-    def sending(self) -> list[int]:
-        """Return the sequences whose blocks wait for a transfer."""
-        return [key for key, state in self._states.items() if isinstance(state, Sending)]
 
     @property
     def num_running(self) -> int:
