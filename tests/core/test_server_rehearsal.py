@@ -111,6 +111,22 @@ def test_a_parser_that_fails_keeps_no_worker_from_serving(answers: list[tuple[st
     assert [status for _, status, _ in answers] == [200, 200, 500, 500]
 
 
+def test_what_a_rehearsal_fails_with_is_in_the_log_for_who_debugs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(Routes):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            raise RuntimeError("no rehearsal")
+
+    monkeypatch.setattr(rehearsal, "Routes", Fails)
+    caplog.set_level(logging.DEBUG, logger=rehearsal.__name__)
+    asyncio.run(rehearse(options(), model_text()))
+    said = [(record.levelno, record.getMessage(), str(record.exc_info and record.exc_info[1]))
+            for record in caplog.records if record.name == rehearsal.__name__]
+    assert said == [(logging.DEBUG, f"rehearsing {path} failed", "no rehearsal")
+                    for path in ("/v1/completions", "/v1/chat/completions") for _ in range(2)]
+
+
 class Silent:
     """A link to an engine that is ready once the worker says that it can serve."""
 

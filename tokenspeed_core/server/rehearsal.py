@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from tokenspeed_core.server.engine_link import EngineLink
 from tokenspeed_core.server.service import ModelText, Options, Service
 from tokenspeed_core.wire import pack
 
+log = logging.getLogger(__name__)
 READY = Ready(2**30, 2**30, 2**31 - 1, "")
 
 
@@ -47,8 +48,10 @@ async def rehearse(options: Options, text: ModelText) -> None:
     try:
         for path, body in asked.items():
             for stream in (False, True):
-                with suppress(Exception):  # of a plugin: the first whom it harms is told
+                try:
                     await _ask(service, path, {**body, "stream": stream})
+                except Exception:  # of a plugin: the first whom it harms is told
+                    log.debug("rehearsing %s failed", path, exc_info=True)
     finally:
         service.close()
         link.close()
