@@ -140,7 +140,7 @@ def test_a_family_that_fails_ends_in_a_line_that_names_its_plugin(
     monkeypatch.setitem(globals(), "TINY", ModelSpec("TinyForCausalLM", target, f"{HERE}:Tiny"))
     with pytest.raises(PluginError) as caught:
         resolve_checkpoint(Config(), catalog)
-    said = f"models TinyForCausalLM of tiny-plugin 1.0: its factory {target} fails: {why}"
+    said = f"models TinyForCausalLM of tiny-plugin 1.0: {target} fails: {why}"
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
 

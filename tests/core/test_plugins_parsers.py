@@ -90,7 +90,7 @@ def test_parsers_are_those_that_are_named_and_none_by_default(catalog: Catalog) 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("broken", "its factory parsers_under_test:broken fails: RuntimeError: no grammar"),
+        ("broken", "parsers_under_test:broken fails: RuntimeError: no grammar"),
         ("nothing", "makes a dict, which lacks what a ReplyParser has"),
         ("dangling", "fails: AttributeError"),
         ("odd", "is a type, not a ParserSpec"),

@@ -76,7 +76,7 @@ def test_a_plugin_cannot_take_the_place_of_a_built_in_policy(catalog: Catalog) -
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("broken", "its factory policies_under_test:broken fails: RuntimeError: no licence"),
+        ("broken", "policies_under_test:broken fails: RuntimeError: no licence"),
         ("no_policy", "makes a dict, which lacks what a Policy has"),
         ("no_factory", "fails: TypeError"),
         ("fcsf", "no policies named 'fcsf'; installed: broken, fcfs, lifo,"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,54 @@ def test_kernels_that_were_not_even_candidates_are_told(
     assert told["broken"] == ("failed", "ModuleNotFoundError: No module named 'no_such_module'")
     assert main(["plugins", "why", "attention", "--device", "cpu"]) == 0
     assert "old from old 1.0: incompatible: needs api 9" in capsys.readouterr().out
+
+
+RAISING = {  # what raises: the entry points, and the modules beside them
+    "its descriptor": ("kernels.attention", "acme = acme_ends:SPEC", {}),
+    "its kernel": ("kernels.attention", "acme = acme_spec:SPEC", {
+        "acme_spec": "from tokenspeed_core.api import Capability, KernelSpec\n"
+                     "SPEC = KernelSpec('attention', 'acme', Capability(('cpu',), ('bfloat16',)), 'acme_ends:make')\n",
+    }),
+    "its family": ("models", "AcmeForCausalLM = acme_spec:SPEC", {
+        "acme_spec": "from tokenspeed_core.api import ModelSpec\n"
+                     "SPEC = ModelSpec('AcmeForCausalLM', 'acme_ends:describe', 'acme_ends:Model')\n",
+    }),
+}
+
+
+@pytest.mark.parametrize("raising", RAISING)
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit(0)"])
+def test_a_plugin_that_ends_the_process_does_not_end_it_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raising: str, error: str
+) -> None:
+    kind, entry, modules = RAISING[raising]
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[tokenspeed.{kind}]\n{entry} [api1]\n")
+    for name, text in {**modules, "acme_ends": f"raise {error}\n"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    words = ["attention", "--device", "cpu"]
+    if kind == "models":
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text('{"architectures": ["AcmeForCausalLM"]}')
+        words[1:1] = [str(tmp_path / "model")]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tokenspeed_core.cli", "plugins", "why", *words], capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=120,
+    )
+    told = done.stdout + done.stderr
+    if error == "KeyboardInterrupt":
+        assert done.returncode == 130, "as for Ctrl-C, which it may have been"
+        assert "interrupted while acme_ends was imported; where nobody pressed Ctrl-C it raised" in done.stderr
+        assert "`tokenspeed plugins doctor` says what goes on without it" in done.stderr
+    elif kind == "models":
+        assert done.returncode == 2
+        assert "models AcmeForCausalLM of acme 1.0: acme_ends:describe fails: SystemExit: 0; `pip uninst" in done.stderr
+    else:
+        assert done.returncode == 0
+        assert "acme from acme" in told
+        assert "SystemExit: 0" in told
 
 
 def test_what_has_no_answer_is_refused_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

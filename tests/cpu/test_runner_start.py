@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,35 @@ def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:
 
 def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(catalog: Catalog, tiny_config: Make) -> None:
     spec = replace(tiny_config().model_spec, load="no_such_module:Model")
-    said = "models Qwen3ForCausalLM of tokenspeed-models .*: its factory no_such_module:Model fails: ModuleNotFound"
+    said = "models Qwen3ForCausalLM of tokenspeed-models .*: no_such_module:Model fails: ModuleNotFound"
     with pytest.raises(PluginError, match=said):
         build(tiny_config(model_spec=spec), catalog, quiet)
+
+
+@pytest.mark.parametrize(
+    ("reader", "why"),
+    [
+        ("no_such_module:read", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("acme_reader:read", "ModuleNotFoundError: No module named 'acme_lib'"),
+        ("acme_format:FORMAT", "makes a LoadFormat, which lacks what a Callable has"),
+    ],
+)
+def test_a_load_format_whose_reader_fails_ends_in_a_line_that_blames_its_plugin_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: Make, reader: str, why: str
+) -> None:
+    info = tmp_path / "acme_format-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-format\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.load_formats]\nacme = acme_format:FORMAT [api1]\n")
+    (tmp_path / "acme_format.py").write_text(
+        f"from tokenspeed_core.api import LoadFormat\nFORMAT = LoadFormat('acme', {reader!r}, ())\n")
+    (tmp_path / "acme_reader.py").write_text("import acme_lib\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PluginError) as caught:
+        build(tiny_config(load_format="acme"), Catalog.discover(), quiet)
+    del sys.modules["acme_format"]
+    said = str(caught.value)
+    assert said.startswith(f"load_formats acme of acme-format 1.0: {reader} ")
+    assert why in said
+    assert said.endswith("; `pip uninstall acme-format` or TOKENSPEED_PLUGINS=-acme-format goes without it")
+    assert "\n" not in said

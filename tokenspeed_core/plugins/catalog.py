@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.metadata
 import logging
 import traceback
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, overload
 
 from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, meant
+from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.plugins.deprecations import warn
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import UNUSED, kind_of
@@ -198,41 +198,40 @@ class Catalog:
         return [entry for entry in self.entries("locks") if entry.distribution in OURS]
 
     def _failed(self, entry: Entry) -> PluginError:
-        last = self._failures[entry].strip().splitlines()[-1]
-        return PluginError(
-            f"{entry.kind} {entry.name} of {entry.distribution} {entry.version} failed to load: {last}; "
-            f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
-        )
+        return _blaming(entry, f" failed to load: {self._failures[entry].strip().splitlines()[-1]}")
 
 
 def make(
     entry: Entry, factory: str, call: Any, expected: type[T], passes: tuple[type[Exception], ...] = ()
 ) -> T:
-    """Return what `call` makes with the factory of that name, an `expected`.
+    """Return what `call` makes with the `factory` that an entry names, an `expected`.
 
     Raises PluginError, in one line, for whatever the call raises, but for what `passes`.
     """
-    of = f"{entry.kind} {entry.name} of {entry.distribution} {entry.version}"
     try:
         made = call()
     except passes:
         raise
-    except Exception as error:  # plugin code may raise anything, and the user is told in one line
-        raise PluginError(f"{of}: its factory {factory} fails: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # plugin code may raise anything, and the user is told in one line
+        raise _blaming(entry, f": {factory} fails: {type(error).__name__}: {error}") from error
     if not isinstance(made, expected):
-        raise PluginError(f"{of}: {factory} makes a {type(made).__name__}, which lacks what a {expected.__name__} has")
+        raise _blaming(entry, f": {factory} makes a {type(made).__name__}, which lacks what a {expected.__name__} has")
     return made
 
 
+def _blaming(entry: Entry, what: str) -> PluginError:
+    """Return what says whose fault it is, and what goes on without it."""
+    whose = f"{entry.kind} {entry.name} of {entry.distribution} {entry.version}"
+    without = f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
+    return PluginError(f"{whose}{what}; {without}")
+
+
 def _import(entry: Entry, expected: type[Any]) -> Any:
-    module, _, attribute = entry.value.partition(":")
     if (intruder := entry.intruder()) is not None:
-        home = entry.editable or entry.root
+        module, home = entry.value.partition(":")[0], entry.editable or entry.root
         raise ImportError(f"{module} would come from {intruder}, and {entry.distribution} is in {home}; rename the "
                           "former, or take its folder off sys.path")
-    value: Any = importlib.import_module(module)
-    for part in filter(None, attribute.split(".")):
-        value = getattr(value, part)
+    value = load_target(entry.value)
     if not isinstance(value, expected):
         raise TypeError(f"{entry.value} is a {type(value).__name__}, not a {expected.__name__}")
     return value

@@ -14,7 +14,7 @@ from tokenspeed_core.errors import CapacityError, CheckpointError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Model, WeightReader
-from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.runner.adjust import counts_bytes
 from tokenspeed_core.runner.assemble import Assembly, assemble
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
@@ -90,7 +90,9 @@ def _load_weights(model: Model, config: RunnerConfig, catalog: Catalog, progress
     """Fill a model. Raises CheckpointError."""
     path, is_auto = config.checkpoint_path, config.load_format == "auto"
     files = [file.name for file in Path(path).iterdir()] if is_auto else []
-    reader: WeightReader = load_target(choose_format(files, config.load_format, catalog).load)
+    chosen = choose_format(files, config.load_format, catalog)
+    entry = catalog.get("load_formats", chosen.name)
+    reader: WeightReader = make(entry, chosen.load, lambda: load_target(chosen.load), Callable)  # type: ignore[arg-type]
     try:
         model.load_weights(reader(path, model, lambda done, total: progress("weights", done, total)))
     except ValueError as error:
