@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_kernels.reference.fp8 import quantize_rows
 
 BF16 = 2  # bytes
 H, K, D, N, INNER, V = 32, 8, 128, 4096, 12288, 151936  # qwen3-8b
@@ -231,3 +232,15 @@ def _experts(device: torch.device, num: int) -> Iterator[Case]:
         "moe_experts", f"{num} tokens", problem, arguments,
         used * 3 * MOE_N * MOE_I * BF16 + 2 * num * MOE_N * BF16, 6 * num * TOP_K * MOE_N * MOE_I,
     )
+    x, gate_up, down, *_ = arguments
+    packed = [part for weight in (gate_up, down) for part in _by_rows(weight)]
+    yield _case(
+        "moe_experts_fp8", f"{num} tokens", problem, [x, *packed, weights, ids],
+        used * 3 * MOE_N * MOE_I + 2 * num * MOE_N * BF16, 6 * num * TOP_K * MOE_N * MOE_I,
+    )
+
+
+def _by_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return experts' weights [E, O, I] in e4m3, and the scale of each row."""
+    codes, scale = quantize_rows(weight.flatten(0, 1))
+    return codes.view(weight.shape), scale.view(*weight.shape[:2], 1)

@@ -111,6 +111,7 @@ ROPE_CACHE = (
 )
 
 _MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}
+_EXPERTS = {**_MOE, "hidden_size": "features of a token, N", "intermediate_size": "features in an expert, I"}
 MOE = (
     OpContract(
         "moe_route", "moe",
@@ -123,8 +124,7 @@ MOE = (
         "moe_experts", "moe",
         "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "
         "-> y [T, N]: the sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
-        {**_MOE, "hidden_size": "features of a token, N", "intermediate_size": "features in an expert, I"},
-        f"{_REFERENCE}.moe:moe_experts", f"{_INPUTS}:moe_experts", DOTS,
+        _EXPERTS, f"{_REFERENCE}.moe:moe_experts", f"{_INPUTS}:moe_experts", DOTS,
         rows=("x", "weights", "ids"),
         cases=(
             {"num_experts": 6, "top_k": 2, "hidden_size": 40, "intermediate_size": 24},
@@ -140,6 +140,11 @@ _CODES = tuple(
 _CODED_DOTS = tuple(
     Tolerance(dtype, 5e-2, 0.25, "values near the middle of two e4m3 codes may become either, 1/8 apart")
     for dtype in ("float32", "bfloat16", "float16")
+)
+_CODED_EXPERTS = tuple(
+    Tolerance(dtype, relative, absolute, "a hidden value near the middle of two codes may become either, 1/8 apart, "
+              "which moves all of its token's sums, and is rounded to the dtype before")
+    for dtype, relative, absolute in (("float32", 2e-3, 0.06), ("bfloat16", 1e-2, 0.2), ("float16", 2e-3, 0.15))
 )
 _PRODUCT_FP8 = {"in_size": "input features I", "out_size": "output features O"}
 _PRODUCTS_FP8 = ({"in_size": 96, "out_size": 48}, {"in_size": 256, "out_size": 512}, {"in_size": 100, "out_size": 50})
@@ -201,12 +206,27 @@ FP8 = (
         rows=("x", "residual"), parts=("add_rms_norm_fp8", "linear_fp8", "silu_mul_fp8", "linear_fp8"),
         cases=({"hidden_size": 96, "size": 48}, {"hidden_size": 256, "size": 512}),
     ),
+    OpContract(
+        "moe_experts_fp8", "moe",
+        "(x [T, N], gate_up float8_e4m3fn [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down float8_e4m3fn [E, N, I], "
+        "down_scale float32 [E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: the sum over a token's "
+        "experts of weight * down @ q(silu_mul(gate_up @ q(x))), q being quantize_fp8; sums are float32, and what is "
+        "quantised is of the dtype",
+        _EXPERTS, f"{_REFERENCE}.moe:moe_experts_fp8", f"{_INPUTS}:moe_experts_fp8", _CODED_EXPERTS,
+        rows=("x", "weights", "ids"),
+        cases=(
+            {"num_experts": 6, "top_k": 2, "hidden_size": 48, "intermediate_size": 80},
+            {"num_experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 384},
+            {"num_experts": 5, "top_k": 2, "hidden_size": 40, "intermediate_size": 24},
+        ),
+    ),
 )
 FP8_METHOD = Quantization(
     name="fp8", dtype="float8_e4m3fn", quantize="quantize_fp8", linear="linear_fp8",
     fused={
         "add_rms_norm": "add_rms_norm_fp8", "silu_mul": "silu_mul_fp8", "linear": "quantize_linear_fp8",
         "add_rms_norm_linear": "add_rms_norm_linear_fp8", "add_rms_norm_mlp": "add_rms_norm_mlp_fp8",
+        "moe_experts": "moe_experts_fp8",
     },
 )
 

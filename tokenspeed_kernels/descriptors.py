@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 _ANY_FLOAT = ("float32", "bfloat16", "float16")
+_HALVES = ("bfloat16", "float16")
 _FP8 = ("float8_e4m3fn",)
 _BASICS = frozenset({"graph_safe"})
 _ROWWISE = frozenset({"graph_safe", "batch_invariant"})
@@ -48,7 +49,7 @@ def _one_row(op: str) -> KernelSpec:
         backend="triton",
         capability=Capability(
             platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
-            dtypes=("bfloat16", "float16"), features=_BASICS, limits=_LONG_ROW,
+            dtypes=_HALVES, features=_BASICS, limits=_LONG_ROW,
         ),
         load=f"tokenspeed_kernels.triton.linear:{op}",
         requires=("triton",),
@@ -84,6 +85,7 @@ TORCH_LINEAR = (
 TORCH_MOE = (
     _torch("moe_route", "moe:moe_route"),
     _torch("moe_experts", "moe:moe_experts", frozenset()),
+    _torch("moe_experts_fp8", "moe:moe_experts_fp8", frozenset()),
 )
 TORCH_CACHE = (_torch("write_kv", "cache:write_kv", frozenset()),)
 TORCH_ATTENTION = (_torch("attention", "attention:attention", frozenset({"window"})),)
@@ -103,6 +105,10 @@ TORCH_SAMPLING = (
 _ONE_BLOCK = (AxisLimit("size", 1, 16384),)
 _ONE_LONG_BLOCK = (AxisLimit("size", 1, 32768),)
 _EXPERTS = (AxisLimit("num_experts", 1, 1024),)
+_FP8_EXPERTS = (
+    *_EXPERTS, AxisLimit("hidden_size", 16, 32768, multiple_of=16),
+    AxisLimit("intermediate_size", 16, 32768, multiple_of=16),
+)
 _FP8_UNITS = (8, 9)  # the first compute capability that has e4m3
 _FP8_SIZES = (AxisLimit("in_size", 16, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
 _FP8_ROW = (AxisLimit("in_size", 16, 16384, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
@@ -142,6 +148,7 @@ TRITON_LINEAR = (
 TRITON_MOE = (
     _triton("moe_route", "moe:moe_route", limits=_EXPERTS),
     _triton("moe_experts", "moe:moe_experts", _BASICS, _EXPERTS),
+    _triton("moe_experts_fp8", "moe_fp8:moe_experts_fp8", _BASICS, _FP8_EXPERTS, _HALVES, _FP8_UNITS),
 )
 TRITON_CACHE = (
     _triton("write_kv", "cache:write_kv"),

@@ -125,6 +125,19 @@ def moe_experts(problem: Problem, num: int, at: device, seed: Generator, strided
     }
 
 
+def moe_experts_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """As moe_experts, the weights quantised by rows; later experts are a little larger, neighbouring rows unlike."""
+    given = moe_experts(problem, num, at, seed, strided)
+    gain = torch.linspace(0.7, 1.3, problem["num_experts"], device=at).view(-1, 1, 1)
+    made = {"x": given["x"]}
+    for name in ("gate_up", "down"):
+        weight = given[name] * gain
+        weight[:, ::5] *= 0.25
+        codes, scale = quantize_rows(weight.flatten(0, 1))
+        made |= {name: codes.view(weight.shape), f"{name}_scale": scale.view(*weight.shape[:2], 1)}
+    return {**made, "weights": given["weights"], "ids": given["ids"]}
+
+
 def quantize_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
     """Make x [T, N] whose rows differ in size a thousandfold, every third of them zero."""
     size = torch.logspace(-2, 1, max(num, 1))[:num] * (torch.arange(num) % 3 != 2)

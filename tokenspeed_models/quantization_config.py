@@ -72,7 +72,7 @@ def _is_rowwise(found: Mapping[str, Any]) -> bool:
     (group,) = found["config_groups"].values()
     return (
         found["quant_method"] == "compressed-tensors" and group["targets"] == ["Linear"]
-        and found.get("ignore") == ["lm_head"] and found.get("kv_cache_scheme") is None
+        and "lm_head" in found["ignore"] and found.get("kv_cache_scheme") is None
         and _WEIGHTS.items() <= group["weights"].items()
         and _ACTIVATIONS.items() <= group["input_activations"].items()
     )

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from torch import Tensor
 
+from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import ModelSpec, Quantization
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import discover, dry_run, resolve
@@ -22,9 +24,10 @@ from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import plan_only
+from tokenspeed_kernels import inputs
 from tokenspeed_kernels.contracts import FP8_METHOD
-from tokenspeed_kernels.reference import activation, fp8, norm
-from tokenspeed_models.families import LLAMA, QWEN2, QWEN3
+from tokenspeed_kernels.reference import activation, fp8, moe, norm
+from tokenspeed_models.families import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.loading.safetensors import read_safetensors
@@ -92,6 +95,27 @@ def test_a_layer_holds_each_projection_in_eight_bits_with_a_scale_a_row() -> Non
     assert (linear(x).float() - plain).norm() / plain.norm() < 0.06
 
 
+def test_experts_are_products_of_the_stored_numbers_weighed_token_by_token() -> None:
+    problem = {"num_experts": 6, "top_k": 3, "hidden_size": 48, "intermediate_size": 40, "dtype": "float32"}
+    given = inputs.moe_experts_fp8(problem, 9, torch.device("cpu"), torch.Generator().manual_seed(1), strided=True)
+    found = moe.moe_experts_fp8(problem)(*given.values())
+    both, down = (given[name].double() * given[f"{name}_scale"].double() for name in ("gate_up", "down"))
+    codes, scale = fp8.quantize_rows(given["x"])
+    for token, x in enumerate(codes.double() * scale.double()):
+        total = torch.zeros(48).double()
+        for expert, weight in zip(given["ids"][token].tolist(), given["weights"][token].tolist(), strict=True):
+            gate, up = (both[expert] @ x).chunk(2)
+            hidden, hidden_scale = fp8.quantize_rows((torch.nn.functional.silu(gate) * up).float()[None])
+            total += weight * (down[expert] @ (hidden.double() * hidden_scale.double())[0])
+        torch.testing.assert_close(found[token].double(), total, rtol=1e-4, atol=1e-4)
+
+
+def test_the_rows_of_no_token_are_no_rows() -> None:
+    problem = {"num_experts": 6, "top_k": 3, "hidden_size": 48, "intermediate_size": 40, "dtype": "float32"}
+    given = inputs.moe_experts_fp8(problem, 0, torch.device("cpu"), torch.Generator(), strided=False)
+    assert moe.moe_experts_fp8(problem)(*given.values()).shape == (0, 48)
+
+
 @pytest.mark.parametrize(("spec", "family"), [(LLAMA, "Llama"), (QWEN2, "Qwen2"), (QWEN3, "Qwen3")])
 def test_logits_are_near_those_of_the_whole_weights(spec: ModelSpec, family: str, tmp_path: Path) -> None:
     reference = save_reference(family, tmp_path, initializer_range=0.08)
@@ -109,6 +133,37 @@ def test_logits_are_near_those_of_the_whole_weights(spec: ModelSpec, family: str
     assert {"linear_fp8", "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8"} <= asked
     heads = [problem for op, problem in build.problems if op == "linear"]
     assert [problem["out_size"] for problem in heads] == [101], "only the head stays as it is"
+
+
+def test_logits_of_a_mixture_of_experts_are_near_those_of_the_whole_weights(tmp_path: Path) -> None:
+    reference = save_reference("Qwen3Moe", tmp_path, initializer_range=0.08)
+    build = QuantizedBuild(FP8_METHOD)
+    model = load_target(QWEN3_MOE.load)(json.loads((tmp_path / "config.json").read_text()), build)
+    model.load_weights(read_safetensors(str(tmp_path), model, lambda done, total: None))
+    token_ids = torch.randint(0, 100, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0]
+        found = sequence_logits(model, build, token_ids)
+    assert 0.01 < float((found - expected).norm() / expected.norm()) < 0.1
+    assert "moe_experts_fp8" in {op for op, _ in build.problems}
+    whole = [problem["out_size"] for op, problem in build.problems if op == "linear"]
+    assert whole == [5, 5, 101], "the routers of two layers and the head stay as they are"
+
+
+def test_the_server_computes_experts_in_eight_bits_when_it_is_asked_to(tmp_path: Path) -> None:
+    save_reference("Qwen3Moe", tmp_path, initializer_range=0.08)
+    build = QuantizedBuild(FP8_METHOD)
+    model = load_target(QWEN3_MOE.load)(json.loads((tmp_path / "config.json").read_text()), build)
+    model.load_weights(read_safetensors(str(tmp_path), model, lambda done, total: None))
+    prompt, settings = list(range(3, 40)), {"device": "cpu", "skip_tokenizer_init": True, "max_total_tokens": 256}
+    with LLM(str(tmp_path), quantization="fp8", **settings) as llm:
+        asked = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+        answer = llm.generate([{"prompt_token_ids": prompt}], asked)[0].outputs[0]
+        assert {planned.backend for planned in llm.kernel_plan.find("moe_experts_fp8")} == {"torch"}
+    expected = sequence_logits(model, build, prompt)[-1].log_softmax(dim=-1)
+    assert answer.logprobs is not None
+    for token, each in answer.logprobs[0].items():
+        assert abs(each.logprob - float(expected[token])) < 0.05
 
 
 def test_dummy_weights_are_made_one_projection_at_a_time_in_the_models_dtype() -> None:
@@ -139,10 +194,11 @@ def test_a_model_with_experts_is_refused_by_the_name_of_what_lacks(
     assert spec is not None
     changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     hf_config = {**tiny_config().hf_config, **changes, "architectures": ["Qwen3MoeForCausalLM"]}
+    method = Quantization("other", "float8_e4m3fn", "quantize_fp8", "linear_fp8")
     config = tiny_config(
-        hf_config=hf_config, model_spec=spec, model_info=load_target(spec.describe)(hf_config), quantization=FP8_METHOD
+        hf_config=hf_config, model_spec=spec, model_info=load_target(spec.describe)(hf_config), quantization=method
     )
-    with pytest.raises(CheckpointError, match=r"--quantization fp8 computes no experts yet.*leave it out"):
+    with pytest.raises(CheckpointError, match=r"--quantization other computes no experts yet.*leave it out"):
         plan_only(config, catalog)
 
 
@@ -183,10 +239,10 @@ STORED = {
 }
 
 
-def store_quantized(folder: Path) -> None:
+def store_quantized(folder: Path, **changes: Any) -> None:
     """Quantise a checkpoint on disk as compressed-tensors writes it: weights of e4m3, scales [O, 1] in bfloat16."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": STORED}))
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {**STORED, **changes}}))
     tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
@@ -215,6 +271,32 @@ def test_a_checkpoint_that_is_quantised_already_is_read_as_it_is(tmp_path: Path)
         expected = reference(torch.tensor([token_ids])).logits[0]
         found = sequence_logits(model, build, token_ids)
     assert (found - expected).norm() / expected.norm() < 0.15
+
+
+def test_experts_that_are_quantised_already_are_read_beside_routers_that_are_not(tmp_path: Path) -> None:
+    reference = save_reference("Qwen3Moe", tmp_path, initializer_range=0.08)
+    store_quantized(tmp_path, ignore=["lm_head", "re:.*mlp.gate$"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert load_target(QWEN3_MOE.describe)(config).quantization == "fp8"
+    build = QuantizedBuild(FP8_METHOD)
+    model = load_target(QWEN3_MOE.load)(config, build)
+    model.load_weights(read_safetensors(str(tmp_path), model, lambda done, total: None))
+    stored = load_file(tmp_path / "model.safetensors")
+    moe_layer, name = model.layers[1].mlp, "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert torch.equal(moe_layer.gate_up[3, 24:].float(), stored[name].float())
+    assert torch.equal(moe_layer.router.weight, stored["model.layers.1.mlp.gate.weight"])
+    token_ids = list(range(3, 40))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids])).logits[0]
+        found = sequence_logits(model, build, token_ids)
+    assert (found - expected).norm() / expected.norm() < 0.15
+
+
+def test_a_checkpoint_that_quantises_its_head_is_refused_with_what_is_served(tmp_path: Path) -> None:
+    save_reference("Qwen3", tmp_path)
+    store_quantized(tmp_path, ignore=["re:.*mlp.gate$"])
+    with pytest.raises(ValueError, match=r"served are checkpoints of compressed-tensors that hold every Linear but"):
+        load_target(QWEN3.describe)(json.loads((tmp_path / "config.json").read_text()))
 
 
 def test_packed_weights_without_scales_and_scales_without_packed_weights_are_named() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fp8 import linear_fp8, quantize_rows
 
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+ExpertsFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def moe_route(problem: Problem) -> Route:
@@ -38,19 +40,43 @@ def moe_experts(problem: Problem) -> Experts:
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        order = ids.flatten().argsort(stable=True)
-        counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
-        flat_weights = weights.flatten()
-        start = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            chosen = order[start : start + count]
-            start += count
-            tokens = chosen // ids.shape[1]
+        for expert, tokens, weight in _with_tokens(ids, weights):
             hidden = functional.linear(x[tokens], gate_up[expert])
             hidden = functional.linear(functional.silu(hidden[:, :inner]) * hidden[:, inner:], down[expert])
-            y.index_add_(0, tokens, hidden.to(torch.float32) * flat_weights[chosen].unsqueeze(1))
+            y.index_add_(0, tokens, hidden.to(torch.float32) * weight)
         return y.to(x.dtype)
 
     return experts
+
+
+def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
+    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`.
+
+    As moe_experts it waits for the device; an expert's weights are widened at each call.
+    """
+    inner: int = problem["intermediate_size"]
+    product = linear_fp8({"dtype": "float32"})
+
+    def experts(
+        x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+        ids: Tensor,
+    ) -> Tensor:
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        codes, scale = quantize_rows(x)
+        for expert, tokens, weight in _with_tokens(ids, weights):
+            both = product(codes[tokens], scale[tokens], gate_up[expert], gate_up_scale[expert], None)
+            hidden = (functional.silu(both[:, :inner]) * both[:, inner:]).to(x.dtype)
+            y.index_add_(0, tokens, product(*quantize_rows(hidden), down[expert], down_scale[expert], None) * weight)
+        return y.to(x.dtype)
+
+    return experts
+
+
+def _with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that has tokens, with those, int64 [t], and what they weigh it by, [t, 1]."""
+    order, start = ids.flatten().argsort(stable=True), 0
+    for expert, count in enumerate(torch.bincount(ids.flatten()).tolist()):
+        if count:
+            chosen = order[start : start + count]
+            yield expert, chosen // ids.shape[1], weights.flatten()[chosen].unsqueeze(1)
+            start += count

@@ -38,7 +38,6 @@ TILINGS = (  # the most pairs of an expert, on average, that each is for; figure
 )
 
 
-
 def tiling_for(pairs_per_expert: float) -> Tiling:
     """Return the tiling by how many tokens an expert gets on average: reading weights, or computing, counts."""
     return next(tiling for most, tiling in TILINGS if pairs_per_expert <= most)
@@ -74,11 +73,10 @@ def moe_experts(problem: Problem) -> Experts:
     precision = "ieee" if problem["dtype"] == "float32" else "tf32"
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        y = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         num_pairs = ids.numel()
         if num_pairs == 0:
-            return y
-        pairs, counts = _sort(ids, num_experts)
+            return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+        pairs, counts = sort_by_expert(ids, num_experts)
         tiling = tiling_for(num_pairs / num_experts)
         num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
         block_k = min(tiling.block_k, 64) if precision == "ieee" else tiling.block_k
@@ -97,14 +95,21 @@ def moe_experts(problem: Problem) -> Experts:
             hidden, down, scaled, pairs, counts, weights, down.stride(0), down.stride(1),
             N=size, K=inner, BLOCK_N=tiling.down_columns, **tile,
         )
-        block = min(1024, triton.next_power_of_2(size))
-        code.add_pairs[(x.shape[0], triton.cdiv(size, block))](scaled, y, TOP_K=top_k, N=size, BLOCK=block)
-        return y
+        return add_up(scaled, top_k)
 
     return experts
 
 
-def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def add_up(scaled: Tensor, top_k: int) -> Tensor:
+    """Return y [T, N], the sum of each token's pairs [T * k, N], always in the same order."""
+    num_tokens, size = scaled.shape[0] // top_k, scaled.shape[1]
+    y = torch.empty((num_tokens, size), dtype=scaled.dtype, device=scaled.device)
+    block = min(1024, triton.next_power_of_2(size))
+    code.add_pairs[(num_tokens, triton.cdiv(size, block))](scaled, y, TOP_K=top_k, N=size, BLOCK=block)
+    return y
+
+
+def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the pairs (indices into flattened ids) sorted by expert, int32 [pairs], and counts int32 [E]."""
     num_pairs = ids.numel()
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)

@@ -74,7 +74,7 @@ def place(
 
 
 @triton.jit
-def _find_tile(counts_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_tile(counts_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the expert of a tile, the first of its places in the sorted pairs, and the end of the run."""
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
@@ -95,7 +95,7 @@ def gate_up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Grid (columns of N, tiles): hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order."""
-    expert, first, end = _find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)
         used = place < end
@@ -128,7 +128,7 @@ def down(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Grid (columns of N, tiles): scaled [pairs, N] = weight * hidden @ down, at the pairs' own places."""
-    expert, first, end = _find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)
         used = place < end
