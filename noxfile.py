@@ -40,11 +40,13 @@ ALONE = {  # tests in this tree that need one distribution, and the core, alone
     "tokenspeed_models": ["tests/cpu/test_models_placement.py"],
     "plugins/tokenspeed-models-mistral": ["tests/cpu/test_models_describe.py"],
 }
-VENDORS = {  # a vendor's distribution, and the tests that compare ours with what is in its wheel
-    "tokenspeed-fa3==3.0.0.post20260810": "plugins/tokenspeed-kernels-hopper/tests",
-    "flashinfer-python==0.7.2.post1": "plugins/tokenspeed-kernels-blackwell/tests/test_flashinfer.py",
-    "flashinfer-python==0.6.14": "plugins/tokenspeed-kernels-flashinfer/tests/test_attention.py",
-    "sgl-deep-gemm==0.2.5": "plugins/tokenspeed-kernels-deepgemm/tests",
+VENDORS = {  # tests that compare ours with a vendor's wheel, and its versions: the oldest taken, and the newest taken
+    "plugins/tokenspeed-kernels-hopper/tests": ("tokenspeed-fa3==3.0.0.post20260810",),
+    "plugins/tokenspeed-kernels-blackwell/tests/test_flashinfer.py": ("flashinfer-python==0.7.2.post1",),
+    "plugins/tokenspeed-kernels-flashinfer/tests/test_attention.py": (
+        "flashinfer-python==0.6.14", "flashinfer-python==0.6.18.post1",
+    ),
+    "plugins/tokenspeed-kernels-deepgemm/tests": ("sgl-deep-gemm==0.1.4", "sgl-deep-gemm==0.2.5"),
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
 
@@ -90,10 +92,11 @@ def gpu(session: nox.Session) -> None:
 def vendors(session: nox.Session) -> None:
     """Download the vendors' libraries, which are large, and check that they take our calls; no GPU is needed."""
     python, wheels = everything(session), NOX / "vendors"
-    for library, tests in VENDORS.items():
-        folder = wheels / library
-        run(session, python, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), library)
-        test(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
+    for tests, libraries in VENDORS.items():
+        for library in libraries:
+            folder = wheels / library
+            run(session, python, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), library)
+            test(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
 
 
 @nox.session
@@ -192,7 +195,7 @@ def environment(
 
 def declared() -> Iterator[str]:
     """Return the third-party requirements of our distributions, without the vendors' libraries, which are large."""
-    vendors = tuple(library.partition("==")[0] for library in VENDORS)
+    vendors = tuple(each.partition("==")[0] for libraries in VENDORS.values() for each in libraries)
     for folder in OURS:
         project = nox.project.load_toml(ROOT / folder / "pyproject.toml")["project"]
         extras = project.get("optional-dependencies", {})

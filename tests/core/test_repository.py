@@ -154,6 +154,21 @@ def test_no_name_is_trusted_that_a_stranger_could_still_publish() -> None:
     assert names > OURS
 
 
+def test_a_vendors_library_is_taken_between_versions_whose_wheels_are_checked() -> None:
+    (checked,) = (node.value for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS")
+    for tests, libraries in ast.literal_eval(checked).items():
+        plugin = ROOT.joinpath(*Path(tests).parts[:2])
+        extras = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        (taken,) = (Requirement(line) for lines in extras.values() for line in lines)
+        versions = [library.removeprefix(f"{taken.name}==") for library in libraries]
+        bounds = {each.operator: each.version for each in taken.specifier}
+        assert bounds.keys() == {">=", "<"}, f"{plugin.name} takes {taken}"
+        assert bounds[">="] == versions[0]
+        assert all(taken.specifier.contains(version) for version in versions)
+        assert all(version in (plugin / "README.md").read_text() for version in versions)
+
+
 def test_requirements_list_every_distribution() -> None:
     listed = set(re.findall(r"^-e \./(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     assert listed == {str(folder.relative_to(ROOT)) for folder in DISTRIBUTIONS}

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tokenspeed_kernels_flashinfer import ATTENTION, attention
+from tokenspeed_kernels_flashinfer import ATTENTION, attention, compiled
 from tokenspeed_kernels_flashinfer.options import FlashInferOptions
 from tokenspeed_kernels_flashinfer.shared import shared_blocks
 from torch import Tensor
@@ -225,11 +225,21 @@ def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() ->
     assert not [line for line in about.get_all("Requires-Dist") or () if "flashinfer" in line and "extra" not in line]
 
 
-def library_class() -> dict[str, ast.FunctionDef]:
-    """Return the methods of the library's class in its wheel, by name; of an overloaded one the last."""
+def source(path: str) -> ast.Module:
+    """Return a file of the library's wheel, parsed."""
     (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        tree = ast.parse(archive.read("flashinfer/prefill.py"))
+        return ast.parse(archive.read(f"flashinfer/{path}"))
+
+
+def functions_in(path: str, name: str) -> list[ast.FunctionDef]:
+    """Return the functions of a name in a file of the library's wheel."""
+    return [node for node in source(path).body if isinstance(node, ast.FunctionDef) and node.name == name]
+
+
+def library_class() -> dict[str, ast.FunctionDef]:
+    """Return the methods of the library's class in its wheel, by name; of an overloaded one the last."""
+    tree = source("prefill.py")
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == WRAPPER)
     return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
 
@@ -243,6 +253,24 @@ def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(meth
     assert required <= GIVEN[method] <= {*names, *(argument.arg for argument in found.args.kwonlyargs)}
     positional = {"plan": 8, "run": 2, "reset_workspace_buffer": 2, "__init__": 2}[method]
     assert set(names[:positional]) <= GIVEN[method]
+
+
+@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+def test_the_library_loads_the_modules_that_are_looked_for_and_compiled_ahead() -> None:
+    (loads,) = functions_in("prefill.py", "get_batch_prefill_module")
+    made = {node.func.id for node in ast.walk(loads) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert {name for name in made if "gen_batch_prefill" in name} == {"gen_batch_prefill_module"}
+    known = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int32: "i32"}
+    (named,) = functions_in("jit/attention/modules.py", "get_batch_prefill_uri")
+    names: dict[str, Any] = {"torch": torch, "filename_safe_dtype_map": known, "filename_safe_dtype_map_kv": known.get}
+    exec(ast.unparse(named), names)  # a pure function of the wheel, which forms a name
+    types = torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16, torch.int32
+    name = names[named.name]("fa2", *types, 128, 128, 0, True, False, False)
+    match = compiled._NAME.match(name)
+    assert match is not None
+    assert match.groupdict() == {"q": "bf16", "kv": "e4m3", "size": "128", "window": "True", "hopper": None}
+    hopper = names[named.name]("fa3", *types, 128, 128, 0, True, False, False)
+    assert hopper == f"{name}_sm90"
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenspeed_kernels_flashinfer import attention_specs
-from tokenspeed_kernels_flashinfer.__main__ import build
+from tokenspeed_kernels_flashinfer.__main__ import build, main
 from tokenspeed_kernels_flashinfer.compiled import Module, compiled_modules, modules_in
 
 from tokenspeed_core.config import Config
@@ -122,11 +122,30 @@ def test_modules_are_looked_for_where_the_library_keeps_them(tmp_path: Path, mon
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setattr(
         "tokenspeed_kernels_flashinfer.compiled.version",
-        lambda name: "1.2.3" if name == "flashinfer-python" else version(name),
+        lambda name: "0.6.15" if name == "flashinfer-python" else version(name),
     )
-    compile_them(tmp_path / ".cache" / "flashinfer" / "1.2.3", "80", PLAIN, "cascade")
-    compile_them(tmp_path / ".cache" / "flashinfer" / "1.2.2", "89", PLAIN, "cascade")
+    compile_them(tmp_path / ".cache" / "flashinfer" / "0.6.15", "80", PLAIN, "cascade")
+    compile_them(tmp_path / ".cache" / "flashinfer" / "0.6.14", "89", PLAIN, "cascade")
     assert [module.compute_capability for module in compiled_modules()] == [(8, 0)]
+
+
+@pytest.mark.parametrize(("installed", "num_found"), [("0.6.14", 1), ("0.6.18.post1", 1), ("0.7.2.post1", 0)])
+def test_what_a_version_of_other_names_compiled_does_not_count(
+    installed: str, num_found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenspeed_kernels_flashinfer.compiled.version", lambda name: installed)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    compile_them(tmp_path / ".cache" / "flashinfer" / installed, "80", PLAIN)
+    assert len(compiled_modules()) == num_found
+
+
+def test_compiling_ahead_refuses_a_version_of_other_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tokenspeed_kernels_flashinfer.__main__.version", lambda name: "0.7.2.post1")
+    with pytest.raises(SystemExit):
+        main(["--head-size", "128"])
+    assert "flashinfer-python 0.7.2.post1 loads modules of other names" in capsys.readouterr().err
 
 
 def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_compile_it() -> None:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from tokenspeed_kernels_flashinfer import ATTENTION
-from tokenspeed_kernels_flashinfer.compiled import HOPPER
+from tokenspeed_kernels_flashinfer.compiled import HOPPER, is_known
 
 CAPABILITY = ATTENTION[-1].capability
 
@@ -26,6 +27,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--kv-dtype", choices=CAPABILITY.kv_dtypes, help="of the cache; default: as --dtype")
     parser.add_argument("--window", action="store_true", help="for layers that see the last tokens only")
     given = parser.parse_args(arguments)
+    if not is_known(installed := version("flashinfer-python")):
+        parser.error(
+            f"flashinfer-python {installed} loads modules of other names than are compiled here; "
+            "pip install 'tokenspeed-kernels-flashinfer[flashinfer]' brings one that does not"
+        )
     start = time.monotonic()
     names = build(modules(given.dtype, given.kv_dtype or given.dtype, given.head_size, has_window=given.window))
     print(*names, f"compiled or found compiled in {time.monotonic() - start:.0f} s", sep="\n")

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HOPPER = (9, 0)  # for which the library has a kernel of its own for prompts
+BEFORE = (0, 7)  # the first version that loads modules of other names
 MERGE = "cascade"  # the module that merges what was attended to in two parts
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "e4m3": "float8_e4m3fn"}
 _NAME = re.compile(
@@ -37,13 +38,21 @@ class Module:
 
 
 def compiled_modules() -> tuple[Module, ...]:
-    """Return the modules that the installed version of the library compiled here; none where it is not installed."""
+    """Return the modules that the installed version of the library compiled here; none of one that is not known."""
     try:
         installed = version("flashinfer-python")
     except PackageNotFoundError:
         return ()
+    if not is_known(installed):
+        return ()
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())
     return modules_in(Path(base, ".cache", "flashinfer", installed))
+
+
+def is_known(installed: str) -> bool:
+    """Say whether a version of the library loads the modules that are looked for here."""
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    return found is not None and (int(found[1]), int(found[2])) < BEFORE
 
 
 def modules_in(cache: Path) -> tuple[Module, ...]:
