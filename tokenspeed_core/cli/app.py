@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    command = next((word for word in words if not word.startswith("-")), None)
+    command = None if words[0].startswith("-") else words[0]
     try:
         if command == "serve":
             from tokenspeed_core.cli.serve import OVERVIEW
@@ -68,13 +68,18 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def build(command: str | None) -> typer.Typer:
-    """Build the command line. Only the command asked for is imported (all of them for completion)."""
+    """Build the command line. Only the command asked for is imported (all of them for completion).
+
+    `command` None stands for words without one, such as --help. Only there are typer's own options, for help and for
+    completion: their values, typed or not, it checks with pydantic, whose import takes longer than most commands.
+    """
     app = typer.Typer(
         name="tokenspeed",
         help="Fast inference of language models, built of plugins.",
         rich_markup_mode=None,
+        add_completion=command is None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["--help", "-h"]},
+        context_settings={"help_option_names": ["--help", "-h"] if command is None else []},
     )
     app.callback()(_top)
     if command == "serve" or "_TOKENSPEED_COMPLETE" in os.environ:
@@ -84,7 +89,7 @@ def build(command: str | None) -> typer.Typer:
         app.command("serve", help=SERVE)(with_settings(serve))
     else:
         app.command("serve", help=SERVE)(_nothing)
-    _add_plugin_commands(app)
+    _add_plugin_commands(app, command)
     return app
 
 
@@ -106,7 +111,8 @@ def _nothing() -> None:
     """Stand in the list of commands for one that was not asked for."""
 
 
-def _add_plugin_commands(app: typer.Typer) -> None:
+def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
+    """Add the command that is wanted if a plugin brings it, else all that plugins bring, as their summaries have it."""
     from tokenspeed_core.plugins import Catalog, Selection
 
     try:
@@ -115,7 +121,8 @@ def _add_plugin_commands(app: typer.Typer) -> None:
         typer.echo(f"tokenspeed: {error}", err=True)
         catalog = Catalog.discover(Selection(frozenset()), check=False)  # ours show what is wrong
     passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-    for entry in catalog.entries("commands"):
+    entries = catalog.entries("commands")
+    for entry in [entry for entry in entries if entry.name == wanted] or entries:
         summary = metadata(entry.distribution).json.get("summary", "From")
         described = f"{summary} ({entry.distribution} {entry.version})"
         app.command(entry.name, help=described, context_settings=passing_all_on)(_plugin_command(catalog, entry.name))

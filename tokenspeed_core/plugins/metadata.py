@@ -42,8 +42,8 @@ def read_entries(
     ours = (each for each in distributions if GROUP_PREFIX in (each.read_text("entry_points.txt") or ""))
     for distribution in sorted(ours, key=lambda each: _is_working_directory(_root(each))):
         try:
-            name, version = _name_of(distribution)
-            found = list(_entries_of(distribution, name, version, selection, core_version))
+            name, version, requires_core = _read(distribution)
+            found = list(_entries_of(distribution, name, version, requires_core, selection, core_version))
         except Exception as error:  # metadata may be anything, and one distribution's must not take all down
             logger.warning("plugins in %s are left out, metadata cannot be read: %s: %s; `tokenspeed plugins doctor`",
                            distribution.locate_file(""), type(error).__name__, error)
@@ -75,19 +75,23 @@ def _mark_unused(entries: list[Entry]) -> list[Entry]:
     return marked
 
 
-def _name_of(distribution: Distribution) -> tuple[str, str]:
-    """Return the normalised name and the version. Parsing the metadata is slow, so it is done once."""
+def _read(distribution: Distribution) -> tuple[str, str, str]:
+    """Return the normalised name, the version, and the range of tokenspeed-core that is asked for, "" for any.
+
+    Parsing the metadata is slow, so it is done once.
+    """
     metadata = distribution.metadata
     name, version = metadata["Name"], metadata["Version"]
     if not name or not version:
         raise ValueError("METADATA lacks a name or a version")
-    return normalise(name), version
+    needed = _requirements(metadata.get_all("Requires-Dist") or distribution.requires)
+    ranges = (str(each.specifier) for each in needed if normalise(each.name) == "tokenspeed-core")
+    return normalise(name), version, ",".join(filter(None, ranges))
 
 
 def _entries_of(
-    distribution: Distribution, name: str, version: str, selection: Selection, core_version: str
+    distribution: Distribution, name: str, version: str, requires_core: str, selection: Selection, core_version: str
 ) -> Iterator[Entry]:
-    requires_core = _requires_core(distribution)
     origin, root = _origin(distribution), _root(distribution)
     for point in distribution.entry_points:
         if not point.group.startswith(GROUP_PREFIX):
@@ -130,15 +134,9 @@ def _api(point: EntryPoint) -> int | None:
     return None
 
 
-def _requires_core(distribution: Distribution) -> str:
-    """Return the range of tokenspeed-core that the distribution asks for, "" for any."""
-    ranges = (str(each.specifier) for each in _requirements(distribution) if normalise(each.name) == "tokenspeed-core")
-    return ",".join(filter(None, ranges))
-
-
-def _requirements(distribution: Distribution) -> Iterator[Requirement]:
-    """Yield what the distribution requires on this machine, without its extras."""
-    for line in distribution.requires or ():
+def _requirements(lines: Iterable[str] | None) -> Iterator[Requirement]:
+    """Yield what a distribution requires on this machine, of all that its metadata has, without its extras."""
+    for line in lines or ():
         with suppress(InvalidRequirement):  # pip refuses to install these; only a hand-made record has one
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -158,7 +156,7 @@ def check_build(name: str) -> None:
     tags = {line.removeprefix("Tag: ") for line in wheel.splitlines() if line.startswith("Tag: ")}
     if tags and tags.isdisjoint(map(str, sys_tags())):
         raise ImportError(f"{name} was built for {' or '.join(sorted(tags))}, and this is {next(sys_tags())}")
-    for each in _requirements(found):
+    for each in _requirements(found.requires):
         with suppress(PackageNotFoundError):  # of what is missing, the import tells
             if not each.specifier.contains(here := version(each.name), prereleases=True):
                 raise ImportError(f"{name} was built for {each.name}{each.specifier}, and {here} is installed")

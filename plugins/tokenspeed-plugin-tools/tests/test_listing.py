@@ -246,9 +246,11 @@ def thirty(site: Site) -> Site:
 def test_with_thirty_plugins_only_what_is_asked_for_is_imported(thirty: Site) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); from tokenspeed_core.cli import main; main(sys.argv[1:]);"
-        "print('IMPORTED', *(name for name in sys.modules if name.startswith(('stranger', 'torch', 'numpy'))))"
+        "print('IMPORTED', *(name for name in sys.modules if name.startswith(('stranger', 'torch', 'numpy'))"
+        " or name in ('pydantic', 'rich')))"
     )
-    for words, imported in ((("--help",), ""), (("plugins", "list"), ""), (("c7",), " stranger_7")):
+    lists = ((("plugins",), ""), (("plugins", "list"), ""), (("plugins", "list", "--json"), ""))
+    for words, imported in ((("--help",), ""), (("--version",), ""), *lists, (("c7",), " stranger_7")):
         done = subprocess.run(
             [sys.executable, "-c", code, str(thirty.path), *words], capture_output=True, text=True, check=True
         )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import typer
 
 from tokenspeed_plugin_tools.errors import ToolsError
 
 NOBODY_READS = 141  # as a shell shows a program that the closed pipe ended
+BARE = (["list"], ["list", "--json"])  # read without typer, which checks values with pydantic: it takes as long again
 HELP = "Show the installed plugins, and say what each does here. Without COMMAND: list."
 
 
@@ -62,6 +65,8 @@ def plugins(words: Sequence[str]) -> int:
     arguments = list(words)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h")):
         arguments.insert(0, "list")
+    if arguments in BARE:
+        return _run(partial(SUBCOMMANDS["list"].load(), as_json="--json" in arguments), "tokenspeed plugins list")
     if not arguments[0].startswith("-") and arguments[0] not in SUBCOMMANDS:
         near = get_close_matches(arguments[0], SUBCOMMANDS, n=1)
         meant = f"did you mean `tokenspeed plugins {near[0]}`?" if near else f"there is {', '.join(SUBCOMMANDS)}"
@@ -71,7 +76,7 @@ def plugins(words: Sequence[str]) -> int:
     for name, each in SUBCOMMANDS.items():
         epilog = f"Exit status: {each.status}; 2 for a mistake in the question, in one line."
         group.command(name, help=each.text, epilog=epilog)(each.load() if name == arguments[0] else _nothing)
-    return _run(group, arguments, "tokenspeed plugins")
+    return _run(_call(group, arguments, "tokenspeed plugins"), f"tokenspeed plugins {arguments[0]}")
 
 
 def env(words: Sequence[str]) -> int:
@@ -80,7 +85,7 @@ def env(words: Sequence[str]) -> int:
 
     app = _application("")
     app.command(help="Describe this machine, for a bug report.")(describe)
-    return _run(app, list(words), "tokenspeed env")
+    return _run(_call(app, list(words), "tokenspeed env"), "tokenspeed env")
 
 
 def _application(text: str) -> typer.Typer:
@@ -90,14 +95,18 @@ def _application(text: str) -> typer.Typer:
     )
 
 
-def _run(app: typer.Typer, words: list[str], name: str) -> int:
+def _call(app: typer.Typer, words: list[str], name: str) -> Callable[[], Any]:
+    return partial(app, words, prog_name=name, standalone_mode=False)
+
+
+def _run(call: Callable[[], Any], name: str) -> int:
     try:
-        status = app(words, prog_name=name, standalone_mode=False)
-    except SystemExit as error:  # click's for a pipe that nobody reads: its 1 would say that something is wrong
+        status = call()
+    except (SystemExit, BrokenPipeError) as error:  # nobody reads: the 1 of click would say something is wrong
         raise SystemExit(NOBODY_READS) from error
     except OSError as error:  # a full disk, a folder that may not be read or written
         where = f"{error.filename}: " if error.filename else ""
-        raise ToolsError(f"{name} {words[0] if words else ''}: {where}{error.strerror}") from error
+        raise ToolsError(f"{name}: {where}{error.strerror}") from error
     return status if isinstance(status, int) else 0
 
 
