@@ -35,7 +35,7 @@ from tokenspeed_core.plugins.deprecations import DEPRECATED, warn
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
-API_VERSION = "1.11"
+API_VERSION = "1.12"
 
 __all__ = [
     "API_VERSION",

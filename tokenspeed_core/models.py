@@ -145,6 +145,12 @@ class BuildContext(Protocol):
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return the selected kernel of an op for a problem (see the op's contract for both)."""
 
+    def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
+        """Return the selected kernel of an op that composes others, or None: then they are to be asked for.
+
+        None is given where no kernel fits, and where a user named a backend for one of the contract's `parts`.
+        """
+
     def attention(
         self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
         window: int | None = None, group: str = "full", rotation: Rotation | None = None,

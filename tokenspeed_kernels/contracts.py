@@ -91,6 +91,23 @@ DENSE = (
         f"{_INPUTS}:add_rms_norm_linear_silu_mul", DOTS,
         rows=("x", "residual"), parts=("add_rms_norm", "linear", "silu_mul"), cases=_PRODUCTS,
     ),
+    OpContract(
+        "between_attention", "linear",
+        "(x [T, I], residual [T, H], out [H, I], norm_weight [H], gate_up [2M, H], down [H, M], next_norm_weight [H], "
+        "qkv [O, H], eps: float) -> (y [T, O], total [T, H]), of at most max_rows rows: linear by out, "
+        "add_rms_norm_linear_silu_mul by gate_up, linear by down, add_rms_norm_linear by qkv, without biases",
+        {
+            "in_size": "features of the heads, I", "hidden_size": "features of the residual stream, H",
+            "intermediate_size": "features in the MLP, M", "out_size": "features of queries, keys and values, O",
+            "max_rows": "most rows that it is called with",
+        },
+        f"{_REFERENCE}.fused_linear:between_attention", f"{_INPUTS}:between_attention", DOTS, rows=("x", "residual"),
+        parts=("linear", "add_rms_norm_linear_silu_mul", "linear", "add_rms_norm_linear"),
+        cases=(
+            {"in_size": 128, "hidden_size": 64, "intermediate_size": 192, "out_size": 256, "max_rows": 64},
+            {"in_size": 512, "hidden_size": 320, "intermediate_size": 448, "out_size": 640, "max_rows": 64},
+        ),
+    ),
 )
 
 def _write(rotation: str, arguments: str) -> OpContract:

@@ -128,6 +128,20 @@ TRITON_ACTIVATION = (
     _triton("silu_mul_fp8", "fp8:silu_mul_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
 )
 TRITON_LINEAR = (
+    KernelSpec(
+        op="between_attention",
+        backend="triton",
+        capability=Capability(
+            platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
+            dtypes=("bfloat16", "float16"), features=_BASICS,
+            limits=(
+                *(AxisLimit(axis, 64, 16384, multiple_of=64) for axis in ("in_size", "intermediate_size", "out_size")),
+                AxisLimit("hidden_size", 64, 1024, multiple_of=64), AxisLimit("max_rows", 1, 64),
+            ),
+        ),
+        load="tokenspeed_kernels.triton.between_attention:between_attention",
+        requires=("triton",),
+    ),
     _one_row("linear"),
     _one_row("add_rms_norm_linear"),
     _one_row("add_rms_norm_linear_silu_mul"),

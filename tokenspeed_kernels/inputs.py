@@ -105,6 +105,23 @@ def add_rms_norm_linear_silu_mul(
     return add_rms_norm_linear({**problem, "out_size": 2 * problem["out_size"]}, num, at, seed, strided)
 
 
+def between_attention(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make x [T, I] and residual [T, H], weights of unit gain, norms' weights around one."""
+    heads, hidden, size = problem["in_size"], problem["hidden_size"], problem["intermediate_size"]
+    given = add_rms_norm({**problem, "size": hidden}, num, at, seed, strided)
+
+    def weight(outer: int, inner: int) -> Tensor:
+        values: Tensor = random((outer, inner), problem, at, seed) / inner**0.5
+        return values
+
+    return {
+        "x": random_rows(num, heads, problem, at, seed, strided), "residual": given["residual"],
+        "out": weight(hidden, heads), "norm_weight": given["weight"], "gate_up": weight(2 * size, hidden),
+        "down": weight(hidden, size), "next_norm_weight": _around_one(hidden, problem, at, seed),
+        "qkv": weight(problem["out_size"], hidden), "eps": EPS,
+    }
+
+
 def moe_route(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
     """Make logits [T, E]."""
     logits = random_rows(num, problem["num_experts"], problem, at, seed, strided)

@@ -39,6 +39,9 @@ class DenseBuild:
             raise ValueError(f"op {op!r} is asked for with {sorted(problem)}, not {sorted((*axes, 'dtype'))}")
         return function
 
+    def fused(self, op: str, **problem: Any) -> None:
+        """Return nothing: the parts of a fused op are asked for."""
+
     def attention(
         self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
         window: int | None = None, group: str = "full", rotation: Rotation | None = None,

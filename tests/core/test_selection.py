@@ -260,6 +260,13 @@ def test_its_parts_run_where_none_fits_and_the_plan_says_why() -> None:
     assert "its parts" in plan.table()
 
 
+def test_a_fused_op_asked_for_by_name_is_given_or_its_parts_are_to_run() -> None:
+    fast, problem = kernel("fast", ON_CUDA, op="greedy_write"), FUSED.cut(AXES)
+    taken = Selector((*PARTS, fast), HOPPER, ops=merge_ops((FUSED,))).select_fused("greedy_write", problem)
+    assert taken is not None and taken.spec == fast.spec
+    assert Selector((*PARTS, fast), CPU, ops=merge_ops((FUSED,))).select_fused("greedy_write", problem) is None
+
+
 def test_ops_that_nobody_fuses_are_selected_one_by_one() -> None:
     with pytest.raises(SelectionError, match="unknown op 'greedier'"):
         Selector(PARTS, CPU).select_all(("greedy", "greedier"), AXES)

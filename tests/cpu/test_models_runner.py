@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_families import FAMILIES, save_reference
 
-from tokenspeed_core.api import Capability, KernelSpec
+from tokenspeed_core.api import Capability, KernelSpec, Problem
 from tokenspeed_core.checkpoint import resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.kernels.installed import installed_kernels
@@ -18,7 +20,9 @@ from tokenspeed_core.runner import assemble
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.plans import PlanMaker
-from tokenspeed_kernels.contracts import ROPE_CACHE
+from tokenspeed_kernels.contracts import DENSE, ROPE_CACHE
+from tokenspeed_kernels.reference import fused_linear
+from tokenspeed_kernels.reference.fused_linear import between_attention
 
 PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1))}
 
@@ -80,3 +84,30 @@ def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
     assert not {"rope", "qk_norm_rope", "write_kv"} & set(ops)
     fused = ops["rope_write_kv" if family == "Llama" else "qk_norm_rope_write_kv"]
     assert (fused.backend, fused.layers) == ("own", (0, 1, 2))
+
+
+@pytest.mark.parametrize(("family", "is_asked"), [("Llama", True), ("Mistral", True), ("Qwen2", False)])
+def test_a_kernel_of_all_between_two_layers_attention_runs_for_few_rows_and_gives_the_same_tokens(
+    family: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contract = next(each for each in DENSE if each.name == "between_attention")
+    own = InstalledKernel(
+        KernelSpec(contract.name, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin"
+    )
+    monkeypatch.setattr(assemble, "installed_kernels", lambda *asked: (*installed_kernels(*asked), own))
+    num_rows: list[int] = []
+
+    def counting(problem: Problem) -> Callable[..., Any]:
+        kernel = between_attention(problem)
+
+        def apply(x: torch.Tensor, *others: Any) -> Any:
+            num_rows.append(len(x))
+            return kernel(x, *others)
+
+        return apply
+
+    monkeypatch.setattr(fused_linear, "between_attention", counting)
+    runner = serve_as_transformers_does(family, tmp_path)
+    # Three layers have two places between them; Qwen2's biases have no place in the op.
+    assert num_rows == ([n for n in (23, 16, 31, *[3] * 12) for _ in range(2)] if is_asked else [])
+    assert [planned.layers for planned in runner.kernel_plan.find("between_attention")] == [(0, 1)] * is_asked

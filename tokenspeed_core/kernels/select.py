@@ -80,18 +80,21 @@ class Selector:
         Raises as `select` does, also for a fused op that was named.
         """
         parts = [self._contract(op) for op in ops]
-        is_parted = any(wish.names_op(part) for wish in self.preferences for part in parts)
-        for contract in () if is_parted else self.ops.values():
-            if contract.parts != ops:
-                continue
-            problem = contract.cut(axes)
-            fused, planned = self._choose(contract, problem, layer)
-            if fused is not None:
+        for contract in self.ops.values():
+            if contract.parts == ops and (fused := self.select_fused(contract.name, contract.cut(axes), layer=layer)):
                 return (fused,)
-            wish = self._wish(contract, problem, layer)
-            if wish and wish.names_op(contract) and "auto" not in wish.backends:
-                raise self._refused(planned)
-        return tuple(self.select(op, self._contract(op).cut(axes), layer=layer) for op in ops)
+        return tuple(self.select(part.name, part.cut(axes), layer=layer) for part in parts)
+
+    def select_fused(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice | None:
+        """Return the kernel of a fused op, or None where its parts are to run: see `select_all`."""
+        contract = self._contract(op)
+        if any(wish.names_op(self._contract(part)) for wish in self.preferences for part in contract.parts):
+            return None
+        fused, planned = self._choose(contract, problem, layer)
+        wish = self._wish(contract, problem, layer)
+        if fused is None and wish and wish.names_op(contract) and "auto" not in wish.backends:
+            raise self._refused(planned)
+        return fused
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
         """Return the attention backend for a layer's problem; raises as `select` does."""

@@ -52,6 +52,11 @@ class ModelBuild:
         """Return the selected kernel of an op for a problem, one object for equal problems of one kernel."""
         return self._load(self.selector.select(op, problem, layer=self._layer))
 
+    def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
+        """Return the selected kernel of a fused op, or None where its parts are to run."""
+        choice = self.selector.select_fused(op, problem, layer=self._layer)
+        return None if choice is None else self._load(choice)
+
     def _load(self, choice: Choice) -> Callable[..., Any]:
         key = (choice.spec, tuple(sorted(choice.problem.items())))
         if key not in self._kernels:

@@ -11,6 +11,9 @@ from tokenspeed_kernels.reference.activation import silu_mul
 from tokenspeed_kernels.reference.linear import linear
 from tokenspeed_kernels.reference.norm import rms_norm
 
+BetweenAttention = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
+]
 AddNormLinear = Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -36,5 +39,20 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     ) -> tuple[Tensor, Tensor]:
         halves, total = both(x, residual, norm_weight, eps, weight, bias)
         return gate(halves), total
+
+    return apply
+
+
+def between_attention(problem: Problem) -> BetweenAttention:
+    """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], total [T, H])`."""
+    inner, after = add_rms_norm_linear_silu_mul(problem), add_rms_norm_linear(problem)
+    product = linear(problem)
+
+    def apply(
+        x: Tensor, residual: Tensor, out: Tensor, norm_weight: Tensor, gate_up: Tensor, down: Tensor,
+        next_norm_weight: Tensor, qkv: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        gated, middle = inner(product(x, out, None), residual, norm_weight, eps, gate_up, None)
+        return after(product(gated, down, None), middle, next_norm_weight, eps, qkv, None)
 
     return apply

@@ -49,24 +49,19 @@ class Attention:
             rotation=Rotation("rope" if qk_norm_eps is None else "qk_norm_rope", cos_sin.shape[1]),
         )
 
-    def __call__(
-        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor,
-        wanted: torch.Tensor | None = None,
+    def project(
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention of x + residual [T, hidden], normalised, at int64 positions [T]; and that sum.
+        """Return queries, keys and values, [T, out], of x + residual [T, hidden], normalised; and that sum.
 
-        Without a residual x is the sum; it may be written over the residual. The results are [R, hidden], of the rows
-        `wanted` (int64 [R]; None: all).
+        Without a residual x is the sum; it may be written over the residual.
         """
-        if residual is None:
-            qkv, total = self.qkv(norm(x)), x
-        else:
-            qkv, total = self._normed_qkv(norm, x, residual)
+        return (self.qkv(norm(x)), x) if residual is None else self._normed_qkv(norm, x, residual)
+
+    def attend(self, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return what the heads see, [T, heads * head_size], for what `project` gave, at int64 positions [T]."""
         q, k, v = qkv.view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
-        heads = self._attend(q, k, v, *(self._norm or ()), positions, self.cos_sin, False).flatten(1)
-        if wanted is not None:
-            heads, total = heads.index_select(0, wanted), total.index_select(0, wanted)
-        return self.out(heads), total
+        return self._attend(q, k, v, *(self._norm or ()), positions, self.cos_sin, False).flatten(1)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the projections, and of the norms of queries and keys."""

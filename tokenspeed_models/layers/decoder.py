@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -12,14 +12,18 @@ from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.layers.packed import dtype_name
 from tokenspeed_models.placement import Boundary
 from tokenspeed_models.weights import WeightMap, WeightSlot
+
+FEW_ROWS = 64  # so many rows are bound by reading weights and by the waits between kernels
 
 
 class DecoderLayer:
     """Attention, then an MLP or a mixture of experts, each normalised before it and added after it.
 
     The addition after a block is left to the next one, where it is fused with the norm and the first projection.
+    `CausalLM` calls attention in its halves, since what stands between two layers' attention can be one kernel.
     """
 
     def __init__(
@@ -28,17 +32,9 @@ class DecoderLayer:
         self.input_norm, self.attention = RMSNorm(build, hidden_size, norm_eps), attention
         self.post_norm, self.mlp = RMSNorm(build, hidden_size, norm_eps), mlp
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what is to be added to the residual stream [T, hidden], and the stream, perhaps over the given one.
-
-        The first layer is given no residual: x is the stream. Behind attention only the rows `wanted` (int64 [R];
-        None: all) are computed.
-        """
-        x, residual = self.attention(self.input_norm, x, residual, positions, wanted)
-        return self.mlp(self.post_norm, x, residual)
+    def after_attention(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is to be added to the residual stream [T, hidden], and the stream, perhaps over the given one."""
+        return self.mlp(self.post_norm, self.attention.out(heads), residual)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights, by the names that these families' checkpoints share."""
@@ -55,6 +51,40 @@ class DecoderLayer:
         yield from self.mlp.boundaries(f"{prefix}mlp.")
 
 
+class BetweenAttention:
+    """What stands between two layers' attention: one kernel for the few rows that it is made for, else the layers' own.
+
+    A fused kernel has no place for a collective, for biases, for experts or for quantised weights.
+    """
+
+    def __init__(self, build: BuildContext, layer: DecoderLayer, after: DecoderLayer) -> None:
+        self.layer, self._after = layer, after
+        out, mlp, qkv = layer.attention.out, layer.mlp, after.attention.qkv
+        self._fused: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        if isinstance(mlp, MLP) and layer.post_norm.eps == after.input_norm.eps:
+            maps = (out, mlp.gate_up, mlp.down, qkv)
+            if all(each.packed is None and each.bias is None for each in maps):
+                self._fused = build.fused(
+                    "between_attention", in_size=out.in_size, hidden_size=out.out_size,
+                    intermediate_size=mlp.down.in_size, out_size=qkv.out_size, max_rows=FEW_ROWS,
+                    dtype=dtype_name(build.dtype),
+                )
+                self._weights = (
+                    out.weight, layer.post_norm.weight, mlp.gate_up.weight, mlp.down.weight, after.input_norm.weight,
+                    qkv.weight, layer.post_norm.eps,
+                )
+
+    def __call__(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next layer's queries, keys and values [T, out] for what a layer's heads saw, and the stream.
+
+        The residual stream [T, hidden] may be overwritten.
+        """
+        if self._fused is not None and 1 < heads.shape[0] <= FEW_ROWS:  # one row has kernels that are faster still
+            return self._fused(heads, residual, *self._weights)
+        x, residual = self.layer.after_attention(heads, residual)
+        return self._after.attention.project(self._after.input_norm, x, residual)
+
+
 class CausalLM:
     """A decoder with embedding, layers, final norm and output head; satisfies the core's `Model`.
 
@@ -66,6 +96,9 @@ class CausalLM:
         norm_eps: float, tie_embeddings: bool,
     ) -> None:
         self.layers = tuple(layers)
+        self._between = [
+            BetweenAttention(build, self.layers[i], self.layers[i + 1]) for i in build.each_layer(len(layers) - 1)
+        ]
         self.embedding = Embedding(build, vocab_size, hidden_size)
         self.norm = RMSNorm(build, hidden_size, norm_eps)
         self.head = OutputHead(build, vocab_size, hidden_size, self.embedding if tie_embeddings else None)
@@ -77,12 +110,14 @@ class CausalLM:
 
         The last layer needs keys and values of all tokens; all that comes behind its attention, only those wanted.
         """
-        x, residual = self.embedding(token_ids), None
-        *layers, last = self.layers
-        for layer in layers:
-            x, residual = layer(x, residual, positions)
-        x, residual = last(x, residual, positions, wanted)
-        return self.norm.add(x, residual)[0]
+        first, last = self.layers[0], self.layers[-1]
+        qkv, residual = first.attention.project(first.input_norm, self.embedding(token_ids), None)
+        for between in self._between:
+            qkv, residual = between(between.layer.attention.attend(qkv, positions), residual)
+        heads = last.attention.attend(qkv, positions)
+        if wanted is not None:
+            heads, residual = heads.index_select(0, wanted), residual.index_select(0, wanted)
+        return self.norm.add(*last.after_attention(heads, residual))[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, vocab], in the model's dtype, of hidden states [R, hidden]."""

@@ -29,6 +29,10 @@ class WholeBuild:
         """Return the selected kernel of an op."""
         return self._build.op(op, **problem)
 
+    def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
+        """Return the selected kernel of a fused op."""
+        return self._build.fused(op, **problem)
+
     def attention(self, **layer: Any) -> AttentionCall:
         """Register a layer's attention."""
         return self._build.attention(**layer)

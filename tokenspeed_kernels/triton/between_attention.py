@@ -1,0 +1,96 @@
+"""All that stands between two layers' attention, for up to 64 rows, as one persistent kernel.
+
+Launched one by one, its four products and two norms spend most of their time in starting, draining and waiting for the
+first bytes of a weight. Here programs stay, meet at barriers, and have the next weight on its way while they wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fused_linear import BetweenAttention
+from tokenspeed_kernels.triton.between_attention_kernel import NUM_PHASES, between
+from tokenspeed_kernels.triton.early import can_start_early
+
+MAX_ROWS = 64
+PROGRAMS = 128  # at most one a multiprocessor, so that all of them run at once, as barriers need
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Features that a program computes of each product, how many programs share a sum, and features a turn.
+
+    Named by the product: O is attention's output, G gate and up (each so many; G_BLOCK: the next power of two), D down,
+    Q the next layer's queries, keys and values.
+    """
+
+    O_N: int
+    O_SPLIT: int
+    O_K: int
+    G_N: int
+    G_BLOCK: int
+    G_K: int
+    D_N: int
+    D_SPLIT: int
+    D_K: int
+    Q_N: int
+    Q_K: int
+    STAGES: int = 4
+
+
+def tiling(heads: int, hidden: int, inner: int) -> Tiling:
+    """Return tiles of 32 features, and as many of gate and up as give every program one where they are few."""
+    g_n = min(32, 8 * triton.cdiv(inner, 8 * PROGRAMS))
+    return Tiling(
+        32, _split(heads), _turn(heads), g_n, triton.next_power_of_2(g_n), _turn(hidden), 32, _split(inner),
+        _turn(inner), 32, _turn(hidden),
+    )
+
+
+def _turn(size: int) -> int:
+    return 128 if size % 128 == 0 else 64
+
+
+def _split(size: int) -> int:
+    """Return how many programs share a sum over `size` features: at most four, in whole turns."""
+    return next(split for split in (4, 2, 1) if size % (split * _turn(size)) == 0)
+
+
+def between_attention(problem: Problem) -> BetweenAttention:
+    """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], total [T, H])`.
+
+    Memory between its phases is allocated here, once: calls must not overlap.
+    """
+    heads, hidden = problem["in_size"], problem["hidden_size"]
+    inner, out_size = problem["intermediate_size"], problem["out_size"]
+    tiles, early, is_device = tiling(heads, hidden, inner), can_start_early(), torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if is_device else "cpu"), getattr(torch, problem["dtype"])
+    rows = problem["max_rows"]
+    sums = torch.empty(max(tiles.O_SPLIT, tiles.D_SPLIT) * rows * hidden, dtype=torch.float32, device=device)
+    normed, middle = torch.empty((2, rows, hidden), dtype=dtype, device=device)
+    gated = torch.empty((rows, inner), dtype=dtype, device=device)
+    counter = torch.zeros(1, dtype=torch.uint32, device=device)
+    # Without a device programs run one after another, and would wait for ever at a barrier.
+    spans = ((0, NUM_PHASES - 1),) if is_device else tuple((phase, phase) for phase in range(NUM_PHASES))
+
+    def apply(
+        x: Tensor, residual: Tensor, out: Tensor, norm_weight: Tensor, gate_up: Tensor, down: Tensor,
+        next_norm_weight: Tensor, qkv: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows = x.shape[0]
+        y, total = x.new_empty((num_rows, out_size)), x.new_empty((num_rows, hidden))
+        for first, last in spans if num_rows else ():
+            between[(PROGRAMS,)](
+                x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, sums, normed, middle, gated, total,
+                y, counter, x.stride(0), residual.stride(0), num_rows, eps, H=hidden, A=heads, M=inner, Q=out_size,
+                BLOCK_T=MAX_ROWS, BLOCK_H=triton.next_power_of_2(hidden), FIRST=first, LAST=last, PROGRAMS=PROGRAMS,
+                EARLY=early, num_warps=4, launch_pdl=early, launch_cooperative_grid=is_device, **asdict(tiles),
+            )
+        return y, total
+
+    return apply
