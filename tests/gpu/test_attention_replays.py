@@ -26,7 +26,7 @@ def spec_of(backend: str, problem: AttentionProblem) -> KernelSpec:
     """Return the descriptor that serves a problem here, or skip with the reasons."""
     catalog, capability = Catalog.discover(), torch.cuda.get_device_capability()
     selector = Selector(
-        installed_kernels(catalog), PlatformInfo("cuda", capability), [Preference.parse("attention", [backend])],
+        installed_kernels(catalog), PlatformInfo("cuda", capability), [Preference.parse("attention", (backend,))],
         ops=installed_ops(catalog), needs=frozenset({"graph_safe"}),
     )
     try:
