@@ -18,21 +18,21 @@ from tokenspeed_kernels.triton.fp8 import LARGEST, LEAST
 
 GROUP = 128  # neighbours that share a scale; also the rows of a weight that do
 GROUPS_AT_ONCE = 8  # that a program quantises
+BLOCK_N = 64  # rows of the weight in a tile: a divisor of GROUP, so that it has one scale for each group of features
+NUM_WARPS = 4
 
 LinearFp8Block = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows of x and of the weight in a tile, warps of a program, tiles in flight."""
+    """Rows of x in a tile, and tiles in flight."""
 
     block_m: int
-    block_n: int  # a divisor of GROUP, so that a tile has one scale of the weight for each group of features
-    num_warps: int
     num_stages: int
 
 
-TILINGS = (Tiling(16, 64, 4, 6), Tiling(32, 64, 4, 5), Tiling(64, 64, 4, 5))
+TILINGS = (Tiling(16, 6), Tiling(32, 5), Tiling(64, 5))
 """By rising number of rows; the last is for all that are more."""
 
 
@@ -113,10 +113,10 @@ def linear_fp8_block(problem: Problem) -> LinearFp8Block:
         y = torch.empty((num_rows, out_size), dtype=dtype, device=x.device)
         tiling = next((each for each in TILINGS if num_rows <= each.block_m), TILINGS[-1])
         if num_rows:
-            _multiply[(triton.cdiv(out_size, tiling.block_n), triton.cdiv(num_rows, tiling.block_m))](
+            _multiply[(triton.cdiv(out_size, BLOCK_N), triton.cdiv(num_rows, tiling.block_m))](
                 x, x_scale, weight, weight_scale, bias, y, x.stride(0), x_scale.stride(0), num_rows, out_size,
                 K=in_size, NUM_GROUPS=triton.cdiv(in_size, GROUP), HAS_BIAS=bias is not None, BLOCK_M=tiling.block_m,
-                BLOCK_N=tiling.block_n, GROUP=GROUP, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+                BLOCK_N=BLOCK_N, GROUP=GROUP, num_warps=NUM_WARPS, num_stages=tiling.num_stages,
             )
         return y
 
