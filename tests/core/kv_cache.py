@@ -18,9 +18,29 @@ BLOCK = 4
 FULL = FullAttention("full", 1, 1, 1)
 WINDOW = SlidingWindow("window", 1, 1, 1, 6)   # a query reads its own token and the five before it
 STATE = RecurrentState("state", 1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A layout that the core does not know, as a family may bring it: keys of the query's own chunk of tokens."""
+
+    name: str
+    chunk: int
+    num_layers: int = 1
+    is_recurrent: bool = False
+
+    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
+        return 3 * block_size * dtype_bytes
+
+    def first_needed(self, length: int) -> int:
+        return length // self.chunk * self.chunk
+
+
+CHUNKED = Chunked("chunked", 13)
 GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
     "full": (FULL,), "window": (WINDOW,), "full and window": (FULL, WINDOW), "window and state": (WINDOW, STATE),
-    "full and state": (FULL, STATE), "all": (FULL, WINDOW, STATE),
+    "full and state": (FULL, STATE), "all": (FULL, WINDOW, STATE), "a family's own": (CHUNKED,),
+    "full and a family's own": (FULL, CHUNKED),
 }
 
 
