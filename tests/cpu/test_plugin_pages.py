@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,18 @@ def functions_of(path: str) -> frozenset[str]:
 
 def test_the_page_of_kinds_is_current() -> None:
     assert (DOCS / "plugins.md").read_text() == maker("make_plugins").page(), "run python docs/make_plugins.py"
+
+
+def test_the_directory_has_every_plugin_of_this_tree_in_its_version_and_none_that_fails() -> None:
+    rows = re.findall(r"^\| \[([\w-]+)\]\((.+?)\) ([\d.]+): .*? \| .*? \| (\d+) \| (\d+) \|",
+                      (DOCS / "plugin-directory.md").read_text(), re.MULTILINE)
+    paths = [*ROOT.glob("tokenspeed_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    wanted = {path.parent.name.replace("_", "-"): path.parent for path in paths if "core" not in path.parent.name}
+    linked = {name: DOCS.joinpath(link).resolve() for name, link, *_ in rows}
+    assert linked == wanted, "run python docs/make_directory.py"
+    for name, _, version, asked, failed in rows:
+        said = tomllib.loads((wanted[name] / "pyproject.toml").read_text())["project"]["version"]
+        assert (version, int(failed)) == (said, 0) and int(asked) >= 7
 
 
 def test_every_requirement_has_a_row_and_every_met_one_a_test() -> None:
