@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 import tokenspeed_demo
-from serving import COMMAND, Background, environment, said_at_its_end, wait_until
+from serving import COMMAND, Background, environment, said_at_its_end, served, wait_until
 
 CHECKPOINT = Path(tokenspeed_demo.__file__).parent / "checkpoint"
 
@@ -84,6 +84,28 @@ def test_a_setting_that_cannot_be_met_says_so(tmp_path: Path, flags: str, names:
     assert names in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_hook_sets_what_the_first_process_does_before_the_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "site" / "setting-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: setting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.hooks]\nsetting = setting_hooks [api1]\n")
+    (tmp_path / "site" / "setting_hooks.py").write_text(
+        "from tokenspeed_core.api import hookimpl\n"
+        "@hookimpl\n"
+        "def adjust_config(config):\n"
+        "    return {'api_workers': 2, 'host': '127.0.0.2', 'log_level': 'error'}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    with served(tmp_path) as running:
+        commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
+        assert sorted(command[3] for command in commands) == [
+            "tokenspeed_core.engine.process", "tokenspeed_core.server.serve",
+        ]
+        assert running.url.startswith("http://127.0.0.2:")
+        assert "INFO" not in running.said()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

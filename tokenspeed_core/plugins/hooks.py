@@ -18,6 +18,7 @@ from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
 if TYPE_CHECKING:
     from tokenspeed_core.config import Config
 
+_DECIDED = ("no_plugins", "plugins_lock", "strict_plugins")  # which plugins are used, before any of them is asked
 logger = logging.getLogger("tokenspeed.plugins")
 
 
@@ -116,6 +117,8 @@ def _apply(config: Config, name: str, changes: Any) -> Config:
 
     allowed = {}
     for setting, value in dict(changes).items():
+        if setting in _DECIDED:
+            raise PluginError(f"{setting} says which plugins are used, so none can change it: a user has to")
         if config.origin(setting) in ("default", "auto"):
             allowed[setting] = value
         else:

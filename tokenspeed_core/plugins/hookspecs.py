@@ -44,7 +44,7 @@ class StepRecord:
 
 @hookspec
 def adjust_config(config: Config) -> Mapping[str, Any] | None:
-    """Return settings to change before the configuration freezes. What the user set stays as it is."""
+    """Return settings to change before the configuration freezes. What the user set stays; so do the plugins used."""
 
 
 @hookspec

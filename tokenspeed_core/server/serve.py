@@ -35,11 +35,12 @@ def run(config: Config) -> int:
 
     Raises TokenSpeedError, in one line that says what to do, where it cannot start or the engine dies.
     """
+    catalog = discover(config)
+    hooks = Hooks.load(catalog)
+    config = hooks.adjust(config)
+    logging.getLogger().setLevel(config.log_level.upper())
     bound, *others = sockets = listen(config.host, config.port, config.api_workers)
     try:
-        catalog = discover(config)
-        hooks = Hooks.load(catalog)
-        config = hooks.adjust(config)
         checkpoint = resolve_checkpoint(config, catalog)
         settled = config.resolved(
             model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
