@@ -79,6 +79,17 @@ def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path)
         PrivateFolder(tmp_path / "missing")
 
 
+def test_a_disk_that_takes_no_file_is_no_hindrance() -> None:
+    code = (
+        "import resource; from tokenspeed_core.server.child import PrivateFolder;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); folder = PrivateFolder(); print(folder.path.is_dir());"
+        "folder.remove(); print(folder.path.exists())"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environ, check=True)
+    assert done.stdout == "True\nFalse\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, engine=SLOW) as server, server.client() as client:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,8 @@ class PrivateFolder:
 
     def __init__(self, parent: Path | None = None) -> None:
         """Raises CapacityError where no folder can be made."""
-        base = parent or Path(tempfile.gettempdir())
+        # Not tempfile's, which raises where it cannot write a file there: a full disk may still take a folder.
+        base = parent or Path(os.environ.get("TMPDIR") or "/tmp")
         if parent is None and len(str(base)) > _MAX_FOLDER:
             base = Path("/tmp")
         _sweep(base)
