@@ -213,6 +213,9 @@ def fake_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "if settings.get('model') == 'broken':\n"
         "    print('no such model')\n"
         "    sys.exit(3)\n"
+        "if settings.get('model') == 'slow':\n"
+        "    import time\n"
+        "    time.sleep(60)\n"
         "class Handler(http.server.BaseHTTPRequestHandler):\n"
         "    def do_GET(self):\n"
         "        self.send_response(200)\n"
@@ -256,24 +259,29 @@ def test_a_server_that_ends_at_once_says_why(fake_serve: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a child of its parent's death")
-def test_a_killed_chat_leaves_no_server_and_no_file(fake_serve: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["m", "slow"])  # the one serves at once, the other is killed while it starts
+def test_a_killed_chat_leaves_no_server_and_no_file(fake_serve: Path, tmp_path: Path, model: str) -> None:
     script = tmp_path / "chat.py"
     script.write_text(
         f"import sys, time\nfrom tokenspeed_chat.child import started_server\n"
         f"from tokenspeed_core.config import Config\nsys.executable = {sys.executable!r}\n"
-        "with started_server(Config(model='m')):\n    print('up', flush=True)\n    time.sleep(60)\n"
+        f"with started_server(Config(model={model!r})):\n    print('up', flush=True)\n    time.sleep(60)\n"
     )
     real = Path(sys.prefix) / "bin" / "python"
     (tmp_path / "tmp").mkdir()
     settings = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     chat = subprocess.Popen([str(real), str(script)], stdout=subprocess.PIPE, env=settings)
     assert chat.stdout is not None
-    assert chat.stdout.readline() == b"up\n"
+    deadline = time.monotonic() + 20
+    if model == "m":
+        assert chat.stdout.readline() == b"up\n"
+    while not fake_serve.exists() or not fake_serve.read_text().endswith("]"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     pid = json.loads(fake_serve.read_text())[2]
     chat.send_signal(signal.SIGKILL)
     chat.wait()
     chat.stdout.close()
-    deadline = time.monotonic() + 10
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(pid)
