@@ -179,6 +179,18 @@ def test_a_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> 
         assert server.complaints().count("draining") == 1
 
 
+def test_a_signal_that_a_service_manager_sends_to_every_process_drains(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        others = workers(server)
+        thread, answers = in_background(clients, ENDLESS | {"max_tokens": 40})
+        wait_until(lambda: owners(server).total() == 12, 5, "all at work")
+        for pid in (server.engine_pid(), *(other.pid for other in others), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert all_ended(server, others) == 0
+        thread.join()
+        assert all('"finish_reason":"length"' in each.text for each in answers)
+
+
 def test_a_second_signal_ends_all_workers_at_once(tmp_path: Path) -> None:
     with running(tmp_path, engine={"step_seconds": 0.5}, num_workers=2) as server, connections(server, 8) as clients:
         others = workers(server)
