@@ -47,7 +47,7 @@ class PrivateFolder:
         )
         try:
             hidden.mkdir(0o700)
-            self._lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+            self._lock = (hidden / "lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             hidden.rename(self.path)  # swept only from now on, when it is locked
         except OSError as error:
@@ -59,11 +59,9 @@ class PrivateFolder:
 
     def remove(self) -> None:
         """Delete the folder. Safe to call twice."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
-            self._cleaner.communicate()
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+        self._cleaner.communicate()
 
 
 def _sweep(base: Path) -> None:
