@@ -132,9 +132,10 @@ def deprecations() -> dict[str, list[str]]:
 def offered() -> set[str]:
     """Return all that can be deprecated and is there, named as a deprecation names it."""
     from tokenspeed_core.config.schema import Config, flag
+    from tokenspeed_core.plugins.deprecations import contract
     from tokenspeed_core.plugins.kinds import KINDS
 
-    contracts = (f"kind {kind} [api{number}]" for kind, each in KINDS.items() for number in range(1, each.api + 1))
+    contracts = (contract(kind, number) for kind, each in KINDS.items() for number in range(1, each.api + 1))
     return {*core(), *contracts, *(f"flag {flag(name)}" for name in Config.model_fields)}
 
 

@@ -186,3 +186,9 @@ def test_the_import_contracts_name_every_module_of_the_core() -> None:
     assert set(linter["root_packages"]) == {
         folder.name.replace("-", "_") for folder in DISTRIBUTIONS
     }
+
+
+def test_the_name_of_a_kinds_contract_is_made_in_one_place() -> None:
+    sources = [path for folder in ("tokenspeed_core", "plugins", "docs") for path in (ROOT / folder).rglob("*.py")]
+    makers = [path for path in sources if re.search(r"\bkind \{.*\} \[api\{", path.read_text(encoding="utf-8"))]
+    assert makers == [ROOT / "tokenspeed_core" / "plugins" / "deprecations.py"]

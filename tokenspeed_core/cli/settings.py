@@ -95,22 +95,12 @@ def _overview(command: Overview) -> str:
     width = shutil.get_terminal_size((80, 24)).columns
     lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
     lines += [f"  {form:<22} {meaning}" for form, meaning in own]
-    lines += [
-        f"  {'--help=SECTION':<22} the options of a section, of a flag, or about a word; all",
-        "",
-        "Sections:",
-    ]
+    lines += [f"  {'--help=SECTION':<22} the options of a section, of a flag, or about a word; all", "", "Sections:"]
     for section, title in SECTIONS.items():
         names = [flag(name) for name in Config.model_fields if metadata(name)["section"] == section]
         lines.append(f"  {section:<15}{title}")
-        lines += textwrap.wrap(
-            " ".join(names),
-            width,
-            initial_indent=" " * 17,
-            subsequent_indent=" " * 17,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        wrapper = textwrap.TextWrapper(max(1, width - 17), break_long_words=False, break_on_hyphens=False)
+        lines += [" " * 17 + line for line in wrapper.wrap(" ".join(names))]
     return "\n".join(lines)
 
 

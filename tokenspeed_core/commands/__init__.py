@@ -1,13 +1,18 @@
 """What a command of a plugin may import of the core besides `api`. This much is light, so that a command may be.
 
-Provisional: a minor of tokenspeed-core may change it.
+Provisional: docs/contract.json holds every signature of this package; whatever changes one raises `COMMANDS_API`.
 """
 
 from __future__ import annotations
 
 from tokenspeed_core.plugins import Catalog, Entry, Selection, Status
-from tokenspeed_core.plugins.deprecations import DEPRECATED
+from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.kinds import KINDS, kind_of
 from tokenspeed_core.plugins.selection import OURS, VARIABLE, normalise
 
-__all__ = ["DEPRECATED", "KINDS", "OURS", "VARIABLE", "Catalog", "Entry", "Selection", "Status", "kind_of", "normalise"]
+COMMANDS_API = 1
+
+__all__ = [
+    "COMMANDS_API", "DEPRECATED", "KINDS", "OURS", "VARIABLE", "Catalog", "Entry", "Selection", "Status", "contract",
+    "kind_of", "normalise",
+]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, meant
 from tokenspeed_core.kernels.spec import load_target
-from tokenspeed_core.plugins.deprecations import warn
+from tokenspeed_core.plugins.deprecations import contract, warn
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import UNUSED, kind_of
 from tokenspeed_core.plugins.metadata import read_entries
@@ -128,7 +128,7 @@ class Catalog:
         if entry.distribution not in {reader.distribution for reader in self._readers()}:
             self._pins()
         if entry not in self._loaded and entry not in self._failures:
-            warn(f"kind {entry.kind} [api{entry.api}]", f"{entry.distribution} {entry.version}")
+            warn(contract(entry.kind, entry.api), f"{entry.distribution} {entry.version}")
             try:
                 self._loaded[entry] = _import(entry, expected)
             except (Exception, SystemExit):  # plugin code may raise anything; one must not take all down

@@ -26,6 +26,11 @@ class Deprecation(NamedTuple):
 DEPRECATED: dict[str, Deprecation] = {}
 
 
+def contract(kind: str, api: int | None) -> str:
+    """Return the name of a row about the contract of a kind that has this number."""
+    return f"kind {kind} [api{api}]"
+
+
 def warn(old: str, user: str = "") -> None:
     """Warn that `user`, or the module that called the caller, uses what is deprecated; of all else, say nothing.
 

@@ -17,7 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import sys_tags
 
-from tokenspeed_core.plugins.deprecations import DEPRECATED
+from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
 from tokenspeed_core.plugins.selection import OURS, Selection, normalise
@@ -116,7 +116,7 @@ def _misfit(entry: Entry, core_version: str) -> str:
         return f"no kind {entry.kind!r} here" + (f"; did its author mean {near[0]}?" if near else "")
     if entry.api is None:
         return f"names no api; its author writes `{entry.value} [api{kind.api}]`"
-    if entry.api != kind.api and f"kind {entry.kind} [api{entry.api}]" not in DEPRECATED:
+    if entry.api != kind.api and contract(entry.kind, entry.api) not in DEPRECATED:
         which = "upgrade tokenspeed-core" if entry.api > kind.api else f"upgrade {entry.distribution}"
         return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: {which}"
     if not SpecifierSet(entry.requires_core).contains(core_version, prereleases=True):

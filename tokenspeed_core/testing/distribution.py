@@ -12,13 +12,13 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import tokenspeed_core
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.deprecations import DEPRECATED
+from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import Selection, normalise
@@ -42,7 +42,7 @@ class DistributionConformance:
 
     def test_its_metadata_names_known_kinds_their_api_and_the_core_it_needs(self) -> None:
         """Every entry is usable here, and the distribution says for which tokenspeed-core it was made."""
-        for entry in self._entries():
+        for entry in _entries(self.distribution):
             assert entry.status in (Status.OK, Status.SHADOWED), f"{entry.kind} {entry.name}: {entry.reason}"
             assert entry.requires_core, (
                 f"{entry.distribution} says no range of tokenspeed-core; write {core_range()!r} in its dependencies"
@@ -55,7 +55,7 @@ class DistributionConformance:
         found = {(str(each.locate_file("")), each.version) for each in copies}
         assert len(found) == 1, f"{wanted} is installed {len(found)} times: {sorted(found)}"
         version = importlib.metadata.version(self.distribution)
-        for package in self._packages():
+        for package in _packages(_entries(self.distribution)):
             said = literal(package / "__init__.py", "__version__")
             assert said in (None, version), f"{package.name}.__version__ is {said}, and its metadata says {version}"
 
@@ -66,7 +66,7 @@ class DistributionConformance:
 
     def test_importing_what_its_entries_name_loads_no_tensor_library_and_is_quick(self) -> None:
         """Descriptors are imported by every process that chooses; kernels are loaded when they are chosen."""
-        for entry in self._entries():
+        for entry in _entries(self.distribution):
             module = entry.value.partition(":")[0]
             done = subprocess.run(
                 [sys.executable, "-P", "-c", _PROBE.format(module=module)], capture_output=True, text=True, check=False
@@ -81,51 +81,32 @@ class DistributionConformance:
 
     def test_it_imports_only_what_is_public_of_the_core(self) -> None:
         """`tokenspeed_core.api`, `.testing`, and the names that `tokenspeed_core` itself lists."""
-        private = [f"{path.name}:{line}: {name}" for path, line, name in self._core_imports() if not is_public(name)]
+        imports = _core_imports(_entries(self.distribution))
+        private = [f"{path.name}:{line}: {name}" for path, line, name in imports if not is_public(name)]
         assert not private, f"not public, so they may change without notice: {'; '.join(private)}"
 
     def test_what_it_uses_and_will_not_be_there_for_long_is_named(self) -> None:
         """Contracts and names of the core that are deprecated: each warns with what replaces it, and none fails."""
-        for use in self._deprecated_uses():
+        for use in deprecated_uses(self.distribution):
             warnings.warn(use, FutureWarning, stacklevel=1)
 
     def test_its_entries_load(self) -> None:
         """The descriptors are of the right type, and what they point at exists where their modules do."""
-        catalog = Catalog([entry for entry in self._entries() if entry.status is Status.OK], strict=True)
+        catalog = Catalog([entry for entry in _entries(self.distribution) if entry.status is Status.OK], strict=True)
         for entry in catalog.all():
             catalog.load(entry, required=True)
-
-    def _entries(self) -> tuple[Entry, ...]:
-        wanted = normalise(self.distribution)
-        found = tuple(e for e in Catalog.discover(Selection(), check=False).all() if e.distribution == wanted)
-        assert found, f"{wanted} is not installed, or names no entry point of a group `tokenspeed.*`"
-        return found
-
-    def _deprecated_uses(self) -> Iterator[str]:
-        for entry in self._entries():
-            if (old := f"kind {entry.kind} [api{entry.api}]") in DEPRECATED:
-                yield f"{entry.name}: {old} {DEPRECATED[old]}"
-        for path, line, name in self._core_imports():
-            if name in DEPRECATED:
-                yield f"{path.name}:{line}: {name} {DEPRECATED[name]}"
-
-    def _packages(self) -> list[Path]:
-        """Return the folders of the top-level packages that the entries are in."""
-        names = sorted({entry.value.partition(":")[0].partition(".")[0] for entry in self._entries()})
-        specs = [importlib.util.find_spec(name) for name in names]
-        return [Path(spec.origin).parent for spec in specs if spec and spec.origin and spec.submodule_search_locations]
-
-    def _core_imports(self) -> Iterator[tuple[Path, int, str]]:
-        for package in self._packages():
-            for path in sorted(package.rglob("*.py")):
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                    yield from ((path, line, name) for line, name in _imported(node) if _is_core(name))
 
 
 def deprecated_uses(distribution: str) -> list[str]:
     """Return the uses of what is deprecated that an installed distribution's metadata and imports show; none runs."""
-    suite = type("Asked", (DistributionConformance,), {"distribution": distribution})()
-    return list(dict.fromkeys(suite._deprecated_uses()))
+    entries = _entries(distribution)
+    named = {entry: contract(entry.kind, entry.api) for entry in entries}
+    uses = [f"{entry.name}: {old} {DEPRECATED[old]}" for entry, old in named.items() if old in DEPRECATED]
+    uses += [
+        f"{path.name}:{line}: {name} {DEPRECATED[name]}"
+        for path, line, name in _core_imports(entries) if name in DEPRECATED
+    ]
+    return list(dict.fromkeys(uses))
 
 
 def build_misfit(distribution: str) -> str:
@@ -171,3 +152,24 @@ def _imported(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 def _is_core(name: str) -> bool:
     return name.partition(".")[0] == "tokenspeed_core"
+
+
+def _entries(distribution: str) -> tuple[Entry, ...]:
+    wanted = normalise(distribution)
+    found = tuple(e for e in Catalog.discover(Selection(), check=False).all() if e.distribution == wanted)
+    assert found, f"{wanted} is not installed, or names no entry point of a group `tokenspeed.*`"
+    return found
+
+
+def _packages(entries: Sequence[Entry]) -> list[Path]:
+    """Return the folders of the top-level packages that entries are in."""
+    names = sorted({entry.value.partition(":")[0].partition(".")[0] for entry in entries})
+    specs = [importlib.util.find_spec(name) for name in names]
+    return [Path(spec.origin).parent for spec in specs if spec and spec.origin and spec.submodule_search_locations]
+
+
+def _core_imports(entries: Sequence[Entry]) -> Iterator[tuple[Path, int, str]]:
+    for package in _packages(entries):
+        for path in sorted(package.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                yield from ((path, line, name) for line, name in _imported(node) if _is_core(name))

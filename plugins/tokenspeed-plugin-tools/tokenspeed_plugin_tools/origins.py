@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from tokenspeed_core.commands import DEPRECATED, OURS, Entry
+from tokenspeed_core.commands import DEPRECATED, OURS, Entry, contract
 
 # By exact name: strangers publish under the prefix too. Those of `OURS` stay without plugins, these do not.
 PUBLISHED = OURS | {
@@ -30,8 +30,8 @@ def where_from(entry: Entry) -> str:
 
 def notice(entry: Entry) -> str:
     """Return which contract an entry follows that this core will not take for long, "" for none."""
-    contract = f"kind {entry.kind} [api{entry.api}]"
-    return f"{contract} {DEPRECATED[contract]}" if contract in DEPRECATED else ""
+    old = contract(entry.kind, entry.api)
+    return f"{old} {DEPRECATED[old]}" if old in DEPRECATED else ""
 
 
 def record_of(entry: Entry) -> dict[str, Any]:
