@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from functools import cache
 from typing import Any
 
 
@@ -58,6 +59,7 @@ def kept_whole(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     ]
 
 
+@cache  # of hundreds of patterns, which each part of each layer is compared with
 def _expression(pattern: str) -> re.Pattern[str]:
     """Return what a writer matches names with: a name and all below it, wildcards, or behind "re:" an expression."""
     if not pattern.startswith("re:"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ def test_a_name_is_matched_as_its_writer_does(pattern: str, kept: list[str]) -> 
     group = {"config_groups": {"group_0": {"targets": [pattern]}}}
     assert kept_whole({"quantization_config": group}, names) == [name for name in names if name not in kept]
     assert kept_whole({}, names) == []
+
+
+def test_patterns_are_compiled_once_however_many_parts_are_compared_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    real = re.compile
+    monkeypatch.setattr(re, "compile", lambda pattern, flags=0: compiled.append(pattern) or real(pattern, flags))
+    patterns = [rf"re:once\.{layer}\." for layer in range(600)]  # more than the module `re` remembers by itself
+    for layer in range(3):
+        kept_whole({"quantization_config": {"ignore": patterns}}, [f"once.{layer}.mlp.up_proj"])
+    assert sum("once" in pattern for pattern in compiled) == len(patterns)
 
 
 def test_an_expression_that_is_none_is_said() -> None:

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,13 +33,17 @@ WEATHER = {"type": "function", "function": {
 }}
 
 
+def install(wheels: Sequence[Path]) -> None:
+    subprocess.run([*PIP, "install", "--no-index", "--no-deps", *map(str, wheels)], check=True)
+
+
 def uninstall() -> None:
     subprocess.run([*PIP, "uninstall", "-y", *(f"acme-{kind}" for kind in KINDS)], check=True)
 
 
 @pytest.fixture(scope="module")
-def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make a package of each kind as a stranger would, build their wheels, and install these until the tests end."""
+def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Make a package of each kind as a stranger would, and install their wheels, which are given, until tests end."""
     folder = tmp_path_factory.mktemp("acme")
     for kind in KINDS:
         subprocess.run([*TOKENSPEED, "plugins", "new", kind, "acme"], cwd=folder, check=True, capture_output=True)
@@ -48,10 +52,20 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     wheels = sorted((folder / "dist").iterdir())
     assert len(wheels) == len(KINDS)
     try:
-        subprocess.run([*PIP, "install", "--no-index", "--no-deps", *map(str, wheels)], check=True)
-        yield
+        install(wheels)
+        yield wheels
     finally:
         uninstall()
+
+
+@pytest.fixture
+def none_of_acme(acme: list[Path]) -> Iterator[None]:
+    """Uninstall the packages for a test, and install them again for those that come after it."""
+    uninstall()
+    try:
+        yield
+    finally:
+        install(acme)
 
 
 @contextmanager
@@ -89,7 +103,8 @@ def chat(client: httpx.Client, text: str, **more: Any) -> dict[str, Any]:
     return message
 
 
-def test_a_server_answers_from_the_kernels_the_policy_and_the_parsers_of_a_stranger(acme: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("acme")
+def test_a_server_answers_from_the_kernels_the_policy_and_the_parsers_of_a_stranger(tmp_path: Path) -> None:
     with served(tmp_path, *CHAT) as client:
         assert client.get("/health").json() == {"status": "ok"}
         answer = chat(client, "what is 23 + 45?")
@@ -105,9 +120,10 @@ def test_a_server_answers_from_the_kernels_the_policy_and_the_parsers_of_a_stran
         assert origins["acme-policy"].endswith("acme_policy-0.1.0-py3-none-any.whl")
 
 
+@pytest.mark.usefixtures("acme")
 @pytest.mark.parametrize(("kind", "words"), [("moe", ("--moe-backend", "acme/moe,auto")), ("model", ())])
 def test_the_example_that_comes_with_a_package_is_served(
-    acme: None, tmp_path: Path, kind: str, words: tuple[str, ...]
+    tmp_path: Path, kind: str, words: tuple[str, ...]
 ) -> None:
     package = find_spec(f"acme_{kind}")
     assert package is not None
@@ -122,13 +138,14 @@ def test_the_example_that_comes_with_a_package_is_served(
         assert kind != "moe" or plan(client)["moe_experts"] == ("acme/moe", "acme-moe")
 
 
-def test_the_command_is_one_of_tokenspeeds(acme: None) -> None:
+@pytest.mark.usefixtures("acme")
+def test_the_command_is_one_of_tokenspeeds() -> None:
     said = subprocess.run([*TOKENSPEED, "acme-command", "Ada"], capture_output=True, text=True, check=True).stdout
     assert said == "hello, Ada\n"
 
 
-def test_once_it_is_uninstalled_the_same_start_says_in_one_line_what_to_install(acme: None, tmp_path: Path) -> None:
-    uninstall()  # so this test stays the last of those that use `acme`
+@pytest.mark.usefixtures("none_of_acme")
+def test_once_it_is_uninstalled_the_same_start_says_in_one_line_what_to_install(tmp_path: Path) -> None:
     for words, what in ((CHAT[:2], "acme/attention"), (("--tool-call-parser", "acme/tool-parser"), "acme/tool-parser")):
         command = [*TOKENSPEED, "serve", "--device", "cpu", "--port", "0", *words]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
