@@ -1,6 +1,6 @@
-"""What reads a model's reply for the client: reasoning and tool calls out of text, piece by piece.
+"""What reads a model's reply for the client: reasoning and tool calls out of text, delta by delta as it comes.
 
-One contract for streams and whole replies: a whole reply is one piece. However a text is cut into pieces, the events,
+One contract for streams and whole replies: a whole reply is one delta. However a text is cut into deltas, the events,
 joined, are the same, and what a parser does not understand stays content.
 """
 
@@ -15,10 +15,10 @@ from tokenspeed_core.kernels.spec import load_target
 
 @dataclass(frozen=True, slots=True)
 class ReplyEvent:
-    """A piece of what a reply says; `text` is never empty.
+    """What a delta of a reply says; `text` is never empty.
 
     "reasoning" is the thought before the answer, "content" the answer. "call": a call of the tool `text` begins, and
-    the one before it, if any, is over. "arguments": the next piece of the JSON object that the last call is given.
+    the one before it, if any, is over. "arguments": the next delta of the JSON object that the last call is given.
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
@@ -42,7 +42,7 @@ class ReplyParser(Protocol):
     """Reads one reply. An exception fails its request alone."""
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
-        """Take the next piece of the text, never empty, and return what is certain by now."""
+        """Take the next delta of the text, never empty, and return what is certain by now."""
 
     def finish(self) -> Sequence[ReplyEvent]:
         """Return what was held back: the reply is over, perhaps in the middle. Called once, last."""

@@ -34,7 +34,7 @@ class Plain:
 
 
 class Forgetful(Plain):
-    """Loses what stands behind a line end in one piece."""
+    """Loses what stands behind a line end in one delta."""
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
         text = text.partition("\n")[0]
@@ -42,7 +42,7 @@ class Forgetful(Plain):
 
 
 class Hasty(Plain):
-    """Takes a mark for one only where it comes in one piece."""
+    """Takes a mark for one only where it comes in one delta."""
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
         text = text.replace("<call>", "")

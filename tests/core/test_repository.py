@@ -192,3 +192,14 @@ def test_the_name_of_a_kinds_contract_is_made_in_one_place() -> None:
     sources = [path for folder in ("tokenspeed_core", "plugins", "docs") for path in (ROOT / folder).rglob("*.py")]
     makers = [path for path in sources if re.search(r"\bkind \{.*\} \[api\{", path.read_text(encoding="utf-8"))]
     assert makers == [ROOT / "tokenspeed_core" / "plugins" / "deprecations.py"]
+
+
+def test_a_piece_is_what_a_token_stands_for_and_nothing_else() -> None:
+    """As tokenizers call it; text under way is a delta, rows of a phase a batch, a part of the keys a split."""
+    sources = [path for folder in DISTRIBUTIONS for path in folder.rglob("*.py") if "tests" not in path.parts]
+    users = {str(path.relative_to(ROOT)) for path in sources
+             if re.search(r"(?i)(\b|_)pieces?(\b|_)", path.read_text(encoding="utf-8"))}
+    assert users == {
+        "tokenspeed_core/server/events.py", "tokenspeed_core/text/detokenizer.py", "tokenspeed_core/text/tokenizer.py",
+        "plugins/tokenspeed-demo/tokenspeed_demo/training/tokenizer.py",
+    }

@@ -27,7 +27,7 @@ PROMPT = "user: Hello!assistant:"
 
 
 class Hears:
-    """A parser that takes note of each piece."""
+    """A parser that takes note of each delta."""
 
     def __init__(self, context: ParserContext) -> None:
         self.context = context
@@ -42,7 +42,7 @@ class Hears:
 
 
 class Breaks(Hears):
-    """A parser that fails at the first piece."""
+    """A parser that fails at the first delta."""
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
         raise RuntimeError("broken")
@@ -92,9 +92,9 @@ def test_both_routes_are_served_whole_and_streamed_and_no_observer_and_no_log_he
     assert [(path, status) for path, status, _ in answers] == [(path, 200) for path in paths]
     assert [body.endswith(b"data: [DONE]\n\n") for *_, body in answers] == [False, True, False, True]
     assert b'"text": "Hello!"' in answers[0][2]
-    whole, _, *pieces = heard
-    assert whole == "".join(pieces[:-1]) == PROMPT, "a prompt comes back as it was rendered"
-    assert len(pieces) > 3, "it was streamed token by token"
+    whole, _, *deltas = heard
+    assert whole == "".join(deltas[:-1]) == PROMPT, "a prompt comes back as it was rendered"
+    assert len(deltas) > 3, "it was streamed token by token"
     assert [record for record in caplog.records if record.name.startswith("tokenspeed")] == []
 
 

@@ -157,9 +157,9 @@ def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_th
 
 def test_a_whole_reply_that_is_a_call_alone_has_no_content() -> None:
     reader = Reader([Shouts()])
-    pieces = reader.read("h12", is_over=False)
-    assert message(pieces)["content"] is None
-    assert message(pieces) == message(pieces), "pieces stay as they are"
+    deltas = reader.read("h12", is_over=False)
+    assert message(deltas)["content"] is None
+    assert message(deltas) == message(deltas), "deltas stay as they are"
     assert message([])["content"] == ""
 
 

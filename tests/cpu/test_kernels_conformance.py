@@ -101,7 +101,7 @@ class ReadsPastTheRow(TorchAttention):
         super().prepare(step)
         from dataclasses import replace
 
-        self._pieces = [replace(piece, unwritten=None) for piece in self._pieces]
+        self._batches = [replace(batch, unwritten=None) for batch in self._batches]
 
 
 class IgnoresTheWindow(TorchAttention):

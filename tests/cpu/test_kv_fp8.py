@@ -60,7 +60,7 @@ class Doubles:
 def test_a_layers_scale_divides_what_is_kept_and_multiplies_what_asks_and_comes_out() -> None:
     kernel, kept = Doubles(), []
     group = AttentionGroup()
-    group.pieces = [("prefill", Mock(AttentionStep), None)]
+    group.batches = [("prefill", Mock(AttentionStep), None)]
     layer = AttentionLayer(group, 0, 0, 1, 1, 4, 0.5, None, None, kv_scale=4.0)
     layer.kernels = {"prefill": kernel}
     layer.place = placing(None, lambda k, v, *cache: kept.extend((k, v)), layer.kv_scale)

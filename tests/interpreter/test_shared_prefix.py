@@ -37,7 +37,7 @@ def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
         pytest.param(rows_of(LENGTHS, 320), 320, id="shared"),
         pytest.param(rows_of((*LENGTHS, 0, 0), 320), 320, id="padding rows"),
         pytest.param(rows_of((320, *LENGTHS), 320), 256, id="a row that would keep no key of its own"),
-        pytest.param(rows_of((641, *(300 + each for each in LENGTHS[:2]), *(650,) * 6), 640), 640, id="several pieces"),
+        pytest.param(rows_of((641, *(300 + each for each in LENGTHS[:2]), *(650,) * 6), 640), 640, id="several splits"),
     ],
 )
 def test_the_keys_that_all_rows_share_are_found_and_attended_to(rows: Rows, num_found: int) -> None:

@@ -15,7 +15,7 @@ from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.models import Rotation
 from tokenspeed_core.runner.inputs import GroupInputs
 
-Piece = tuple[str, AttentionStep, slice | None]  # phase, its step, and which query tokens (None: all)
+Batch = tuple[str, AttentionStep, slice | None]  # phase, its step, and which query tokens (None: all)
 
 
 class AttentionGroup:
@@ -26,19 +26,19 @@ class AttentionGroup:
         self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
         self.is_split = False  # whether mixed steps are served in two parts, since the phases have different backends
         self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
-        self.pieces: list[Piece] = []
-        self.side: torch.cuda.Stream | None = None  # where the second of two pieces runs, beside the first
+        self.batches: list[Batch] = []
+        self.side: torch.cuda.Stream | None = None  # where the second of two batches runs, beside the first
 
     def begin(self, inputs: GroupInputs) -> None:
         """Take a step: tell each kernel in use, and note which query tokens it serves."""
         self.slot_mapping = inputs.slot_mapping
         if inputs.decodes is not None and inputs.prefills is not None:
-            middle = inputs.decodes.num_tokens
-            self.pieces = [("decode", inputs.decodes, slice(middle)), ("prefill", inputs.prefills, slice(middle, None))]
+            num = inputs.decodes.num_tokens
+            self.batches = [("decode", inputs.decodes, slice(num)), ("prefill", inputs.prefills, slice(num, None))]
         else:
             is_decode = inputs.num_decodes == inputs.step.num_rows
-            self.pieces = [("decode" if is_decode else "prefill", inputs.step, None)]
-        for phase, step, _ in self.pieces:
+            self.batches = [("decode" if is_decode else "prefill", inputs.step, None)]
+        for phase, step, _ in self.batches:
             for (_, problem), kernel in self.kernels.items():
                 if problem.phase == phase:
                     kernel.prepare(step)
@@ -71,20 +71,20 @@ class AttentionLayer:
         """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
         self.place(q, k, v, self.k_cache, self.v_cache, self.group.slot_mapping, *rotation)
         out = q.new_empty(q.shape)
-        first, *others = self.group.pieces
+        first, *others = self.group.batches
         side = self.group.side if others else None
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # prompts first: few long programs, among which decodes find room
-            for piece in others:
-                self._attend(piece, q, out)
+            for batch in others:
+                self._attend(batch, q, out)
         self._attend(first, q, out)
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
 
-    def _attend(self, piece: Piece, q: Tensor, out: Tensor) -> None:
-        phase, _, tokens = piece
+    def _attend(self, batch: Batch, q: Tensor, out: Tensor) -> None:
+        phase, _, tokens = batch
         if tokens is not None:
             q, out = q[tokens], out[tokens]
         self.kernels[phase].forward(q, self.k_cache, self.v_cache, out)

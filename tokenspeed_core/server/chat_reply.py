@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenspeed_core.parsers import ReplyEvent, ReplyParser
 
-Piece = str | Mapping[str, Any]  # of a reply: content, or what else it adds to a chat's message
+Delta = str | Mapping[str, Any]  # of a reply: content, or what else it adds to a chat's message
 
 
 class Reader:
@@ -28,8 +28,8 @@ class Reader:
         except (ValueError, RecursionError):
             return False
 
-    def read(self, text: str, *, is_over: bool) -> Sequence[Piece]:
-        """Take the next piece of text and return what is certain by now."""
+    def read(self, text: str, *, is_over: bool) -> Sequence[Delta]:
+        """Take the next delta of text and return what is certain by now."""
         if not self._parsers:
             return [text] if text else []
         events: Sequence[ReplyEvent] = [ReplyEvent("content", text)] if text else []
@@ -39,7 +39,7 @@ class Reader:
             events = [*found, *parser.finish()] if is_over else found
         return [self._delta(event) for event in events]
 
-    def _delta(self, event: ReplyEvent) -> Piece:
+    def _delta(self, event: ReplyEvent) -> Delta:
         if event.kind == "content":
             return event.text
         if event.kind == "reasoning":
@@ -54,11 +54,11 @@ class Reader:
         return {"tool_calls": [{"index": self._num_calls - 1, **call}]}
 
 
-def message(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Return the whole message that pieces make."""
+def message(deltas: Iterable[Delta]) -> dict[str, Any]:
+    """Return the whole message that deltas make."""
     whole: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
-    for piece in pieces:
-        fields: Mapping[str, Any] = {"content": piece} if isinstance(piece, str) else piece
+    for delta in deltas:
+        fields: Mapping[str, Any] = {"content": delta} if isinstance(delta, str) else delta
         for name, value in fields.items():
             if name != "tool_calls":
                 whole[name] = whole.get(name, "") + value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
-from tokenspeed_core.server.chat_reply import Piece, message
+from tokenspeed_core.server.chat_reply import Delta, message
 from tokenspeed_core.text import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -49,10 +49,10 @@ class Usage:
 
 @dataclass(slots=True)
 class Answer:
-    """One choice of a whole answer, as it stands at its end; `pieces` make up a chat's message."""
+    """One choice of a whole answer, as it stands at its end; `deltas` make up a chat's message."""
 
     text: str = ""
-    pieces: Sequence[Piece] = ()
+    deltas: Sequence[Delta] = ()
     finish_reason: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Answer:
 class _Dialect(ABC):
     """What both APIs share: the envelope, cut into bytes once per request.
 
-    Each has `delta`, the events for a piece of a reply (`extra`: "logprobs" and "token_ids" if asked for).
+    Each has `event`, what is sent of a delta of a reply (`extra`: "logprobs" and "token_ids" if asked for).
     """
 
     prefix: str
@@ -118,11 +118,11 @@ class Completion(_Dialect):
 
     prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
 
-    def delta(self, index: int, piece: Piece, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
-        assert isinstance(piece, str), "nothing parses completions"
+    def event(self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
+        assert isinstance(delta, str), "nothing parses completions"
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         more = _more(extra) if extra else ',"logprobs":null'
-        choice = f'{{"index":{index},"text":{quote(piece)}{more},"finish_reason":{reason}}}'
+        choice = f'{{"index":{index},"text":{quote(delta)}{more},"finish_reason":{reason}}}'
         return self._head + choice.encode() + self._tail
 
     def said(self, answer: Answer) -> dict[str, Any]:
@@ -155,12 +155,12 @@ class Chat(_Dialect):
             self._head + f'{{"index":{index},{role}'.encode() + self._tail for index in range(num_choices)
         )
 
-    def delta(self, index: int, piece: Piece, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
+    def event(self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
         events = b""
-        if piece or extra:
+        if delta or extra:
             more = _more(extra) if extra else ',"logprobs":null'
-            delta = f'{{"content":{quote(piece)}}}' if isinstance(piece, str) else json.dumps(piece)
-            choice = f'{{"index":{index},"delta":{delta}{more},"finish_reason":null}}'
+            said = f'{{"content":{quote(delta)}}}' if isinstance(delta, str) else json.dumps(delta)
+            choice = f'{{"index":{index},"delta":{said}{more},"finish_reason":null}}'
             events = self._head + choice.encode() + self._tail
         if finish_reason is not None:
             end = f'{{"index":{index},"delta":{{}},"logprobs":null,"finish_reason":"{finish_reason}"}}'
@@ -168,7 +168,7 @@ class Chat(_Dialect):
         return events
 
     def said(self, answer: Answer) -> dict[str, Any]:
-        return {"message": message(answer.pieces)}
+        return {"message": message(answer.deltas)}
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"content": [

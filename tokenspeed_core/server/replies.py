@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenspeed_core.messages import Finish, TokenColumns
-from tokenspeed_core.server.chat_reply import Piece, Reader
+from tokenspeed_core.server.chat_reply import Delta, Reader
 from tokenspeed_core.server.errors import ApiError
 from tokenspeed_core.server.events import Answer, Dialect, TokenLogprob, Usage
 from tokenspeed_core.text import Assembler
@@ -142,13 +142,13 @@ class Choice:
         if self._text:
             text = "".join(self._text) + text
             self._text.clear()
-        pieces = self._reader.read(text, is_over=False)
-        if pieces or self._token_ids:
-            self._emit(pieces, None)
+        deltas = self._reader.read(text, is_over=False)
+        if deltas or self._token_ids:
+            self._emit(deltas, None)
             self._num_waiting = 0
         # Otherwise a character, a stop string or a parser's mark is half here: the next token decides.
 
-    def _emit(self, pieces: Sequence[Piece], reason: str | None) -> None:
+    def _emit(self, deltas: Sequence[Delta], reason: str | None) -> None:
         reply = self._reply
         extra: dict[str, object] = {}
         if self._logprobs:
@@ -157,9 +157,9 @@ class Choice:
         if self._token_ids:
             extra["token_ids"] = self._token_ids
             self._token_ids = []
-        for piece in pieces[:-1]:
-            reply.push(reply.dialect.delta(self._index, piece, None, {}))
-        reply.push(reply.dialect.delta(self._index, pieces[-1] if pieces else "", reason, extra))
+        for delta in deltas[:-1]:
+            reply.push(reply.dialect.event(self._index, delta, None, {}))
+        reply.push(reply.dialect.event(self._index, deltas[-1] if deltas else "", reason, extra))
 
     def _end(self, text: str, reason: str) -> None:
         reply = self._reply
@@ -168,14 +168,14 @@ class Choice:
             reply.fail(ApiError(status, "the engine could not finish this request; its log says why", code=reason))
             return
         text = "".join(self._text) + text
-        pieces = self._reader.read(text, is_over=True)
+        deltas = self._reader.read(text, is_over=True)
         reason = "tool_calls" if reason == "stop" and self._reader.has_called else reason
         answer = self._answer
         answer.finish_reason = reason
         if reply.shape.is_stream:
-            self._emit(pieces, reason)
+            self._emit(deltas, reason)
         else:
-            answer.text, answer.pieces = text, pieces
+            answer.text, answer.deltas = text, deltas
             answer.logprobs, answer.token_ids = self._logprobs, self._token_ids
         reply.end_choice()
 

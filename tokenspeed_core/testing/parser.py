@@ -57,16 +57,16 @@ class ParserConformance:
             assert parts == [("reasoning", THOUGHT), ("content", ANSWER)], parts
 
     def test_however_a_reply_is_cut_the_result_is_the_same(self) -> None:
-        """The example and whatever is made of its pieces: whole, in characters, in two, and anyhow."""
-        for text, pieces in cuts(self.spec.example):
-            assert self._read(*pieces) == self._read(text), f"{pieces} are not read as {text!r} is"
+        """The example and whatever is made of it: whole, in characters, in two, and anyhow."""
+        for text, deltas in cuts(self.spec.example):
+            assert self._read(*deltas) == self._read(text), f"{deltas} are not read as {text!r} is"
 
     def test_events_are_in_order_and_never_empty(self) -> None:
         """Arguments follow a call; calls are for tool parsers, reasoning for the others."""
         known = {"content", "call", "arguments"} if self.kind == "tool_parsers" else {"content", "reasoning"}
-        for text, pieces in cuts(self.spec.example):
+        for text, deltas in cuts(self.spec.example):
             before = ""
-            for event in read(self.spec, pieces):
+            for event in read(self.spec, deltas):
                 assert event.kind in known and event.text, f"{event} in {text!r}"
                 assert event.kind != "arguments" or before in ("call", "arguments"), f"{event} in {text!r}"
                 before = event.kind
@@ -97,15 +97,15 @@ class ParserConformance:
                 most = 0 if self.kind == "tool_parsers" else num_marks
                 assert num_lost <= most, f"{parts} of {example[:end]!r}"
 
-    def _read(self, *pieces: str) -> Parts:
-        return joined(read(self.spec, pieces))
+    def _read(self, *deltas: str) -> Parts:
+        return joined(read(self.spec, deltas))
 
 
-def read(spec: ParserSpec, pieces: Sequence[str], context: ParserContext = CONTEXT) -> Iterator[ReplyEvent]:
-    """Yield the events of a reply that comes in pieces."""
+def read(spec: ParserSpec, deltas: Sequence[str], context: ParserContext = CONTEXT) -> Iterator[ReplyEvent]:
+    """Yield the events of a reply that comes in deltas."""
     parser = spec.make(context)
-    for piece in pieces:
-        yield from parser.feed(piece)
+    for delta in deltas:
+        yield from parser.feed(delta)
     yield from parser.finish()
 
 
@@ -121,7 +121,7 @@ def joined(events: Sequence[ReplyEvent] | Iterator[ReplyEvent]) -> Parts:
 
 
 def cuts(example: str, num: int = NUM_TEXTS) -> Iterator[tuple[str, list[str]]]:
-    """Yield (text, its pieces): the example in each way in two, then it and shuffles of it, anyhow."""
+    """Yield (text, its deltas): the example in each way in two, then it and shuffles of it, anyhow."""
     for at in range(1, len(example)):
         yield example, [example[:at], example[at:]]
     chance = random.Random(7)

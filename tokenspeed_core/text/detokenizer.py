@@ -20,7 +20,7 @@ class Kind(IntEnum):
 
 
 class Detokenizer(Protocol):
-    """Decodes one sequence. The pieces, joined, are what decoding all tokens at once gives."""
+    """Decodes one sequence. The deltas, joined, are what decoding all tokens at once gives."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""

@@ -12,11 +12,11 @@ from torch.nn import functional
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.reference.cache import as_bytes
 
-MAX_MASKED_QUERIES = 1024  # a masked piece of a prompt: bounds the mask to this many rows of keys
+MAX_MASKED_QUERIES = 1024  # of a prompt at once: bounds the mask to this many rows of keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _Batch:
     """Rows that one call of torch's attention serves, and where their keys lie.
 
     `blocks` [rows * num_blocks] are gathered and cut to `length` keys a row; `unwritten` are indices of
@@ -48,36 +48,36 @@ class TorchAttention:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         self._gathered = [torch.empty(0, device=device) for _ in range(2)]
-        self._pieces: list[_Piece] = []
+        self._batches: list[_Batch] = []
         self._idle: list[slice] = []
 
     def prepare(self, step: AttentionStep) -> None:
-        """Split the step into pieces; a leading run of one-token rows of like length makes one piece."""
+        """Split the step into batches; a leading run of one-token rows of like length makes one batch."""
         starts = step.query_start[: step.num_rows + 1].tolist()
         lens = step.seq_lens[: step.num_rows].tolist()
         num_queries = [end - start for start, end in pairwise(starts)]
         num_decodes = next((i for i, n in enumerate(num_queries) if n != 1 or lens[i] == 0), len(lens))
         if num_decodes > 1 and max(lens[:num_decodes]) * num_decodes > 2 * sum(lens[:num_decodes]) + 4096:
             num_decodes = 0
-        self._pieces, self._idle = [], []
+        self._batches, self._idle = [], []
         if num_decodes:
-            self._pieces.append(self._decodes(step, lens[:num_decodes]))
+            self._batches.append(self._decodes(step, lens[:num_decodes]))
         for row in range(num_decodes, len(lens)):
             if lens[row] == 0:
                 self._idle.append(slice(starts[row], starts[row + 1]))
             elif num_queries[row]:
-                self._pieces += self._row(step.block_table[row], starts[row], num_queries[row], lens[row])
+                self._batches += self._row(step.block_table[row], starts[row], num_queries[row], lens[row])
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend piece by piece; padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
+        """Attend batch by batch; padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
         for tokens in self._idle:
             out[tokens] = 0.0
-        for piece in self._pieces:
-            k, v = self._gather(0, k_cache, piece), self._gather(1, v_cache, piece)
-            attend = self._attend_rows if piece.is_decode else self._attend_row
-            attend(q[piece.tokens], k, v, out[piece.tokens], piece)
+        for batch in self._batches:
+            k, v = self._gather(0, k_cache, batch), self._gather(1, v_cache, batch)
+            attend = self._attend_rows if batch.is_decode else self._attend_row
+            attend(q[batch.tokens], k, v, out[batch.tokens], batch)
 
-    def _decodes(self, step: AttentionStep, lens: list[int]) -> _Piece:
+    def _decodes(self, step: AttentionStep, lens: list[int]) -> _Batch:
         """Plan rows of one query each as one batch of padded rows."""
         size, num_rows = self._problem.block_size, len(lens)
         first = [self._first_block(length - 1) for length in lens]
@@ -85,7 +85,7 @@ class TorchAttention:
         num_blocks = max(count)
         if min(lens) == max(lens) and self._problem.window is None:
             table = step.block_table[:num_rows, :num_blocks]
-            return _Piece(True, slice(0, num_rows), num_rows, lens[0], table.flatten(), None, None, False)
+            return _Batch(True, slice(0, num_rows), num_rows, lens[0], table.flatten(), None, None, False)
         columns = torch.tensor([first, count, lens], device=self._device).unsqueeze(-1)
         block = torch.arange(num_blocks, device=self._device)
         block = columns[0] + torch.where(block < columns[1], block, 0)  # a missing block repeats the first
@@ -95,23 +95,23 @@ class TorchAttention:
         if self._problem.window is not None:
             hidden |= seen < columns[2] - self._problem.window
         unwritten = (source >= columns[2]).flatten().nonzero().squeeze(1)
-        return _Piece(
+        return _Batch(
             is_decode=True, tokens=slice(0, num_rows), num_rows=num_rows, length=num_blocks * size,
             blocks=step.block_table[:num_rows].gather(1, block).flatten(),
             unwritten=unwritten if unwritten.numel() else None,
             mask=self._mask(hidden)[:, None, None], causal=False,
         )
 
-    def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Piece]:
-        """Plan one row, in pieces of queries where a mask is needed."""
+    def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Batch]:
+        """Plan one row, its queries in chunks where a mask is needed."""
         size, window = self._problem.block_size, self._problem.window
         if window is None and num_queries in (1, length):
-            pieces = [(0, num_queries)]
+            chunks = [(0, num_queries)]
         else:
             edges = [*range(0, num_queries, MAX_MASKED_QUERIES), num_queries]
-            pieces = list(pairwise(edges))
+            chunks = list(pairwise(edges))
         planned = []
-        for begin, end in pieces:
+        for begin, end in chunks:
             stop = length - num_queries + end
             skipped = self._first_block(stop - (end - begin))
             keys = torch.arange(skipped * size, stop, device=self._device)
@@ -121,7 +121,7 @@ class TorchAttention:
                 hidden = keys > query
                 mask = self._mask(hidden if window is None else hidden | (keys <= query - window))
             planned.append(
-                _Piece(
+                _Batch(
                     is_decode=False, tokens=slice(start + begin, start + end), num_rows=1, length=stop - skipped * size,
                     blocks=table[skipped : -(-stop // size)], unwritten=None,
                     mask=mask, causal=mask is None and num_queries > 1,
@@ -138,37 +138,37 @@ class TorchAttention:
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(hidden, float("-inf"))
 
-    def _gather(self, which: int, cache: Tensor, piece: _Piece) -> Tensor:
+    def _gather(self, which: int, cache: Tensor, batch: _Batch) -> Tensor:
         """Return [rows, length, K, D] of the cache, zero where nothing was written.
 
         It lies in memory that is kept between calls and grows: fresh pages would cost more than the copy.
         """
         _, size, num_heads, head_size = cache.shape
-        num_blocks = piece.blocks.shape[0]
+        num_blocks = batch.blocks.shape[0]
         if self._gathered[which].shape[0] < num_blocks:
             self._gathered[which] = cache.new_empty((num_blocks, size, num_heads, head_size))
         gathered = self._gathered[which][:num_blocks]
-        torch.index_select(as_bytes(cache), 0, piece.blocks, out=as_bytes(gathered))
-        if piece.unwritten is not None:
-            as_bytes(gathered).view(-1, num_heads, head_size).index_fill_(0, piece.unwritten, 0)
-        return gathered.view(piece.num_rows, -1, num_heads, head_size)[:, : piece.length].to(self._dtype)
+        torch.index_select(as_bytes(cache), 0, batch.blocks, out=as_bytes(gathered))
+        if batch.unwritten is not None:
+            as_bytes(gathered).view(-1, num_heads, head_size).index_fill_(0, batch.unwritten, 0)
+        return gathered.view(batch.num_rows, -1, num_heads, head_size)[:, : batch.length].to(self._dtype)
 
-    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, piece: _Piece) -> None:
+    def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch) -> None:
         """One query a row: the query heads of a key head stand where queries do, so nothing is repeated."""
         shape = (q.shape[0], self._problem.num_kv_heads, -1, q.shape[2])
         attended = functional.scaled_dot_product_attention(
-            q.view(shape), k.transpose(1, 2), v.transpose(1, 2), attn_mask=piece.mask, scale=self._problem.scale
+            q.view(shape), k.transpose(1, 2), v.transpose(1, 2), attn_mask=batch.mask, scale=self._problem.scale
         )
         out.view(shape).copy_(attended)
 
-    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, piece: _Piece) -> None:
+    def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch) -> None:
         """Many queries of one row: the query heads of a key head are a batch over the same, expanded keys."""
         num_kv_heads = self._problem.num_kv_heads
         num_groups = self._problem.num_heads // num_kv_heads
         k, v = (x.transpose(1, 2).expand(num_groups, -1, -1, -1) for x in (k, v))
         attended = functional.scaled_dot_product_attention(
             q.view(q.shape[0], num_kv_heads, num_groups, -1).permute(2, 1, 0, 3), k, v,
-            attn_mask=piece.mask, is_causal=piece.causal, scale=self._problem.scale,
+            attn_mask=batch.mask, is_causal=batch.causal, scale=self._problem.scale,
         )
         out.copy_(attended.permute(2, 1, 0, 3).flatten(1, 2))
 

@@ -165,7 +165,8 @@ class TritonAttention:
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
             q, k_cache, v_cache, out, self._partial, self._lse, self._arrived, shared.partial, shared.lse, shared.found,
             step.query_start, step.seq_lens, step.block_table,
-            launch.first_row, launch.num_rows, launch.num_splits, launch.shared.num_pieces if launch.shared else 0,
+            launch.first_row, launch.num_rows, launch.num_splits,
+            launch.shared.num_shared_splits if launch.shared else 0,
             launch.least, problem.window or 0, problem.scale * LOG2_E,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             *k_cache.stride()[:3], step.block_table.stride(0),

@@ -124,20 +124,21 @@ def _merge_group(
 
 @triton.jit
 def _merge(
-    out_ptr, partial_ptr, lse_ptr, origin, stride, num_parts, shared_partial_ptr, shared_lse_ptr, num_pieces,
+    out_ptr, partial_ptr, lse_ptr, origin, stride, num_parts, shared_partial_ptr, shared_lse_ptr, num_shared_splits,
     num_shared, row, kv_head, start_token, num_members, out_stride_t, out_stride_h,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """Store what the query heads of a tile got from its parts and from `num_shared` shared pieces."""
+    """Store what the query heads of a tile got from its parts and from `num_shared` shared splits."""
     column = tl.arange(0, BLOCK_D)
     for first in range(0, num_members, MEMBERS):
         member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
         head = kv_head * G + member % G
         acc, lse = _merge_parts(partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_D, PARTS)
         if num_shared > 0:
-            shared_origin = (row * tl.num_programs(1) + kv_head).to(tl.int64) * G * num_pieces
+            shared_origin = (row * tl.num_programs(1) + kv_head).to(tl.int64) * G * num_shared_splits
             shared_acc, shared_lse = _merge_parts(
-                shared_partial_ptr, shared_lse_ptr, shared_origin, 1, num_shared, member * num_pieces, BLOCK_D, PARTS,
+                shared_partial_ptr, shared_lse_ptr, shared_origin, 1, num_shared, member * num_shared_splits,
+                BLOCK_D, PARTS,
             )
             highest = tl.maximum(lse, shared_lse)
             weight = tl.exp2(lse - highest)
@@ -149,15 +150,15 @@ def _merge(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < D)[None, :])
 
 
-_VARYING = ["num_rows", "first_row", "num_splits", "num_pieces", "least", "window"]
+_VARYING = ["num_rows", "first_row", "num_splits", "num_shared_splits", "least", "window"]
 _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, shared_partial_ptr, shared_lse_ptr, found_ptr,
-    query_start_ptr, seq_lens_ptr, table_ptr, first_row, num_rows, num_splits, num_pieces, least, window, log2_scale,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_s, stride_h, table_stride,
+    query_start_ptr, seq_lens_ptr, table_ptr, first_row, num_rows, num_splits, num_shared_splits, least, window,
+    log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, SHARED_BLOCK_N: tl.constexpr,
@@ -286,11 +287,11 @@ def attend(
                     num_shared = 0
                     if SHARED:
                         if EARLY:
-                            gdc_wait()  # for the shared pieces
-                        num_shared = tl.cdiv(shared, _share(shared, num_pieces, 0, SHARED_BLOCK_N))
+                            gdc_wait()  # for the shared splits
+                        num_shared = tl.cdiv(shared, _share(shared, num_shared_splits, 0, SHARED_BLOCK_N))
                     _merge(
                         out_ptr, partial_ptr, lse_ptr, origin, stride, count, shared_partial_ptr, shared_lse_ptr,
-                        num_pieces, num_shared, row, kv_head, start_token, num_queries * G,
+                        num_shared_splits, num_shared, row, kv_head, start_token, num_queries * G,
                         out_stride_t, out_stride_h, G, D, BLOCK_D, MEMBERS, PARTS,
                     )
     if EARLY and not FIRST:

@@ -22,8 +22,8 @@ from tokenspeed_kernels.triton.early import can_start_early
 
 LEAST_ROWS = 9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
 LEAST_KEYS = 256  # that must be shared
-MERGED_PARTS = 8  # results that a program merges at once: no more pieces of the shared keys are made
-MOST_SLOTS = 65536  # results of one query head of a row from one piece
+MERGED_PARTS = 8  # results that a program merges at once: no more splits of the shared keys are made
+MOST_SLOTS = 65536  # results of one query head of a row from one split
 LOG2_E = 1.4426950408889634
 MAX_BLOCK_M = 64  # query heads of a tile, those of several rows
 BLOCK_N = 32  # keys of a step
@@ -33,19 +33,19 @@ NOWHERE = tl.constexpr(2**30)
 
 @dataclass(frozen=True, slots=True)
 class SharedLaunch:
-    """How rows of a launch attend to shared keys: tiles of rows, and pieces of the keys."""
+    """How rows of a launch attend to shared keys: tiles of rows, and splits of the keys."""
 
     num_rows: int
     block_m: int
     num_tiles: int
-    num_pieces: int
+    num_shared_splits: int
 
 
 class SharedPrefix:
     """The shared keys of a step's decode rows, and what the rows got from them.
 
     `found` int32 [2] holds the number of shared keys, a multiple of BLOCK_N, and a row that has them;
-    `partial` float32 [S * H * pieces, D] and `lse` what each query head got from each piece of them.
+    `partial` float32 [S * H * splits, D] and `lse` what each query head got from each split of them.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class SharedPrefix:
     ) -> None:
         """Fill `partial` and `lse` for one layer, if keys are shared; the first that a layer launches."""
         problem = self._problem
-        attend_shared[(launch.num_pieces, problem.num_kv_heads, launch.num_tiles)](
+        attend_shared[(launch.num_shared_splits, problem.num_kv_heads, launch.num_tiles)](
             q, k_cache, v_cache, self.partial, self.lse, self.found, step.query_start, step.seq_lens,
-            step.block_table, launch.num_rows, launch.num_pieces, problem.scale * LOG2_E,
+            step.block_table, launch.num_rows, launch.num_shared_splits, problem.scale * LOG2_E,
             q.stride(0), q.stride(1), *k_cache.stride()[:3], step.block_table.stride(0),
             G=self._num_groups, K=problem.num_kv_heads, D=problem.head_size, BLOCK_D=self._block_d,
             BLOCK_SIZE=problem.block_size, BLOCK_M=launch.block_m, BLOCK_N=BLOCK_N,
@@ -149,25 +149,25 @@ def find_shared(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_pieces"],
+    do_not_specialize=["num_rows", "num_shared_splits"],
     do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "table_ptr"],
 )
 def attend_shared(
     q_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, found_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
-    num_rows, num_pieces, log2_scale, q_stride_t, q_stride_h, stride_b, stride_s, stride_h, table_stride,
+    num_rows, num_shared_splits, log2_scale, q_stride_t, q_stride_h, stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Grid (pieces, key heads, tiles of rows): the query heads of a key head, of many rows, in one tile.
+    """Grid (splits, key heads, tiles of rows): the query heads of a key head, of many rows, in one tile.
 
-    Leaves at once where nothing is shared. Pieces beyond the shared keys are not written. EARLY: see `attend`.
+    Leaves at once where nothing is shared. Splits beyond the shared keys are not written. EARLY: see `attend`.
     """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     shared = tl.load(found_ptr)
     if shared > 0:
-        piece = tl.program_id(0)
+        split = tl.program_id(0)
         kv_head = tl.program_id(1)
         lead = tl.load(found_ptr + 1)
         member = tl.arange(0, BLOCK_M)
@@ -175,9 +175,9 @@ def attend_shared(
         head = kv_head * G + member % G
         inside = (member < BLOCK_M // G * G) & (row < num_rows)
         used = inside & (tl.load(seq_lens_ptr + row, mask=inside, other=0) > 0)
-        slot = (row * (G * K) + head).to(tl.int64) * num_pieces + piece
-        share = _share(shared, num_pieces, 0, BLOCK_N)
-        start = piece * share
+        slot = (row * (G * K) + head).to(tl.int64) * num_shared_splits + split
+        share = _share(shared, num_shared_splits, 0, BLOCK_N)
+        start = split * share
         stop = tl.minimum(shared, start + share)
         is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # not a tile of padding rows
         if (start < stop) & is_needed:

@@ -24,7 +24,7 @@ from tokenspeed_core.commands.settings import Config, EngineDeadError
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An OpenAI server that answers with the number of messages, in pieces that split characters' neighbours."""
+    """An OpenAI server that answers with the number of messages, in deltas that split characters' neighbours."""
 
     seen: list[dict[str, Any]]
     mode = "fine"

@@ -1,4 +1,4 @@
-"""Marks in a text that comes in pieces: what must wait, since it may turn out to be part of one."""
+"""Marks in a text that comes in deltas: what must wait, since it may turn out to be part of one."""
 
 from __future__ import annotations
 

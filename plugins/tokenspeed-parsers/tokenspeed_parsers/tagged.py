@@ -32,7 +32,7 @@ class TaggedCalls:
         self._read: Callable[[list[ReplyEvent], bool], bool] = self._read_content
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
-        """Take the next piece of the reply."""
+        """Take the next delta of the reply."""
         self._held += text
         return self._advance(is_over=False)
 

@@ -46,7 +46,7 @@ class Thinking:
         self._is_after_mark = is_inside
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
-        """Take the next piece of the reply."""
+        """Take the next delta of the reply."""
         self._held += text
         return self._read(is_over=False)
 
