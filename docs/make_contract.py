@@ -1,4 +1,4 @@
-"""Write docs/contract.json: every public signature, beside the version that says when it changed.
+"""Write docs/contract.json: every public signature, by surface, beside the version that says when it changed.
 
 A surface whose signatures are not those of its version is refused: an addition raises the version's minor, and what
 would break a plugin raises its major (a surface with a single number: any change raises it). So is a deprecation that
@@ -7,18 +7,25 @@ does not last for its two minors of tokenspeed-core, or that outlasts them.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 PATH = Path(__file__).with_name("contract.json")
 CORE = "tokenspeed_core.api"
+TESTING = "tokenspeed_core.testing"
+SUITES = ("distribution.Distribution", "kernel.Kernel", "model.Model", "parser.Parser", "policy.Policy")
+OPS_OF = {"tokenspeed-kernels-blackwell": "tokenspeed_kernels_blackwell.contracts"}  # besides TokenSpeed's own
 Signatures = dict[str, str]
 
 
@@ -30,39 +37,99 @@ def core() -> Signatures:
     from tokenspeed_core.plugins.kinds import KINDS
     from tokenspeed_core.plugins.selection import Selection
 
-    found = named(CORE)
-    for module, name in (("distribution", "DistributionConformance"), ("kernel", "KernelConformance"),
-                         ("model", "ModelConformance"), ("parser", "ParserConformance"),
-                         ("policy", "PolicyConformance")):
-        value = getattr(import_module(f"tokenspeed_core.testing.{module}"), name)
-        found |= dict(described(f"tokenspeed_core.testing.{module}.{name}", value))
+    found = {**named(CORE), **named("tokenspeed_core"), **suites()}
     for name, value in vars(hookspecs).items():
         if hasattr(value, "tokenspeed_spec"):
             found |= dict(described(f"hook {name}", value))
-    for op in installed_ops(Catalog.discover(Selection(frozenset()))).values():
-        for field in ("family", "signature", "axes", "mutates", "rows", "parts", "errors"):
-            found[f"op {op.name}.{field}"] = str(getattr(op, field))
+    found |= contracts(installed_ops(Catalog.discover(Selection(frozenset()))).values())
     return {**found, **{f"kind {kind}": f"api {each.api}" for kind, each in KINDS.items() if each.is_used}}
 
 
-def layers() -> Signatures:
-    """Return what `LAYERS_API` covers."""
-    return {name: text for name, text in named("tokenspeed_models.layers").items() if "LAYERS_API" not in name}
+def suites() -> Signatures:
+    """Return the signatures of the conformance kit's classes."""
+    found: Signatures = {}
+    for suite in SUITES:
+        module, _, subject = suite.partition(".")
+        name = f"{subject}Conformance"
+        value = getattr(import_module(f"{TESTING}.{module}"), name)
+        found |= dict(described(f"{TESTING}.{module}.{name}", value))
+    return found
+
+
+def commands() -> Signatures:
+    """Return what `COMMANDS_API` covers."""
+    package = "tokenspeed_core.commands"
+    return {key: text for name in modules(package) for key, text in named(name).items()}
+
+
+def testing() -> Signatures:
+    """Return what `TESTING_API` covers: what the modules of the kit define, without the suites."""
+    found: Signatures = {}
+    for name in modules(TESTING):
+        module = import_module(name)
+        for key in defined(Path(module.__file__ or "")):
+            found |= dict(described(f"{name}.{key}", getattr(module, key)))
+    stable = suites()
+    return {name: text for name, text in found.items() if name not in stable}
+
+
+def modules(package: str) -> list[str]:
+    """Return a package and the modules in it."""
+    paths = import_module(package).__path__
+    return [package, *(f"{package}.{each.name}" for each in iter_modules(paths) if not each.name.startswith("_"))]
+
+
+def defined(path: Path) -> list[str]:
+    """Return the public names that a module makes itself, but for the version of what it belongs to."""
+    names: list[str] = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        for each in targets:
+            names += [inner.id for inner in ast.walk(each) if isinstance(inner, ast.Name)]
+    return [name for name in names if not name.startswith("_") and not name.endswith("_API")]
+
+
+def ops_of(distribution: str) -> Signatures:
+    """Return what `OPS_API` covers in a distribution that brings ops."""
+    from tokenspeed_core.plugins.catalog import Catalog
+    from tokenspeed_core.plugins.selection import Selection
+
+    catalog = Catalog.discover(Selection())
+    entries = [entry for entry in catalog.entries("ops") if entry.distribution == distribution]
+    return contracts(op for entry in entries for op in catalog.need(entry, tuple))
+
+
+def contracts(ops: Iterable[Any]) -> Signatures:
+    """Return what op contracts say."""
+    said = ("family", "signature", "axes", "mutates", "rows", "parts", "errors")
+    return {f"op {op.name}.{field}": str(getattr(op, field)) for op in ops for field in said}
 
 
 def surfaces() -> Mapping[str, tuple[str, Callable[[], Signatures]]]:
     """Return the version that the code states for each surface, and what reads its signatures."""
     from tokenspeed_core.api import API_VERSION
+    from tokenspeed_core.commands import COMMANDS_API
+    from tokenspeed_core.testing import TESTING_API
     from tokenspeed_models.layers import LAYERS_API
 
-    return {CORE: (API_VERSION, core), "tokenspeed_models.layers": (str(LAYERS_API), layers)}
+    ops = {f"ops of {name}": (str(import_module(module).OPS_API), partial(ops_of, name))
+           for name, module in OPS_OF.items()}
+    return {
+        CORE: (API_VERSION, core),
+        "tokenspeed_core.commands": (str(COMMANDS_API), commands),
+        TESTING: (str(TESTING_API), testing),
+        "tokenspeed_models.layers": (str(LAYERS_API), partial(named, "tokenspeed_models.layers")),
+        **ops,
+    }
 
 
 def named(module: str) -> Signatures:
-    """Return the signatures of the names that a module lists."""
+    """Return the signatures of the names that a module lists, but for its version."""
     loaded = import_module(module)
     return {
-        key: text for name in loaded.__all__ if name != "API_VERSION"
+        key: text for name in loaded.__all__ if name != "API_VERSION" and not name.endswith("_API")
         for key, text in described(f"{module}.{name}", getattr(loaded, name))
     }
 
@@ -75,20 +142,34 @@ def described(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for field in fields:
             has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
             yield f"{name}.{field.name}", f"{field.type}{' = ...' if has_default else ''}"
+        if issubclass(value, Enum):
+            yield from ((f"{name}.{member.name}", repr(member.value)) for member in value)
+        elif not fields:
+            yield from attributes(name, value)
         for key, each in vars(value).items():
             is_public = not key.startswith("_") or (key == "__init__" and not fields) or key == "__call__"
             each = inspect.unwrap(each.__func__ if isinstance(each, classmethod | staticmethod) else each)
-            if is_public and inspect.isfunction(each) and each.__name__ != "_no_init_or_replace_init":
+            if is_public and inspect.isfunction(each) and each.__module__.startswith("tokenspeed"):
                 yield from described(f"{name}.{key}", each)
             elif is_public and isinstance(each, property):
                 yield f"{name}.{key}", "property"
     elif inspect.isfunction(value):
+        from tokenspeed_core import __version__
+
         signature = inspect.signature(value)
         yield name, f"-> {signature.return_annotation}"
         for parameter in signature.parameters.values():
-            yield f"{name}({parameter.name})", str(parameter)
+            yield f"{name}({parameter.name})", str(parameter).replace(repr(__version__), "...")
     else:
         yield name, " ".join(f"{value!r}".split()) if isinstance(value, tuple | str | int) else type(value).__name__
+
+
+def attributes(name: str, value: type) -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, text) for what a class that is no dataclass says that its objects have."""
+    optional = {key for key, each in getattr(value, "model_fields", {}).items() if not each.is_required()}
+    for key, text in vars(value).get("__annotations__", {}).items():
+        if not key.startswith("_") and key != "model_config":
+            yield f"{name}.{key}", f"{text}{' = ...' if key in optional else ''}"
 
 
 def digest(signatures: Signatures) -> str:

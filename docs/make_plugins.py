@@ -60,7 +60,7 @@ FLAGS = {"attention": "--attention-backend", "moe": "--moe-backend", "sampling":
 def page() -> str:
     """Return the page."""
     ours = Catalog.discover(Selection(frozenset()), check=False)
-    filled = {"CORE_RANGE": core_range(), "API_VERSION": api.API_VERSION, "DEPRECATIONS": deprecations()}
+    filled = {"CORE_RANGE": core_range(), "API_NOW": api.API_VERSION, "DEPRECATIONS": deprecations()}
     head = HEAD.read_text(encoding="utf-8")
     for word, text in filled.items():
         head = head.replace(word, text)

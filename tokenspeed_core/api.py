@@ -1,7 +1,8 @@
 """All that a plugin may import of the core (besides `commands` and `testing`), and what its `api` covers.
 
-Stable: docs/contract.json holds every signature here, in the hooks and of the ops, beside `API_VERSION`. An addition
-raises its minor; whatever would break a plugin raises its major, and the `api` of the kinds that it concerns.
+Stable: docs/contract.json holds every signature here, of what `tokenspeed_core` itself lists, of the hooks and of the
+ops, beside `API_VERSION`. An addition raises its minor; whatever would break a plugin raises its major, and the `api`
+of the kinds that it concerns.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tokenspeed_core.plugins.deprecations import DEPRECATED, warn
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
-API_VERSION = "1.12"
+API_VERSION = "1.13"
 
 __all__ = [
     "API_VERSION",

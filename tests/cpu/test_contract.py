@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import tomllib
+from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
+from pydantic import BaseModel
 
 from tokenspeed_core import __version__, api
+from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.deprecations import DEPRECATED, Deprecation
 
 pytestmark = pytest.mark.tree
@@ -45,6 +50,52 @@ def test_no_public_signature_changed_without_its_version(contract: ModuleType, s
 def test_every_surface_is_recorded(contract: ModuleType) -> None:
     assert set(contract.surfaces()) == set(RECORDED)
     assert len(RECORDED["tokenspeed_core.api"]["signatures"]) > 200
+
+
+def test_every_name_that_a_stranger_may_import_is_recorded(contract: ModuleType) -> None:
+    recorded = {name for surface in RECORDED.values() for name in surface["signatures"]}
+    listed = {
+        f"{module}.{name}"
+        for module in ("tokenspeed_core", "tokenspeed_core.api", *contract.modules("tokenspeed_core.commands"),
+                       "tokenspeed_models.layers")
+        for name in import_module(module).__all__ if not name.endswith("_API") and name != "API_VERSION"
+    }
+    kit = {
+        f"{module}.{name}" for module in contract.modules("tokenspeed_core.testing")
+        for name, value in vars(import_module(module)).items()
+        if getattr(value, "__module__", "") == module and not name.startswith("_")
+    }
+    assert {"tokenspeed_core.LLM", "tokenspeed_core.commands.settings.configure"} <= listed
+    assert {"tokenspeed_core.testing.cells.cells", "tokenspeed_core.testing.null.NullRunner"} <= kit
+    assert (listed | kit) - recorded == set()
+
+
+def test_every_op_of_a_distribution_of_this_tree_is_recorded() -> None:
+    recorded = {name for surface in RECORDED.values() for name in surface["signatures"]}
+    ours = {tomllib.loads(path.read_text())["project"]["name"]
+            for pattern in ("tokenspeed_*", "plugins/*") for path in DOCS.parent.glob(f"{pattern}/pyproject.toml")}
+    catalog = Catalog.discover(Selection())
+    entries = [entry for entry in catalog.entries("ops") if entry.distribution in ours]
+    assert {entry.distribution for entry in entries} >= {"tokenspeed-kernels", "tokenspeed-kernels-blackwell"}
+    ops = [op for entry in entries for op in catalog.need(entry, tuple)]
+    assert {f"op {op.name}.signature" for op in ops} - recorded == set()
+
+
+def test_fields_members_and_attributes_are_part_of_a_signature(contract: ModuleType) -> None:
+    class Model(BaseModel):
+        size: int
+        name: str = ""
+
+    class Shape(Protocol):
+        dtype: str
+
+    class Word(StrEnum):
+        ONE = "one"
+
+    fields = dict(contract.described("m.Model", Model))
+    assert (fields["m.Model.size"], fields["m.Model.name"]) == ("int", "str = ...")
+    assert dict(contract.described("m.Shape", Shape))["m.Shape.dtype"] == "str"
+    assert dict(contract.described("m.Word", Word))["m.Word.ONE"] == "'one'"
 
 
 BEFORE = {"m.f": "-> int", "m.f(x)": "x: int"}

@@ -107,7 +107,7 @@ _CONTRACTS = (
     ),
     OpContract(
         "attention", "attention",
-        "an AttentionFactory (see tokenspeed_core.kernels.attention), whose problem is an AttentionProblem",
+        "an AttentionFactory of tokenspeed_core.api, whose problem is an AttentionProblem",
         {
             **_KV,
             "phase": "prefill or decode",

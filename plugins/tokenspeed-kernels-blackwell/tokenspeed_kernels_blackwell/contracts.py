@@ -1,8 +1,13 @@
-"""The ops that this distribution brings, and the methods that use them. Imports no tensor library."""
+"""The ops that this distribution brings, and the methods that use them. Imports no tensor library.
+
+docs/contract.json holds what each op says; whatever changes that raises `OPS_API`.
+"""
 
 from __future__ import annotations
 
 from tokenspeed_core.api import DOTS, OpContract, Quantization, Tolerance
+
+OPS_API = 1
 
 _REFERENCE, _INPUTS = "tokenspeed_kernels_blackwell.reference", "tokenspeed_kernels_blackwell.inputs"
 _ROWS = {"size": "elements of a row, N, a multiple of 32"}
