@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import make_contract as contract
+from plugin_kinds import ABOUT, KERNELS, LISTED, About
 from tokenspeed_plugin_tools.new import RECIPES
 
-from tokenspeed_core import api
+import tokenspeed_core
+from tokenspeed_core import api, testing
+from tokenspeed_core.commands import COMMANDS_API
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.plugins import hookspecs
@@ -28,34 +34,6 @@ FOLDER = Path(__file__).parent
 HEAD = FOLDER / "plugins.head.md"
 SUITES = (DistributionConformance, KernelConformance, ModelConformance, ParserConformance, PolicyConformance)
 
-PARSERS = (api.ParserSpec, api.ParserContext, api.ReplyParser, api.ReplyEvent)
-
-# kind: (what it is for, the class of the entry's value or all that matter, where it is chosen)
-ABOUT: dict[str, tuple[str, Any, str]] = {
-    "models": ("A model family. The entry's name is the one in `architectures` of config.json.", api.ModelSpec,
-               "chosen by the checkpoint"),
-    "load_formats": ("A way to read weights.", api.LoadFormat, "`--load-format NAME`, or by the files that are there"),
-    "quantization": ("A way to compute linear maps in fewer bits.", api.Quantization, "`--quantization NAME`"),
-    "checkpoints": ("A name for a checkpoint in a package.", None, "`tokenspeed serve NAME`"),
-    "ops": ("Contracts of ops that the core does not know. The value is an OpContract or a tuple of them; the entry's "
-            "name is for people.", api.OpContract, "asked for by models"),
-    "rankings": ("Which backends a benchmark found to be the fastest, for `auto`. TokenSpeed's own alone: no plugin "
-                 "ranks itself.", api.Ranking, "`auto`"),
-    "hooks": ("Behaviour: the entry's value is a module whose functions are marked `@hookimpl`. A module with a hook "
-              "that does not exist is left out, and said to be.", None, "every installed one is called"),
-    "commands": ("A subcommand: the value is a function that takes the words after it and returns the exit status. "
-                 "Only `tokenspeed_core.commands` is there for it besides the api.", None, "`tokenspeed NAME`"),
-    "locks": ("What writes and checks `plugins.lock`. TokenSpeed's own alone: a stranger's entry is not asked.", None,
-              "`--plugins-lock FILE`"),
-    "tool_parsers": ("What finds tool calls in a chat's reply, where the request offered tools. It reads the content "
-                     "that a reasoning parser leaves.", PARSERS, "`--tool-call-parser NAME`"),
-    "reasoning_parsers": ("What finds the reasoning in a chat's reply. The classes are those of tool parsers, above.",
-                          None, "`--reasoning-parser NAME`"),
-    "policies": ("A scheduling policy: the entry's value is a factory without parameters.", api.Policy,
-                 "`--schedule-policy NAME`"),
-}
-FLAGS = {"attention": "--attention-backend", "moe": "--moe-backend", "sampling": "--sampling-backend"}
-
 
 def page() -> str:
     """Return the page."""
@@ -64,11 +42,43 @@ def page() -> str:
     head = HEAD.read_text(encoding="utf-8")
     for word, text in filled.items():
         head = head.replace(word, text)
-    parts = [
-        head,
-        *kernels(ours), *kinds(), *unused(), *hooks(), *kit(), *matrix(ours),
-    ]
-    return "\n".join(parts).rstrip() + "\n"
+    sections = [*kernels(ours), *kinds(), *unused(), *hooks(), *commands(), *kit(), *programs(), *matrix(ours)]
+    return "\n".join([head, *overview(), *sections]).rstrip() + "\n"
+
+
+def overview() -> Iterator[str]:
+    """Yield the table of kinds, each with where it is told of."""
+    yield "## The kinds\n\n| kind | what it is for | chosen by | a package of it |\n|---|---|---|---|"
+    every = {"kernels.FAMILY": KERNELS, **{kind: ABOUT[kind] for kind in used()}}
+    for kind, about in every.items():
+        family = "|".join(name for name, recipe in RECIPES.items() if recipe.group.startswith(KERNELS_PREFIX))
+        name = family if kind == "kernels.FAMILY" else made(kind)
+        new = f"`plugins new {name} NAME`".replace("|", "\\|") if name else ""
+        purpose = about.purpose.partition(". ")[0].rstrip(".") + "."
+        yield f"| [{kind}](#{slug(title(kind))}) | {purpose} | {about.chosen} | {new} |"
+    yield ""
+
+
+def used() -> list[str]:
+    """Return the kinds that this core uses, but for kernels."""
+    return [kind for kind, each in KINDS.items() if each.is_used and not kind.startswith(KERNELS_PREFIX)]
+
+
+def made(kind: str) -> str:
+    """Return what `plugins new` calls a kind, "" where it makes none."""
+    return next((name for name, recipe in RECIPES.items() if recipe.group == kind), "")
+
+
+def title(kind: str) -> str:
+    """Return the heading of a kind's section."""
+    name = "Kernels" if kind.startswith(KERNELS_PREFIX) else kind.replace("_", " ").capitalize()
+    api_number = KINDS["kernels.attention" if kind.startswith(KERNELS_PREFIX) else kind].api
+    return f"{name}: `tokenspeed.{kind}` [api{api_number}]"
+
+
+def slug(heading: str) -> str:
+    """Return what a link to a heading says, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def deprecations() -> str:
@@ -79,18 +89,8 @@ def deprecations() -> str:
 
 def kernels(catalog: Catalog) -> Iterator[str]:
     """Yield the section of kernels, with every op that has a contract."""
-    yield f"""## Kernels: `tokenspeed.kernels.FAMILY` [api{KINDS["kernels.attention"].api}]
-
-An entry's name is the *backend* that users type; its value is a KernelSpec or a tuple of them, one for each op that the
-backend computes. Made by `tokenspeed plugins new attention|moe|linear|sampling`. Chosen by
-{", ".join(f"`{flag}`" for flag in FLAGS.values())}, each with a list of names, and by `auto` for every family.
-"""
-    yield from described(api.KernelSpec)
-    yield from described(api.Capability)
-    yield from described(api.AxisLimit)
-    yield "An attention kernel is built by an AttentionFactory, and prepared once a step for all layers:\n"
-    for each in (api.AttentionProblem, api.AttentionLimits, api.AttentionStep):
-        yield from described(each)
+    yield f"## {title('kernels.FAMILY')}\n\n{KERNELS.purpose} Chosen by {KERNELS.chosen}.\n"
+    yield from subjects(KERNELS)
     yield """### The ops
 
 What `load` builds is called as the signature says. The family is in the group's name. These are the ops that every
@@ -110,18 +110,25 @@ installation has; plugins bring more, such as those of block-scaled operands and
 
 def kinds() -> Iterator[str]:
     """Yield a section for each other kind that is used."""
-    made = {recipe.group: kind for kind, recipe in RECIPES.items()}
-    for kind, each in KINDS.items():
-        if kind.startswith(KERNELS_PREFIX) or not each.is_used:
-            continue
-        text, value, chosen = ABOUT[kind]
-        yield f"## {kind.replace('_', ' ').capitalize()}: `tokenspeed.{kind}` [api{each.api}]\n\n{text}\n"
-        names = ", ".join(f"`{name}`" for name in each.built_in)
+    for kind in used():
+        about = ABOUT[kind]
+        names = ", ".join(f"`{name}`" for name in KINDS[kind].built_in)
         built_in = f" Built in, and not to be taken: {names}." if names else ""
-        new = f" Made by `tokenspeed plugins new {made[kind]} NAME`." if kind in made else ""
-        yield f"Chosen by: {chosen}.{built_in}{new}\n"
-        for each in value if isinstance(value, tuple) else (value,) if value is not None else ():
+        new = f" Made by `tokenspeed plugins new {made(kind)} NAME`." if made(kind) else ""
+        yield f"## {title(kind)}\n\n{about.purpose}\n\nChosen by: {about.chosen}.{built_in}{new}\n"
+        yield from subjects(about)
+
+
+def subjects(about: About) -> Iterator[str]:
+    """Yield what the author of a kind writes and is given, subject by subject."""
+    for sentence, classes in about.subjects.items():
+        yield f"{sentence}\n"
+        for each in classes:
             yield from described(each)
+    for name, meaning in about.words.items():
+        yield f"- **`{name}`**: {meaning}"
+    if about.words:
+        yield ""
 
 
 def unused() -> Iterator[str]:
@@ -139,10 +146,46 @@ def hooks() -> Iterator[str]:
     yield "## The hooks\n\nNone is called per token, and none on a step's way to the device.\n"
     for name, value in vars(hookspecs).items():
         if hasattr(value, "tokenspeed_spec"):
-            yield f"- `{name}{inspect.signature(value)}`".replace("'", "") + f": {one_line(value)}"
+            yield f"- `{signature_of(name, value)}`: {one_line(value)}"
     yield ""
     yield from described(hookspecs.RequestRecord)
     yield from described(hookspecs.StepRecord)
+
+
+def commands() -> Iterator[str]:
+    """Yield what a command may import of the core besides the api."""
+    yield f"""## For commands: `tokenspeed_core.commands`
+
+Provisional, `COMMANDS_API` {COMMANDS_API}. Its parts are apart so that a command which needs less is quicker to start.
+"""
+    for name in contract.modules("tokenspeed_core.commands"):
+        module = import_module(name)
+        listed = [each for each in module.__all__ if not each.endswith("_API")]
+        yield from told(name, module, listed)
+
+
+def programs() -> Iterator[str]:
+    """Yield what a program may import of `tokenspeed_core` itself."""
+    yield "## For programs: `tokenspeed_core`\n\nStable. Models without a server; README shows it in use.\n"
+    for name in tokenspeed_core.__all__:
+        yield from described(getattr(tokenspeed_core, name))
+
+
+def told(name: str, module: Any, names: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each of a module's names, and one for the constants of which nothing is said."""
+    yield f"### `{name}`\n\n{one_line(module)}\n"
+    bare = []
+    for each in names:
+        value = getattr(module, each)
+        if inspect.isfunction(value):
+            yield f"- **`{signature_of(each, value)}`**: {one_line(value)}"
+        elif text := one_line(value) if inspect.isclass(value) else LISTED.get(each) or comment(module, each):
+            yield f"- **`{each}`**: {text}"
+        else:
+            bare.append(f"**`{each}`**")
+    if bare:
+        yield f"- constants: {', '.join(bare)}"
+    yield ""
 
 
 def kit() -> Iterator[str]:
@@ -162,6 +205,12 @@ died, and 2 for a distribution that is not there.
             if name.startswith("test_"):
                 yield f"- *{name.removeprefix('test_').replace('_', ' ')}*: {one_line(value)}"
         yield ""
+    yield f"What the suites are made of is for tests of your own. Provisional, `TESTING_API` {testing.TESTING_API}.\n"
+    suites = {suite.__name__ for suite in SUITES}
+    for module in map(import_module, contract.modules(testing.__name__)):
+        names = [name for name in contract.defined(Path(module.__file__ or "")) if name not in suites]
+        if names:
+            yield from told(module.__name__, module, names)
 
 
 def matrix(catalog: Catalog) -> Iterator[str]:
@@ -193,17 +242,60 @@ def bound(limit: api.AxisLimit) -> str:
 
 
 def described(value: Any) -> Iterator[str]:
-    """Yield a class: its docstring, and its fields or methods."""
-    yield f"### `{value.__name__}`\n\n{inspect.cleandoc(value.__doc__ or '')}\n"
-    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
-        has_default = field.default is not dataclasses.MISSING
-        default = f" = {field.default!r}" if has_default and field.default.__class__.__module__ == "builtins" else ""
-        yield f"- `{field.name}: {field.type}{default}`"
-    if not dataclasses.is_dataclass(value):
-        for name, each in vars(value).items():
-            if not name.startswith("_") and inspect.isfunction(each):
-                yield f"- `{name}{inspect.signature(each)}`".replace("'", "") + f": {one_line(each)}"
+    """Yield a class: its docstring, and its fields, attributes and methods."""
+    text = re.sub(r"^(>>>|\.\.\.)", r"    \1", inspect.cleandoc(value.__doc__ or ""), flags=re.MULTILINE)
+    yield f"### `{value.__name__}`\n\n{text}\n"
+    fields = {each.name: each for each in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    said = comments(value)
+    for name, text in vars(value).get("__annotations__", {}).items():
+        if not name.startswith("_") and name != "model_config":
+            default = default_of(fields[name]) if name in fields else ""
+            yield f"- `{name}: {text}{default}`" + (f": {said[name]}" if name in said else "")
+    for name, each in vars(value).items():
+        is_called = name == "__call__" or (name == "__init__" and each.__doc__ and not fields)
+        if isinstance(each, property) and not name.startswith("_"):
+            yield f"- `{name}` (property): {one_line(each)}"
+        elif inspect.isfunction(each) and (is_called or not name.startswith("_")):
+            yield f"- `{signature_of(name, each)}`: {' '.join(inspect.cleandoc(each.__doc__ or '').split())}"
     yield ""
+
+
+class Written(str):
+    """A text that stands in a signature as it is, without quotes."""
+
+    def __repr__(self) -> str:
+        """Return the text."""
+        return str(self)
+
+
+def signature_of(name: str, function: Any) -> str:
+    """Return a function's name and signature as its source has them; long defaults are left out."""
+    signature = inspect.signature(function)
+    parameters = [
+        each.replace(
+            annotation=each.annotation if each.annotation is each.empty else Written(each.annotation),
+            default=Written("...") if len(repr(each.default)) > 40 and each.default is not each.empty else each.default,
+        )
+        for each in signature.parameters.values()
+    ]
+    return f"{name}{signature.replace(parameters=parameters, return_annotation=Written(signature.return_annotation))}"
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as it is written, "" where it has none that reads as itself."""
+    has_default = field.default is not dataclasses.MISSING and type(field.default).__module__ == "builtins"
+    return f" = {field.default!r}" if has_default else ""
+
+
+def comments(value: type) -> dict[str, str]:
+    """Return the comments that stand beside a class's fields: units, shapes and meanings."""
+    return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(value), re.MULTILINE))
+
+
+def comment(module: Any, name: str) -> str:
+    """Return the comment beside a module's constant."""
+    found = re.search(rf"^{name}\b.*?  # (.+)$", inspect.getsource(module), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def one_line(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 import tomllib
@@ -51,6 +52,43 @@ def test_the_directory_has_every_plugin_of_this_tree_in_its_version_and_none_tha
     for name, _, version, asked, failed in rows:
         said = tomllib.loads((wanted[name] / "pyproject.toml").read_text())["project"]["version"]
         assert (version, int(failed)) == (said, 0) and int(asked) >= 7
+
+
+def public_names() -> list[str]:
+    """Return every name that a stranger may import: the api's, the core's own, the commands' and the kit's."""
+    contract = maker("make_contract")
+    modules = ("tokenspeed_core.api", "tokenspeed_core", *contract.modules("tokenspeed_core.commands"))
+    listed = [name for module in modules for name in importlib.import_module(module).__all__]
+    kit = [Path(importlib.import_module(name).__file__ or "") for name in contract.modules("tokenspeed_core.testing")]
+    versions = {"API_VERSION", "COMMANDS_API"}
+    return sorted({*listed, *(name for path in kit for name in contract.defined(path))} - versions)
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_the_page_of_kinds_tells_of_every_name_that_a_stranger_may_import(name: str) -> None:
+    told = re.compile(rf"^### `([\w.]+\.)?{name}`$|\*\*`{name}[`(]", re.MULTILINE)
+    assert told.search((DOCS / "plugins.md").read_text()), f"docs/make_plugins.py says nothing of {name}"
+
+
+def test_the_page_of_kinds_says_what_its_authors_implement_and_are_given() -> None:
+    page = (DOCS / "plugins.md").read_text()
+    for name, member in {
+        "AttentionKernel": "prepare(self, step: AttentionStep) -> None", "AttentionFactory": "__call__(self, problem",
+        "BuildContext": "quantization: Quantization | None", "Model": "logits(self, hidden", "Checkpoint": "path: str",
+        "Decision": "victims: I32`: indices into the view", "WeightReader": "__call__(self, path: str",
+    }.items():
+        section = page.split(f"\n### `{name}`\n")[1].partition("\n#")[0]
+        assert f"\n- `{member}" in section, name
+    assert not re.search(r"tokenspeed_core\.(kernels|runner|engine|scheduler|kv|models)\b", page), "nothing internal"
+
+
+def test_every_link_within_the_page_of_kinds_leads_to_a_heading() -> None:
+    page = (DOCS / "plugins.md").read_text()
+    slug = maker("make_plugins").slug
+    headings = {slug(line) for line in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
+    links = set(re.findall(r"\]\(#([^)]+)\)", page))
+    assert len(links) > 10
+    assert links - headings == set()
 
 
 def test_every_requirement_has_a_row_and_every_met_one_a_test() -> None:
