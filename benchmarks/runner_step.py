@@ -19,9 +19,9 @@ from typing import Any
 from prefill_kernels import report
 from tokenspeed_bench.shapes import SHAPES
 
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.local import LocalRunner, RunnerConfig, build
 from tokenspeed_core.step import StepPlan
 from tokenspeed_core.testing.explain import backends

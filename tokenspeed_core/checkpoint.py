@@ -13,10 +13,9 @@ from typing import Any
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError, meant
 from tokenspeed_core.hub import download
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog, make
-from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.plugins.entry import Entry, load_target
 
 DEFAULT = "demo"  # the bundled checkpoint that is served where none is named
 _PREFERRED = ("safetensors",)  # the order of `auto` where a checkpoint is there in several formats

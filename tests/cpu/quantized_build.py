@@ -9,8 +9,8 @@ import torch
 
 from tokenspeed_core.api import Quantization
 from tokenspeed_core.kernels.installed import installed_ops
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_models.testing import DenseBuild
 
 

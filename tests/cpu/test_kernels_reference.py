@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
-from tokenspeed_core.kernels.spec import KernelSpec, load_target
+from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.plugins import Catalog, Selection
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.testing.attention import check_attention
 from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import descriptors

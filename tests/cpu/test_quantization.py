@@ -20,8 +20,8 @@ from tokenspeed_core.api import ModelSpec, Quantization
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import discover, dry_run, resolve
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import plan_only
 from tokenspeed_kernels import inputs

@@ -20,7 +20,7 @@ from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.kernels.spec import load_target
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_kernels.contracts import FP8_BLOCK_METHOD
 from tokenspeed_kernels.reference import fp8_block
 from tokenspeed_models.families import LLAMA, QWEN2, QWEN3

@@ -23,7 +23,8 @@ from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import dry_run, plan_kernels
 from tokenspeed_core.errors import CheckpointError, ConfigError
-from tokenspeed_core.kernels.spec import PlatformInfo, load_target
+from tokenspeed_core.kernels.spec import PlatformInfo
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_kernels.contracts import FP8_METHOD
 from tokenspeed_models.families import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from tokenspeed_models.layers import Linear, Projection

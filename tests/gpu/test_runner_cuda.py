@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.step import LateInputs, StepPlan, StepResult

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.spec import KernelSpec, load_target
+from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.testing.attention import check_attention
 from tokenspeed_core.testing.conformance import check, make_inputs, run
 from tokenspeed_core.testing.shapes import contract_of, problems

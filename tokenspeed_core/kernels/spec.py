@@ -5,13 +5,13 @@ Descriptors import no tensor library; they are read to choose a kernel, and only
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
-from importlib import import_module
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from tokenspeed_core.plugins.entry import load_target
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -177,23 +177,6 @@ class InstalledKernel:
 
     spec: KernelSpec
     distribution: str
-
-
-def load_target(target: str) -> Any:
-    """Import "module:attribute" and return the attribute, which may have dots, or "module" and return that.
-
-    Raises ImportError or AttributeError as the import does. Where Ctrl-C cuts it short, the log says what it was in:
-    a module may raise the same on its own, and the process would end without a word.
-    """
-    module, _, attribute = target.partition(":")
-    try:
-        found = import_module(module)
-    except KeyboardInterrupt:
-        logging.getLogger("tokenspeed.plugins").warning(
-            "interrupted while %s was imported; where nobody pressed Ctrl-C it raised KeyboardInterrupt itself, and "
-            "`tokenspeed plugins doctor` says what goes on without it", module)
-        raise
-    return reduce(getattr, filter(None, attribute.split(".")), found)
 
 
 def _known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -13,9 +13,8 @@ from typing import Any, TypeVar, overload
 
 from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, meant
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.plugins.deprecations import contract, warn
-from tokenspeed_core.plugins.entry import Entry, Status
+from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.kinds import UNUSED, kind_of
 from tokenspeed_core.plugins.metadata import read_entries
 from tokenspeed_core.plugins.selection import OURS, VARIABLE, Selection

@@ -1,13 +1,17 @@
-"""One named thing that an installed distribution provides, as its metadata tells it."""
+"""One named thing that an installed distribution provides, as its metadata tells it; and its import."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import reduce
+from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 
 class Status(StrEnum):
@@ -75,3 +79,20 @@ class Entry:
         home, top = self.editable or self.root, self.value.partition(":")[0].partition(".")[0]
         source = self.source() if home and top not in sys.modules else None
         return None if source is None or source.is_relative_to(Path(home).resolve()) else source
+
+
+def load_target(target: str) -> Any:
+    """Import "module:attribute" and return the attribute, which may have dots, or "module" and return that.
+
+    Raises ImportError or AttributeError as the import does. Where Ctrl-C cuts it short, the log says what it was in:
+    a module may raise the same on its own, and the process would end without a word.
+    """
+    module, _, attribute = target.partition(":")
+    try:
+        found = import_module(module)
+    except KeyboardInterrupt:
+        logging.getLogger("tokenspeed.plugins").warning(
+            "interrupted while %s was imported; where nobody pressed Ctrl-C it raised KeyboardInterrupt itself, and "
+            "`tokenspeed plugins doctor` says what goes on without it", module)
+        raise
+    return reduce(getattr, filter(None, attribute.split(".")), found)

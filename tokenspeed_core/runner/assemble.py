@@ -13,9 +13,10 @@ from tokenspeed_core.kernels.attention import AttentionLimits
 from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo, load_target
+from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.models import Model
 from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.build import ModelBuild, solve_block_size
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.memory import PoolLimits

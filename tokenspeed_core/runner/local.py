@@ -12,9 +12,9 @@ import torch
 from tokenspeed_core.checkpoint import choose_format
 from tokenspeed_core.errors import CapacityError, CheckpointError
 from tokenspeed_core.kernels.plan import KernelPlan
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import Model, WeightReader
 from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.adjust import counts_bytes
 from tokenspeed_core.runner.assemble import Assembly, assemble
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_core.kernels.ops import OpContract, Problem
-from tokenspeed_core.kernels.spec import KernelSpec, load_target
+from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.testing.shapes import NUM_ROWS, contract_of, problems
 
 Arguments = Mapping[str, Any]

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from tokenspeed_core.checkpoint import resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.kernels.spec import load_target
 from tokenspeed_core.models import ModelInfo, ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.plans import PlanMaker
