@@ -136,7 +136,7 @@ TRITON_LINEAR = (
             dtypes=("bfloat16", "float16"), features=_BASICS,
             limits=(
                 *(AxisLimit(axis, 64, 16384, multiple_of=64) for axis in ("in_size", "intermediate_size", "out_size")),
-                AxisLimit("hidden_size", 64, 1024, multiple_of=64), AxisLimit("max_rows", 1, 64),
+                AxisLimit("hidden_size", 64, 4096, multiple_of=64), AxisLimit("max_rows", 1, 64),
             ),
         ),
         load="tokenspeed_kernels.triton.between_attention:between_attention",

@@ -23,10 +23,10 @@ PROGRAMS = 128  # at most one a multiprocessor, so that all of them run at once,
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Features that a program computes of each product, how many programs share a sum, and features a turn.
+    """Features that a program computes of each product, how many programs share a sum, and features and loads a turn.
 
-    Named by the product: O is attention's output, G gate and up (each so many; G_BLOCK: the next power of two), D down,
-    Q the next layer's queries, keys and values.
+    Named by the product: O is attention's output, G gate and up (each so many), D down, Q the next queries, keys
+    and values. Blocks are the next powers of two.
     """
 
     O_N: int
@@ -35,30 +35,42 @@ class Tiling:
     G_N: int
     G_BLOCK: int
     G_K: int
+    G_STAGES: int
     D_N: int
     D_SPLIT: int
     D_K: int
     Q_N: int
+    Q_BLOCK: int
     Q_K: int
-    STAGES: int = 4
+    STAGES: int
+    num_warps: int
 
 
-def tiling(heads: int, hidden: int, inner: int) -> Tiling:
-    """Return tiles of 32 features, and as many of gate and up as give every program one where they are few."""
-    g_n = min(32, 8 * triton.cdiv(inner, 8 * PROGRAMS))
+def tiling(heads: int, hidden: int, inner: int, out_size: int) -> Tiling:
+    """Return tiles that give every program one of each product where they can, as an H200 was found to be fastest with.
+
+    `benchmarks/LOG.md` has the others that were tried, for hidden sizes of 1,024 and 4,096.
+    """
+    n, least, stages, warps = (32, 64, 8, 4) if hidden <= 1024 else (64, 128, 6, 8)
+    turns = [least if size % least == 0 else 64 for size in (heads, hidden, inner)]
+    most = max(1, PROGRAMS // triton.cdiv(hidden, n))
+    splits = [_split(size, turn, most) for size, turn in ((heads, turns[0]), (inner, turns[2]))]
+    g_n, q_n = _share(inner, 128), _share(out_size, 64)
+    g_block, q_block = max(16, triton.next_power_of_2(g_n)), max(16, triton.next_power_of_2(q_n))
     return Tiling(
-        32, _split(heads), _turn(heads), g_n, triton.next_power_of_2(g_n), _turn(hidden), 32, _split(inner),
-        _turn(inner), 32, _turn(hidden),
+        n, splits[0], turns[0], g_n, g_block, 64, {128: 4, 64: 6}.get(g_block, 8), n, splits[1], turns[2], q_n, q_block,
+        turns[1], stages, warps,
     )
 
 
-def _turn(size: int) -> int:
-    return 128 if size % 128 == 0 else 64
+def _share(size: int, most: int) -> int:
+    """Return how many of `size` features a program takes at once: all programs as many, at most `most`."""
+    return triton.cdiv(size, PROGRAMS * triton.cdiv(size, PROGRAMS * most))
 
 
-def _split(size: int) -> int:
-    """Return how many programs share a sum over `size` features: at most four, in whole turns."""
-    return next(split for split in (4, 2, 1) if size % (split * _turn(size)) == 0)
+def _split(size: int, turn: int, most: int) -> int:
+    """Return how many programs share a sum over `size` features in whole turns: at most `most`."""
+    return next(split for split in (4, 2, 1) if split <= max(1, most) and size % (split * turn) == 0)
 
 
 def between_attention(problem: Problem) -> BetweenAttention:
@@ -68,7 +80,7 @@ def between_attention(problem: Problem) -> BetweenAttention:
     """
     heads, hidden = problem["in_size"], problem["hidden_size"]
     inner, out_size = problem["intermediate_size"], problem["out_size"]
-    tiles, early, is_device = tiling(heads, hidden, inner), can_start_early(), torch.cuda.is_available()
+    tiles, early, is_device = tiling(heads, hidden, inner, out_size), can_start_early(), torch.cuda.is_available()
     device, dtype = torch.device("cuda" if is_device else "cpu"), getattr(torch, problem["dtype"])
     rows = problem["max_rows"]
     sums = torch.empty(max(tiles.O_SPLIT, tiles.D_SPLIT) * rows * hidden, dtype=torch.float32, device=device)
@@ -89,7 +101,7 @@ def between_attention(problem: Problem) -> BetweenAttention:
                 x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, sums, normed, middle, gated, total,
                 y, counter, x.stride(0), residual.stride(0), num_rows, eps, H=hidden, A=heads, M=inner, Q=out_size,
                 BLOCK_T=MAX_ROWS, BLOCK_H=triton.next_power_of_2(hidden), FIRST=first, LAST=last, PROGRAMS=PROGRAMS,
-                EARLY=early, num_warps=4, launch_pdl=early, launch_cooperative_grid=is_device, **asdict(tiles),
+                EARLY=early, launch_pdl=early, launch_cooperative_grid=is_device, **asdict(tiles),
             )
         return y, total
 

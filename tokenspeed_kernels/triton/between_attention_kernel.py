@@ -126,7 +126,7 @@ def between(
     O_N: tl.constexpr, O_SPLIT: tl.constexpr, O_K: tl.constexpr,
     G_N: tl.constexpr, G_BLOCK: tl.constexpr, G_K: tl.constexpr,
     D_N: tl.constexpr, D_SPLIT: tl.constexpr, D_K: tl.constexpr,
-    Q_N: tl.constexpr, Q_K: tl.constexpr, STAGES: tl.constexpr,
+    Q_N: tl.constexpr, Q_BLOCK: tl.constexpr, Q_K: tl.constexpr, STAGES: tl.constexpr, G_STAGES: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Run phases FIRST to LAST for x [T, A] and residual [T, H], whose rows may be further apart.
@@ -155,7 +155,7 @@ def between(
             _barrier(counter_ptr, PROGRAMS)
     if (FIRST <= 2) & (LAST >= 2):
         for tile in range(pid, tl.cdiv(M, G_N), PROGRAMS):
-            _gated(normed_ptr, gate_up_ptr, gated_ptr, T, tile, H, M, BLOCK_T, G_N, G_BLOCK, G_K, STAGES)
+            _gated(normed_ptr, gate_up_ptr, gated_ptr, T, tile, H, M, BLOCK_T, G_N, G_BLOCK, G_K, G_STAGES)
         if LAST > 2:
             _barrier(counter_ptr, PROGRAMS)
     if (FIRST <= 3) & (LAST >= 3):
@@ -171,7 +171,8 @@ def between(
             _barrier(counter_ptr, PROGRAMS)
     if (FIRST <= 5) & (LAST >= 5):
         for tile in range(pid, tl.cdiv(Q, Q_N), PROGRAMS):
-            n = tile * Q_N + tl.arange(0, Q_N)
-            y = _product(normed_ptr, H, qkv_ptr, T, n, n < Q, 0, tile, H, H, BLOCK_T, Q_N, Q_K, STAGES)
-            t = tl.arange(0, BLOCK_T)
-            tl.store(y_ptr + t[:, None] * Q + n[None, :], y.to(dtype), mask=(t < T)[:, None] & (n < Q)[None, :])
+            lane, t = tl.arange(0, Q_BLOCK), tl.arange(0, BLOCK_T)
+            n = tile * Q_N + lane
+            inside = (lane < Q_N) & (n < Q)
+            y = _product(normed_ptr, H, qkv_ptr, T, n, inside, 0, tile, H, H, BLOCK_T, Q_BLOCK, Q_K, STAGES)
+            tl.store(y_ptr + t[:, None] * Q + n[None, :], y.to(dtype), mask=(t < T)[:, None] & inside[None, :])
