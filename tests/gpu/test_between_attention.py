@@ -22,6 +22,7 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 QWEN3_06B = {"in_size": 2048, "hidden_size": 1024, "intermediate_size": 3072, "out_size": 4096}
+QWEN3_8B = {"in_size": 4096, "hidden_size": 4096, "intermediate_size": 12288, "out_size": 6144}
 ODD = {"in_size": 320, "hidden_size": 704, "intermediate_size": 1344, "out_size": 960}
 
 
@@ -37,7 +38,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("shape", [QWEN3_06B, ODD], ids=["qwen3-0.6b", "odd"])
+@pytest.mark.parametrize("shape", [QWEN3_06B, QWEN3_8B, ODD], ids=["qwen3-0.6b", "qwen3-8b", "odd"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_it_is_as_near_to_float64_as_its_parts(shape: dict[str, int], dtype: str) -> None:
     for num_rows in (1, 2, 17, 64):

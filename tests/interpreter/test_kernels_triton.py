@@ -104,3 +104,15 @@ def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_z
         expected = load_target(contract.reference)(problem)(**given)
         for _ in range(2):
             torch.testing.assert_close(product(**given), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("programs", [128, 114, 78, 7])
+def test_tiles_between_attention_cover_every_feature_whatever_the_number_of_multiprocessors(programs: int) -> None:
+    from tokenspeed_kernels.triton.between_attention import tiling
+
+    for heads, hidden, inner, out_size in ((2048, 1024, 3072, 4096), (4096, 4096, 12288, 6144), (128, 64, 192, 256)):
+        tiles = tiling(heads, hidden, inner, out_size, programs)
+        assert 0 < tiles.G_N <= tiles.G_BLOCK <= 128
+        assert 0 < tiles.Q_N <= tiles.Q_BLOCK <= 64
+        assert heads % (tiles.O_SPLIT * tiles.O_K) == inner % (tiles.D_SPLIT * tiles.D_K) == 0
+        assert hidden % tiles.G_K == hidden % tiles.Q_K == 0

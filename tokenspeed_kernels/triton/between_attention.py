@@ -18,7 +18,7 @@ from tokenspeed_kernels.triton.between_attention_kernel import NUM_PHASES, betwe
 from tokenspeed_kernels.triton.early import can_start_early
 
 MAX_ROWS = 64
-PROGRAMS = 128  # at most one a multiprocessor, so that all of them run at once, as barriers need
+MOST_PROGRAMS = 128  # and at most one a multiprocessor, so that all of them run at once, as barriers need
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +46,16 @@ class Tiling:
     num_warps: int
 
 
-def tiling(heads: int, hidden: int, inner: int, out_size: int) -> Tiling:
+def tiling(heads: int, hidden: int, inner: int, out_size: int, programs: int) -> Tiling:
     """Return tiles that give every program one of each product where they can, as an H200 was found to be fastest with.
 
     `benchmarks/LOG.md` has the others that were tried, for hidden sizes of 1,024 and 4,096.
     """
     n, least, stages, warps = (32, 64, 8, 4) if hidden <= 1024 else (64, 128, 6, 8)
     turns = [least if size % least == 0 else 64 for size in (heads, hidden, inner)]
-    most = max(1, PROGRAMS // triton.cdiv(hidden, n))
+    most = max(1, programs // triton.cdiv(hidden, n))
     splits = [_split(size, turn, most) for size, turn in ((heads, turns[0]), (inner, turns[2]))]
-    g_n, q_n = _share(inner, 128), _share(out_size, 64)
+    g_n, q_n = _share(inner, programs, 128), _share(out_size, programs, 64)
     g_block, q_block = max(16, triton.next_power_of_2(g_n)), max(16, triton.next_power_of_2(q_n))
     return Tiling(
         n, splits[0], turns[0], g_n, g_block, 64, {128: 4, 64: 6}.get(g_block, 8), n, splits[1], turns[2], q_n, q_block,
@@ -63,9 +63,10 @@ def tiling(heads: int, hidden: int, inner: int, out_size: int) -> Tiling:
     )
 
 
-def _share(size: int, most: int) -> int:
+def _share(size: int, programs: int, most: int) -> int:
     """Return how many of `size` features a program takes at once: all programs as many, at most `most`."""
-    return triton.cdiv(size, PROGRAMS * triton.cdiv(size, PROGRAMS * most))
+    num: int = triton.cdiv(size, programs * triton.cdiv(size, programs * most))
+    return num
 
 
 def _split(size: int, turn: int, most: int) -> int:
@@ -80,7 +81,10 @@ def between_attention(problem: Problem) -> BetweenAttention:
     """
     heads, hidden = problem["in_size"], problem["hidden_size"]
     inner, out_size = problem["intermediate_size"], problem["out_size"]
-    tiles, early, is_device = tiling(heads, hidden, inner, out_size), can_start_early(), torch.cuda.is_available()
+    early, is_device = can_start_early(), torch.cuda.is_available()
+    processors = torch.cuda.get_device_properties().multi_processor_count if is_device else MOST_PROGRAMS
+    programs = min(MOST_PROGRAMS, processors)
+    tiles = tiling(heads, hidden, inner, out_size, programs)
     device, dtype = torch.device("cuda" if is_device else "cpu"), getattr(torch, problem["dtype"])
     rows = problem["max_rows"]
     sums = torch.empty(max(tiles.O_SPLIT, tiles.D_SPLIT) * rows * hidden, dtype=torch.float32, device=device)
@@ -97,10 +101,10 @@ def between_attention(problem: Problem) -> BetweenAttention:
         num_rows = x.shape[0]
         y, total = x.new_empty((num_rows, out_size)), x.new_empty((num_rows, hidden))
         for first, last in spans if num_rows else ():
-            between[(PROGRAMS,)](
+            between[(programs,)](
                 x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, sums, normed, middle, gated, total,
                 y, counter, x.stride(0), residual.stride(0), num_rows, eps, H=hidden, A=heads, M=inner, Q=out_size,
-                BLOCK_T=MAX_ROWS, BLOCK_H=triton.next_power_of_2(hidden), FIRST=first, LAST=last, PROGRAMS=PROGRAMS,
+                BLOCK_T=MAX_ROWS, BLOCK_H=triton.next_power_of_2(hidden), FIRST=first, LAST=last, PROGRAMS=programs,
                 EARLY=early, launch_pdl=early, launch_cooperative_grid=is_device, **asdict(tiles),
             )
         return y, total
