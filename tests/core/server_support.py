@@ -181,6 +181,7 @@ def main(argument: str) -> int:
 def be_worker(arguments: list[str]) -> int:
     """Be one more worker of a server."""
     told, pipe = begin(arguments)
+    time.sleep(told["setup"]["engine"].get("worker_seconds", 0))
     bound, number = socket.socket(fileno=told["listen_fds"][0]), told["worker"]
     try:
         return serve(launch(Setup(**told["setup"]), bound), Crew(number, told["addresses"][number], pipe))

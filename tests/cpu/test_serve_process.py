@@ -285,7 +285,8 @@ def test_a_key_is_asked_for_and_sigterm_lets_a_stream_finish(tmp_path: Path) -> 
         engine = server.engine()
         stream = server.openai("secret").completions.create(**LONG, max_tokens=400, stream=True)
         first = next(stream)
-        server.process.send_signal(signal.SIGTERM)
+        for process in (engine, server.process):  # as a service manager does, which tells every process
+            process.send_signal(signal.SIGTERM)
         rest = Background(lambda: list(stream))
         with server.http() as http:
             wait_until(lambda: http.get("/health").status_code == 503, 5, "unhealthy while draining")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -97,6 +98,8 @@ class EngineLoop:
 def main() -> int:
     """Run an engine process: `process.py PIPE`. Returns the exit status."""
     told, parent_fd = begin(sys.argv[1:])
+    # A service manager sends it to every process of a unit: the first one drains this one, or ends it by the pipe.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     sockets = [bind(address) for address in told["addresses"]]
     try:
         _serve(told, sockets, parent_fd)
