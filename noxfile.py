@@ -49,6 +49,7 @@ VENDORS = {  # tests that compare ours with a vendor's wheel, and its versions: 
     "plugins/tokenspeed-kernels-deepgemm/tests": ("sgl-deep-gemm==0.1.4", "sgl-deep-gemm==0.2.5"),
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
+WORKERS = min(4, os.cpu_count() or 1)  # processes that run tests beside each other; each may hold torch
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "core", "cpu", "interpreter", "wheels"]
@@ -66,26 +67,26 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def core(session: nox.Session) -> None:
     """Tests that need no tensor library."""
-    test(session, everything(session), "tests/core")
+    pytest(session, everything(session), "tests/core")
 
 
 @nox.session
 def cpu(session: nox.Session) -> None:
     """Tests on the CPU, the plugins' own among them."""
     own = [f"{folder}/tests" for folder in PLUGINS if (ROOT / folder / "tests").is_dir()]
-    test(session, everything(session), "tests/cpu", *own)
+    pytest(session, everything(session), "tests/cpu", *own)
 
 
 @nox.session
 def interpreter(session: nox.Session) -> None:
     """Triton kernels under Triton's interpreter, which must be chosen before a kernel is imported."""
-    test(session, everything(session), "tests/interpreter", TRITON_INTERPRET="1")
+    pytest(session, everything(session), "tests/interpreter", TRITON_INTERPRET="1")
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
     """Tests on a GPU, with the Python (and its torch) that runs nox."""
-    test(session, sys.executable, "tests/gpu")
+    pytest(session, sys.executable, "tests/gpu", num_workers=1)
 
 
 @nox.session
@@ -96,7 +97,7 @@ def vendors(session: nox.Session) -> None:
         for library in libraries:
             folder = wheels / library
             run(session, python, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), library)
-            test(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
+            pytest(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
 
 
 @nox.session
@@ -133,24 +134,29 @@ def together(session: nox.Session) -> None:
     python = environment(session, "together", shares_base=True)
     run(session, python, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(WHEELS),
         "tokenspeed-core[default]")
-    outside(session, python, "tests/wheels", "tests/together")
+    outside(session, python, "tests/wheels", "tests/together", num_workers=1)  # one test installs, another lists
 
 
-def outside(session: nox.Session, python: str, *tests: str) -> None:
+def outside(session: nox.Session, python: str, *tests: str, num_workers: int = WORKERS) -> None:
     """Run copies of some tests in a folder from which this tree cannot be imported."""
     with tempfile.TemporaryDirectory(prefix="tokenspeed-") as copy:
         for folder in {str(Path(path).parent) if path.endswith(".py") else path for path in tests}:
             shutil.copytree(ROOT / folder, Path(copy, folder), ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         with session.chdir(copy):
-            test(session, python, "-m", "not tree", *tests)
+            pytest(session, python, "-m", "not tree", *tests, num_workers=num_workers)
 
 
-def test(session: nox.Session, python: str, *arguments: str, **variables: str) -> None:
-    """Run pytest without the settings that the developer may have in the environment."""
+def pytest(session: nox.Session, python: str, *arguments: str, num_workers: int = WORKERS, **variables: str) -> None:
+    """Run pytest, a few files beside each other, without the settings that the developer has in the environment.
+
+    With arguments of the developer's (`nox -s core -- -k name`) it is one process, as a debugger needs it.
+    """
     ours = {name: None for name in os.environ if name.startswith("TOKENSPEED_")}
-    environ = {**ours, "OMP_NUM_THREADS": "2", **variables}
-    run(session, python, "-P", "-m", "pytest", "-q", *arguments, *session.posargs, **environ)
+    is_one = num_workers == 1 or session.posargs
+    spread = [] if is_one else ["-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder"]
+    environ = {**ours, "OMP_NUM_THREADS": "1", **variables}
+    run(session, python, "-P", "-m", "pytest", "-q", *spread, *arguments, *session.posargs, **environ)
 
 
 def everything(session: nox.Session) -> str:

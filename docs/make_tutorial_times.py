@@ -52,7 +52,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "work").mkdir()
     head = "set -eo pipefail\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n"
     return subprocess.run(
-        ["bash", "-c", head + script], cwd=folder / "work", env=environment(folder / "environment"), timeout=120,
+        ["bash", "-c", head + script], cwd=folder / "work", env=environment(folder / "environment"), timeout=280,
         capture_output=True, text=True, check=False,
     )
 

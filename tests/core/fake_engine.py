@@ -69,6 +69,8 @@ class FakeEngine:
             self.sockets[0].close(linger=1000)
             return
         time.sleep(self.config.get("start_seconds", 0))
+        while not os.path.exists(self.config.get("starts_after", self.config["log"])):
+            time.sleep(0.02)
         next_pulse = 0.0
         while not (self.is_draining and not self.sequences):
             wait = self.config.get("step_seconds", 0.0) if self.sequences else 0.2

@@ -97,7 +97,7 @@ class Running:
         """Return the fake engine's process id."""
         return int(self.log.read_text().split(" ", 1)[0])
 
-    def wait_for(self, note: str, seconds: float = 5.0) -> None:
+    def wait_for(self, note: str, seconds: float = 20.0) -> None:
         """Wait until the fake engine has written something down."""
         wait_until(lambda: any(note in line for line in self.notes()), seconds, f"{note!r} in {self.notes()}")
 
@@ -137,7 +137,7 @@ def running(
         assert server.url, f"the server ended with status {process.wait()}"
         if waits:
             with server.client() as client:
-                wait_until(lambda: client.get("/health").status_code == 200, 20, "healthy")
+                wait_until(lambda: client.get("/health").status_code == 200, 60, "healthy")
         yield server
     finally:
         process.send_signal(signal.SIGKILL)

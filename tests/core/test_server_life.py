@@ -29,10 +29,10 @@ SLOW = {"step_seconds": 0.03}
 LONG: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400}
 
 
-def ended(server: Running, seconds: float = 10.0) -> int:
+def ended(server: Running, seconds: float = 20.0) -> int:
     """Wait for the server's end; nothing of it may be left. Return its status."""
     status = server.process.wait(seconds)
-    wait_until(lambda: not is_alive(server.engine_pid()), 5, "the engine's end")
+    wait_until(lambda: not is_alive(server.engine_pid()), 20, "the engine's end")
     assert not list(server.log.parent.glob("tokenspeed-*")), "a socket's folder was left behind"
     assert not list(server.log.parent.glob(".tokenspeed-*"))
     return status
@@ -53,12 +53,14 @@ def in_background(server: Running, body: dict[str, Any]) -> tuple[threading.Thre
 
 
 def test_until_the_engine_is_ready_requests_get_a_503(tmp_path: Path) -> None:
-    with running(tmp_path, engine={"start_seconds": 1.5}, waits=False) as server, server.client() as client:
+    engine = {"starts_after": str(tmp_path / "go")}
+    with running(tmp_path, engine=engine, waits=False) as server, server.client() as client:
         assert client.get("/health").status_code == 503
         response = client.post("/v1/completions", json=LONG)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "starting")
         assert client.get("/v1/models").status_code == 200
-        wait_until(lambda: client.get("/health").status_code == 200, 10, "healthy")
+        (tmp_path / "go").touch()
+        wait_until(lambda: client.get("/health").status_code == 200, 30, "healthy")
 
 
 def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_cannot_be_loaded_ends_the_server_and_its_engine(tmp_path: Path) -> None:
     with running(tmp_path, engine={"start_seconds": 30}, text_fails=True, waits=False) as server:
-        assert server.process.wait(10) == 1
+        assert server.process.wait(20) == 1
         if server.log.exists():  # the engine may have been ended before it wrote a line
             assert not is_alive(server.engine_pid())
         assert not list(tmp_path.glob("*tokenspeed-*"))
@@ -93,14 +95,14 @@ def test_a_disk_that_takes_no_file_is_no_hindrance() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, engine=SLOW) as server, server.client() as client:
-        thread, answers = in_background(server, {**LONG, "max_tokens": 40})
+        thread, answers = in_background(server, {**LONG, "max_tokens": 80})
         server.process.send_signal(number)
-        wait_until(lambda: client.get("/health").status_code == 503, 1, "not healthy while draining")
+        wait_until(lambda: client.get("/health").status_code == 503, 2, "not healthy while draining")
         refused = client.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert ended(server) == 0
         thread.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 40
+        assert answers[0].json()["usage"]["completion_tokens"] == 80
         assert "drained" in server.notes()
 
 
@@ -112,14 +114,14 @@ def test_a_second_signal_ends_at_once_and_tells_those_who_wait(tmp_path: Path, s
         time.sleep(0.3)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert ended(server, 3) == 128 + signal.SIGTERM
+        assert ended(server, 20) == 128 + signal.SIGTERM
         thread.join()
         assert "engine_dead" in answers[0].text
 
 
 def test_a_signal_during_the_start_ends_the_server(tmp_path: Path) -> None:
     with running(tmp_path, engine={"start_seconds": 30}, waits=False) as server:
-        wait_until(server.log.exists, 10, "the engine's process")
+        wait_until(server.log.exists, 30, "the engine's process")
         server.process.send_signal(signal.SIGTERM)
         assert ended(server) == 0
 
@@ -130,7 +132,7 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path: P
         thread, answers = in_background(server, {**LONG, "stream": streams})
         time.sleep(0.2)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        thread.join(10)
+        thread.join(30)
         if streams:
             assert '"code": "engine_dead"' in answers[0].text.split("\n\n")[-3]
             assert answers[0].text.endswith("data: [DONE]\n\n")
@@ -149,7 +151,7 @@ def test_a_killed_server_leaves_neither_engine_nor_socket(tmp_path: Path) -> Non
     with running(tmp_path) as server:
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not is_alive(server.engine_pid()), 3, "the engine's end")
+        wait_until(lambda: not is_alive(server.engine_pid()), 20, "the engine's end")
         assert not list(tmp_path.glob("*tokenspeed-*"))
 
 
@@ -187,7 +189,7 @@ def test_the_next_start_removes_what_a_server_left_that_was_killed_with_all_its_
 ) -> None:
     slow = {"start_seconds": 30}
     with running(tmp_path, engine=slow, waits=False) as killed:
-        wait_until(killed.log.exists, 10, "the engine's process")
+        wait_until(killed.log.exists, 30, "the engine's process")
         left = next(tmp_path.glob("tokenspeed-*"))
         assert left.stat().st_mode & 0o777 == 0o700
         for process in (*psutil.Process(killed.process.pid).children(), killed.process):
@@ -196,7 +198,7 @@ def test_the_next_start_removes_what_a_server_left_that_was_killed_with_all_its_
         assert left.exists()
         killed.log.unlink()
         with running(tmp_path, engine=slow, waits=False) as starting:
-            wait_until(starting.log.exists, 10, "the engine's process")
+            wait_until(starting.log.exists, 30, "the engine's process")
             assert not left.exists()
             live = next(tmp_path.glob("tokenspeed-*"))
             with running(tmp_path):
@@ -207,7 +209,7 @@ def test_health_fails_within_ten_seconds_of_an_engine_that_does_not_step(tmp_pat
     with running(tmp_path) as server, server.client() as client:
         thread, _ = in_background_to(server, [fake_engine.STALLS])
         start = time.monotonic()
-        wait_until(lambda: client.get("/health").status_code == 503, 10, "unhealthy")
+        wait_until(lambda: client.get("/health").status_code == 503, 10 + 3, "unhealthy")  # three for a busy machine
         assert time.monotonic() - start > 3, "a slow step is not a dead engine"
         assert "has not stepped" in client.get("/health").json()["reason"]
         server.process.kill()
@@ -239,8 +241,8 @@ def test_a_client_that_leaves_is_aborted_at_once(tmp_path: Path, path: str, stre
     with running(tmp_path, engine=SLOW) as server:
         with server.client() as client, pytest.raises(httpx.ReadTimeout):
             client.post(f"/v1/{path}", json=body, timeout=0.5 if not streams else httpx.Timeout(20, read=0.001))
-        server.wait_for("abort 1", 2)
-        server.wait_for("abort 2", 2)
+        server.wait_for("abort 1", 8)
+        server.wait_for("abort 2", 8)
 
 
 def test_after_many_clients_that_leave_at_any_moment_nothing_runs(tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_after_many_clients_that_leave_at_any_moment_nothing_runs(tmp_path: Path
     with running(tmp_path, engine={"step_seconds": 0.05}) as server:
         assert sum(asyncio.run(ask_all(server.url))) > 70, "hardly anybody left, so this says nothing"
         server.process.terminate()  # one sequence that nobody ended would run for 20 s
-        assert ended(server, 5) == 0
+        assert ended(server, 15) == 0
         submitted = [line for line in server.notes() if line.startswith("submit")]
         assert len(submitted) > 20
 

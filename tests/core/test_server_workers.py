@@ -54,10 +54,10 @@ def workers(server: Running) -> list[psutil.Process]:
     return sorted(others, key=lambda child: child.pid)
 
 
-def all_ended(server: Running, others: list[psutil.Process], seconds: float = 10.0) -> int:
+def all_ended(server: Running, others: list[psutil.Process], seconds: float = 20.0) -> int:
     """Wait for the end of every process of a server; return its status."""
     status = server.process.wait(seconds)
-    wait_until(lambda: not any(map(is_alive, [server.engine_pid(), *(each.pid for each in others)])), 5, "all ended")
+    wait_until(lambda: not any(map(is_alive, [server.engine_pid(), *(each.pid for each in others)])), 20, "all ended")
     assert not list(server.log.parent.glob("*tokenspeed-*")), "a socket's folder was left behind"
     return status
 
@@ -102,17 +102,17 @@ def test_requests_are_spread_and_answered_as_by_one_worker(tmp_path: Path) -> No
 
 
 def test_no_worker_serves_before_all_can_and_the_engine_is_ready(tmp_path: Path) -> None:
-    with running(tmp_path, engine={"start_seconds": 1.0}, num_workers=3, waits=False) as server:
-        seen = []
-        deadline = time.monotonic() + 20
-        while seen[-20:] != [200] * 20 and time.monotonic() < deadline:
-            with server.client() as client:
-                seen.append(client.get("/health").status_code)
-        assert seen[0] == 503
+    def health() -> int:
+        with server.client() as client:
+            return client.get("/health").status_code
+
+    with running(tmp_path, engine={"starts_after": str(tmp_path / "go")}, num_workers=3, waits=False) as server:
+        assert {health() for _ in range(12)} == {503}
+        (tmp_path / "go").touch()
+        wait_until(lambda: health() == 200, 20, "one worker serves")
+        time.sleep(1)  # the word reaches the workers one after another
+        assert {health() for _ in range(20)} == {200}
         assert {note for note in server.notes() if note.startswith("hello")} == {"hello 0", "hello 1", "hello 2"}
-        first = seen.index(200)
-        # The word reaches the workers one after another, within a moment.
-        assert seen[first + 3:].count(503) == 0, seen[first:]
 
 
 def test_a_client_that_leaves_is_aborted_whichever_worker_it_spoke_to(tmp_path: Path) -> None:
@@ -122,17 +122,17 @@ def test_a_client_that_leaves_is_aborted_whichever_worker_it_spoke_to(tmp_path: 
                 client.post("/v1/completions", json=ENDLESS | {"stream": False}, timeout=0.3)
         ids = [note.split()[1] for note in server.notes() if note.startswith("submit")]
         for each in ids:
-            server.wait_for(f"abort {each}", 3)
+            server.wait_for(f"abort {each}", 8)
         assert set(owners(server)) == {0, 1}
 
 
 def test_a_killed_worker_ends_the_server_once_the_others_have_finished_theirs(tmp_path: Path) -> None:
     with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
         thread, answers = in_background(clients, ENDLESS | {"max_tokens": 60})
-        wait_until(lambda: owners(server).total() == 12, 5, "all at work")
+        wait_until(lambda: owners(server).total() == 12, 20, "all at work")
         (other,) = others = workers(server)
         other.kill()
-        wait_until(lambda: "API worker 1 of 2 was killed by SIGKILL" in server.said(), 5, "the death is in the log")
+        wait_until(lambda: "API worker 1 of 2 was killed by SIGKILL" in server.said(), 20, "the death is in the log")
         assert "the others finish what they have, then the server ends" in server.said()
         assert thread.is_alive(), "it was told only when all was answered"
         thread.join(20)
@@ -147,17 +147,17 @@ def test_what_a_killed_worker_had_asked_for_does_not_keep_the_engine(tmp_path: P
     with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
         others = workers(server)
         thread, _ = in_background(clients, ENDLESS)
-        wait_until(lambda: owners(server).total() == 12, 5, "all at work")
+        wait_until(lambda: owners(server).total() == 12, 20, "all at work")
         others[0].kill()
         for client in clients:
             client.close()
-        assert all_ended(server, others, 5) == 1
-        thread.join(10)
+        assert all_ended(server, others, 10) == 1  # at thirty steps a second they would keep it for twelve
+        thread.join(30)
 
 
 def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     with running(tmp_path, engine={"start_seconds": 30}, num_workers=2, waits=False) as server:
-        wait_until(lambda: len(workers(server)) == 1 if server.log.exists() else False, 10, "the worker's process")
+        wait_until(lambda: len(workers(server)) == 1 if server.log.exists() else False, 30, "the worker's process")
         others = workers(server)
         others[0].kill()
         assert all_ended(server, others) == 1
@@ -169,7 +169,7 @@ def test_a_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> 
     with running(tmp_path, engine=SLOW, num_workers=3) as server, connections(server, 24) as clients:
         others = workers(server)
         thread, answers = in_background(clients, ENDLESS | {"max_tokens": 40})
-        wait_until(lambda: owners(server).total() == 24, 5, "all at work")
+        wait_until(lambda: owners(server).total() == 24, 20, "all at work")
         assert set(owners(server)) == {0, 1, 2}
         server.process.send_signal(number)
         assert all_ended(server, others) == 0
@@ -194,12 +194,12 @@ def test_a_second_signal_ends_all_workers_at_once(tmp_path: Path) -> None:
     with running(tmp_path, engine={"step_seconds": 0.5}, num_workers=2) as server, connections(server, 8) as clients:
         others = workers(server)
         thread, answers = in_background(clients, ENDLESS)
-        wait_until(lambda: owners(server).total() == 8, 5, "all at work")
+        wait_until(lambda: owners(server).total() == 8, 20, "all at work")
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert all_ended(server, others, 5) == 128 + signal.SIGTERM
+        assert all_ended(server, others, 20) == 128 + signal.SIGTERM
         thread.join()
         assert all("engine_dead" in each.text for each in answers)
 
@@ -208,9 +208,9 @@ def test_a_dead_engine_is_told_by_every_worker_to_those_who_wait(tmp_path: Path)
     with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
         others = workers(server)
         thread, answers = in_background(clients, ENDLESS)
-        wait_until(lambda: owners(server).total() == 12, 5, "all at work")
+        wait_until(lambda: owners(server).total() == 12, 20, "all at work")
         os.kill(server.engine_pid(), signal.SIGKILL)
-        thread.join(10)
+        thread.join(30)
         assert all('"code": "engine_dead"' in each.text for each in answers)  # an event, or an answer not yet begun
         assert all_ended(server, others) == 1
 

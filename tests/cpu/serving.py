@@ -49,8 +49,7 @@ class Served:
 
     def engine(self) -> psutil.Process:
         """Return the engine's process."""
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "engine" in " ".join(child.cmdline()))
+        return engine_of(self.process.pid)
 
     def said(self) -> str:
         """Return what the server wrote to stderr so far."""
@@ -59,6 +58,17 @@ class Served:
     def sockets(self) -> list[Path]:
         """Return the folders in which servers keep their sockets."""
         return [*self.folder.glob("tokenspeed-*"), *self.folder.glob(".tokenspeed-*")]
+
+
+def engine_of(pid: int) -> psutil.Process:
+    """Return the engine's process, of the server with this process id."""
+    return next(child for child in psutil.Process(pid).children() if "engine" in " ".join(child.cmdline()))
+
+
+def wait_for_work(engine: psutil.Process) -> None:
+    """Wait until an engine that was idle has a request, which is when it spends time."""
+    before = sum(engine.cpu_times()[:2])
+    wait_until(lambda: sum(engine.cpu_times()[:2]) > before + 0.05, 30, "at work")
 
 
 @contextmanager
@@ -84,7 +94,7 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
 def said_at_its_end(folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Run a command that ends by itself; return its status and what it wrote to stderr, less the progress."""
     done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
         env={**environment(folder), **(environ or {})}, check=False,
     )
     return done.returncode, "".join(line for line in done.stderr.splitlines(True) if line != "weights ...\n")

@@ -22,7 +22,7 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     path = folder / "result.json"
     done = subprocess.run(
-        [*BENCH, *words, *SMALL, "--json", str(path)], capture_output=True, text=True, timeout=120, env=ENVIRON,
+        [*BENCH, *words, *SMALL, "--json", str(path)], capture_output=True, text=True, timeout=200, env=ENVIRON,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def test_who_is_broken_off_leaves_what_was_measured_and_no_server(number: signal
     time.sleep(3)
     assert any("serve" in process.info["cmdline"] for process in named(tmp_path))
     os.killpg(child.pid, number)
-    _, said = child.communicate(timeout=60)
+    _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
     assert "what was measured is kept" in said
     result = json.loads(path.read_text())
@@ -114,7 +114,7 @@ def test_a_server_that_dies_under_load_is_quoted_and_its_requests_are_failed(tmp
     for process in named(tmp_path):
         if "serve" in process.info["cmdline"] and "bench" not in process.info["cmdline"]:
             process.kill()
-    out, said = child.communicate(timeout=60)
+    out, said = child.communicate(timeout=120)
     assert child.returncode == 1, said
     assert "the server ended with status -9" in said
     figures = json.loads(path.read_text())["runs"][-1]["figures"]

@@ -31,9 +31,9 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", module, str(folder / "told"), str(theirs)], pass_fds=(theirs,),
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
         )
-        failed = to_api.unpack(socket.recv()) if socket.poll(1000 if "engine" in module else 0) else None
+        failed = to_api.unpack(socket.recv()) if socket.poll(5000 if "engine" in module else 0) else None
         return done.returncode, done.stderr, failed.message if isinstance(failed, Failed) else ""
     finally:
         socket.close(linger=0)

@@ -17,7 +17,17 @@ import httpx
 import openai
 import psutil
 import pytest
-from serving import COMMAND, DEMO, Background, Served, environment, said_at_its_end, served, wait_until
+from serving import (
+    COMMAND,
+    DEMO,
+    Background,
+    Served,
+    environment,
+    said_at_its_end,
+    served,
+    wait_for_work,
+    wait_until,
+)
 
 LONG: dict[str, Any] = {**DEMO, "prompt": "a", "extra_body": {"ignore_eos": True}}
 WEATHER = {
@@ -57,7 +67,7 @@ def test_the_printed_curl_line_works_as_it_stands(server: Served) -> None:
     assert server.curl.startswith("curl ")
     done = subprocess.run(
         server.curl.replace("curl ", "curl -sS --noproxy '*' ", 1), shell=True, capture_output=True, text=True,
-        timeout=60, check=True,
+        timeout=120, check=True,
     )
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
@@ -175,7 +185,7 @@ def test_a_slow_reader_holds_up_nobody(server: Served) -> None:
         assert slow.recv(12) == b"HTTP/1.1 200"   # and reads no more
         start = time.monotonic()
         server.openai().completions.create(**DEMO, prompt="b", max_tokens=8)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
 
 
 # -- input that nobody should send --------------------------------------------------------------------------
@@ -283,7 +293,7 @@ def test_a_key_is_asked_for_and_sigterm_lets_a_stream_finish(tmp_path: Path) -> 
                 )
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
         engine = server.engine()
-        stream = server.openai("secret").completions.create(**LONG, max_tokens=400, stream=True)
+        stream = server.openai("secret").completions.create(**LONG, max_tokens=1000, stream=True)
         first = next(stream)
         for process in (engine, server.process):  # as a service manager does, which tells every process
             process.send_signal(signal.SIGTERM)
@@ -291,7 +301,7 @@ def test_a_key_is_asked_for_and_sigterm_lets_a_stream_finish(tmp_path: Path) -> 
         with server.http() as http:
             wait_until(lambda: http.get("/health").status_code == 503, 5, "unhealthy while draining")
         assert server.process.wait(60) == 0
-        assert len([first, *rest.result()]) >= 300
+        assert len([first, *rest.result()]) >= 800
         assert rest.result()[-1].choices[0].finish_reason == "length"
         assert not engine.is_running()
         assert not server.sockets()
@@ -305,12 +315,12 @@ def test_ctrl_c_ends_an_idle_server_whose_port_another_could_not_take(tmp_path: 
         assert re.fullmatch(rf"tokenspeed: .*port {port} .*in use.*--port.*\n", said), said
         with_chat = subprocess.run(
             [*COMMAND, "chat", "--base-url", server.url, "--temperature", "0"], input="What is 23 + 45?\nThanks\n",
-            capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=True,
+            capture_output=True, text=True, timeout=120, env=environment(tmp_path), check=True,
         )
         assert "68" in with_chat.stdout.splitlines()[0] + with_chat.stdout
         assert with_chat.stderr == ""
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
         assert "Traceback" not in server.said()
         assert not server.sockets()
 
@@ -329,8 +339,8 @@ def test_a_chat_that_is_ended_takes_the_server_it_started_along(tmp_path: Path, 
     started = psutil.Process(chat.pid).children(recursive=True)
     assert len(started) == 2
     chat.send_signal(number)
-    assert chat.wait(10) == (128 + number if number != signal.SIGKILL else -number)
-    _, alive = psutil.wait_procs(started, 10)
+    assert chat.wait(60) == (128 + number if number != signal.SIGKILL else -number)
+    _, alive = psutil.wait_procs(started, 30)
     assert not alive
     chat.stdin.close()
     chat.stdout.close()
@@ -341,14 +351,14 @@ def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_a
     with served(tmp_path) as server:
         engine = server.engine()
         waiting = Background(lambda: server.openai().completions.create(**LONG, max_tokens=4000))
-        time.sleep(0.5)
+        wait_for_work(engine)
         engine.send_signal(signal.SIGSTOP)
         with server.http() as http:
             assert http.get("/health").status_code == 200
-            wait_until(lambda: http.get("/health").status_code == 503, 10, "unhealthy")
+            wait_until(lambda: http.get("/health").status_code == 503, 20, "unhealthy")
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 5, "the engine's end")
+        wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 30, "the engine's end")
         assert isinstance(waiting.result(), openai.APIConnectionError)
         assert not server.sockets()
 
@@ -356,17 +366,17 @@ def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_a
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_killed_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
     with served(tmp_path) as server:
-        sdk = server.openai()
+        sdk, engine = server.openai(), server.engine()
         waiting = Background(
             lambda: list(sdk.completions.create(**LONG, max_tokens=4000, stream=True)) if streams
             else sdk.completions.create(**LONG, max_tokens=4000)
         )
-        time.sleep(0.7)
-        server.engine().kill()
-        told = waiting.result(10)
+        wait_for_work(engine)
+        engine.kill()
+        told = waiting.result(30)
         assert isinstance(told, openai.APIError if streams else openai.InternalServerError)
         assert "engine died" in str(told)
-        assert server.process.wait(15) == 2
+        assert server.process.wait(60) == 2
         assert server.said().splitlines()[-1].startswith("tokenspeed: the engine died: its process ")
         assert "Traceback" not in server.said()
         assert not server.sockets()

@@ -86,7 +86,7 @@ def served(folder: Path, *words: str) -> Iterator[httpx.Client]:
             yield client
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def plan(client: httpx.Client) -> dict[str, tuple[str, str]]:
@@ -148,7 +148,7 @@ def test_the_command_is_one_of_tokenspeeds() -> None:
 def test_once_it_is_uninstalled_the_same_start_says_in_one_line_what_to_install(tmp_path: Path) -> None:
     for words, what in ((CHAT[:2], "acme/attention"), (("--tool-call-parser", "acme/tool-parser"), "acme/tool-parser")):
         command = [*TOKENSPEED, "serve", "--device", "cpu", "--port", "0", *words]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
         (line,) = [line for line in done.stderr.splitlines() if line != "weights ..."]
         assert done.returncode == 2
         assert f"named '{what}'; installed: " in line

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 from fake_site import Site
+from tokenspeed_plugin_tools.probe import probe
 
 from tokenspeed_core.cli import main
 
 POLICY = "POLICY = object()\n"
 KERNELS = {"vendor": "SPEC", "lost": "LOST"}
+
+
+@pytest.fixture(autouse=True)
+def _imports_only_what_the_test_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the plugins of this environment unimported, of which each distribution's take a process."""
+    monkeypatch.setattr("tokenspeed_plugin_tools.doctor.probe", lambda entries: probe(
+        [entry for entry in entries if not entry.distribution.startswith("tokenspeed-")]))
 
 
 def diagnose(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
