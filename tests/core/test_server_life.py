@@ -192,6 +192,7 @@ def test_the_next_start_removes_what_a_server_left_that_was_killed_with_all_its_
         wait_until(killed.log.exists, 30, "the engine's process")
         left = next(tmp_path.glob("tokenspeed-*"))
         assert left.stat().st_mode & 0o777 == 0o700
+        killed.process.send_signal(signal.SIGSTOP)  # else it may see its engine's death before its own, and clean up
         for process in (*psutil.Process(killed.process.pid).children(), killed.process):
             process.kill()
         killed.process.wait()
