@@ -24,13 +24,13 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
         "config": config.to_wire(),
         "catalog_digest": digest, "addresses": [address], "worker": 0, "listen_fds": [0],
     }
-    (folder / "told").write_bytes(msgpack.packb(told))
     theirs, ours = os.pipe()
+    os.write(ours, msgpack.packb(told))
     socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", module, str(folder / "told"), str(theirs)], pass_fds=(theirs,),
+            [sys.executable, "-P", "-m", module, str(theirs)], pass_fds=(theirs,),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
         )
         failed = to_api.unpack(socket.recv()) if socket.poll(5000 if "engine" in module else 0) else None
