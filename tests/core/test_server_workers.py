@@ -183,11 +183,23 @@ def test_a_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> 
 def test_a_signal_while_the_engine_or_the_workers_start_ends_all(tmp_path: Path, worker_seconds: int) -> None:
     slow = {"start_seconds": 30, "worker_seconds": worker_seconds}
     with running(tmp_path, engine=slow, num_workers=3, waits=False) as server:
-        wait_until(lambda: server.log.exists() and len(workers(server)) == 2, 10, "the workers' processes")
+        wait_until(lambda: server.log.exists() and len(workers(server)) == 2, 30, "the workers' processes")
         others = workers(server)
         time.sleep(1)  # all have begun
         server.process.send_signal(signal.SIGTERM)
         assert all_ended(server, others) == 0
+
+
+def test_a_signal_that_a_service_manager_sends_to_every_worker_drains(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        others = workers(server)
+        thread, answers = in_background(clients, ENDLESS | {"max_tokens": 40})
+        wait_until(lambda: owners(server).total() == 12, 20, "all at work")
+        for pid in (*(other.pid for other in others), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert all_ended(server, others) == 0
+        thread.join()
+        assert all('"finish_reason":"length"' in each.text for each in answers)
 
 
 def test_a_second_signal_ends_all_workers_at_once(tmp_path: Path) -> None:

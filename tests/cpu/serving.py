@@ -62,7 +62,8 @@ class Served:
 
 def engine_of(pid: int) -> psutil.Process:
     """Return the engine's process, of the server with this process id."""
-    return next(child for child in psutil.Process(pid).children() if "tokenspeed_core.engine.process" in child.cmdline())
+    children = psutil.Process(pid).children()
+    return next(child for child in children if "tokenspeed_core.engine.process" in child.cmdline())
 
 
 def wait_for_work(engine: psutil.Process) -> None:

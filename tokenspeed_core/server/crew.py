@@ -38,8 +38,8 @@ class Crew:
         await reader.read()
         link.die("it has ended")
 
-    def ask_to_stop(self) -> None:
-        """Have the others drain; asked twice, they end at once."""
+    def ask_to_stop(self, by: signal.Signals) -> None:
+        """Have the others drain, by SIGTERM, or end at once, by SIGINT."""
 
     async def retire(self, link: EngineLink) -> None:
         """Wait until the others have drained, then let the engine finish what it has and go."""
@@ -79,11 +79,11 @@ class Chief(Crew):
         """Tell the link when the engine's process ends."""
         link.die(f"its process {await self._children[0].wait()}")
 
-    def ask_to_stop(self) -> None:
-        """Have the others drain; asked twice, they end at once."""
+    def ask_to_stop(self, by: signal.Signals) -> None:
+        """Have the others drain, by SIGTERM, or end at once, by SIGINT."""
         self._is_stopping = True
         for child in self._children[1:]:
-            child.send(signal.SIGTERM)
+            child.send(by)
 
     async def retire(self, link: EngineLink) -> None:
         """Wait until the others have drained, then let the engine finish what it has and go."""

@@ -108,7 +108,7 @@ class _Life:
         is_drained = not link.dead.done() and await self._drain(service)
         watch.cancel()
         if self._asked_twice.is_set():
-            self._crew.ask_to_stop()
+            self._crew.ask_to_stop(signal.SIGINT)
             link.die("it was told to stop at once")  # those who wait for answers hear of it
             return 128 + self._signals[-1]
         if is_drained:
@@ -129,7 +129,7 @@ class _Life:
 
     async def _drain(self, service: Service) -> bool:
         """Take no more requests, finish those that run, let the engine go. Return whether all that worked."""
-        self._crew.ask_to_stop()
+        self._crew.ask_to_stop(signal.SIGTERM)
         if service.num_active and not self._crew.worker:
             with suppress(OSError):  # the disk that the log is on may be full
                 print("draining; interrupt again to stop at once", file=sys.stderr, flush=True)
@@ -148,7 +148,8 @@ class _Life:
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)
-        if self._asked_to_stop.is_set():
+        # A worker beside the first may get a service manager's SIGTERM, and that with which the first one answers it.
+        if self._asked_to_stop.is_set() and not (self._crew.worker and number is signal.SIGTERM):
             self._asked_twice.set()
         self._asked_to_stop.set()
 
