@@ -102,15 +102,18 @@ def test_a_plugin_that_ends_the_process_does_not_end_it_in_silence(
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "config.json").write_text('{"architectures": ["AcmeForCausalLM"]}')
         words[1:1] = [str(tmp_path / "model")]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "tokenspeed_core.cli", "plugins", "why", *words], capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=120,
-    )
+    command = [sys.executable, "-P", "-m", "tokenspeed_core.cli", "plugins", "why", *words]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
     told = done.stdout + done.stderr
     if error == "KeyboardInterrupt":
         assert done.returncode == 130, "as for Ctrl-C, which it may have been"
         assert "interrupted while acme_ends was imported; where nobody pressed Ctrl-C it raised" in done.stderr
-        assert "`tokenspeed plugins doctor` says what goes on without it" in done.stderr
+        assert "TOKENSPEED_PLUGINS=-NAME goes without its distribution, one of `tokenspeed plugins list`" in done.stderr
+        without = {**environment, "TOKENSPEED_PLUGINS": "-acme"}
+        again = subprocess.run(command, capture_output=True, text=True, check=False, env=without, timeout=120)
+        assert again.returncode == (2 if kind == "models" else 0)
+        assert "interrupted" not in again.stderr
     elif kind == "models":
         assert done.returncode == 2
         assert "models AcmeForCausalLM of acme 1.0: acme_ends:describe fails: SystemExit: 0; `pip uninst" in done.stderr

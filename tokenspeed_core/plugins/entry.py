@@ -8,10 +8,11 @@ import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import reduce
-from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+from tokenspeed_core.plugins.selection import VARIABLE
 
 
 class Status(StrEnum):
@@ -89,10 +90,10 @@ def load_target(target: str) -> Any:
     """
     module, _, attribute = target.partition(":")
     try:
-        found = import_module(module)
+        found = importlib.import_module(module)
     except KeyboardInterrupt:
         logging.getLogger("tokenspeed.plugins").warning(
             "interrupted while %s was imported; where nobody pressed Ctrl-C it raised KeyboardInterrupt itself, and "
-            "`tokenspeed plugins doctor` says what goes on without it", module)
+            "%s=-NAME goes without its distribution, one of `tokenspeed plugins list`", module, VARIABLE)
         raise
     return reduce(getattr, filter(None, attribute.split(".")), found)
