@@ -105,6 +105,14 @@ def test_graphs_chunks_prefix_hits_and_other_numbers_of_rows_hold_chats_together
         hold_together(first, generate(eager, prompts, logprobs=TOP, ignore_eos=False))
 
 
+def test_an_engine_after_another_in_one_process_finds_the_memory_that_the_first_gave_back() -> None:
+    made = []
+    for _ in range(2):
+        with LLM(device="cuda", gpu_memory_utilization=0.5) as engine:
+            assert engine.generate("7 + 8 =", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+            made.append(engine)  # as a notebook keeps it
+
+
 def test_tokens_alone_and_together_are_equally_far_from_float32(llm: LLM, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 

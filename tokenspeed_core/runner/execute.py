@@ -172,6 +172,8 @@ class LocalRunner:
         self._launched.clear()
         self._graphs = None
         self._free_arena()
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # or the next engine's weights would lie in the arena's place, and hold all of it
 
     def _free_arena(self) -> None:
         self._arena = torch.zeros(0, dtype=torch.uint8)
