@@ -5,9 +5,10 @@ r"""Ranks attention backends by the time that a model takes with them, and write
     done > runs.jsonl
     python benchmarks/rank_attention.py runs.jsonl --capability 9.0 --write tokenspeed_kernels/rankings.py
 
-Prompts are ranked by the workload "prefill", decodes by "latency", "throughput" and "agentic", each among runs that
-differ in that phase's backend alone. Kernels by themselves (attention_backends.py) do not decide: their times know
-nothing of the steps that serving makes.
+Prompts are ranked by the workloads "prefill", "throughput" and "agentic", decodes by "latency", "throughput" and
+"agentic", each among runs that differ in that phase's backend alone. Kernels by themselves (attention_backends.py) do
+not decide: their times know nothing of the steps that serving makes, nor of a backend that waits for the device before
+each. A phase that the runs rank is written anew, with the backends of these runs alone; what they do not rank stays.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-DECIDES = {"prefill": ("prefill",), "decode": ("latency", "throughput", "agentic")}
+from tokenspeed_kernels.rankings import RANKINGS
+
+DECIDES = {"prefill": ("prefill", "throughput", "agentic"), "decode": ("latency", "throughput", "agentic")}
 TEMPLATE = '''"""Which backends are the fastest: measured, and written here, by benchmarks/rank_attention.py."""
 
 from __future__ import annotations
@@ -50,8 +53,10 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="where to write the rankings")
     arguments = parser.parse_args()
     runs = list(read(arguments.runs.read_text().splitlines()))
-    capability = tuple(map(int, arguments.capability.split(".")))
-    text = TEMPLATE.format(rankings="".join(source(phase, capability, ranked(runs, phase)) for phase in DECIDES))
+    major, minor = map(int, arguments.capability.split("."))
+    found = {(each.phase or "", each.compute_capability): each.figures for each in RANKINGS}
+    found |= {(phase, (major, minor)): figures for phase in DECIDES if (figures := ranked(runs, phase))}
+    text = TEMPLATE.format(rankings="".join(source(*key, figures) for key, figures in found.items()))
     print(text)
     if arguments.write:
         arguments.write.write_text(text)
@@ -66,7 +71,7 @@ def read(lines: Iterable[str]) -> Iterable[Run]:
             yield Run(f"{data['shape']} on {data['platform']}", data["workload"], backends, float(data["s"]))
 
 
-def ranked(runs: Iterable[Run], phase: str) -> list[tuple[str, str]]:
+def ranked(runs: Iterable[Run], phase: str) -> tuple[tuple[str, str], ...]:
     """Return (backend, its times for people) of a phase, the fastest first by the mean ratio to the best."""
     best: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     for run in runs:
@@ -82,9 +87,9 @@ def ranked(runs: Iterable[Run], phase: str) -> list[tuple[str, str]]:
             ratios[backend].append(seconds / min(times.values()))
             figures[backend][where].append(f"{workload} {seconds:.2f} s")
     order = sorted(ratios, key=lambda backend: geometric_mean(ratios[backend]))
-    return [
+    return tuple(
         (name, "; ".join(f"{where}: {', '.join(each)}" for where, each in figures[name].items())) for name in order
-    ]
+    )
 
 
 def source(phase: str, capability: tuple[int, ...], figures: Iterable[tuple[str, str]]) -> str:

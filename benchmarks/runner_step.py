@@ -1,6 +1,7 @@
 """Measures decode steps of the runner on dummy weights: step time, the host's part of it, and the device's gaps.
 
     python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 256 --context 512 --chunk 128 512
+    python benchmarks/runner_step.py qwen3-0.6b --rows 1 64 --chunk 8 --prompts 1 16 17 64
 
 Each line of output is JSON. `step_ms` is the time of a step with two in flight (what serving sees),
 `sync_ms` of one alone, `host_us` of the launching calls, `floor_ms` the bytes that a step must read (weights
@@ -40,9 +41,9 @@ def start(arguments: argparse.Namespace) -> LocalRunner:
         RunnerConfig(
             checkpoint_path="", hf_config=config, model_spec=spec, model_info=info, dtype=arguments.dtype or info.dtype,
             device=arguments.device, load_format="dummy", max_model_len=min(8192, info.max_model_len),
-            max_num_seqs=max(arguments.rows) + 1, max_num_tokens=8192, block_size=arguments.block_size,
-            enforce_eager=arguments.eager, cudagraph_capture_sizes=tuple(arguments.rows),
-            max_total_tokens=_pool_tokens(arguments),
+            max_num_seqs=max(arguments.rows) + max(arguments.prompts), max_num_tokens=8192,
+            block_size=arguments.block_size, enforce_eager=arguments.eager,
+            cudagraph_capture_sizes=tuple(arguments.rows), max_total_tokens=_pool_tokens(arguments),
         ),
         catalog,
         lambda what, done, total: None,
@@ -51,8 +52,10 @@ def start(arguments: argparse.Namespace) -> LocalRunner:
 
 def _pool_tokens(arguments: argparse.Namespace) -> int:
     """Return a pool for all rows with all their steps, and for the prompts mixed in."""
-    each: int = arguments.context + arguments.steps * (4 + len(arguments.chunk)) + 64
-    mixed: int = arguments.steps * (sum(arguments.chunk) + 1024)
+    kinds = [(chunk, prompts) for chunk in arguments.chunk for prompts in arguments.prompts]
+    each: int = arguments.context + arguments.steps * (4 + len(kinds)) + 64
+    rest = 2 * (arguments.block_size or 16)  # of a prompt's last block, and the token that it gives
+    mixed: int = (arguments.steps + 12) * sum((chunk + rest) * prompts for chunk, prompts in kinds)
     return int(max(arguments.rows)) * each + mixed
 
 
@@ -70,14 +73,16 @@ def prefilled(runner: LocalRunner, num_rows: int, context: int, temperature: flo
 
 
 def decode(
-    runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, in_flight: int, chunk: int = 0
+    runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, in_flight: int, chunk: int = 0,
+    prompts: int = 1,
 ) -> dict[str, float]:
-    """Run decode steps, each beside a new prompt of `chunk` tokens; return the mean step and the median launch."""
+    """Run decode steps, each beside new prompts of `chunk` tokens; return the mean step and the median launch."""
     plans = []
     for index in range(steps):
-        if chunk:
-            maker.add(f"chunk{index}", [index % 1000] * chunk, len(names))
-        plans.append(maker.plan(names, {f"chunk{index}": chunk} if chunk else None))
+        chunks = {f"chunk{index}.{place}": chunk for place in range(prompts if chunk else 0)}
+        for place, name in enumerate(chunks):
+            maker.add(name, [(index + place) % 1000] * chunk, len(names) + place)
+        plans.append(maker.plan(names, chunks or None))
     flying: list[StepPlan] = []
     host: list[float] = []
     begin = time.perf_counter()
@@ -127,6 +132,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--chunk", type=int, nargs="*", default=[], help="also mix in prompts of these lengths")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="so many of them in each step")
     parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes a second")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--device", default="auto")
@@ -169,13 +175,19 @@ def measure(runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, t
         "step_ms": round(both["ms"], 3), "sync_ms": round(alone["ms"], 3), "host_us": round(both["host_us"], 1),
         "tokens_per_s": round(num_rows / both["ms"] * 1e3),
         "floor_ms": round(1e3 * (weights + past) / arguments.bandwidth, 3),
-        **{f"chunk_{chunk}": _mixed(runner, maker, names, arguments.steps, chunk) for chunk in arguments.chunk},
+        **{
+            f"chunk_{chunk}" if prompts == 1 else f"chunk_{prompts}x{chunk}":
+            _mixed(runner, maker, names, arguments.steps, chunk, prompts)
+            for chunk in arguments.chunk for prompts in arguments.prompts
+        },
     }
 
 
-def _mixed(runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, chunk: int) -> dict[str, float]:
-    decode(runner, maker, names, 2, 1, chunk)
-    found = decode(runner, maker, names, steps, 2, chunk)
+def _mixed(
+    runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, chunk: int, prompts: int
+) -> dict[str, float]:
+    decode(runner, maker, names, 2, 1, chunk, prompts)
+    found = decode(runner, maker, names, steps, 2, chunk, prompts)
     return {"step_ms": round(found["ms"], 3), "host_us": round(found["host_us"], 1)}
 
 
