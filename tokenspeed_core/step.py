@@ -156,6 +156,10 @@ class StepFailed(TokenSpeedError):
     """A step that raised on the device or in a kernel; its blocks hold nothing of use."""
 
 
+class OutOfMemory(StepFailed):
+    """A step that found too little free memory, and harmed nothing: later ones may run."""
+
+
 class Runner(Protocol):
     """Executes steps in the order of their ids. `forward` and `sample` launch; `collect` waits."""
 

@@ -11,7 +11,7 @@ from tokenspeed_core.engine.pace import FIRST_CHUNK, LEAST_CHUNK, PATIENCE_SECON
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.plugins.hookspecs import StepRecord
-from tokenspeed_core.step import LateInputs, Runner, StepFailed, StepPlan, StepResult
+from tokenspeed_core.step import LateInputs, OutOfMemory, Runner, StepFailed, StepPlan, StepResult
 
 PLACES = ["forward", "sample", "collect"]
 
@@ -19,17 +19,19 @@ PLACES = ["forward", "sample", "collect"]
 class Watched:
     """A runner that notes every call, and fails where it is told to."""
 
-    def __init__(self, runner: Runner, place: str = "", steps: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, runner: Runner, place: str = "", steps: frozenset[int] = frozenset(), error: type[StepFailed] = StepFailed
+    ) -> None:
         self.calls: list[tuple[str, int]] = []
         self.most_in_flight = 0
         self.num_closed = 0
-        self._runner, self._place, self._steps = runner, place, steps
+        self._runner, self._place, self._steps, self._error = runner, place, steps, error
         self._num_in_flight = 0
 
     def _note(self, place: str, step_id: int) -> None:
         self.calls.append((place, step_id))
         if place == self._place and step_id in self._steps:
-            raise StepFailed(f"{place} of step {step_id} was made to fail")
+            raise self._error(f"{place} of step {step_id} was made to fail")
 
     def forward(self, plan: StepPlan) -> None:
         self._note("forward", plan.step_id)
@@ -58,8 +60,8 @@ class Watched:
         return sampled - {step for place, step in self.calls if place == "collect"}
 
 
-def watched(world: World, place: str = "", *steps: int) -> Watched:
-    runner = Watched(world.engine.runner, place, frozenset(steps))
+def watched(world: World, place: str = "", *steps: int, error: type[StepFailed] = StepFailed) -> Watched:
+    runner = Watched(world.engine.runner, place, frozenset(steps), error)
     world.engine.runner = runner
     return runner
 
@@ -169,6 +171,33 @@ def test_three_failed_steps_in_a_row_end_the_engine(place: str) -> None:
         world.run()
     assert isinstance(caught.value, TokenSpeedError)
     assert isinstance(caught.value.__cause__, StepFailed)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_without_memory_end_their_sequences_and_never_the_engine(place: str, depth: int) -> None:
+    world = World(depth=depth)
+    num_steps = 0
+    runner = watched(world, place, *range(2, 10 * MAX_FAILURES), error=OutOfMemory)
+    while num_steps < 10 * MAX_FAILURES:
+        world.submit(request(num_steps, [1, 2, 3], max_tokens=4))
+        world.run()
+        num_steps = max(step for _, step in runner.calls) + 1
+    world.submit(request(num_steps, [1, 2, 3], max_tokens=4))
+    world.run()
+    assert world.finish.pop(num_steps) is Finish.LENGTH
+    assert list(world.finish.values()).count(Finish.ERROR) > MAX_FAILURES
+    assert runner.left_behind() == set()
+
+
+def test_an_engine_that_is_tried_ends_with_its_first_failure_of_any_kind() -> None:
+    for error in (StepFailed, OutOfMemory):
+        world = World()
+        watched(world, "forward", 1, error=error)
+        world.engine = Engine(world.scheduler, world.engine.runner, max_failures=0)
+        world.submit(request(0, [1, 2, 3]))
+        with pytest.raises(EngineDeadError, match=r"^forward of step 1 was made to fail"):
+            world.run()
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tokenspeed_core.runner.local import LocalRunner
-from tokenspeed_core.step import BlockCopy, StepFailed, StepPlan
+from tokenspeed_core.step import BlockCopy, OutOfMemory, StepFailed, StepPlan
 from tokenspeed_core.testing.plans import PlanMaker
 from tokenspeed_core.wire import Codec, pack
 
@@ -153,6 +154,25 @@ def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(runner: LocalRunne
     result = maker.step(runner, chunks={"a": 5, "b": 4})
     assert result.num_tokens.tolist() == [0, 1]
     assert len(result.token_ids) == 1
+
+
+def test_a_step_without_memory_is_told_apart_and_the_next_one_runs(
+    runner: LocalRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little.")
+
+    maker = PlanMaker(runner.block_size)
+    maker.add("b", PROMPTS["b"], 0)
+    plan = maker.plan(chunks={"b": 4})
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._model, "logits", allocate)
+        with pytest.raises(OutOfMemory, match=r"forward failed: OutOfMemoryError: CUDA out of memory"):
+            runner.forward(plan)
+    again = PlanMaker(runner.block_size)
+    again.add("b", PROMPTS["b"], 0)
+    again.step(runner, chunks={"b": 4})
+    assert again.sequences["b"].output == expected["b"][:1]
 
 
 def test_what_a_plan_asks_beyond_this_runner_fails_the_step_and_not_the_runner(

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, PluginError
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.runner import local
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.graphs import StepGraphs
 from tokenspeed_core.runner.local import LocalRunner, build, plan_only
 from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.runner.trial import TrialLimits, kinds, largest
+from tokenspeed_core.step import OutOfMemory
 
 Make = Callable[..., RunnerConfig]
 
@@ -77,6 +80,24 @@ def test_a_checkpoint_without_weights_names_the_formats(catalog: Catalog, tiny_c
 def test_an_unknown_device_is_refused(catalog: Catalog, tiny_config: Make) -> None:
     with pytest.raises(ConfigError, match="auto, cpu, cuda"):
         build(tiny_config(device="abacus"), catalog, quiet)
+
+
+@pytest.mark.parametrize(("error", "what"), [
+    (torch.OutOfMemoryError, "the model, whose weights are 0.00 GiB as float32,"), (OutOfMemory, "the largest step"),
+], ids=["weights", "a step"])
+def test_a_start_without_memory_says_what_it_asked_for_what_is_free_and_the_flags(
+    error: type[Exception], what: str, catalog: Catalog, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **keywords: object) -> None:
+        raise error("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 139.80 GiB of which 3.00 GiB is free.")
+
+    on_cpu = local.assemble
+    monkeypatch.setattr(local, "resolve_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(local, "assemble", lambda config, catalog, device: on_cpu(config, catalog, torch.device("cpu")))
+    monkeypatch.setattr(local, "_load_weights" if error is torch.OutOfMemoryError else "LocalRunner", refuse)
+    said = rf"^{what} does not fit: .*Tried to allocate 20.00 GiB. .* of which 3.00 GiB is free; .*--\w"
+    with pytest.raises(CapacityError, match=said):
+        local.build(tiny_config(), catalog, lambda what, done, total: None)
 
 
 def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny_config: Make) -> None:

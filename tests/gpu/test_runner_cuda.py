@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tokenspeed_core.errors import CapacityError
 from tokenspeed_core.models import ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
-from tokenspeed_core.step import LateInputs, StepPlan, StepResult
+from tokenspeed_core.step import LateInputs, OutOfMemory, StepPlan, StepResult
 from tokenspeed_core.testing.plans import PlanMaker
 
 pytestmark = [
@@ -221,6 +223,52 @@ def test_serving_compiles_nothing_that_start_up_did_not(graphs: LocalRunner, eag
     finally:
         knobs.runtime.jit_post_compile_hook = None
     assert compiled == []
+
+
+@contextmanager
+def little_memory(num_bytes: int) -> Iterator[None]:
+    """Let torch allocate so many bytes more, and no others."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def what_is_left() -> Iterator[torch.Tensor]:
+    """Yield tensors until torch has none left to give, of any size."""
+    for num_bytes in (16 << 20, 2 << 20, 1 << 20, 1 << 16, 512):
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                yield torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+
+def test_a_step_without_memory_fails_alone(eager: LocalRunner) -> None:
+    expected = serve(eager, 4, 3, PARAMS[:1])
+    eager.forget()
+    maker = PlanMaker(eager.block_size)
+    names = start(maker, 4, PARAMS[:1])
+    plan = maker.plan(chunks={name: maker.sequences[name].num_prompt for name in names})
+    with little_memory(0):
+        taken = list(what_is_left())
+        with pytest.raises(OutOfMemory, match="Tried to allocate"):
+            eager.forward(plan)
+        taken.clear()
+    eager.forget()
+    assert serve(eager, 4, 3, PARAMS[:1]) == expected
+
+
+@pytest.mark.parametrize(("num_bytes", "said"), [
+    (0, "the (model|largest step).* does not fit: .*Tried to allocate .* is free; .*--"),
+    (256 << 20, "a KV cache of 0.38 GiB does not fit: .*--max-total-tokens"),
+], ids=["no room at all", "no room for the cache"])
+def test_a_start_without_memory_names_what_does_not_fit_and_the_flags(
+    make: Callable[..., LocalRunner], num_bytes: int, said: str
+) -> None:
+    with little_memory(num_bytes), pytest.raises(CapacityError, match=said):
+        make(max_total_tokens=131072, enforce_eager=True)
 
 
 def test_the_arena_is_sized_by_what_the_largest_step_leaves(make: Callable[..., LocalRunner]) -> None:

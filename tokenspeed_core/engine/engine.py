@@ -18,11 +18,11 @@ from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
 from tokenspeed_core.plugins.hookspecs import StepRecord
 from tokenspeed_core.scheduler.planning import Draft
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.step import I32, LateInputs, Runner, StepFailed, StepPlan
+from tokenspeed_core.step import I32, LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
 
 log = logging.getLogger("tokenspeed.engine")
 
-MAX_FAILURES = 3   # failed steps in a row, after which the device is given up
+MAX_FAILURES = 3   # failed steps in a row, but for those without memory, after which the device is given up
 
 
 class LateSource(Protocol):
@@ -46,8 +46,8 @@ class Engine:
         """Start idle. With `depth` 1 each step is collected before the next is planned.
 
         `observe` is told of every collected step, while the next one runs. `spares_decodes` keeps steps short
-        while sequences decode, for those who watch their tokens come. After `max_failures` failed steps in a row
-        `step` raises EngineDeadError.
+        while sequences decode, for those who watch their tokens come. After `max_failures` failed steps in a row,
+        those apart that found too little memory, `step` raises EngineDeadError; with 0 after the first of any kind.
         """
         self.scheduler, self.runner = scheduler, runner
         self.num_steps = 0
@@ -142,7 +142,7 @@ class Engine:
     def _failed(self, step_id: int, error: StepFailed) -> Outputs:
         """End the sequences of a failed step with an error; others go on."""
         log.error("%s", error, exc_info=error.__cause__)
-        self._num_failures += 1
+        self._num_failures += not isinstance(error, OutOfMemory)
         failed = self.scheduler.fail(step_id)
         if self._num_failures >= self._max_failures:
             first = f"{self._num_failures} steps in a row failed; the last: " if self._num_failures > 1 else ""

@@ -126,7 +126,7 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     scheduler = Scheduler(limits, kv, resolved.policy)
     # On the CPU a step is over when it is launched: there is nothing to run ahead of.
     depth = 1 if resolve_device(config.device).type == "cpu" else 2
-    rehearse(Engine(scheduler, runner, depth=depth, max_failures=1), max_model_len)
+    rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
     observe = Hooks.load(catalog).observer("observe_step")
     engine = Engine(scheduler, runner, depth=depth, observe=observe, spares_decodes=not is_batch)
     report = {

@@ -27,7 +27,7 @@ from tokenspeed_core.runner.rows import (
 )
 from tokenspeed_core.runner.sampler import RawLogprobs, Rows, Sampler
 from tokenspeed_core.runner.staged import BucketSize
-from tokenspeed_core.step import I64, LateInputs, StepFailed, StepPlan, StepResult
+from tokenspeed_core.step import I64, LateInputs, OutOfMemory, StepFailed, StepPlan, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -182,7 +182,8 @@ class LocalRunner:
 
     def _failed(self, step_id: int, what: str, error: Exception) -> StepFailed:
         whose = blame(error, self._assembly.selector)
-        return StepFailed(f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}")
+        kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else StepFailed
+        return kind(f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}")
 
     def _new_sampler(self) -> Sampler:
         assembly = self._assembly

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tokenspeed_core.runner.memory import GIB, DeviceBudget, pages_of_device, pa
 from tokenspeed_core.runner.platform import resolve_device
 from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.runner.trial import Trial, TrialLimits, kinds, largest
+from tokenspeed_core.step import OutOfMemory
 
 __all__ = ["LocalRunner", "RunnerConfig", "build", "plan_only"]
 
@@ -70,20 +72,22 @@ def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mappi
     }
 
 
-def _assemble_and_load(
-    config: RunnerConfig, catalog: Catalog, device: torch.device, progress: Progress
-) -> Assembly:
-    try:
+def _assemble_and_load(config: RunnerConfig, catalog: Catalog, device: torch.device, progress: Progress) -> Assembly:
+    needed = config.model_info.num_parameters * getattr(torch, config.dtype).itemsize
+    what = f"the model, whose weights are {needed / GIB:.2f} GiB as {config.dtype},"
+    with _room_for(what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"):
         assembly = assemble(config, catalog, device)
         _load_weights(assembly.model, config, catalog, progress)
-    except torch.OutOfMemoryError as error:
-        needed = config.model_info.num_parameters * getattr(torch, config.dtype).itemsize
-        free = torch.cuda.mem_get_info(device)[0]
-        raise CapacityError(
-            f"the weights are {needed / GIB:.2f} GiB as {config.dtype}, and {device} has {free / GIB:.2f} GiB "
-            "free; free the device, or take a smaller model or --dtype bfloat16"
-        ) from error
     return assembly
+
+
+@contextmanager
+def _room_for(what: str, mend: str) -> Iterator[None]:
+    """Raise CapacityError, with what was asked for, what is free and the mend, where memory is too small."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, OutOfMemory) as error:
+        raise CapacityError(f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {mend}") from error
 
 
 def _load_weights(model: Model, config: RunnerConfig, catalog: Catalog, progress: Progress) -> None:
@@ -110,23 +114,22 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
         config.max_num_seqs, config.max_num_tokens, config.max_model_len, len(config.model_info.cache_groups),
         config.model_info.vocab_size,
     )
-    runner = LocalRunner(assembly, num_pages=1)
-    budget = _measure(runner, assembly, device, largest(limits), sizes)
-    try:
-        runner.resize(_wanted_pages(assembly) or pages_of_device(assembly.pool, budget))
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"a KV cache of the size asked for does not fit: {budget.left / GIB:.2f} GiB are left for it; lower "
-            "--max-total-tokens or --kv-cache-memory, or leave them out"
-        ) from error
-    trials = tuple(kinds(limits))
-    for done, trial in enumerate(trials):
-        progress("warm-up", done, len(trials))
-        _run(runner, trial)
-    progress("warm-up", len(trials), len(trials))
-    runner.forget()
-    if sizes:
-        runner.capture(sizes, lambda done, total: progress("graphs", done, total))
+    with _room_for("the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"):
+        runner = LocalRunner(assembly, num_pages=1)
+        budget = _measure(runner, assembly, device, largest(limits), sizes)
+    pages = _wanted_pages(assembly) or pages_of_device(assembly.pool, budget)
+    what = f"a KV cache of {pages * runner.page_bytes / GIB:.2f} GiB"
+    with _room_for(what, "lower --max-total-tokens or --kv-cache-memory, or leave them out"):
+        runner.resize(pages)
+    with _room_for("what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"):
+        trials = tuple(kinds(limits))
+        for done, trial in enumerate(trials):
+            progress("warm-up", done, len(trials))
+            _run(runner, trial)
+        progress("warm-up", len(trials), len(trials))
+        runner.forget()
+        if sizes:
+            runner.capture(sizes, lambda done, total: progress("graphs", done, total))
     runner.forget()
     return runner
 
