@@ -265,15 +265,15 @@ def _verdicts(
     for kernel, reasons in judged:
         spec, fits = kernel.spec, not reasons
         if fits and kernel is not taken and taken is not None:
-            if spec.needs_compile and spec.backend not in names:
+            first = next(other for other, no in judged if not no and other.spec.backend == spec.backend)
+            if first is not kernel:
+                why = f"{first.distribution} serves this name first"
+            elif spec.needs_compile and spec.backend not in names:
                 why = "it must be compiled before the first call, so auto passes it over"
-            elif spec.backend == taken.spec.backend:
-                why = f"{taken.distribution} serves this name first"
             else:
                 why = ", ".join(filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first")))
-            is_first = _first(judged, (spec.backend,), flag, figures)[0] is kernel
             # "auto" serves the problems of the same op that this backend does not fit
-            reasons = (Reason(why, typed(flag, spec.backend, "auto") if is_first else ""),)
+            reasons = (Reason(why, typed(flag, spec.backend, "auto") if first is kernel else ""),)
         yield Verdict(spec.backend, kernel.distribution, fits, reasons)
 
 

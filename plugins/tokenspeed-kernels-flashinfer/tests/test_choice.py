@@ -75,6 +75,7 @@ def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto
     modules = compile_them(tmp_path, "80", PLAIN, "cascade")
     chosen = selector((8, 0), modules)
     assert {chosen.select_attention(problem(phase)).distribution for phase in ("prefill", "decode")} == {OURS}
+    assert "must be compiled" not in explain(chosen.plan(), "attention")
     assert chosen.select_attention(problem("decode", head_size=64)).spec.backend == "triton", "not compiled for these"
     assert selector((8, 9), modules).select_attention(problem("decode")).spec.backend == "triton", "nor for this device"
 
@@ -82,7 +83,10 @@ def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto
 def test_on_hopper_what_is_ranked_stays_before_it(tmp_path: Path) -> None:
     chosen = selector((9, 0), compile_them(tmp_path, "90a", PLAIN, f"{PLAIN}_sm90", "cascade"))
     assert {chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")} == {"triton"}
-    assert "triton comes first" in explain(chosen.plan(), "attention")
+    said = explain(chosen.plan(), "attention")
+    assert f"not flashinfer from {OURS}: triton comes first -> --attention-backend.prefill flashinfer,auto" in said
+    assert f"not flashinfer from {OURS}: {OURS} serves this name first" in said, "what is not compiled is not needed"
+    assert "must be compiled" not in said
 
 
 @pytest.mark.parametrize(
