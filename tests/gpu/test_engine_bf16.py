@@ -113,6 +113,27 @@ def test_an_engine_after_another_in_one_process_finds_the_memory_that_the_first_
             made.append(engine)  # as a notebook keeps it
 
 
+def test_chats_whose_shared_beginning_is_read_once_diverge_among_the_best_five_of_both(checkpoint: Path) -> None:
+    own = chats(checkpoint)
+    shared = [token for ids in own[:20] for token in ids][:512]
+    prompts = [shared + ids for ids in own]
+    answers = []
+    for is_shared in (True, False):
+        options = {"triton.shared_prefix": is_shared}
+        with LLM(device="cuda", gpu_memory_utilization=0.3, attention_backend="triton", backend_option=options) as made:
+            answers.append([each.outputs[0] for each in generate(made, prompts, logprobs=TOP)])
+    num_equal = 0
+    for once, apart in zip(*answers, strict=True):
+        at = divergence(once.token_ids, apart.token_ids)
+        num_equal += at is None
+        if at is not None:
+            assert once.logprobs is not None
+            assert apart.logprobs is not None
+            assert once.token_ids[at] in apart.logprobs[at]
+            assert apart.token_ids[at] in once.logprobs[at]
+    assert num_equal >= len(prompts) // 2, f"only {num_equal} of {len(prompts)} chats are the same"
+
+
 def test_tokens_alone_and_together_are_equally_far_from_float32(llm: LLM, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 

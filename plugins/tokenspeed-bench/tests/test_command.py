@@ -234,7 +234,7 @@ def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_
         if group == "fp8":
             return None, 2
         run = {"traffic": {"name": "latency", "in_len": 128, "out_len": 256}, "figures": {"ms_per_output": 4.1}}
-        slow = {"traffic": {"name": "start"}, "figures": {"s": 10.0, "first_over_median": 2.0}}
+        slow = {"traffic": {"name": "start"}, "figures": {"s": 10.0, "first_over_median": 2.0, "event_share": 0.98}}
         return {"kind": "offline", "shape": "qwen3-8b", "device": "NVIDIA H200", "runs": [run, slow]}, 0
 
     monkeypatch.setattr(rows, "measure_group", measure_group)
@@ -245,6 +245,7 @@ def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_
     assert "must" in next(line for line in said.splitlines() if "latency" in line)
     assert "ended with status 2" in said
     assert "not kept: qwen3-8b start: the first request's token took 2.00 times the median, must be 1.5" in said
+    assert "not kept: qwen3-8b start: events for 98.0 % of tokens, must be 99 %" in said
     assert "measured on" not in said
     result = json.loads(path.read_text())
     (latency,) = [row for row in result["rows"] if row["row"] == "qwen3-8b latency"]

@@ -59,6 +59,22 @@ def test_a_result_says_what_is_needed_to_trust_it_and_never_the_key() -> None:
     assert "secret" not in json.dumps(result)
 
 
+def test_versions_are_those_of_every_plugin_and_of_the_vendors_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, script = "[tokenspeed.kernels.attention]\nacme = acme_flash:SPEC\n", "[console_scripts]\na = b:c\n"
+    for name, entries in (("acme_flash", kernels), ("flashinfer_python", ""), ("acme_else", script)):
+        folder = tmp_path / f"{name}-1.2.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        (folder / "entry_points.txt").write_text(entries)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = results.versions()
+    assert {name: found.get(name) for name in ("acme-flash", "flashinfer-python", "acme-else")} == {
+        "acme-flash": "1.2", "flashinfer-python": "1.2", "acme-else": None,
+    }
+
+
 def test_a_fused_op_whose_parts_run_adds_no_backend() -> None:
     result = results.new("offline", "m", None, {})
     parts = [{"family": "cache", "backend": name} for name in ("", "torch")]

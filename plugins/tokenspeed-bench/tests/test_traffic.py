@@ -61,6 +61,16 @@ def test_agents_keep_to_their_shape() -> None:
         assert all(turn.pause > 0 for turn in session.turns[1:])
 
 
+def test_agents_are_by_default_what_coding_agents_send() -> None:
+    traffic = agents(AgentShape())
+    assert {session.turns[0].end for session in traffic.sessions} == {50_000}
+    grown = [b.end - a.end for each in traffic.sessions for a, b in zip(each.turns, each.turns[1:], strict=False)]
+    assert set(grown) == {800}
+    assert {len(session.turns) for session in traffic.sessions} <= set(range(10, 16))
+    pauses = sorted(turn.pause for session in traffic.sessions for turn in session.turns[1:])
+    assert pauses[len(pauses) // 2] < 5 < 30 < pauses[-1], "most are a tool's, some a person's"
+
+
 def test_half_the_pause_scale_halves_the_pauses_and_changes_no_token() -> None:
     whole, half = (agents(AgentShape(2, 50, 10, 5, 3, pause_scale=scale)) for scale in (1.0, 0.5))
     for a, b in zip(whole.sessions, half.sessions, strict=True):

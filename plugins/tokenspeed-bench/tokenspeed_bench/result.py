@@ -18,8 +18,11 @@ from tokenspeed_bench.anchors import rows_of
 from tokenspeed_bench.errors import BenchError
 
 SCHEMA = 1
-LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "pydantic", "uvicorn", "pyzmq")
-OURS = "tokenspeed-"
+LIBRARIES = (
+    "torch", "triton", "numpy", "tokenizers", "pydantic", "uvicorn", "pyzmq", "flashinfer-python",
+    "flashinfer-jit-cache", "flash-attn-3", "sgl-deep-gemm", "deep-gemm",
+)
+OURS, GROUPS = "tokenspeed-", "tokenspeed."
 SECRETS = ("api_key",)
 SECONDS_TO_ASK = 10  # for the programs that know the device and the commit
 
@@ -102,11 +105,12 @@ def read(path: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of our distributions and of the libraries that matter."""
+    """Return the versions of Python, of our distributions and all other plugins, and of the libraries that matter."""
     found = {"python": platform.python_version()}
     for distribution in importlib.metadata.distributions():
         name = str(distribution.metadata["Name"]).lower().replace("_", "-")
-        if name.startswith(OURS) or name in LIBRARIES:
+        is_plugin = any(entry.group.startswith(GROUPS) for entry in distribution.entry_points)
+        if is_plugin or name.startswith(OURS) or name in LIBRARIES:
             found.setdefault(name, distribution.version)
     return dict(sorted(found.items()))
 
