@@ -1,0 +1,95 @@
+"""What share of a decode step the engine's thread works: plan, launches, copies, `prepare`, apply, packed message.
+
+    python benchmarks/engine_share.py --shape qwen3-0.6b --rows 1 64 256
+
+The rest of a step the thread waits for the device's tokens, which is what is taken off. Below 1 the device sets the
+pace; what is left of the thread serves arrivals. To stay under: 0.6 at 1 sequence of qwen3-0.6b on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from host_step import NO_INT, request
+from tokenspeed_bench.shapes import SHAPES, write
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.launch import discover, resolve, start
+from tokenspeed_core.runner import link
+from tokenspeed_core.testing.explain import backends
+from tokenspeed_core.wire import pack
+
+NUM_WARM = 64  # steps before the first that counts
+TARGETS = {1: 0.6}
+
+
+class Waits:
+    """Counts the seconds that fetches wait for the device."""
+
+    def __init__(self) -> None:
+        """Stand before what a fetch calls."""
+        self.seconds = 0.0
+        self._fetch = link._wait
+        link._wait = self._wait
+
+    def _wait(self, event: Any, parts: Any) -> Any:
+        begin = time.perf_counter()
+        event.synchronize()
+        self.seconds += time.perf_counter() - begin
+        return self._fetch(event, parts)
+
+
+def measure(engine: Engine, num_rows: int, context: int, num_steps: int, waits: Waits) -> dict[str, Any]:
+    """Return the mean step of so many decoding sequences and what of it the thread works, in microseconds."""
+    for i in range(num_rows):
+        endless = replace(request(i + 1, context, num_steps + num_rows + 4 * NUM_WARM), stop_token_ids=NO_INT)
+        refused = engine.submit(endless)
+        assert refused is None, refused
+    while engine.scheduler.roster.num_running < num_rows or len(engine.scheduler.rows.prefilling()):
+        engine.step()
+    for _ in range(NUM_WARM):
+        engine.step()
+    begin, waited = time.perf_counter(), waits.seconds
+    for _ in range(num_steps):
+        for outputs in engine.step():
+            pack(outputs)
+    step = (time.perf_counter() - begin) / num_steps
+    works = step - (waits.seconds - waited) / num_steps
+    engine.abort(range(1, num_rows + 1))
+    while engine.has_work:
+        engine.step()
+    return {"rows": num_rows, "context": context, "step_us": round(1e6 * step, 1), "engine_us": round(1e6 * works, 1),
+            "share": round(works / step, 3), "target": TARGETS.get(num_rows)}
+
+
+def main() -> None:
+    """Measure every number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="dummy weights of a known model; none: the demo")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--flags", type=json.loads, default={}, help="more keywords, as of LLM, as JSON")
+    arguments = parser.parse_args()
+    waits = Waits()
+    with tempfile.TemporaryDirectory() as folder:
+        shape = arguments.shape
+        made = {"model": str(write(shape, Path(folder))), "load_format": "dummy"} if shape else {}
+        config = Config.from_keywords(**made, **arguments.flags)
+        catalog = discover(config)
+        started = start(resolve(config, catalog), catalog, lambda what, done, total: None)
+    print(json.dumps({"platform": started.kernel_plan.platform, "backends": backends(started.kernel_plan)}), flush=True)
+    for num_rows in arguments.rows:
+        print(json.dumps(measure(started.engine, num_rows, arguments.context, arguments.steps, waits)), flush=True)
+    started.engine.close()
+
+
+if __name__ == "__main__":
+    main()
