@@ -51,7 +51,7 @@ class KeepsWhatItSawFirst(TorchAttention):
 
     def prepare(self, step: AttentionStep) -> None:
         super().prepare(step)
-        self._pieces = self._seen.setdefault(step.num_rows, self._pieces)
+        self._batches = self._seen.setdefault(step.num_rows, self._batches)
 
 
 class KeepsTheBlocks(TorchAttention):
@@ -82,7 +82,7 @@ class SpendsItsPlan(TorchAttention):
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         super().forward(q, k_cache, v_cache, out)
-        self._pieces = []
+        self._batches = []
 
 
 class LeavesPaddingRows(TorchAttention):
