@@ -312,8 +312,9 @@ installs it, and runs the commands; a test does so again and fails when a messag
 frames, for seconds, and for the rest of a long line. Of what lists all backends or plugins, only what speaks of this
 one is shown.
 
-What holds for all of them: a plugin that nobody asked for is left out, and said to be; one that was asked for by name
-ends the start with one line that says whose it is and what goes on without it. `tokenspeed plugins doctor` works in
+What holds for all of them: a plugin that cannot be loaded and that nobody asked for is left out, and said to be; one
+that was asked for by name, one that selection took and that then fails, and two that claim one name end the start with
+one line that says whose it is and what goes on without it. `tokenspeed plugins doctor` works in
 each of these states, and so it does where `TOKENSPEED_PLUGINS_LOCK` names a lock that is not met: it then imports
 nothing, and says what is not as locked.
 """

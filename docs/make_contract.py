@@ -25,6 +25,7 @@ PATH = Path(__file__).with_name("contract.json")
 CORE = "tokenspeed_core.api"
 TESTING = "tokenspeed_core.testing"
 SUITES = ("distribution.Distribution", "kernel.Kernel", "model.Model", "parser.Parser", "policy.Policy")
+LAYERS_BESIDE = tuple(f"tokenspeed_models.{each}" for each in ("config", "describe", "placement", "weights", "testing"))
 OPS_OF = {"tokenspeed-kernels-blackwell": "tokenspeed_kernels_blackwell.contracts"}  # besides TokenSpeed's own
 Signatures = dict[str, str]
 
@@ -91,6 +92,15 @@ def defined(path: Path) -> list[str]:
     return [name for name in names if not name.startswith("_") and not name.endswith("_API")]
 
 
+def layers() -> Signatures:
+    """Return what `LAYERS_API` covers."""
+    found = named("tokenspeed_models.layers")
+    for module in map(import_module, LAYERS_BESIDE):
+        for key in defined(Path(module.__file__ or "")):
+            found |= dict(described(f"{module.__name__}.{key}", getattr(module, key)))
+    return found
+
+
 def ops_of(distribution: str) -> Signatures:
     """Return what `OPS_API` covers in a distribution that brings ops."""
     from tokenspeed_core.plugins.catalog import Catalog
@@ -120,7 +130,7 @@ def surfaces() -> Mapping[str, tuple[str, Callable[[], Signatures]]]:
         CORE: (API_VERSION, core),
         "tokenspeed_core.commands": (str(COMMANDS_API), commands),
         TESTING: (str(TESTING_API), testing),
-        "tokenspeed_models.layers": (str(LAYERS_API), partial(named, "tokenspeed_models.layers")),
+        "tokenspeed_models.layers": (str(LAYERS_API), layers),
         **ops,
     }
 

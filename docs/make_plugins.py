@@ -29,6 +29,7 @@ from tokenspeed_core.testing.kernel import KernelConformance
 from tokenspeed_core.testing.model import ModelConformance
 from tokenspeed_core.testing.parser import ParserConformance
 from tokenspeed_core.testing.policy import PolicyConformance
+from tokenspeed_models import layers as model_layers
 
 FOLDER = Path(__file__).parent
 HEAD = FOLDER / "plugins.head.md"
@@ -42,7 +43,8 @@ def page() -> str:
     head = HEAD.read_text(encoding="utf-8")
     for word, text in filled.items():
         head = head.replace(word, text)
-    sections = [*kernels(ours), *kinds(), *unused(), *hooks(), *commands(), *kit(), *programs(), *matrix(ours)]
+    told_of = [*kernels(ours), *kinds(), *unused(), *hooks()]
+    sections = [*told_of, *commands(), *layers(), *kit(), *programs(), *matrix(ours)]
     return "\n".join([head, *overview(), *sections]).rstrip() + "\n"
 
 
@@ -162,6 +164,19 @@ Provisional, `COMMANDS_API` {COMMANDS_API}. Its parts are apart so that a comman
         module = import_module(name)
         listed = [each for each in module.__all__ if not each.endswith("_API")]
         yield from told(name, module, listed)
+
+
+def layers() -> Iterator[str]:
+    """Yield what a model family may build on besides the api."""
+    yield f"""## For models: `tokenspeed_models`
+
+Provisional, `LAYERS_API` {model_layers.LAYERS_API}. What decoders share, from reading their configuration to their
+tests; a family may do without.
+"""
+    listed = [each for each in model_layers.__all__ if not each.endswith("_API")]
+    yield from told(model_layers.__name__, model_layers, listed)
+    for module in map(import_module, contract.LAYERS_BESIDE):
+        yield from told(module.__name__, module, contract.defined(Path(module.__file__ or "")))
 
 
 def programs() -> Iterator[str]:

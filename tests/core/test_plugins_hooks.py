@@ -135,11 +135,14 @@ def test_a_module_with_an_unknown_hook_is_left_out_and_ends_a_strict_start(
         Hooks.load(catalog(strict=True))
 
 
-def test_an_observer_that_fails_is_switched_off_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no disk"), SystemExit("no disk")])
+def test_an_observer_that_fails_is_switched_off_and_the_others_go_on(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     seen: list[StepRecord] = []
 
     def fail(record: StepRecord) -> None:
-        raise RuntimeError("no disk")
+        raise error
 
     hooks = registered(bad=plugin(observe_step=fail), good=plugin(observe_step=lambda record: seen.append(record)))
     observe = hooks.observer("observe_step")

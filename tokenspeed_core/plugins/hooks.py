@@ -100,7 +100,7 @@ class Hooks:
         for name, manager in list(self._managers.items()):
             try:
                 getattr(manager.hook, hook)(record=record)
-            except Exception as error:  # an observer may raise anything, and must not harm what it observes
+            except (Exception, SystemExit) as error:  # whatever it raises must not harm what it observes
                 self._switch_off(name, hook, error)
 
     def _switch_off(self, name: str, hook: str, error: BaseException, *, is_start: bool = False) -> None:

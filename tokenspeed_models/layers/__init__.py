@@ -18,7 +18,7 @@ from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.parts import build_of_part
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 
-LAYERS_API = 6
+LAYERS_API = 7
 
 __all__ = [
     "LAYERS_API",

@@ -113,7 +113,7 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
         for key, value in planned.options:
             yield f"           --backend-option {planned.backend}.{key}={value}"
         for verdict in planned.verdicts:
-            if verdict.reasons:
+            if verdict.reasons or (verdict.fits and not planned.backend):
                 yield f"  {'fits ' if verdict.fits else 'cannot'} {verdict.backend} from {verdict.distribution}"
                 yield from _reasons(verdict)
     if outside:
