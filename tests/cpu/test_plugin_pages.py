@@ -13,10 +13,13 @@ from types import ModuleType
 
 import pytest
 
+from tokenspeed_core import api
+
 pytestmark = pytest.mark.tree
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+LAYERS = "tokenspeed_models.layers"
 REQUIREMENTS = (DOCS / "plugin-requirements.md").read_text()
 ROW = re.compile(r"^\| (S?\d+) \| (.+?) \| (met|partly|not|otherwise)\b(.*) \|$", re.MULTILINE)
 TEST = re.compile(r"`((?:tests|plugins)/[\w/.-]+\.py)::(\w+)`")
@@ -43,8 +46,9 @@ def test_the_page_of_kinds_is_current() -> None:
 
 
 def test_the_directory_has_every_plugin_of_this_tree_in_its_version_and_none_that_fails() -> None:
-    rows = re.findall(r"^\| \[([\w-]+)\]\((.+?)\) ([\d.]+): .*? \| .*? \| (\d+) \| (\d+) \|",
-                      (DOCS / "plugin-directory.md").read_text(), re.MULTILINE)
+    page = (DOCS / "plugin-directory.md").read_text()
+    assert f"(api {api.API_VERSION})" in page, "run python docs/make_directory.py"
+    rows = re.findall(r"^\| \[([\w-]+)\]\((.+?)\) ([\d.]+): .*? \| .*? \| (\d+) \| (\d+) \|", page, re.MULTILINE)
     paths = [*ROOT.glob("tokenspeed_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
     wanted = {path.parent.name.replace("_", "-"): path.parent for path in paths if "core" not in path.parent.name}
     linked = {name: DOCS.joinpath(link).resolve() for name, link, *_ in rows}
@@ -55,13 +59,14 @@ def test_the_directory_has_every_plugin_of_this_tree_in_its_version_and_none_tha
 
 
 def public_names() -> list[str]:
-    """Return every name that a stranger may import: the api's, the core's own, the commands' and the kit's."""
+    """Return every name that a stranger may import: the api's, the core's own, the commands', layers' and the kit's."""
     contract = maker("make_contract")
-    modules = ("tokenspeed_core.api", "tokenspeed_core", *contract.modules("tokenspeed_core.commands"))
+    modules = ("tokenspeed_core.api", "tokenspeed_core", LAYERS, *contract.modules("tokenspeed_core.commands"))
     listed = [name for module in modules for name in importlib.import_module(module).__all__]
-    kit = [Path(importlib.import_module(name).__file__ or "") for name in contract.modules("tokenspeed_core.testing")]
-    versions = {"API_VERSION", "COMMANDS_API"}
-    return sorted({*listed, *(name for path in kit for name in contract.defined(path))} - versions)
+    whole = (*contract.modules("tokenspeed_core.testing"), *contract.LAYERS_BESIDE)
+    files = [Path(importlib.import_module(name).__file__ or "") for name in whole]
+    versions = {"API_VERSION", "COMMANDS_API", "LAYERS_API"}
+    return sorted({*listed, *(name for path in files for name in contract.defined(path))} - versions)
 
 
 @pytest.mark.parametrize("name", public_names())
