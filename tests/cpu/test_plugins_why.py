@@ -140,6 +140,7 @@ def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reas
     assert said.err.endswith("on CPU: --attention-backend asks for triton\n")
     assert "runs   nothing: nothing that was asked for fits\n           -> --attention-backend torch\n" in said.out
     assert "cannot triton from tokenspeed-kernels\n           it runs on cuda, and the device is cpu" in said.out
+    assert "  fits  torch from tokenspeed-kernels\n" in said.out
 
 
 def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def _share(size: int, programs: int, most: int) -> int:
 
 def _split(size: int, turn: int, most: int) -> int:
     """Return how many programs share a sum over `size` features in whole turns: at most `most`."""
-    return next(split for split in (4, 2, 1) if split <= max(1, most) and size % (split * turn) == 0)
+    return next(split for split in (4, 2, 1) if split <= most and size % (split * turn) == 0)
 
 
 def between_attention(problem: Problem) -> BetweenAttention:
