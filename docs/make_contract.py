@@ -1,8 +1,9 @@
 """Write docs/contract.json: every public signature, by surface, beside the version that says when it changed.
 
 A surface whose signatures are not those of its version is refused: an addition raises the version's minor, and what
-would break a plugin raises its major (a surface with a single number: any change raises it). So is a deprecation that
-does not last for its two minors of tokenspeed-core, or that outlasts them.
+would break a plugin raises its major (a surface with a single number: any change raises it). Of an op's tolerances, a
+wider one is an addition and a tighter one a break: a kernel that kept to the old may fail the new. Refused, too, is a
+deprecation that does not last for its two minors of tokenspeed-core, or that outlasts them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ TESTING = "tokenspeed_core.testing"
 SUITES = ("distribution.Distribution", "kernel.Kernel", "model.Model", "parser.Parser", "policy.Policy")
 LAYERS_BESIDE = tuple(f"tokenspeed_models.{each}" for each in ("config", "describe", "placement", "weights", "testing"))
 OPS_OF = {"tokenspeed-kernels-blackwell": "tokenspeed_kernels_blackwell.contracts"}  # besides TokenSpeed's own
+TOLERANCE = " tolerance of "  # in the name of a number that may grow in a minor: what kept to it before still does
 Signatures = dict[str, str]
 
 
@@ -112,9 +114,15 @@ def ops_of(distribution: str) -> Signatures:
 
 
 def contracts(ops: Iterable[Any]) -> Signatures:
-    """Return what op contracts say."""
+    """Return what op contracts say, and how far from the reference a kernel may be."""
     said = ("family", "signature", "axes", "mutates", "rows", "parts", "errors")
-    return {f"op {op.name}.{field}": str(getattr(op, field)) for op in ops for field in said}
+    found: Signatures = {}
+    for op in ops:
+        found |= {f"op {op.name}.{field}": str(getattr(op, field)) for field in said}
+        for each in op.tolerances:
+            found |= {f"op {op.name}.{part}{TOLERANCE}{each.dtype}": str(getattr(each, part))
+                      for part in ("relative", "absolute")}
+    return found
 
 
 def surfaces() -> Mapping[str, tuple[str, Callable[[], Signatures]]]:
@@ -189,13 +197,18 @@ def digest(signatures: Signatures) -> str:
 
 def broken(before: Signatures, after: Signatures) -> list[str]:
     """Return what a plugin written for `before` may stumble over in `after`."""
-    gone = [name for name, text in before.items() if after.get(name) != text]
+    gone = [name for name, text in before.items() if after.get(name) != text and not is_wider(name, text, after)]
     demands = [
         name for name, text in after.items()
         if name not in before and name.endswith(")") and "=" not in text and "*" not in text
         and name.partition("(")[0] in before
     ]
     return [*gone, *demands]
+
+
+def is_wider(name: str, text: str, after: Signatures) -> bool:
+    """Say whether a name is a tolerance that is larger than it was: every kernel that kept to it still does."""
+    return TOLERANCE in name and name in after and float(after[name]) > float(text)
 
 
 def misversioned(old: Mapping[str, Any], version: str, signatures: Signatures) -> str:
@@ -205,7 +218,8 @@ def misversioned(old: Mapping[str, Any], version: str, signatures: Signatures) -
         return ""
     changed = broken(old.get("signatures", {}), signatures)
     if said is not None:
-        added = sorted(signatures.keys() - old["signatures"].keys())
+        added = sorted(name for name, text in signatures.items()
+                       if old["signatures"].get(name) != text and name not in changed)
         return f"version {version} is another contract; raise it for: {', '.join([*changed, *added])}"
     last = list(old.get("versions", {"0": ""}))[-1]
     if changed and "." in version and version.split(".")[0] == last.split(".")[0]:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 import tomllib
+from dataclasses import replace
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,9 @@ import pytest
 from pydantic import BaseModel
 
 from tokenspeed_core import __version__, api
+from tokenspeed_core.api import DOTS
+from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.deprecations import DEPRECATED, Deprecation
 
@@ -121,6 +125,40 @@ def test_an_addition_asks_for_a_minor_and_a_break_for_a_major(
     complaint = contract.misversioned(old, version, after)
     assert said in complaint
     assert bool(said) == bool(complaint)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "version", "said"),
+    [
+        ("relative", 1e-2, "1.1", "a new major after 1.0: op mine.relative tolerance of float32"),
+        ("absolute", 0.0, "1.1", "a new major after 1.0: op mine.absolute tolerance of float32"),
+        ("absolute", 0.0, "1.0", "raise it for: op mine.absolute tolerance of float32"),
+        ("absolute", 0.0, "2.0", ""),
+        ("relative", 5e-2, "1.0", "raise it for: op mine.relative tolerance of float32"),
+        ("relative", 5e-2, "1.1", ""),
+    ],
+)
+def test_a_tighter_tolerance_asks_for_a_major_and_a_wider_one_for_a_minor(
+    contract: ModuleType, part: str, value: float, version: str, said: str
+) -> None:
+    (first, *_), op = DOTS, common_ops()["greedy"]
+    told = replace(op, name="mine", tolerances=(replace(first, relative=2e-2, absolute=2e-2),))
+    changed = replace(told, tolerances=(replace(told.tolerances[0], **{part: value}),))
+    before, after = contract.contracts([told]), contract.contracts([changed])
+    old = {"version": "1.0", "versions": {"1.0": contract.digest(before)}, "signatures": before}
+    complaint = contract.misversioned(old, version, after)
+    assert said in complaint
+    assert bool(said) == bool(complaint)
+    assert "new major" in contract.misversioned(old, "1.1", contract.contracts([replace(told, tolerances=())]))
+
+
+def test_the_tolerances_of_every_op_of_this_tree_are_recorded() -> None:
+    recorded = {name for surface in RECORDED.values() for name in surface["signatures"]}
+    ops = installed_ops(Catalog.discover(Selection()))
+    wanted = {f"op {op.name}.{part} tolerance of {each.dtype}" for op in ops.values() for each in op.tolerances
+              for part in ("relative", "absolute")}
+    assert len(wanted) > 100
+    assert wanted - recorded == set()
 
 
 def test_what_is_deprecated_is_recorded_and_in_its_two_minors(contract: ModuleType) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tokenspeed_core.api import DOTS, OpContract, Quantization, Tolerance
 
-OPS_API = 1
+OPS_API = 2
 
 _REFERENCE, _INPUTS = "tokenspeed_kernels_blackwell.reference", "tokenspeed_kernels_blackwell.inputs"
 _ROWS = {"size": "elements of a row, N, a multiple of 32"}
