@@ -102,7 +102,7 @@ installation has; plugins bring more, such as those of block-scaled operands and
 """
     for op in sorted(installed_ops(catalog).values(), key=lambda op: (op.family, op.name)):
         axes = "; ".join(f"`{axis}` {meaning}" for axis, meaning in op.axes.items())
-        worst = ", ".join(f"{t.dtype} {t.relative:g}" for t in op.tolerances)
+        worst = ", ".join(f"{t.dtype} {t.absolute:g} + {t.relative:g} |ref|" for t in op.tolerances)
         notes = [f"in place: {', '.join(op.mutates)}"] if op.mutates else []
         notes += [f"fused of {' + '.join(op.parts)}"] if op.parts else []
         yield f"- **`{op.name}`** ({op.family}): `{op.signature}`  \n  axes: {axes}  \n  tolerance: {worst}" + (

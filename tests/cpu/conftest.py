@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tokenspeed_core.api import Capability, KernelSpec
 from tokenspeed_core.models import ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
+from tokenspeed_core.testing.kernel import KernelConformance
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers that stand beside the tests
 sys.path.append(str(Path(__file__).parents[2] / "docs"))  # and what makes the pages
@@ -24,6 +27,21 @@ TINY = {
     "vocab_size": 97, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "float32",
 }
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelConformance]:
+    """Return a maker of suites whose kernel is a factory of the test; keywords are what its spec says it can do."""
+
+    def make(op: str, factory: Any, **capability: Any) -> KernelConformance:
+        module = ModuleType("kernel_under_test")
+        module.factory = factory  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "kernel_under_test", module)
+        said = Capability(**{"platforms": ("cpu",), "dtypes": ("float32", "bfloat16"), **capability})
+        spec = KernelSpec(op, "acme/mine", said, load="kernel_under_test:factory")
+        return type("Mine", (KernelConformance,), {"spec": spec})()
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tokenspeed_core.kernels.attention import AttentionFactory, AttentionKernel, AttentionProblem
+from tokenspeed_core.kernels.attention import AttentionFactory, AttentionKernel, AttentionLimits, AttentionProblem
 from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.testing.conformance import labelled
+from tokenspeed_core.testing.guards import guarded
 from tokenspeed_core.testing.replays import replays
 from tokenspeed_core.testing.scenes import Rows, Scene, limits_of, make_scene
 from tokenspeed_core.testing.shapes import kv_dtypes
+from tokenspeed_core.testing.waits import nothing_waits
 
 __all__ = [
     "Rows", "Scene", "attend", "attends", "attends_once", "attention_problems", "check_attention",
-    "ignores_other_rows", "limits_of", "make_scene",
+    "ignores_other_rows", "limits_of", "make_scene", "never_waits", "serves_layers_and_steps",
 ]
 
 PREFILL_ROWS = (
@@ -77,26 +80,56 @@ def check_attention(
                 step = replace(scene.step, host_query_start=None, host_seq_lens=None)
                 attends(kernel, problem, replace(scene, step=step), rows)
             runs += 1
+        serves_layers_and_steps(factory, problem, device, kinds[1:3])
         if "graph_safe" in spec.capability.features and device.type == "cuda":
             replays(spec, problem, device)
     return runs
 
 
 def attends(kernel: AttentionKernel, problem: AttentionProblem, scene: Scene, rows: Rows) -> None:
-    """Compare a backend with the formula on a scene, its output poisoned before."""
-    found = attend(kernel, scene)
-    tolerance = common_ops()["attention"].tolerance(problem.dtype)
+    """Compare a backend with the formula on a scene, its output poisoned before; and all else with before."""
+    given, guards = guarded({
+        "q": scene.q, "k_cache": scene.k_cache, "v_cache": scene.v_cache, "out": _unwritten(scene.q),
+        **{name: getattr(scene.step, name) for name in ("query_start", "seq_lens", "block_table")},
+    })
+    q, k_cache, v_cache, found = (given.pop(name) for name in ("q", "k_cache", "v_cache", "out"))
+    kernel.prepare(replace(scene.step, **given))
+    kernel.forward(q, k_cache, v_cache, found)
+    for guard in guards:
+        guard.check(f"{problem}, {rows}", ("out",))
     num_real = sum(n for n, length in zip(rows.num_queries, rows.seq_lens, strict=True) if length)
     assert not found[: sum(rows.num_queries)].isnan().any(), f"{problem}, {rows}: NaN, or unwritten rows"
-    torch.testing.assert_close(
-        found[:num_real].to(torch.float32), scene.expected[:num_real],
-        rtol=tolerance.relative, atol=tolerance.absolute, msg=labelled(f"{problem}, {rows}"),
-    )
+    _agree(f"{problem}, {rows}", problem, found[:num_real], scene.expected[:num_real])
+
+
+def serves_layers_and_steps(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device, kinds: Iterable[Rows]
+) -> None:
+    """Give one backend several steps in turn, each of two layers, and compare with backends that see one layer alone.
+
+    The queries of the second layer are those of the first in another order.
+    """
+    scenes = [make_scene(problem, rows, device, seed=seed) for seed, rows in enumerate(kinds)]
+    limits = AttentionLimits(**{
+        each.name: max(getattr(limits_of(scene), each.name) for scene in scenes) for each in fields(AttentionLimits)
+    })
+    kernel = factory(problem, limits, device)
+    steps = []
+    for scene in scenes:
+        layers = (scene, replace(scene, q=scene.q.flip(0)))
+        steps.append([(layer, attend(factory(problem, limits_of(layer), device), layer)) for layer in layers])
+    for step in (*steps, *steps):
+        kernel.prepare(step[0][0].step)
+        found = [_unwritten(layer.q) for layer, _ in step]
+        for out, (layer, _) in zip(found, step, strict=True):
+            kernel.forward(layer.q, layer.k_cache, layer.v_cache, out)
+        for out, (_, alone) in zip(found, step, strict=True):
+            _agree(f"{problem}: a layer of one of several steps, beside another", problem, out, alone)
 
 
 def attend(kernel: AttentionKernel, scene: Scene) -> Tensor:
     """Prepare and run one layer over a scene, into NaN; return the output."""
-    out = torch.full_like(scene.q, float("nan"), memory_format=torch.contiguous_format)
+    out = _unwritten(scene.q)
     kernel.prepare(scene.step)
     kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
     return out
@@ -109,17 +142,40 @@ def attends_once(factory: AttentionFactory, problem: AttentionProblem, device: t
 
 
 def ignores_other_rows(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
-    """Compare the bits of a step's last row with those that it has alone, and with those of a second run."""
+    """Compare the bits of each of a step's rows with those that it has alone, and with those of a second run."""
     rows = Rows((1, 1, 1), (70, 9, 41)) if problem.phase == "decode" else Rows((5, 12, 9), (40, 12, 33))
     scene = make_scene(problem, rows, device, seed=0)
-    step, num = scene.step, rows.num_queries[-1]
-    alone = replace(
-        step, num_rows=1, num_tokens=num, max_num_query=num, max_seq_len=rows.seq_lens[-1],
-        query_start=step.query_start[-2:] - step.query_start[-2], seq_lens=step.seq_lens[-1:],
-        block_table=step.block_table[-1:], host_query_start=(0, num), host_seq_lens=rows.seq_lens[-1:],
-    )
+    step = scene.step
     kernel = factory(problem, limits_of(scene), device)
-    together, again = attend(kernel, scene)[-num:], attend(kernel, scene)[-num:]
-    single = attend(kernel, replace(scene, step=alone, q=scene.q[-num:]))
+    together, again = attend(kernel, scene), attend(kernel, scene)
     assert torch.equal(together, again), f"{problem}: the same step gave other bits the second time"
-    assert torch.equal(together, single), f"{problem}: a row depends on the others"
+    for row, (first, last) in enumerate(pairwise(step.host_query_start or ())):
+        num, length = last - first, rows.seq_lens[row]
+        alone = replace(
+            step, num_rows=1, num_tokens=num, max_num_query=num, max_seq_len=length,
+            query_start=step.query_start[row : row + 2] - first, seq_lens=step.seq_lens[row : row + 1],
+            block_table=step.block_table[row : row + 1], host_query_start=(0, num), host_seq_lens=(length,),
+        )
+        single = attend(kernel, replace(scene, step=alone, q=scene.q[first:last]))
+        assert torch.equal(together[first:last], single), f"{problem}: a row depends on the others"
+
+
+def never_waits(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
+    """Watch a layer on the CPU for what would wait for a device; a step's preparation may."""
+    rows = DECODE_ROWS[2] if problem.phase == "decode" else PREFILL_ROWS[1]
+    scene = make_scene(problem, rows, device, seed=0)
+    kernel = factory(problem, limits_of(scene), device)
+    kernel.prepare(scene.step)
+    with nothing_waits(str(problem)):
+        kernel.forward(scene.q, scene.k_cache, scene.v_cache, _unwritten(scene.q))
+
+
+def _unwritten(q: Tensor) -> Tensor:
+    return torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+
+
+def _agree(case: str, problem: AttentionProblem, found: Tensor, expected: Tensor) -> None:
+    tolerance = common_ops()["attention"].tolerance(problem.dtype)
+    torch.testing.assert_close(
+        found.float(), expected.float(), rtol=tolerance.relative, atol=tolerance.absolute, msg=labelled(case)
+    )

@@ -37,7 +37,7 @@ def cells(spec: KernelSpec, contract: OpContract, *, pairs_only: bool) -> Iterat
         problem = {key: value for part in chosen.values() for key, value in part}
         if contract.name == "attention":
             problem["scale"] = problem["head_size"] ** -0.5
-        if problem not in seen and _is_sensible(problem) and not any(problem_refusals(spec.capability, problem)):
+        if problem not in seen and is_sensible(problem) and not any(problem_refusals(spec.capability, problem)):
             seen.append(problem)
             yield problem
 
@@ -147,7 +147,7 @@ def _neighbours(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({each for size in sizes for each in (size - 1, size + 1) if each > 0}))
 
 
-def _is_sensible(problem: Problem) -> bool:
+def is_sensible(problem: Problem) -> bool:
     """Say whether a problem means anything: corners may contradict the shape that they were put into."""
     return bool(
         problem.get("top_k", 0) <= problem.get("num_experts", problem.get("top_k", 0))

@@ -11,20 +11,22 @@ from unittest import SkipTest
 
 import torch
 
-from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem
-from tokenspeed_core.kernels.select import Selector, has_module
-from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.kernels.select import has_module
+from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
 from tokenspeed_core.testing import attention as of_attention
 from tokenspeed_core.testing import conformance
 from tokenspeed_core.testing.cells import NotRun, beyond, cells
+from tokenspeed_core.testing.choice import DOES_NOT_LOAD, Asked
+from tokenspeed_core.testing.edges import edges
 from tokenspeed_core.testing.replays import replays
 from tokenspeed_core.testing.shapes import contract_of
 
 _PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
 _DECODE = of_attention.Rows((1, 1, 1), (33, 7, 16))
 _FEW = 3  # rows of the small run that each cell gets
+_MANY = (33, 130)  # rows of the runs in which each is to have the bits that it has alone
 
 
 class KernelConformance:
@@ -47,14 +49,15 @@ class KernelConformance:
             problems = list(cells(self.spec, self._contract(), pairs_only=device.type == "cpu"))
             assert problems, f"{self.spec.backend} declares no problem of op {self.spec.op!r} that the kit can make"
             for problem in problems:
-                try:
-                    self._runs(problem, device)
-                except AssertionError:
-                    raise
-                except Exception as error:
-                    raise AssertionError(
-                        f"it declares {dict(problem)} and fails on {device}: {type(error).__name__}: {error}"
-                    ) from error
+                self._computes(problem, device, "declares")
+
+    def test_what_it_leaves_open_is_computed_at_its_edges(self) -> None:
+        """What a spec does not bound it claims: sizes of one, odd and large ones, a cache of eight bits."""
+        contract = self._contract()
+        for device in self._devices():
+            for problem in edges(self.spec, contract):
+                if contract.name == "attention" or conformance.has_meaning(contract, problem, _FEW, device):
+                    self._computes(problem, device, "does not exclude")
 
     def test_no_declared_cell_waits_for_another_machine(self) -> None:
         """Skipped where this machine lacks a declared device or a library, with the number of cells that need it."""
@@ -65,13 +68,28 @@ class KernelConformance:
             raise NotRun(num_cells, " and ".join(lacks))
 
     def test_one_value_beyond_each_bound_is_refused(self) -> None:
-        """Selection refuses the nearest problems that are not declared, and other hardware."""
-        contract = self._contract()
-        for what, problem in beyond(self.spec, contract):
-            assert self._is_refused(problem, self._declared_platform()), f"{what} is beyond the spec and not refused"
-        inside = next(cells(self.spec, contract, pairs_only=True))
-        for platform in self._other_platforms():
-            assert self._is_refused(inside, platform), f"{platform} is beyond the spec and not refused"
+        """Asked for it by name, selection refuses the nearest problems that are not declared, and names the bound.
+
+        So it does other hardware and features that are not claimed; and it takes what is declared. Whether the kernel
+        computes all that its bounds let through, the cells and the edges ask.
+        """
+        contract, here = self._contract(), self._declared_platform()
+        asked, inside = Asked(self.spec, contract), next(cells(self.spec, contract, pairs_only=True), None)
+        cases = [
+            ("it is not declared window" if what.startswith("window") else f"{what} is", asked.refusals(problem, here))
+            for what, problem in beyond(self.spec, contract)
+        ]
+        assert inside is not None
+        for feature in sorted({"graph_safe", "batch_invariant"} - self.spec.capability.features):
+            cases.append((f"it is not declared {feature}", asked.refusals(inside, here, frozenset({feature}))))
+        for platform, said in self._other_platforms():
+            cases.append((said, asked.refusals(inside, platform)))
+        for said, reasons in cases:
+            why = "; ".join(reasons) or "nothing, and taken"
+            assert any(reason.startswith(said) for reason in reasons), f"not refused because '{said} …', but for {why}"
+        reasons = asked.refusals(inside, here)
+        left = [each for each in reasons if not (each.startswith(DOES_NOT_LOAD) and self._lacks())]
+        assert not left, f"it declares {dict(inside)}, and is refused: {'; '.join(left)}"
 
     def test_rows_do_not_depend_on_each_other_where_it_claims_so(self) -> None:
         """Batch invariance, to the bit; and the same call gives the same bits twice."""
@@ -84,13 +102,14 @@ class KernelConformance:
                 else:
                     kernel = self.spec.factory()(problem)
                     conformance.repeats(kernel, self._contract(), problem, 33, device)
-                    conformance.ignores_other_rows(kernel, self._contract(), problem, 33, device)
+                    for rows in _MANY:
+                        conformance.ignores_other_rows(kernel, self._contract(), problem, rows, device)
 
     def test_a_captured_call_replays_where_it_claims_so(self) -> None:
         """CUDA graphs, captured on some inputs and replayed on others. Attention: decodes, and prompts beside them.
 
-        Where there is no such device, attention on a CPU computes those steps in turn with the same buffers, and the
-        cells are counted as not run.
+        Where there is no such device, the cells are counted as not run. On a CPU calls are then watched for what would
+        wait for a device, and attention computes those steps in turn with the same buffers.
         """
         if "graph_safe" not in self.spec.capability.features:
             raise SkipTest("it does not claim graph_safe")
@@ -101,8 +120,11 @@ class KernelConformance:
         for device, problem in product(devices, problems):
             if self.spec.op == "attention":
                 replays(self.spec, AttentionProblem(**problem), device)
-            elif device.type == "cuda":
-                conformance.replays(self.spec.factory()(problem), self._contract(), problem, 33, device)
+                if device.type == "cpu":
+                    of_attention.never_waits(self.spec.factory(), AttentionProblem(**problem), device)
+            else:
+                ask = conformance.replays if device.type == "cuda" else conformance.never_waits
+                ask(self.spec.factory()(problem), self._contract(), problem, 33, device)
         if not any(device.type == "cuda" for device in devices):
             raise NotRun(len(problems), f"{' and '.join(self._lacks())}, for graphs")
 
@@ -144,6 +166,17 @@ class KernelConformance:
         found = torch.cuda.get_device_capability()
         return (low is None or low <= found) and (high is None or found <= high)
 
+    def _computes(self, problem: Problem, device: torch.device, says: str) -> None:
+        """Run a problem of which the spec says something. Raises AssertionError, whatever the kernel raises."""
+        try:
+            self._runs(problem, device)
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(
+                f"it {says} {dict(problem)} and fails on {device}: {type(error).__name__}: {error}"
+            ) from error
+
     def _runs(self, problem: Problem, device: torch.device) -> None:
         if self.spec.op == "attention":
             of_attention.attends_once(self.spec.factory(), AttentionProblem(**problem), device,
@@ -152,29 +185,23 @@ class KernelConformance:
             kernel = self.spec.factory()(problem)
             conformance.agrees_with_reference(kernel, self._contract(), problem, _FEW, device, strided=False)
 
-    def _is_refused(self, problem: Problem, platform: PlatformInfo) -> bool:
-        kernels, ops = [InstalledKernel(self.spec, "under test")], {self.spec.op: self._contract()}
-        try:
-            Selector(kernels, platform, ops=ops, module_exists=lambda name: True).select(self.spec.op, problem)
-        except SelectionError:
-            return True
-        return False
-
     def _declared_platform(self) -> PlatformInfo:
         declared = self.spec.capability
         return PlatformInfo(
             declared.platforms[0], declared.min_compute_capability or declared.max_compute_capability
         )
 
-    def _other_platforms(self) -> list[PlatformInfo]:
+    def _other_platforms(self) -> list[tuple[PlatformInfo, str]]:
+        """Return devices that are not declared, each with what a refusal of it begins with."""
         declared = self.spec.capability
         low, high = declared.min_compute_capability, declared.max_compute_capability
-        others: list[PlatformInfo] = [PlatformInfo("none")]
-        if low is not None:
-            others.append(PlatformInfo("cuda", (low[0] - 1, 9)))
-        if high is not None:
-            others.append(PlatformInfo("cuda", (high[0], high[1] + 1)))
-        return others
+        beside = [(low[0] - 1, 9)] if low is not None else []
+        beside += [(high[0], high[1] + 1)] if high is not None else []
+        kind = declared.platforms[0]
+        return [
+            (PlatformInfo("none"), "it runs on"),
+            *((PlatformInfo(kind, each), f"compute capability {each[0]}.{each[1]} is") for each in beside),
+        ]
 
 
 def _named(kind: str, low: tuple[int, int] | None, high: tuple[int, int] | None) -> str:

@@ -1,0 +1,333 @@
+"""Kernels whose specs lie, each in its own way: the conformance kit catches each, and passes what tells the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import DOTS, AttentionProblem, AttentionStep, AxisLimit, Capability, OpContract
+from tokenspeed_core.kernels import select
+from tokenspeed_core.kernels.plan import Reason
+from tokenspeed_core.kernels.spec import PlatformInfo
+from tokenspeed_core.testing.kernel import KernelConformance
+from tokenspeed_kernels.reference.attention import TorchAttention
+from tokenspeed_kernels.reference.cache import write_kv
+from tokenspeed_kernels.reference.moe import moe_route
+from tokenspeed_kernels.reference.rope import rope
+from tokenspeed_kernels.reference.sampling import greedy
+
+Suite = Callable[..., KernelConformance]
+Kernel = Callable[..., Any]
+IN_GRAPHS = {"platforms": ("cpu", "cuda"), "features": frozenset({"graph_safe"}), "min_compute_capability": (99, 0)}
+INVARIANT = {"features": frozenset({"batch_invariant"})}
+SMALL = {"head_sizes": (16,), "block_sizes": (8,), "kv_dtypes": ("float32", "bfloat16")}
+AGREES = "test_it_agrees_with_the_reference_in_poisoned_memory"
+CELLS = "test_every_declared_cell_runs"
+EDGES = "test_what_it_leaves_open_is_computed_at_its_edges"
+BOUNDS = "test_one_value_beyond_each_bound_is_refused"
+ROWS = "test_rows_do_not_depend_on_each_other_where_it_claims_so"
+GRAPHS = "test_a_captured_call_replays_where_it_claims_so"
+
+
+def right(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def always(kernel: Kernel) -> Kernel:
+    """Return a factory that gives every problem the same kernel."""
+    return lambda problem: kernel
+
+
+def wrong_in_bfloat16(problem: Any) -> Kernel:
+    if problem["dtype"] != "bfloat16":
+        return functional.linear
+    return lambda x, weight, bias: functional.linear(x.to(torch.float8_e4m3fn).to(x.dtype), weight, bias)
+
+
+def asks_for_a_value(x: Tensor) -> Tensor:
+    return x if x.numel() and x.abs().max().item() > 1e30 else right(x)
+
+
+def asks_for_a_list(x: Tensor) -> Tensor:
+    return right(x) if len(x[:1].tolist()) < 2 else x
+
+
+def takes_rows_by_their_values(x: Tensor) -> Tensor:
+    assert len(x[x[:, 0] > 1e9]) == 0
+    return right(x)
+
+
+class AsksInForward(TorchAttention):
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q + (q.sum() > 1e30).item(), k_cache, v_cache, out)
+
+
+def other_bits_now_and_then(problem: Any) -> Kernel:
+    calls: list[int] = []
+
+    def kernel(x: Tensor) -> Tensor:
+        calls.append(1)
+        return right(x) * (1 + 1e-6 * (len(calls) % 4 == 0))
+
+    return kernel
+
+
+def favours_the_first_row(x: Tensor) -> Tensor:
+    y = right(x)
+    y[: len(x) > 1] *= 1 + 1e-6
+    return y
+
+
+def changes_with_many_rows(x: Tensor) -> Tensor:
+    return right(x) * (1 + 1e-6 * (len(x) > 64))
+
+
+class FavoursTheFirstRow(TorchAttention):
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q, k_cache, v_cache, out)
+        out[0] *= 1 + 1e-6 * (len(q) in (3, 26))
+
+
+def adds_what_nobody_wrote(x: Tensor) -> Tensor:
+    return right(x) + torch.empty(1, dtype=x.dtype) * 0
+
+
+def reads_past_its_rows(x: Tensor) -> Tensor:
+    if not x.numel():
+        return right(x)
+    beyond = x.as_strided((1, x.shape[1]), x.stride(), x.storage_offset() + len(x) * x.stride(0))
+    return right(x) + right(beyond) * 0
+
+
+def everything_behind(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor from its last element on, without that."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    end = tensor.storage_offset() + sum((size - 1) * stride for size, stride in strides) + 1
+    left = tensor.untyped_storage().nbytes() // tensor.element_size() - end
+    return tensor.as_strided((left,), (1,), end)
+
+
+def writes_past_its_rows(problem: Any) -> Kernel:
+    def kernel(q: Tensor, *others: Any) -> None:
+        rope(problem)(q, *others)
+        if len(q):
+            everything_behind(q)[:4] = 0
+
+    return kernel
+
+
+def writes_between_its_blocks(problem: Any) -> Kernel:
+    def kernel(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        write_kv(problem)(k, v, k_cache, v_cache, slots)
+        other_layer = k_cache.storage_offset() - k_cache[0].numel()
+        k_cache.as_strided(k_cache.shape, k_cache.stride(), other_layer)[-1] = 1
+
+    return kernel
+
+
+class WritesPastItsRows(TorchAttention):
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q, k_cache, v_cache, out)
+        everything_behind(out).zero_()
+
+
+class WritesTheCache(TorchAttention):
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q, k_cache, v_cache, out)
+        k_cache.nan_to_num_()
+
+
+class ClearsTheTable(TorchAttention):
+    def prepare(self, step: AttentionStep) -> None:
+        super().prepare(step)
+        step.block_table.clamp_(0)
+
+
+class IgnoresTheBlockSize(TorchAttention):
+    def __init__(self, problem: AttentionProblem, *others: Any) -> None:
+        super().__init__(replace(problem, block_size=16), *others)
+
+
+class ServesOneLayer(TorchAttention):
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q, k_cache, v_cache, out)
+        self._batches = []
+
+
+def gives_the_same_memory(problem: Any) -> Kernel:
+    kept: dict[Any, Tensor] = {}
+
+    def kernel(x: Tensor) -> Tensor:
+        y = right(x)
+        return kept.setdefault(y.shape, y).copy_(y)
+
+    return kernel
+
+
+def remembers_an_address(problem: Any) -> Kernel:
+    kept: dict[Any, Tensor] = {}
+    return lambda x: kept.setdefault((x.data_ptr(), x.shape, x.stride()), right(x)).clone()
+
+
+def takes_eighths(problem: Any) -> Kernel:
+    if problem["in_size"] % 8:
+        raise RuntimeError("multiples of 8")
+    return functional.linear
+
+
+def knows_short_vocabularies(problem: Any) -> Kernel:
+    return lambda logits: greedy(problem)(logits[:, : 1 << 16])
+
+
+def knows_few_experts(problem: Any) -> Kernel:
+    if problem["num_experts"] > 256:
+        raise RuntimeError("256 at most")
+    return moe_route(problem)
+
+
+def bounded(**bounds: Callable[[Any], bool]) -> type[TorchAttention]:
+    """Return a backend that refuses problems of which an axis is beyond its bound."""
+
+    class Bounded(TorchAttention):
+        def __init__(self, problem: AttentionProblem, *others: Any) -> None:
+            for axis, is_within in bounds.items():
+                if not is_within(getattr(problem, axis)):
+                    raise ValueError(f"{axis} is out of bounds")
+            super().__init__(problem, *others)
+
+    return Bounded
+
+
+class Loose(AxisLimit):
+    """A bound that refuses nothing."""
+
+    __slots__ = ()
+
+    def refusal(self, value: int) -> str | None:
+        return None
+
+
+LIES: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
+    ("linear", wrong_in_bfloat16, {}, CELLS, "bfloat16.*not close"),
+    ("silu_mul", always(asks_for_a_value), IN_GRAPHS, GRAPHS, r"asks on the host .*item at test_kernels_liars.py:\d+"),
+    ("silu_mul", always(asks_for_a_list), IN_GRAPHS, GRAPHS, "tolist at test_kernels_liars"),
+    ("silu_mul", always(takes_rows_by_their_values), IN_GRAPHS, GRAPHS, "__getitem__ at test_kernels_liars"),
+    ("attention", AsksInForward, {**IN_GRAPHS, **SMALL}, GRAPHS, "phase=.*item at test_kernels_liars"),
+    ("silu_mul", other_bits_now_and_then, INVARIANT, ROWS, "other bits another time"),
+    ("silu_mul", always(favours_the_first_row), INVARIANT, ROWS, "a row depends on the others, of 33"),
+    ("silu_mul", always(changes_with_many_rows), INVARIANT, ROWS, "a row depends on the others, of 130"),
+    ("attention", FavoursTheFirstRow, {**INVARIANT, **SMALL}, ROWS, "a row depends on the others"),
+    ("silu_mul", always(adds_what_nobody_wrote), {}, AGREES, "nan"),
+    ("silu_mul", always(reads_past_its_rows), {}, AGREES, "nan"),
+    ("rope", writes_past_its_rows, {}, AGREES, "it wrote beyond q"),
+    ("write_kv", writes_between_its_blocks, {"kv_dtypes": ("float32",)}, AGREES, "it wrote beyond k_cache and v_cache"),
+    ("attention", WritesPastItsRows, SMALL, AGREES, "it wrote beyond out"),
+    ("attention", WritesTheCache, SMALL, AGREES, "it wrote into k_cache"),
+    ("attention", ClearsTheTable, SMALL, AGREES, "it wrote into block_table"),
+    ("attention", IgnoresTheBlockSize, {"block_sizes": (16, 32)}, CELLS, "'block_size': 32"),
+    ("attention", ServesOneLayer, SMALL, AGREES, "beside another"),
+    ("silu_mul", gives_the_same_memory, {}, AGREES, "a second call wrote into what the first gave back"),
+    ("silu_mul", remembers_an_address, {}, AGREES, "called again with other values"),
+    ("linear", takes_eighths, {}, EDGES, "does not exclude .*'in_size': 1.*multiples of 8"),
+    ("greedy", knows_short_vocabularies, {}, EDGES, "'vocab_size': 262145"),
+    ("moe_route", knows_few_experts, {}, EDGES, "does not exclude .*'num_experts': 257"),
+    ("attention", bounded(head_size=lambda size: size <= 256), {}, EDGES, "'head_size': 512"),
+    ("attention", bounded(block_size=lambda size: size & (size - 1) == 0), {}, EDGES, "'block_size': 24"),
+    ("attention", bounded(kv_dtype=lambda kind: "float8" not in kind), {}, EDGES, "'kv_dtype': 'float8_e4m3fn'"),
+    ("attention", bounded(num_heads=lambda num: num <= 32), {}, EDGES, "'num_heads': 48"),
+    ("attention", bounded(window=lambda size: size != 1), {"features": frozenset({"window"})}, EDGES, "'window': 1,"),
+    ("linear", always(functional.linear), {"limits": (Loose("in_size", 64, 256),)}, BOUNDS,
+     "not refused because 'in_size 63 is …', but for nothing, and taken"),
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "factory", "capability", "question", "complaint"), LIES,
+    ids=[f"{lie[3].removeprefix('test_')[:20]}-{lie[0]}-{number}" for number, lie in enumerate(LIES)],
+)
+def test_a_lie_is_caught_by_the_question_that_is_about_it(
+    suite: Suite, op: str, factory: Any, capability: dict[str, Any], question: str, complaint: str
+) -> None:
+    with pytest.raises(AssertionError, match=f"(?s){complaint}"):
+        getattr(suite(op, factory, **capability), question)()
+
+
+@pytest.mark.parametrize(
+    ("op", "factory", "capability"),
+    [
+        ("silu_mul", always(right), {**IN_GRAPHS, "features": frozenset({"graph_safe", "batch_invariant"})}),
+        ("linear", always(functional.linear), IN_GRAPHS), ("rope", rope, {}), ("greedy", greedy, {}),
+        ("moe_route", moe_route, {}), ("write_kv", write_kv, {}), ("attention", TorchAttention, {}),
+        ("attention", TorchAttention, {**SMALL, "features": frozenset({"window"})}),
+        ("linear", takes_eighths, {"limits": (AxisLimit("in_size", 8, multiple_of=8),)}),
+        ("moe_route", knows_few_experts, {"limits": (AxisLimit("num_experts", 1, 256),)}),
+        ("attention", bounded(head_size=lambda size: size <= 256), {"limits": (AxisLimit("head_size", 1, 256),)}),
+        ("attention", bounded(kv_dtype=lambda kind: "float8" not in kind), {"kv_dtypes": ("float32", "bfloat16")}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_who_tells_the_truth_is_asked_the_same_and_passes(
+    suite: Suite, op: str, factory: Any, capability: dict[str, Any]
+) -> None:
+    mine = suite(op, factory, **capability)
+    for question in (AGREES, CELLS, EDGES, BOUNDS, ROWS, GRAPHS):
+        with nullcontext() if question not in (ROWS, GRAPHS) else suppress(SkipTest):
+            getattr(mine, question)()
+
+
+def same(problem: Any) -> Kernel:
+    return lambda x: x.clone()
+
+
+def test_a_result_in_the_memory_of_an_input_is_caught(suite: Suite) -> None:
+    contract = OpContract(
+        "same", "norm", "(x [T, N]) -> y [T, N]: x", {"size": "elements of a row, N"},
+        f"{__name__}:same", "tokenspeed_kernels.inputs:silu_mul", DOTS, rows=("x",), cases=({"size": 24},),
+    )
+    for factory, is_caught in ((same, False), (always(lambda x: x), True), (always(lambda x: x[:]), True)):
+        mine = type("Mine", (type(suite("same", factory)),), {"contract": contract})()
+        if is_caught:
+            with pytest.raises(AssertionError, match="result 0 is in the memory of x"):
+                getattr(mine, AGREES)()
+        else:
+            getattr(mine, AGREES)()
+
+
+def test_bounds_are_asked_of_selection_which_may_forget_or_mistake_them(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = suite("linear", always(functional.linear), limits=(AxisLimit("in_size", 8, multiple_of=8),))
+    getattr(mine, BOUNDS)()
+    monkeypatch.setattr(select, "problem_refusals", lambda *given: ())
+    with pytest.raises(AssertionError, match="'in_size 17 is …', but for nothing, and taken"):
+        getattr(mine, BOUNDS)()
+    monkeypatch.setattr(select, "problem_refusals", lambda *given: (Reason("the moon is full"),))
+    with pytest.raises(AssertionError, match="'in_size 17 is …', but for the moon is full"):
+        getattr(mine, BOUNDS)()
+
+
+def test_hardware_beyond_the_bounds_is_refused_because_of_them(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = suite("linear", always(functional.linear), **IN_GRAPHS)
+
+    def by_kind_alone(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
+        return () if platform.kind in capability.platforms else (Reason("it runs on another"),)
+
+    monkeypatch.setattr(select, "_hardware_refusals", by_kind_alone)
+    with pytest.raises(AssertionError, match=r"'compute capability 98\.9 is …', but for nothing, and taken"):
+        getattr(mine, BOUNDS)()
+
+
+def test_what_is_declared_and_refused_is_caught_and_a_kernel_that_does_not_load_passes_no_bound(suite: Suite) -> None:
+    mine = suite("linear", always(functional.linear), dtypes=("float32",))
+    mine.spec = replace(mine.spec, load="no_such_module:factory")  # type: ignore[misc]
+    with pytest.raises(AssertionError, match=r"it declares .*, and is refused: it does not load: ModuleNotFoundError"):
+        getattr(mine, BOUNDS)()

@@ -1,0 +1,72 @@
+"""What a kernel's Python asks of tensors for which a device would have to be waited, as far as a CPU can show it.
+
+A call that waits cannot be captured in a graph. Only what goes through torch's functions is seen, not what compiled
+code does.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_WAITS = frozenset({
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose",
+    "bincount", "cpu", "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "tolist", "unique",
+    "unique_consecutive",
+})
+"""Functions of torch, and methods of tensors, whose result or its shape is known only when the device is done."""
+
+
+@contextmanager
+def nothing_waits(case: str) -> Iterator[None]:
+    """Raise AssertionError, naming the lines, where what runs inside asks tensors for values on the host."""
+    with _Watch() as watch:
+        yield
+    assert not watch.seen, (
+        f"{case}: it claims graph_safe, and asks on the host for what only the device knows: "
+        f"{', '.join(dict.fromkeys(watch.seen))}; a device would be waited for, which ends a capture. Keep it on the "
+        "device; if only the CPU goes this way, write a spec of its own for cpu"
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Notes each call that waits, with the line that it comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name in _WAITS or _has_unknown_shape(name, args, given):
+            self.seen.append(f"{name} at {_line()}")
+        return func(*args, **given)
+
+
+def _has_unknown_shape(name: str, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Say whether the values of an argument decide the shape of a result."""
+    if name == "where":
+        return len(args) == 1 and not given
+    if name == "repeat_interleave":
+        return any(isinstance(each, Tensor) for each in args[1:]) and "output_size" not in given
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in index)
+    return False
+
+
+def _line() -> str:
+    """Return the file and line outside torch that a call comes from."""
+    torchs = Path(torch.__file__).parent
+    frames = [each for each in traceback.extract_stack() if torchs not in Path(each.filename).parents]
+    last = [each for each in frames if each.filename != __file__][-1]
+    return f"{Path(last.filename).name}:{last.lineno}"
