@@ -87,7 +87,7 @@ CASES = (
             Edit("zeta-1.0.dist-info/entry_points.txt", "", TWIN),
             Edit("zeta.py", "", "from acme_flash import ACME_FLASH as FLASH\n"),
         ),
-        (DOCTOR, DRY, f"TOKENSPEED_PLUGINS=-zeta {DRY}"),
+        (DOCTOR, DRY, f"TOKENSPEED_PLUGINS=-zeta:kernels.attention:acme/flash {DRY}"),
         "Nobody guesses which one was meant: every start ends until the line that the message names, or a "
         "`pip uninstall`, settles it.",
     ),
@@ -99,7 +99,9 @@ CASES = (
     Case(
         "A shadowing of TokenSpeed's own backend",
         (Edit(POINTS, "acme/flash", "torch"), Edit(DESCRIPTOR, 'backend="acme/flash"', 'backend="torch"')),
-        (DOCTOR, DRY), "As two plugins with one name: the line that the message names leaves the stranger out.",
+        (DOCTOR, DRY, f"TOKENSPEED_PLUGINS=-tokenspeed-kernels:kernels.attention:torch {DRY}"),
+        "As two plugins with one name: the line that the message names leaves the stranger's out. Who means the "
+        "stranger's leaves TokenSpeed's out; nothing else lets a plugin have that name.",
     ),
     Case(
         "A descriptor that promises what the kernel does not do",

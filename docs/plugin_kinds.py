@@ -74,7 +74,8 @@ ABOUT: dict[str, About] = {
          "DOTS": "the tolerances of ops that are sums of products, for each dtype of the inputs."},
     ),
     "rankings": About(
-        "Which backends a benchmark found to be the fastest. TokenSpeed's own alone: no plugin ranks itself.", "`auto`",
+        "Which backends a benchmark found to be the fastest. Of default distributions alone: no plugin ranks itself.",
+        "`auto`",
         {"The value is a tuple of Rankings.": (api.Ranking,)},
     ),
     "hooks": About(
@@ -84,7 +85,7 @@ ABOUT: dict[str, About] = {
         {"hookimpl": "the decorator that marks a function as the implementation of the hook of its name."},
     ),
     "locks": About(
-        "What writes and checks `plugins.lock`. TokenSpeed's own alone: a stranger's entry is not asked.",
+        "What writes and checks `plugins.lock`. Of default distributions alone: a stranger's entry is not asked.",
         "`--plugins-lock FILE`",
     ),
     "commands": About(
@@ -115,7 +116,8 @@ ABOUT: dict[str, About] = {
 LISTED = {
     "DEPRECATED": "what is on its way out, by name: since when, until when, and what replaces it.",
     "KINDS": "every kind by name: its `api`, whether names are typed, used, built in.",
-    "OURS": "TokenSpeed's own distributions, by exact name.",
+    "DEFAULTS": "the default distributions, by exact name: tokenspeed-core and those of tokenspeed-core[default]; they "
+    "stay without plugins.",
     "VARIABLE": "the environment variable that selects plugins.",
     "ConfigFile": "the type of a parameter that is `--config FILE`.",
     "ModelArgument": "the type of a parameter that is the model, named without a flag.",

@@ -110,12 +110,9 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
         raise CheckpointError(f"{path}/config.json names no architectures; add the family's name with "
                               "--hf-overrides '{\"architectures\": [\"…\"]}'")
     available = catalog.names("models")
-    for architecture in named:
-        if architecture in available:
-            return catalog.get("models", architecture)
-    for architecture in named:
+    for architecture in sorted(named, key=lambda each: each not in available):  # what is left says why it is of no use
         if catalog.is_installed("models", architecture):
-            catalog.get("models", architecture)  # raises, saying why it may not be used
+            return catalog.get("models", architecture)
     raise CheckpointError(
         f"{path}: no installed family serves {', '.join(map(str, named))}{meant(str(named[0]), available)}; "
         f"installed: {', '.join(available) or 'none'}; pip install a plugin for it"
@@ -155,9 +152,8 @@ def wanted_files(
     weights = _weights(top, choose_format(top, load_format, catalog))
     if any(name.endswith(".index.json") for name in weights):
         weights = [name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)]
-    index_files = {name for name in top if name.endswith(".index.json")}
     side = [name for name in top if any(fnmatch(name, pattern) for pattern in _SIDE_FILES)]
-    return [*(name for name in side if name not in index_files), *(weights if with_weights else ())]
+    return [*(name for name in side if not name.endswith(".index.json")), *(weights if with_weights else ())]
 
 
 def _names(folder: Path) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def test_an_older_contract_is_taken_and_warns_when_it_is_loaded(tmp_path: Path) 
     catalog = Catalog.discover(Selection(), distributions=installed(tmp_path, 1))
     (entry,) = catalog.entries("policies")
     with pytest.warns(FutureWarning) as caught:
-        loaded = [catalog.load(entry) for _ in range(2)]
+        loaded = [catalog.load(entry, object) for _ in range(2)]
     assert loaded == [object, object]
     assert [str(each.message) for each in caught] == [f"acme-flash 1.0: kind policies [api1] {SAID}[api2]"]
 

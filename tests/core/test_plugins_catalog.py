@@ -158,11 +158,44 @@ def test_a_name_claimed_twice_stops_the_start_and_names_both_and_the_line_that_s
         discover(found)
     text = str(caught.value)
     assert "kernels.attention x is claimed by first 1.0 and second 1.0" in text
-    assert "TOKENSPEED_PLUGINS=-second" in text
+    assert "TOKENSPEED_PLUGINS=-second:kernels.attention:x leaves out that of second" in text
     assert "pip uninstall second" in text
     listed = discover(found, check=False)
     assert {e.status for e in listed.all()} == {Status.FAILED}
-    assert discover(found, "-second").get("kernels.attention", "x").distribution == "first"
+    for settled in ("-second", "-second:kernels.attention:x", "-Second:kernels.attention"):
+        assert discover(found, settled).get("kernels.attention", "x").distribution == "first"
+
+
+def test_a_name_of_a_default_distribution_is_another_plugins_only_where_the_user_gives_it_away(
+    install: Install,
+) -> None:
+    install("acme", attention("x"))
+    found = install("tokenspeed-kernels", attention("x") + "y = m:S [api1]\n")
+    with pytest.raises(PluginError, match="TOKENSPEED_PLUGINS=-acme:kernels.attention:x leaves out that of acme$"):
+        discover(found)
+    catalog = discover(found, "-tokenspeed-kernels:kernels.attention:x")
+    assert catalog.get("kernels.attention", "x").distribution == "acme"
+    assert catalog.get("kernels.attention", "y").distribution == "tokenspeed-kernels"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("-acme:kernels.attention:acme/x", {"kernels.attention acme/y", "policies acme/x", "models Other"}),
+        ("-Acme:kernels.attention", {"policies acme/x", "models Other"}),
+        ("-acme:policies,-other", {"kernels.attention acme/x", "kernels.attention acme/y"}),
+        ("acme:policies", {"policies acme/x"}),
+        ("acme,-acme:kernels.attention:acme/y", {"kernels.attention acme/x", "policies acme/x"}),
+    ],
+)
+def test_one_plugin_or_one_kind_of_a_distribution_is_left_out_or_kept_by_name(
+    install: Install, text: str, expected: set[str]
+) -> None:
+    install("other", "[tokenspeed.models]\nOther = m:S [api1]\n")
+    acme = attention("acme/x") + "acme/y = m:S [api1]\n[tokenspeed.policies]\nacme/x = m:P [api1]\n"
+    catalog = discover(install("acme", acme), text)
+    assert {f"{e.kind} {e.name}" for e in catalog.all() if e.status is Status.OK} == expected
+    assert all(e.reason.startswith("left out by TOKENSPEED_PLUGINS=") for e in catalog.all() if e.reason)
 
 
 def test_hooks_of_the_same_name_do_not_clash(install: Install) -> None:
@@ -194,7 +227,7 @@ def test_an_older_copy_later_on_the_path_is_shadowed(install: Install) -> None:
         ("-tokenspeed-kernels", False, {"tokenspeed-stranger", "other"}),
     ],
 )
-def test_ours_stay_and_strangers_are_judged_by_exact_name(
+def test_the_default_ones_stay_and_strangers_are_judged_by_exact_name(
     install: Install, text: str | None, no_plugins: bool, expected: set[str]
 ) -> None:
     install("tokenspeed-kernels", attention("a"))
@@ -216,8 +249,13 @@ def test_advice_where_no_kernel_fits_is_of_what_is_left_out_or_missing(install: 
 
 
 def test_a_selection_that_names_nobody_is_refused_with_the_nearest_name(install: Install) -> None:
-    with pytest.raises(PluginError, match="did you mean other"):
-        discover(install("other", attention("c")), "othre")
+    found = install("other", attention("c"))
+    with pytest.raises(PluginError, match=r"names othre, which provides no plugin here; did you mean other\?$"):
+        discover(found, "othre")
+    with pytest.raises(PluginError, match=r"did you mean other:kernels\.attention:c\?$"):
+        discover(found, "-other:kernels.atention:c")
+    with pytest.raises(PluginError, match=r"names zzz, which provides no plugin here; installed: other$"):
+        discover(found, "zzz")
 
 
 def test_an_import_that_fails_leaves_the_others_usable(
@@ -229,17 +267,17 @@ def test_an_import_that_fails_leaves_the_others_usable(
     found = install("both", attention("bad", "broken_one:S [api1]") + "good = fine_one:SPEC [api1]\n")
     catalog = discover(found)
     bad, good = catalog.entries("kernels.attention")
-    assert catalog.load(bad) is None
+    assert catalog.load(bad, object) is None
     assert catalog.load(good, int) == 3
     assert catalog.names("kernels.attention") == ("good",)
     assert "Traceback" in caplog.text
     with pytest.raises(PluginError, match=r"bad of both 1.0 failed to load: ModuleNotFoundError"):
         catalog.get("kernels.attention", "bad")
     with pytest.raises(PluginError, match="pip uninstall both"):
-        catalog.load(bad, required=True)
+        catalog.load(bad, object, required=True)
     strict = discover(found, strict=True)
     with pytest.raises(PluginError):
-        strict.load(strict.get("kernels.attention", "bad"))
+        strict.load(strict.get("kernels.attention", "bad"), object)
 
 
 def test_a_descriptor_of_another_type_is_a_failure(install: Install, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.hooks import Hooks
+from tokenspeed_core.plugins.hookspecs import hookspec
 
 STEP = StepRecord(step_id=1, num_rows=2, num_decodes=1, num_tokens=9, duration=0.01)
 REQUEST = RequestRecord("r", 3, 0, 4, "stop", 0.1, 0.2)
@@ -172,6 +174,25 @@ def test_middleware_wraps_in_order_and_a_plugin_may_leave_the_app_as_it_is() -> 
                        three=plugin(add_middleware=lambda app: lambda: f"three({app()})"))
     assert hooks.add_middleware(lambda: "app")() == "three(one(app))"
     assert registered().add_middleware(print) is print
+
+
+def test_a_hook_and_an_argument_of_one_that_are_to_go_warn_whoever_implements_and_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Specs:
+        @hookspec(warn_on_impl=FutureWarning("old goes with 0.4; use new"))
+        def old(self, record: Any) -> None: ...
+
+        @hookspec(warn_on_impl_args={"past": FutureWarning("past goes with 0.4; use record")})
+        def new(self, record: Any, past: Any) -> None: ...
+
+    monkeypatch.setattr("tokenspeed_core.plugins.hooks.hookspecs", Specs())
+    with pytest.warns(FutureWarning, match=r"old goes with 0\.4; use new"):
+        registered(mine=plugin(old=lambda record: None))
+    with pytest.warns(FutureWarning, match=r"past goes with 0\.4; use record"):
+        registered(mine=plugin(new=lambda record, past: None))
+    with warnings.catch_warnings(action="error"):
+        registered(mine=plugin(new=lambda record: None))
 
 
 def test_a_hook_that_does_not_exist_or_takes_other_arguments_is_refused() -> None:

@@ -135,7 +135,7 @@ def test_a_module_of_the_same_name_earlier_on_the_path_is_not_imported_in_place_
     assert entry.intruder() is None
     monkeypatch.syspath_prepend(str(tmp_path / "other"))
     catalog = discover(site)
-    assert catalog.load(entry) is None
+    assert catalog.load(entry, object) is None
     assert "outer_space.acme.spec would come from" in catalog.all()[0].reason
     assert "Traceback" in catalog.all()[0].traceback
 
@@ -159,7 +159,7 @@ def test_what_the_user_named_must_be_usable(site: Path) -> None:
         discover(site, environ={"TOKENSPEED_PLUGINS": "early"})
     catalog = discover(site, environ={"TOKENSPEED_PLUGINS": "broken"})
     with pytest.raises(PluginError, match=r"models y of broken 1\.0 failed to load: RuntimeError"):
-        catalog.load(catalog.get("models", "y"))
+        catalog.load(catalog.get("models", "y"), object)
 
 
 OPS = """

@@ -1,4 +1,4 @@
-"""Who may say which backend is the fastest: TokenSpeed's own distributions, never the plugin that is ranked."""
+"""Who may say which backend is the fastest: the default distributions, never the plugin that is ranked."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(
 
 
 def test_under_strict_plugins_a_plugin_that_ranks_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PluginError, match="only TokenSpeed's own distributions"):
+    with pytest.raises(PluginError, match="only the default distributions"):
         installed_rankings(catalog_of(monkeypatch, FOREIGN, strict=True))

@@ -148,10 +148,17 @@ def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
 
 
 def test_no_name_is_trusted_that_a_stranger_could_still_publish() -> None:
-    from tokenspeed_core.plugins.selection import OURS
+    from tokenspeed_core.plugins.selection import DEFAULTS
 
     names = {tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"] for folder in DISTRIBUTIONS}
-    assert names > OURS
+    assert names > DEFAULTS
+
+
+def test_the_default_distributions_are_the_core_and_those_that_its_extra_default_brings() -> None:
+    from tokenspeed_core.plugins.selection import DEFAULTS
+
+    project = tomllib.loads((ROOT / "tokenspeed_core" / "pyproject.toml").read_text())["project"]
+    assert {"tokenspeed-core", *project["optional-dependencies"]["default"]} == DEFAULTS
 
 
 def test_a_vendors_library_is_taken_between_versions_whose_wheels_are_checked() -> None:
@@ -192,6 +199,13 @@ def test_the_name_of_a_kinds_contract_is_made_in_one_place() -> None:
     sources = [path for folder in ("tokenspeed_core", "plugins", "docs") for path in (ROOT / folder).rglob("*.py")]
     makers = [path for path in sources if re.search(r"\bkind \{.*\} \[api\{", path.read_text(encoding="utf-8"))]
     assert makers == [ROOT / "tokenspeed_core" / "plugins" / "deprecations.py"]
+
+
+def test_modules_that_are_named_by_data_are_imported_in_one_place() -> None:
+    core = [path for path in python_files(ROOT / "tokenspeed_core") if "testing" not in path.parts]
+    ways = re.compile(r"\b(import_module|__import__|exec_module|spec_from_file_location|EntryPoint\.load)\(")
+    found = {str(path.relative_to(ROOT / "tokenspeed_core")) for path in core if ways.search(path.read_text())}
+    assert found == {"plugins/entry.py", "__init__.py"}, "the latter imports what tokenspeed_core itself lists"
 
 
 def test_a_piece_is_what_a_token_stands_for_and_nothing_else() -> None:

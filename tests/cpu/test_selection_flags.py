@@ -6,6 +6,11 @@ import pytest
 
 from tokenspeed_core import LLM
 from tokenspeed_core.cli import main
+from tokenspeed_core.config.schema import Config, flag, metadata
+from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.kernels.preference import SHORT
+from tokenspeed_core.kernels.spec import PHASES
+from tokenspeed_core.plugins import Catalog, Selection
 
 DRY = ("serve", "--dry-run", "--device", "cpu")
 
@@ -30,9 +35,15 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--kernel-backend", "norm.5=torch"), "norm is asked for as add_rms_norm, rms_norm, with phase none"),
         (("--moe-backend.bf16", "torch"), "--moe-backend.bf16 has no effect: the model asks for no moe"),
         (("--moe-backend.mxfp8", "torch-blocks"), "--moe-backend.mxfp8 has no effect: the model asks for no moe"),
-        (("--moe-backend.mxfp4", "torch"), "--moe-backend.mxfp4: no op of moe is named after mxfp4; there is moe_exp"),
-        (("--kernel-backend", "attention.fp8=torch"), "no op of attention is named after fp8; there is attention, and "
-         "the dtypes float32, bfloat16, float16"),
+        (("--moe-backend.mxfp4", "torch"), "--moe-backend.mxfp4: no such setting; there is --moe-backend.bf16, "
+         "--moe-backend.fp16, --moe-backend.fp8, --moe-backend.mxfp8, --moe-backend.nvfp4"),
+        (("--attention-backend.fp8", "torch"), "no such setting; there is --attention-backend.prefill, "
+         "--attention-backend.decode"),
+        (("--sampling-backend.bf16", "torch"), "no such setting; there is --sampling-backend alone"),
+        (("--kernel-backend", "moe.mxfp4=torch"), "--kernel-backend moe.mxfp4: no op of moe is named after mxfp4; "
+         "it may be narrowed to bf16, fp16, fp32, fp8, mxfp8, nvfp4"),
+        (("--kernel-backend", "attention.fp8=torch"), "no op of attention is named after fp8; it may be narrowed to "
+         "bf16, fp16, fp32"),
         (("--kernel-backend", "attention.3-99=torch"), "--kernel-backend attention.3-99 goes beyond the last layer, 4: "
          "attention is asked for with phase decode, prefill; dtype bfloat16; layers 0-4"),
         (("--moe-backend.int3", "torch"), "--moe-backend.int3: no such setting"),
@@ -66,6 +77,17 @@ def test_a_format_narrows_to_what_is_quantised_so(capsys: pytest.CaptureFixture[
     assert main(["plugins", "why", "linear", "--device", "cpu", "--quantization", "fp8",
                  "--kernel-backend", "linear.fp8=torch"]) == 0
     assert "asked for by --kernel-backend linear.fp8" in capsys.readouterr().out
+
+
+def test_every_flag_that_narrows_a_backend_to_a_format_can_match_an_op() -> None:
+    families: dict[str, set[str]] = {}
+    for op in installed_ops(Catalog.discover(Selection())).values():
+        families.setdefault(f"kernels.{op.family}", set()).add(op.name)
+    keys = [(name, key) for name in Config.model_fields for key in metadata(name)["narrow"]]
+    assert ("moe_backend", "nvfp4") in keys
+    for name, key in keys:
+        named_after = any(op.endswith(f"_{key}") for op in families[metadata(name)["kind"]])
+        assert named_after or key in (*PHASES, *SHORT), f"{flag(name)}.{key} can match nothing"
 
 
 def test_a_layer_may_have_a_backend_of_its_own_for_any_op() -> None:

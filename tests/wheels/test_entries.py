@@ -46,7 +46,7 @@ def test_the_code_under_test_is_what_is_installed() -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.kind}:{entry.name}")
 def test_every_entry_loads_and_all_that_its_descriptor_points_at_exists(entry: Entry) -> None:
     assert entry.status is Status.OK, entry.reason
-    for descriptor in descriptors(Catalog([entry]).load(entry, required=True)):
+    for descriptor in descriptors(Catalog([entry]).need(entry, object)):
         for target in targets(descriptor):
             module, _, attribute = target.partition(":")
             assert hasattr(import_module(module), attribute), target

@@ -119,7 +119,7 @@ def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
         catalog = Catalog.discover(check=False)
     except PluginError as error:
         typer.echo(f"tokenspeed: {error}", err=True)
-        catalog = Catalog.discover(Selection(frozenset()), check=False)  # ours show what is wrong
+        catalog = Catalog.discover(Selection(frozenset()), check=False)  # the default ones show what is wrong
     passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     entries = catalog.entries("commands")
     for entry in [entry for entry in entries if entry.name == wanted] or entries:
@@ -130,9 +130,8 @@ def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
 
 def _plugin_command(catalog: Catalog, name: str) -> Callable[[typer.Context], int]:
     def run(context: typer.Context) -> int:
-        entry = catalog.get("commands", name)
-        command = catalog.load(entry, required=True)
-        status = command(list(context.args)) if command is not None else 1
+        command: Any = catalog.need(catalog.get("commands", name), object)
+        status = command(list(context.args))
         return status if isinstance(status, int) else 0
 
     return run

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.config.describe import bounds, default_of
-from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata
+from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata, narrowed
 from tokenspeed_core.errors import ConfigError
 
 Overview = tuple[str, str, tuple[tuple[str, str], ...]]  # of a command: usage, what it does, options of its own
@@ -128,7 +128,7 @@ def _option(name: str, width: int) -> list[str]:
         form += f" {bounds(name)}"
     lines = [f"  {form}"]
     if metadata(name)["narrow"]:
-        lines.append("  " + ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"]))
+        lines.append(f"  {narrowed(name)}")
     text = f"{field.description}; default: {default_of(name)}"
     installed = _installed(name)
     if installed:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from tokenspeed_core.plugins import Catalog, Entry, Selection, Status
 from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.kinds import KINDS, kind_of
-from tokenspeed_core.plugins.selection import OURS, VARIABLE, normalise
+from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, normalise
 
-COMMANDS_API = 1
+COMMANDS_API = 2
 
 __all__ = [
-    "COMMANDS_API", "DEPRECATED", "KINDS", "OURS", "VARIABLE", "Catalog", "Entry", "Selection", "Status", "contract",
-    "kind_of", "normalise",
+    "COMMANDS_API", "DEFAULTS", "DEPRECATED", "KINDS", "VARIABLE", "Catalog", "Entry", "Selection", "Status",
+    "contract", "kind_of", "normalise",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tokenspeed_core.config.foreign import refuse_foreign
-from tokenspeed_core.config.schema import Config, choices, flag
+from tokenspeed_core.config.schema import Config, choices, flag, narrowed
 from tokenspeed_core.errors import ConfigError, meant
 from tokenspeed_core.plugins.deprecations import warn
 
@@ -61,6 +61,9 @@ def unknown(name: str, origin: str, flags: Sequence[str] = (), command: str = "t
     foreign = refuse_foreign(name)
     if foreign is not None:
         return f"{shown}{where}: {foreign}"
+    setting, dot, _ = name.partition(".")
+    if dot and setting in Config.model_fields:
+        return f"{shown}{where}: no such setting; there is {narrowed(setting)}"
     own = [form.removeprefix("--").replace("-", "_") for form in flags]
     near = get_close_matches(name.replace("-", "_"), own or Config.model_fields, n=3, cutoff=0.6)
     likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)

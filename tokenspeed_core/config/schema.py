@@ -172,7 +172,7 @@ class Config(BaseModel):
     )
     moe_backend: BackendChoice = _setting(
         {"default": AUTO}, "backends", "expert backends in order of preference",
-        narrow=("bf16", "fp16", "fp8", "mxfp4", "mxfp8", "nvfp4"), kind="kernels.moe", takes="NAME[,NAME...]",
+        narrow=("bf16", "fp16", "fp8", "mxfp8", "nvfp4"), kind="kernels.moe", takes="NAME[,NAME...]",
     )
     sampling_backend: BackendChoice = _setting(
         {"default": AUTO}, "backends", "sampling backends in order of preference",
@@ -204,7 +204,7 @@ class Config(BaseModel):
     api_workers: int = _setting(
         1, "running", "processes that serve HTTP, where one takes a whole core", unit="processes", ge=1, le=64
     )
-    no_plugins: bool = _setting(False, "running", "use TokenSpeed's own distributions only")
+    no_plugins: bool = _setting(False, "running", "no plugins but those of tokenspeed-core[default]")
     strict_plugins: bool = _setting(False, "running", "end when any plugin fails to load")
     plugins_lock: str | None = _setting(None, "running", "end unless plugins are as this file of plugins freeze says")
 
@@ -232,8 +232,9 @@ class Config(BaseModel):
                 f"--cudagraph-capture-sizes has {max(sizes)}, above --max-cudagraph-capture-size {largest}"
             )
         for name, field in type(self).model_fields.items():
-            if field.default == {"default": AUTO}:
-                _refuse_unknown_keys(name, getattr(self, name))
+            keys = getattr(self, name) if field.default == {"default": AUTO} else ()
+            for key in sorted({*keys} - {"default", *metadata(name)["narrow"]}):
+                raise ValueError(f"{flag(name)}.{key} does not exist; there is {narrowed(name)}")
         return self
 
     @classmethod
@@ -286,15 +287,12 @@ def metadata(name: str) -> dict[str, Any]:
     return extra
 
 
+def narrowed(name: str) -> str:
+    """Return the flags that set a setting apart, for people."""
+    return ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"]) or f"{flag(name)} alone"
+
+
 def choices(name: str) -> tuple[str, ...]:
     """Return the values that a setting is limited to, where it is limited to a few words."""
     kinds = (Config.model_fields[name].annotation, *get_args(Config.model_fields[name].annotation))
     return tuple(word for kind in kinds for word in get_args(kind) if isinstance(word, str))
-
-
-def _refuse_unknown_keys(name: str, choice: BackendChoice) -> None:
-    known = metadata(name)["narrow"]
-    for key in choice:
-        if key not in ("default", *known):
-            available = ", ".join(f"{flag(name)}.{each}" for each in known) or f"{flag(name)} alone"
-            raise ValueError(f"{flag(name)}.{key} does not exist; there is {available}")

@@ -78,10 +78,9 @@ def from_file(path: str) -> Values:
 def _join_narrowed(values: Values) -> Values:
     """Gather `setting.key` values under their setting."""
     joined = {name: value for name, value in values.items() if "." not in name}
-    for name, (value, origin) in values.items():
-        setting, dot, key = name.partition(".")
-        if not dot:
-            continue
+    for name in [name for name in values if "." in name]:
+        value, origin = values[name]
+        setting, _, key = name.partition(".")
         if setting not in Config.model_fields or not metadata(setting)["narrow"]:
             raise ConfigError(unknown(name, origin))
         base, _ = joined.get(setting, ("auto", origin))

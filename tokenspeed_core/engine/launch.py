@@ -222,8 +222,7 @@ def find_policy(name: str, catalog: Catalog) -> Policy:
     if name in POLICIES:
         return POLICIES[name]()
     entry = catalog.get("policies", name)
-    factory = catalog.load(entry, required=True)
-    return make(entry, entry.value, factory, Policy)  # type: ignore[type-abstract]
+    return make(entry, entry.value, catalog.need(entry, object), Policy)  # type: ignore[type-abstract]
 
 
 def preferences(config: Config) -> tuple[Preference, ...]:

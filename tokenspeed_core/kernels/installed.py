@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.preference import FORMAT, SHORT, Preference
 from tokenspeed_core.kernels.spec import DTYPES, InstalledKernel, KernelSpec, Ranking
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
-from tokenspeed_core.plugins.selection import OURS
+from tokenspeed_core.plugins.selection import DEFAULTS
 
 _USUAL = "tokenspeed-kernels"
 
@@ -27,7 +27,7 @@ def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tu
     for entry in catalog.all():
         if not entry.kind.startswith(KERNELS_PREFIX) or entry.status is not Status.OK:
             continue
-        value = catalog.load(entry)
+        value = catalog.load(entry, object)
         specs = value if isinstance(value, tuple) else (value,)
         wrong = [s for s in specs if not isinstance(s, KernelSpec) or s.backend != entry.name]
         if value is not None and wrong:
@@ -46,7 +46,7 @@ def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
     """
     found: list[OpContract] = []
     for entry in catalog.entries("ops"):
-        value = catalog.load(entry)
+        value = catalog.load(entry, object)
         if value is None:
             continue
         contracts = value if isinstance(value, tuple) else (value,)
@@ -59,13 +59,13 @@ def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
 
 
 def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
-    """Return the orders of backends that benchmarks gave. Only TokenSpeed itself ranks: a plugin's own are left out."""
+    """Return the orders of backends that benchmarks gave. Those of default distributions: no plugin ranks itself."""
     found: list[Ranking] = []
     for entry in catalog.entries("rankings"):
-        if entry.distribution in OURS:
+        if entry.distribution in DEFAULTS:
             found += catalog.load(entry, tuple) or ()
         else:
-            catalog.reject(entry, "only TokenSpeed's own distributions and users say which backend comes first")
+            catalog.reject(entry, "only the default distributions and users say which backend comes first")
     return tuple(found)
 
 
@@ -76,9 +76,10 @@ def _check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
         if not of:
             known = ", ".join(sorted({name for op in ops.values() for name in (op.family, op.name)}))
             raise ConfigError(f"{wish.flag}: there is no op or family {wish.target!r}; there is {known}")
-        if wish.dtype not in (None, *DTYPES) and not any(name.endswith(f"_{wish.dtype}") for name in of):
-            raise ConfigError(f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; there is "
-                              f"{', '.join(sorted(of))}, and the dtypes {', '.join(DTYPES[:3])}")
+        formats = sorted({found[1] for name in of if (found := FORMAT.search(name))})
+        if wish.dtype not in (None, *DTYPES, *formats):
+            raise ConfigError(f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; it may be narrowed to "
+                              f"{', '.join((*SHORT, *formats))}")
         for name in set(wish.backends) - {"auto"}:
             catalog.get(f"{KERNELS_PREFIX}{min(of.values())}", name)  # in a list it would be passed over
 

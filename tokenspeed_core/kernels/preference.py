@@ -10,7 +10,8 @@ from tokenspeed_core.kernels.ops import OpContract, Problem
 from tokenspeed_core.kernels.spec import PHASES
 
 _SCOPE = re.compile(rf"([\w/-]+)(?:\.({'|'.join(PHASES)}))?(?:\.([a-z]+\d\w*))?(?:\.(\d+)(?:-(\d+))?)?\Z")
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+FORMAT = re.compile(r"_([a-z]+\d\w*)\Z")  # that an op is named after, such as linear_fp8
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,11 @@ class Preference:
         if match is None:
             raise ConfigError(
                 f"{flag}: must read OP[.PHASE][.DTYPE][.LAYERS], such as attention.decode.bf16.0-3; the phases are "
-                f"{', '.join(PHASES)}; a dtype is one such as {', '.join(_SHORT)} or fp8"
+                f"{', '.join(PHASES)}; a dtype is one such as {', '.join(SHORT)} or fp8"
             )
         target, phase, dtype, first, last = match.groups()
         layers = range(int(first), int(last or first) + 1) if first else None
-        return cls(target, backends, flag, phase, _SHORT.get(dtype, dtype), layers)
+        return cls(target, backends, flag, phase, SHORT.get(dtype, dtype), layers)
 
     def names_op(self, contract: OpContract) -> bool:
         """Say whether it speaks of this op alone, not of a family."""

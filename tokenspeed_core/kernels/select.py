@@ -17,7 +17,7 @@ from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp
 from tokenspeed_core.kernels.preference import Preference, flag_for
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
 from tokenspeed_core.plugins.metadata import check_build
-from tokenspeed_core.plugins.selection import OURS
+from tokenspeed_core.plugins.selection import DEFAULTS
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
 
@@ -245,11 +245,11 @@ def _first(
 def _load_failure(kernel: InstalledKernel) -> tuple[Reason, ...]:
     """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
 
-    So may be what TokenSpeed did not publish itself. Compiled code whose metadata names another build is not loaded.
+    So may be what is of no default distribution. Compiled code whose metadata names another build is not loaded.
     """
     spec = kernel.spec
     try:
-        if spec.requires or spec.options or kernel.distribution not in OURS:
+        if spec.requires or spec.options or kernel.distribution not in DEFAULTS:
             check_build(kernel.distribution)
             spec.factory()
     except (Exception, SystemExit) as error:  # whatever a package raises, another kernel may serve

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, meant
@@ -17,7 +17,7 @@ from tokenspeed_core.plugins.deprecations import contract, warn
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.kinds import UNUSED, kind_of
 from tokenspeed_core.plugins.metadata import read_entries
-from tokenspeed_core.plugins.selection import OURS, VARIABLE, Selection
+from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, Selection
 
 T = TypeVar("T")
 logger = logging.getLogger("tokenspeed.plugins")
@@ -65,9 +65,9 @@ class Catalog:
         for entry in self._entries:
             if entry.status is Status.FAILED:  # before anything is loaded, that is the only failure
                 raise PluginError(entry.reason)
-        usable = {entry.distribution for entry in self._usable()}
+        usable = {scope for entry in self._usable() for scope in entry.scopes}
         for name in sorted((self._selection.only or frozenset()) - usable):
-            reasons = [f"{e.kind} {e.name} is {e.status}: {e.reason}" for e in self._entries if e.distribution == name]
+            reasons = [f"{e.kind} {e.name} is {e.status}: {e.reason}" for e in self._entries if name in e.scopes]
             raise PluginError(f"{VARIABLE} names {name}, and nothing of it can be used; {'; '.join(reasons)}")
         self._pins()
 
@@ -111,13 +111,8 @@ class Catalog:
         advice = meant(name, names) or f"; pip install the distribution that brings {name}"
         raise PluginError(f"no {kind} named {name!r}; {installed}{advice}")
 
-    @overload
-    def load(self, entry: Entry, *, required: bool = False) -> Any | None: ...
-    @overload
-    def load(self, entry: Entry, expected: type[T], *, required: bool = False) -> T | None: ...
-
-    def load(self, entry: Entry, expected: type[Any] = object, *, required: bool = False) -> Any | None:
-        """Import an entry's descriptor, which must be an `expected`.
+    def load(self, entry: Entry, expected: type[T], *, required: bool = False) -> T | None:
+        """Import an entry's descriptor, which must be an `expected` (`object`: may be anything).
 
         A failure is logged with its traceback, shown by `all`, and answered with None; it raises PluginError where
         the user named the entry (`required`) or its distribution, where that is locked, and under --strict-plugins.
@@ -175,13 +170,13 @@ class Catalog:
         return [entry for entry in self._entries if entry.status is Status.OK and entry not in self._failures]
 
     def _is_required(self, entry: Entry) -> bool:
-        """Say whether an entry must not fail: none may, or the user named or locked its distribution."""
-        return self.is_strict or entry.distribution in {*(self._selection.only or ()), *self._pins()}
+        """Say whether an entry must not fail: none may, or the user named it or locked its distribution."""
+        return self.is_strict or not {*(self._selection.only or ()), *self._pins()}.isdisjoint(entry.scopes)
 
     def _pins(self) -> Mapping[str, str]:
         """Return the content's hash of each distribution that is locked, none without a lock.
 
-        Raises PluginError where nobody of TokenSpeed's own reads locks, and what the reader does for one not met.
+        Raises PluginError where no default distribution reads locks, and what the reader does for one not met.
         """
         path = self._selection.lock
         if path is None or self._pinned is not None:
@@ -194,7 +189,7 @@ class Catalog:
         return self._pinned
 
     def _readers(self) -> list[Entry]:
-        return [entry for entry in self.entries("locks") if entry.distribution in OURS]
+        return [entry for entry in self.entries("locks") if entry.distribution in DEFAULTS]
 
     def _failed(self, entry: Entry) -> PluginError:
         return _blaming(entry, f" failed to load: {self._failures[entry].strip().splitlines()[-1]}")
@@ -243,16 +238,15 @@ def _mark_conflicts(entries: Sequence[Entry]) -> list[Entry]:
         kind = kind_of(entry.kind)
         if entry.status is Status.OK and kind is not None and kind.is_named:
             claims.setdefault((entry.kind, entry.name), []).append(entry)
-    clashing = {
-        entry: _clash(*key, rivals) for key, rivals in claims.items() if len(rivals) > 1 for entry in rivals
-    }
+    clashing = {entry: _clash(rivals) for rivals in claims.values() if len(rivals) > 1 for entry in rivals}
     return [
         replace(entry, status=Status.FAILED, reason=clashing[entry]) if entry in clashing else entry
         for entry in entries
     ]
 
 
-def _clash(kind: str, name: str, rivals: Sequence[Entry]) -> str:
+def _clash(rivals: Sequence[Entry]) -> str:
     both = " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals)
-    out = max(reversed(rivals), key=lambda entry: entry.distribution not in OURS).distribution
-    return f"{kind} {name} is claimed by {both}; `pip uninstall {out}` or {VARIABLE}=-{out} leaves {out} out"
+    out = max(reversed(rivals), key=lambda entry: entry.distribution not in DEFAULTS)
+    without = f"`pip uninstall {out.distribution}` or {VARIABLE}=-{out.scopes[2]}"
+    return f"{out.kind} {out.name} is claimed by {both}; {without} leaves out that of {out.distribution}"

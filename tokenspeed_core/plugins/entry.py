@@ -49,6 +49,12 @@ class Entry:
     traceback: str = field(default="", compare=False)
 
     @property
+    def scopes(self) -> tuple[str, str, str]:
+        """What names it in a selection: its distribution, that and its kind, and these and its name."""
+        kind = f"{self.distribution}:{self.kind}"
+        return self.distribution, kind, f"{kind}:{self.name}"
+
+    @property
     def editable(self) -> str:
         """The folder of an editable install, "" for any other."""
         kind, _, folder = self.origin.partition(" ")

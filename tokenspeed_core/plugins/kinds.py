@@ -13,7 +13,7 @@ class Kind:
     """A kind of plugin. `api` is the contract's number; entries name theirs as `value [api1]`.
 
     `is_named`: users type the entries' names, so two distributions must not claim the same one, nor one
-    that is `built_in`, unless they are ours. `is_used`: this core asks for such plugins; kernels of a family
+    that is `built_in`, unless they are default ones. `is_used`: this core asks for such plugins; kernels of a family
     for which it has no op are used where a plugin brings `ops`.
     """
 
@@ -36,9 +36,9 @@ KINDS: dict[str, Kind] = {
     "quantization": Kind(1),  # methods, for --quantization
     "checkpoints": Kind(1),  # names for checkpoints in packages
     "ops": Kind(1),  # op contracts
-    "rankings": Kind(1),  # which backends were measured to be the fastest, TokenSpeed's own alone
+    "rankings": Kind(1),  # which backends were measured to be the fastest, of default distributions alone
     "hooks": Kind(1, is_named=False),  # behaviour: modules of hook implementations
-    "locks": Kind(1, is_named=False),  # readers of plugins.lock, TokenSpeed's own alone
+    "locks": Kind(1, is_named=False),  # readers of plugins.lock, of default distributions alone
     "commands": Kind(1, built_in=("serve", "chat", "plugins", "env", "bench")),  # subcommands of tokenspeed
     "policies": Kind(1, built_in=("fcfs", "priority")),  # scheduling policies, for --schedule-policy
     "tool_parsers": Kind(1),  # of replies, for --tool-call-parser

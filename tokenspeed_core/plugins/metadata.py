@@ -20,7 +20,7 @@ from packaging.tags import sys_tags
 from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
-from tokenspeed_core.plugins.selection import OURS, Selection, normalise
+from tokenspeed_core.plugins.selection import DEFAULTS, Selection, normalise
 
 logger = logging.getLogger("tokenspeed.plugins")
 _NO_USE = "this core does not use plugins of this kind yet"
@@ -39,8 +39,8 @@ def read_entries(
     """
     entries: dict[tuple[str, str, str, str], Entry] = {}
     versions: dict[str, str] = {}
-    ours = (each for each in distributions if GROUP_PREFIX in (each.read_text("entry_points.txt") or ""))
-    for distribution in sorted(ours, key=lambda each: _is_working_directory(_root(each))):
+    offering = (each for each in distributions if GROUP_PREFIX in (each.read_text("entry_points.txt") or ""))
+    for distribution in sorted(offering, key=lambda each: _is_working_directory(_root(each))):
         try:
             name, version, requires_core = _read(distribution)
             found = list(_entries_of(distribution, name, version, requires_core, selection, core_version))
@@ -58,7 +58,7 @@ def read_entries(
                 reason = f"{name} {versions[name]} comes first on sys.path"
                 entry = replace(entry, status=Status.SHADOWED, reason=reason)
             entries.setdefault(key, entry)
-    selection.check(versions)
+    selection.check({scope for entry in entries.values() for scope in entry.scopes})
     return _mark_unused([entries[key] for key in sorted(entries)])
 
 
@@ -101,7 +101,7 @@ def _entries_of(
             api=_api(point), distribution=name, version=version, origin=origin, requires_core=requires_core,
             status=Status.OK, reason="", root=root,
         )
-        if refused := _MISPLACED if _is_working_directory(root) else selection.refusal(name):
+        if refused := _MISPLACED if _is_working_directory(root) else selection.refusal(entry.scopes):
             entry = replace(entry, status=Status.DISABLED, reason=refused)
         elif misfit := _misfit(entry, core_version):
             entry = replace(entry, status=Status.INCOMPATIBLE, reason=misfit)
@@ -121,7 +121,7 @@ def _misfit(entry: Entry, core_version: str) -> str:
         return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: {which}"
     if not SpecifierSet(entry.requires_core).contains(core_version, prereleases=True):
         return f"needs tokenspeed-core {entry.requires_core}, this is {core_version}"
-    if entry.name in kind.built_in and entry.distribution not in OURS:
+    if entry.name in kind.built_in and entry.distribution not in DEFAULTS:
         return f"the name {entry.name} is built in; its author must choose another"
     return ""
 

@@ -1,16 +1,18 @@
-"""Which distributions' plugins the user wants."""
+"""Which plugins the user wants."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenspeed_core.errors import PluginError, meant
 
 VARIABLE = "TOKENSPEED_PLUGINS"
-OURS = frozenset(
+# The default distributions: tokenspeed-core and those of tokenspeed-core[default], which stay without plugins. By exact
+# name, since strangers may publish under the prefix too.
+DEFAULTS = frozenset(
     f"tokenspeed-{part}" for part in ("core", "kernels", "models", "demo", "bench", "chat", "parsers", "plugin-tools")
 )
 
@@ -20,9 +22,18 @@ def normalise(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def _scope(word: str) -> str:
+    """Return DISTRIBUTION[:KIND[:NAME]] with the first normalised."""
+    name, colon, rest = word.partition(":")
+    return normalise(name) + colon + rest
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Distributions by exact normalised name. TokenSpeed's own stay unless `excluded` names them."""
+    """Distributions by exact normalised name, or of one a kind of plugin or a single one, as `Entry.scopes` has them.
+
+    The default distributions stay unless `excluded` names them.
+    """
 
     only: frozenset[str] | None = None  # None: all
     excluded: frozenset[str] = frozenset()
@@ -33,31 +44,32 @@ class Selection:
     def read(
         cls, environ: Mapping[str, str] | None = None, *, no_plugins: bool = False, lock: str | None = None
     ) -> Selection:
-        """Read `TOKENSPEED_PLUGINS`: names (only these), `-name` (all but these), empty (none).
+        """Read `TOKENSPEED_PLUGINS`: scopes (only these), `-scope` (all but these), empty (none).
 
         `TOKENSPEED_PLUGINS_LOCK` names the lock where `lock` does not, for any program of this environment.
         """
         environ = os.environ if environ is None else environ
         text, lock = environ.get(VARIABLE), lock or environ.get(f"{VARIABLE}_LOCK") or None
         words = text.replace(",", " ").split() if text is not None else []
-        excluded = frozenset(normalise(word[1:]) for word in words if word.startswith("-"))
-        named = frozenset(normalise(word) for word in words if not word.startswith("-"))
+        excluded = frozenset(_scope(word[1:]) for word in words if word.startswith("-"))
+        named = frozenset(_scope(word) for word in words if not word.startswith("-"))
         if no_plugins:
             return cls(frozenset(), excluded, "--no-plugins", lock)
         only = None if text is None or (excluded and not named) else named
         return cls(only, excluded, f"{VARIABLE}={text}", lock)
 
-    def refusal(self, distribution: str) -> str:
-        """Return why a distribution (normalised name) is left out, "" when it is not."""
-        if distribution in self.excluded:
-            return f"left out by {VARIABLE}=-{distribution}"
-        if self.only is None or distribution in OURS or distribution in self.only:
+    def refusal(self, scopes: Sequence[str]) -> str:
+        """Return why an entry, of these scopes, is left out, "" when it is not."""
+        if out := self.excluded.intersection(scopes):
+            return f"left out by {VARIABLE}=-{min(out)}"
+        if self.only is None or scopes[0] in DEFAULTS or not self.only.isdisjoint(scopes):
             return ""
         return f"left out by {self.because}"
 
     def check(self, installed: Collection[str]) -> None:
-        """Refuse names that no installed plugin distribution has. Raises PluginError."""
+        """Refuse names that no installed plugin has, of whose scopes these are all. Raises PluginError."""
         for name in sorted((self.only or frozenset()) | self.excluded):
             if name not in installed:
-                hint = meant(name, installed) or f"; installed: {', '.join(sorted(installed))}"
+                there = ", ".join(sorted(each for each in installed if ":" not in each))
+                hint = meant(name, installed) or f"; installed: {there}"
                 raise PluginError(f"{VARIABLE} names {name}, which provides no plugin here{hint}")

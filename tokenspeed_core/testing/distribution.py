@@ -94,7 +94,7 @@ class DistributionConformance:
         """The descriptors are of the right type, and what they point at exists where their modules do."""
         catalog = Catalog([entry for entry in _entries(self.distribution) if entry.status is Status.OK], strict=True)
         for entry in catalog.all():
-            catalog.load(entry, required=True)
+            catalog.need(entry, object)
 
 
 def deprecated_uses(distribution: str) -> list[str]:

@@ -68,7 +68,7 @@ def suites(distribution: str) -> Iterator[tuple[str, object]]:
 
 
 def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
-    value = catalog.load(entry)
+    value = catalog.load(entry, object)
     subject = f"{entry.kind} {entry.name}"
     if entry.kind.startswith(KERNELS_PREFIX):
         from tokenspeed_core.testing.kernel import KernelConformance

@@ -311,6 +311,11 @@ def test_everything_broken_at_once_and_switched_off_is_still_looked_at(
     site.install("gone", {"policies gone": "gone_module:P [api1]"})
     everything = {"raises", "tomorrow", "gone"}
     assert everything <= diagnose(capsys)[1].keys()
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", "-raises:policies:angry")
+    assert everything - {"raises"} == everything & diagnose(capsys)[1].keys()
+    assert main(["plugins", "list", "--json"]) == 0
+    status = {each["distribution"]: each["status"] for each in json.loads(capsys.readouterr().out)}
+    assert [status[name] for name in ("raises", "tomorrow", "gone")] == ["disabled", "incompatible", "ok"]
     monkeypatch.setenv("TOKENSPEED_PLUGINS", "")
     assert everything - {"raises"} <= diagnose(capsys)[1].keys()
     assert "raises" not in diagnose(capsys, "--no-plugins")[1]

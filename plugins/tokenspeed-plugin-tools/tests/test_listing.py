@@ -94,8 +94,26 @@ def test_the_table_says_who_published_what_and_is_cut_to_a_kind(
     assert rows["sound"].endswith("third party, editable /home/me/sound")
     assert "early" not in rows
     assert "raises" in rows
-    ours = listed(capsys, "--kind", "commands")["tokenspeed-plugin-tools plugins"]
-    assert ours["publisher"] == "ours"
+
+
+def test_what_is_called_default_is_what_stays_without_plugins(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    who = {"tokenspeed-chat": "TokenSpeed (default)", "tokenspeed-kernels-hopper": "TokenSpeed",
+           "tokenspeed-models-of-acme": "third party"}
+    for name in who:
+        site.install(name, {f"models {name}": "nowhere:M [api1]"})
+    found = {each["distribution"]: each for each in listed(capsys, "--kind", "models", "--no-plugins").values()}
+    assert {name: (each["publisher"], each["is_default"]) for name, each in found.items() if name in who} == {
+        name: (word.removesuffix(" (default)"), word.endswith("(default)")) for name, word in who.items()
+    }
+    assert all((each["status"] == "ok") == each["is_default"] for each in found.values())
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plugins", "list", "--kind", "models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, word in who.items():
+        (row,) = (line for line in lines if line.split()[:1] == [name])
+        assert row.split("  ")[-1].strip().startswith(word)
 
 
 def test_a_kind_of_which_nothing_is_installed_is_refused(site: Site, refusal: Refusal) -> None:
@@ -259,6 +277,6 @@ def test_with_thirty_plugins_only_what_is_asked_for_is_imported(thirty: Site) ->
 
 
 @pytest.mark.tree
-def test_every_distribution_of_this_repository_is_known_as_ours() -> None:
+def test_every_distribution_of_this_repository_is_known_as_tokenspeeds() -> None:
     folders = [*ROOT.glob("tokenspeed_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
     assert {path.parent.name.replace("_", "-") for path in folders} <= PUBLISHED

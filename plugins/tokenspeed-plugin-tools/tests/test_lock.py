@@ -105,11 +105,15 @@ def test_what_is_missing_surplus_or_of_another_version_is_named_with_what_mends_
 def test_what_the_user_leaves_out_need_not_be_locked_but_what_is_locked_may_not_be_left_out(
     toy: Site, tmp_path: Path
 ) -> None:
+    toy.install("two", {"models A": "two:A [api1]", "models B": "two:B [api1]"}, files={"two.py": "A = B = 1"})
     locked = lock(tmp_path / "lock")
     toy.install("stranger", {"models Strange": "strange:SPEC [api1]"})
     Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": "-stranger"}, lock=locked))
-    with pytest.raises(LockError, match=r"toy 1\.0 is disabled: left out by TOKENSPEED_PLUGINS=-toy"):
-        Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": "-stranger,-toy"}, lock=locked))
+    for scope, what in (("toy", "toy 1.0 is"), ("two:models:A", "two 1.0: models A = two:A is")):
+        mend = "take that back, or freeze without it"
+        with pytest.raises(LockError) as caught:
+            Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": f"-stranger,-{scope}"}, lock=locked))
+        assert f"  {what} disabled: left out by TOKENSPEED_PLUGINS=-{scope}; {mend}\n" in str(caught.value)
 
 
 def test_an_editable_install_is_named_as_one_and_a_change_in_its_folder_is_found(site: Site, tmp_path: Path) -> None:
@@ -141,7 +145,7 @@ def test_nothing_is_imported_where_a_lock_is_not_met(
     monkeypatch.setenv("TOKENSPEED_PLUGINS_LOCK", locked)  # for every program of the environment
     unchecked = Catalog.discover(check=False)
     with pytest.raises(LockError):
-        unchecked.load(unchecked.get("models", "Toy"))
+        unchecked.load(unchecked.get("models", "Toy"), object)
     assert unchecked.get("models", "Toy").status is Status.OK
     assert "toy" not in sys.modules
 
@@ -153,7 +157,7 @@ def test_no_way_to_load_a_plugin_leads_past_the_lock(toy: Site, tmp_path: Path, 
     for required in (False, True):
         catalog = Catalog.discover(Selection.read({}, lock=locked), strict=strict, check=False)
         with pytest.raises(LockError):
-            catalog.load(catalog.get("models", "Toy"), required=required)
+            catalog.load(catalog.get("models", "Toy"), object, required=required)
     assert "toy" not in sys.modules
 
 
@@ -175,7 +179,7 @@ def test_a_locked_plugin_that_fails_to_load_ends_the_start(toy: Site, tmp_path: 
     (toy.path / "toy/spec.py").write_text("import no_such_library")
     catalog = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))
     with pytest.raises(TokenSpeedError, match=r"models Toy of toy 1\.0 failed to load: ModuleNotFoundError"):
-        catalog.load(catalog.get("models", "Toy"))
+        catalog.load(catalog.get("models", "Toy"), object)
 
 
 def test_processes_agree_on_the_content_of_files_where_there_is_a_lock(toy: Site, tmp_path: Path) -> None:
@@ -232,6 +236,18 @@ def test_serve_refuses_what_is_not_as_locked_and_names_it_and_verify_says_the_sa
     assert "no plugin is imported\n  toy 1.0 has changed" in said
     assert main(["plugins", "verify", locked]) == 1
     assert capsys.readouterr().out.strip() in said
+
+
+def test_a_configuration_file_that_names_a_lock_is_held_to_it(
+    toy: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    production = tmp_path / "production.yaml"
+    production.write_text(f"plugins-lock: {lock(tmp_path / 'lock')}\nmodel: {tmp_path}/no-model\n")
+    assert main(["serve", "--config", str(production), "--dry-run"]) == 2
+    assert "plugins lock" not in capsys.readouterr().err
+    (toy.path / "toy/spec.py").write_text(SPY)
+    assert main(["serve", "--config", str(production), "--dry-run"]) == 2
+    assert "no plugin is imported\n  toy 1.0 has changed" in capsys.readouterr().err
 
 
 def test_the_changed_file_of_a_wheel_that_pip_installed_is_named(

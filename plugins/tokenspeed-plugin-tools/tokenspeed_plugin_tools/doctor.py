@@ -21,7 +21,7 @@ from tokenspeed_plugin_tools.probe import probe
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
-    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="import TokenSpeed's own plugins only")] = False,
+    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="import the default distributions only")] = False,
 ) -> int:
     """Look at every plugin, the switched-off ones too, and import those that are on; 1 where something is wrong.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_core.commands import Catalog, Entry
+from tokenspeed_core.commands import DEFAULTS, Catalog, Entry
 from tokenspeed_plugin_tools.layout import printable
 from tokenspeed_plugin_tools.lock import enforce_environment, freeze
 from tokenspeed_plugin_tools.named import entries_of
@@ -37,6 +37,7 @@ def describe(entries: list[Entry]) -> dict[str, Any]:
         "name": first.distribution,
         "version": first.version,
         "publisher": publisher(first.distribution),
+        "is_default": first.distribution in DEFAULTS,
         "origin": first.origin,
         "is_editable": first.origin.startswith("editable "),
         "sha256": frozen[first.distribution].sha256 if frozen else None,
@@ -71,7 +72,7 @@ def as_text(record: dict[str, Any]) -> str:
     heavy = f", and brings {', '.join(record['imports'])}" if record["imports"] else ""
     lines = [
         f"{record['name']} {record['version']}",
-        f"  origin   {record['publisher']}, {record['origin']}",
+        f"  origin   {record['publisher']}{' (default)' * record['is_default']}, {record['origin']}",
         f"  sha256   {record['sha256'] or 'none: nothing of it can be used'}",
         f"  core     {record['requires_core'] or 'any version'}",
         f"  needs    {', '.join(needed) or 'no other modules'}",

@@ -100,7 +100,7 @@ def _mismatches(
     what = f"-e {was.editable}" if was.editable else f"{name}=={was.version}"
     again = f"`pip install --force-reinstall --no-deps {what}`"
     if name not in found:
-        reasons = dict.fromkeys(f"{entry.status}: {entry.reason}" for entry in mine)
+        reasons = dict.fromkeys(map(_unusable, mine))
         yield f"{name} {was.version} is {'; '.join(reasons) or f'not installed; {again}'}"
         return
     now = found[name]
@@ -109,12 +109,24 @@ def _mismatches(
     elif now.editable != was.editable:
         yield f"{name} is {_form(now)}, locked is {_form(was)}; {again}"
     else:
+        unusable = {_point(entry): _unusable(entry) for entry in mine if entry.status is not Status.OK}
         for point in sorted({*now.entry_points} ^ {*was.entry_points}):
-            which = "not usable any more" if point in was.entry_points else "not locked"
-            yield f"{name} {now.version}: {point} is {which}; {again}"
+            which = unusable.get(point) or f"{'gone' if point in was.entry_points else 'not locked'}; {again}"
+            yield f"{name} {now.version}: {point} is {which}"
         if now.sha256 != was.sha256:
             mend = f"restore what is under {was.editable}" if was.editable else again
             yield f"{name} {now.version} has changed: {_changes(mine)}; {mend}"
+
+
+def _unusable(entry: Entry) -> str:
+    """Say why an entry cannot be used, and what to do about it."""
+    by_user = "take that back, or freeze without it"
+    mend = by_user if entry.status is Status.DISABLED else "`tokenspeed plugins doctor` has what mends it"
+    return f"{entry.status}: {entry.reason}; {mend}"
+
+
+def _point(entry: Entry) -> str:
+    return f"{entry.kind} {entry.name} = {entry.value}"
 
 
 def _form(locked: Locked) -> str:
@@ -124,7 +136,7 @@ def _form(locked: Locked) -> str:
 def _lock(group: Sequence[Entry]) -> Locked:
     first = group[0]
     lines = "\n".join(f"{file} {digest}" for file, digest in sorted(_contents(group).items()))
-    points = tuple(sorted(f"{entry.kind} {entry.name} = {entry.value}" for entry in group))
+    points = tuple(sorted(map(_point, group)))
     return Locked(first.version, hashlib.sha256(lines.encode()).hexdigest(), points, first.editable)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from tokenspeed_core.commands import DEPRECATED, OURS, Entry, contract
+from tokenspeed_core.commands import DEFAULTS, DEPRECATED, Entry, contract
 
-# By exact name: strangers publish under the prefix too. Those of `OURS` stay without plugins, these do not.
-PUBLISHED = OURS | {
+# What TokenSpeed publishes, by exact name: strangers publish under the prefix too. Only the default ones of these stay
+# without plugins.
+PUBLISHED = DEFAULTS | {
     "tokenspeed-kernels-blackwell",
     "tokenspeed-kernels-deepgemm",
     "tokenspeed-kernels-flashinfer",
@@ -18,13 +19,13 @@ PUBLISHED = OURS | {
 
 
 def publisher(distribution: str) -> str:
-    """Return "ours" or "third party" for a distribution's normalised name."""
-    return "ours" if distribution in PUBLISHED else "third party"
+    """Return "TokenSpeed" or "third party" for a distribution's normalised name."""
+    return "TokenSpeed" if distribution in PUBLISHED else "third party"
 
 
 def where_from(entry: Entry) -> str:
-    """Return the ORIGIN of a table: who published it, and how it came here unless from an index."""
-    who = publisher(entry.distribution)
+    """Return the ORIGIN of a table: who published it, if it is a default, and how it came here unless from an index."""
+    who = publisher(entry.distribution) + " (default)" * (entry.distribution in DEFAULTS)
     return who if entry.origin == "installed" else f"{who}, {entry.origin}"
 
 
@@ -39,6 +40,7 @@ def record_of(entry: Entry) -> dict[str, Any]:
     return {
         **asdict(entry),
         "publisher": publisher(entry.distribution),
+        "is_default": entry.distribution in DEFAULTS,
         "deprecated": notice(entry),
         "is_editable": entry.origin.startswith("editable "),
     }

@@ -110,7 +110,7 @@ def answer(distribution: str) -> None:
 
 def _probe(catalog: Catalog, entry: Entry) -> Probed:
     before, start = set(sys.modules), time.perf_counter()
-    value = catalog.load(entry)
+    value = catalog.load(entry, object)
     seconds = time.perf_counter() - start
     heavy = tuple(name for name in HEAVY if name in sys.modules and name not in before)
     (after,) = catalog.all()
