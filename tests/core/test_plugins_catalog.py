@@ -171,7 +171,7 @@ def test_a_name_of_a_default_distribution_is_another_plugins_only_where_the_user
 ) -> None:
     install("acme", attention("x"))
     found = install("tokenspeed-kernels", attention("x") + "y = m:S [api1]\n")
-    with pytest.raises(PluginError, match="TOKENSPEED_PLUGINS=-acme:kernels.attention:x leaves out that of acme$"):
+    with pytest.raises(PluginError, match=r"TOKENSPEED_PLUGINS=-acme:kernels\.attention:x leaves out that of acme$"):
         discover(found)
     catalog = discover(found, "-tokenspeed-kernels:kernels.attention:x")
     assert catalog.get("kernels.attention", "x").distribution == "acme"
