@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from typing import Any
+
 import pytest
 from null_world import MASKED, World, request
 
@@ -9,6 +12,7 @@ from tokenspeed_core.engine import pace
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.engine.pace import FIRST_CHUNK, LEAST_CHUNK, PATIENCE_SECONDS, Pace
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
+from tokenspeed_core.kv import hashing
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.plugins.hookspecs import StepRecord
 from tokenspeed_core.step import LateInputs, OutOfMemory, Runner, StepFailed, StepPlan, StepResult
@@ -85,6 +89,39 @@ def test_the_next_step_is_launched_before_the_last_one_is_collected() -> None:
     world.run()
     for step in range(2, 6):
         assert runner.calls.index(("sample", step)) < runner.calls.index(("collect", step - 1))
+
+
+def test_the_device_starts_before_the_blocks_of_later_prompts_are_hashed() -> None:
+    world = World(chunk_size=16)
+    runner = watched(world)
+    prompts = [[1] * 12, [2] * 12, [3] * 12, [1] * 12 + [4]]
+    chains = []
+    for i, prompt in enumerate(prompts):
+        world.submit(request(i, prompt, max_tokens=2))
+        state = world.scheduler.roster.get(i)
+        assert state is not None
+        chains.append(state.sequence.chain)
+    world.engine.step()
+    assert runner.calls == [("forward", 1), ("sample", 1)]
+    assert [chain.num_tokens for chain in chains] == [12, 12, 0, 0]
+    world.run()
+    for i in range(len(prompts)):
+        world.check(i)
+    assert world.cached[3] == 12   # found in blocks of the first, as if all had been hashed at once
+
+
+def test_a_prompt_of_several_sequences_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests: list[object] = []
+
+    def counted(*words: Any, **keywords: Any) -> object:
+        digests.append(words)
+        return blake2b(*words, **keywords)
+
+    monkeypatch.setattr(hashing, "blake2b", counted)
+    world = World()   # blocks of 4
+    world.submit(request(0, [1] * 12, n=3, max_tokens=1))
+    world.run()
+    assert len(digests) == 1 + 3   # the root, and each block
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

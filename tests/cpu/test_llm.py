@@ -77,21 +77,53 @@ def test_what_no_kernel_can_do_ends_the_start_before_a_weight_is_read(monkeypatc
         LLM(device="cpu", attention_backend="triton")
 
 
-@pytest.mark.parametrize("ids", [[5, 6, 7], (5, 6, 7), np.array([5, 6, 7]), [np.int32(5), 6, 7]])
+@pytest.mark.parametrize("ids", [
+    [5, 6, 7], (5, 6, 7), range(5, 8), np.array([5, 6, 7]), np.array([5, 6, 7], np.uint8), [np.int32(5), 6, 7],
+])
 def test_token_ids_may_come_in_any_sequence(llm: LLM, ids: Any) -> None:
     assert llm.generate({"prompt_token_ids": ids}, FEW)[0].prompt_token_ids == [5, 6, 7]
+
+
+def test_the_ids_that_truths_would_pack_as_are_tokens_like_others(llm: LLM) -> None:
+    assert llm.generate({"prompt_token_ids": [0, 1, 5]}, FEW)[0].prompt_token_ids == [0, 1, 5]
 
 
 @pytest.mark.parametrize("prompt", [
     {"prompt_token_ids": [True]}, {"prompt_token_ids": 7}, {"prompt_token_ids": "567"}, {"prompt_token_ids": [-1]},
     {"prompt_token_ids": [1.0]}, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": []},
     {"prompt_token_ids": [2**70]}, {"prompt_token_ids": np.array([2**32 + 5])}, {"prompt_token_ids": np.array([[5]])},
-    {"prompt_token_ids": np.array([5.0])}, {"prompt_token_ids": [5, True]},
+    {"prompt_token_ids": np.array([5.0])}, {"prompt_token_ids": [5, True]}, {"prompt_token_ids": np.array([True])},
+    {"prompt_token_ids": [5, np.True_]}, {"prompt_token_ids": {5, 6}}, {"prompt_token_ids": [[5]]},
+    {"prompt_token_ids": [5, None]}, {"prompt_token_ids": np.array(5)},
     {"prompt": "a", "images": []}, {}, {"prompt": 5}, "",
 ])
 def test_a_prompt_that_is_none_is_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(BadRequestError):
         llm.generate([prompt], FEW)
+
+
+def test_behind_the_last_step_only_what_ended_with_it_is_put_into_text(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, runner = llm.tokenizer, llm._engine.runner
+    assert tokenizer is not None
+    calls: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*words: Any, **keywords: Any) -> Any:
+            calls.append(name)
+            return call(*words, **keywords)
+        return note
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "collect", noted("collect", runner.collect))
+        patched.setattr(tokenizer, "detokenizer", noted("text", tokenizer.detokenizer))
+        params = [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for num in (8, 2, 4)]
+        outputs = llm.generate(["a", "b c", "12 + 34 ="], params)
+    assert calls.count("text") == 3
+    assert calls[-2:] == ["collect", "text"]
+    for output in outputs:
+        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 4}, [{"max_tokens": 4}], [FEW, FEW]])

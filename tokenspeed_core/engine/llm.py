@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -33,15 +34,25 @@ SERVER_ONLY = frozenset(
 
 
 @dataclass(slots=True)
+class _Request:
+    """A prompt while its sequences are generated."""
+
+    prompt: Prompt
+    params: SamplingParams
+    submit: Submit
+    token_ids: list[int] = field(default_factory=list)   # the prompt's, for the result; filled with the first output
+
+
+@dataclass(slots=True)
 class _Output:
     """A sequence while it is generated."""
 
+    request: _Request
+    assembler: Assembler | None   # only where stop strings must be watched for
     token_ids: list[int] = field(default_factory=list)
     finish: Finish = Finish.NOT
     num_cached: int = 0
-    num_logprobs: int = 0   # alternatives that its request wants; a step reports as many as any row wants
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    assembler: Assembler | None = None   # only where stop strings must be watched for
     text: str = ""
 
 
@@ -89,19 +100,14 @@ class LLM(AbstractContextManager["LLM"]):
             raise TokenSpeedError("this LLM was shut down: make another")
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _per_prompt(sampling_params, len(given))
-        submits = [self._submit_for(prompt, each) for prompt, each in zip(given, params, strict=True)]
+        requests = [_Request(one, each, self._submit_for(one, each)) for one, each in zip(given, params, strict=True)]
         sequences = {
-            submit.request_id + i: _Output(
-                num_logprobs=each.logprobs or 0, assembler=self._assembler(each) if each.stop else None,
-            )
-            for submit, each in zip(submits, params, strict=True) for i in range(submit.n)
+            request.submit.request_id + i: _Output(request, self._assembler(each) if each.stop else None)
+            for request, each in zip(requests, params, strict=True) for i in range(each.n)
         }
         with held_interrupts() as check:
-            self._run(submits, sequences, check)
-        return [
-            self._result(prompt, submit, each, sequences)
-            for prompt, submit, each in zip(given, submits, params, strict=True)
-        ]
+            self._run(requests, sequences, check)
+        return [self._result(request, sequences) for request in requests]
 
     def chat(
         self, messages: Conversation | Sequence[Conversation],
@@ -141,11 +147,11 @@ class LLM(AbstractContextManager["LLM"]):
         request_id, self._next_id = self._next_id, self._next_id + params.n
         return build_submit(request_id, params, self._ids(prompt), self._limits, self._defaults)
 
-    def _run(self, submits: list[Submit], sequences: dict[int, _Output], check: Callable[[], None]) -> None:
+    def _run(self, requests: list[_Request], sequences: dict[int, _Output], check: Callable[[], None]) -> None:
         """Submit requests and step until all are done; `check` may raise KeyboardInterrupt between steps."""
         try:
-            for submit in submits:
-                refused = self._engine.submit(submit)
+            for request in requests:
+                refused = self._engine.submit(request.submit)
                 if refused is not None:
                     raise BadRequestError(refused.message)
             while self._engine.has_work:
@@ -171,13 +177,15 @@ class LLM(AbstractContextManager["LLM"]):
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
     def _checked(self, ids: Any) -> I32:
-        """Return token ids as an array; no call is made for each, since prompts are long."""
-        kinds = set(map(type, ids)) if isinstance(ids, Sequence | np.ndarray) else {type(None)}
-        if all(issubclass(kind, int | np.integer) and kind is not bool for kind in kinds):
-            with suppress(OverflowError):
-                whole = np.asarray(ids, None if isinstance(ids, np.ndarray) else np.int64)
-                if not len(whole) or (whole.min() >= 0 and whole.max() < self._limits.vocab_size):
-                    return whole.astype(np.int32)
+        """Return token ids as an array. Prompts are long, and the device waits: one pass packs and checks all ids."""
+        whole = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        if isinstance(whole, Sequence):
+            with suppress(struct.error, TypeError):   # of what is no integer, or none of 32 bits
+                packed = np.frombuffer(struct.pack(f"={len(whole)}i", *whole), np.int32)
+                least, most = packed.min(initial=2), packed.max(initial=0)
+                # True packs as 1 and is no token: only where there is a 0 or a 1 can there be one.
+                if least >= 0 and most < self._limits.vocab_size and (least > 1 or bool not in map(type, whole)):
+                    return packed
         raise BadRequestError(
             f"prompt_token_ids must be integers from 0 to {self._limits.vocab_size - 1}", "prompt_token_ids"
         )
@@ -188,6 +196,7 @@ class LLM(AbstractContextManager["LLM"]):
         return Assembler(detokenizer, params.stop, params.include_stop_str_in_output)
 
     def _take(self, sequences: dict[int, _Output], outputs: Outputs) -> None:
+        """Note what a step gave, and prepare results as far as they are known: the device works on the next step."""
         tokens, at = outputs.token_ids.tolist(), 0
         columns = zip(
             outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist(),
@@ -199,39 +208,37 @@ class LLM(AbstractContextManager["LLM"]):
             at += num_tokens
             if output.finish:
                 continue   # what came after a stop string
+            request = output.request
+            if not request.token_ids:
+                request.token_ids = request.submit.prompt.tolist()
             output.token_ids += new
             if row in logprobs:
-                output.logprobs += _entries(new, logprobs[row], output.num_logprobs)
-            output.finish = Finish(finish)
+                output.logprobs += _entries(new, logprobs[row], request.params.logprobs or 0)
+            if finish:
+                output.finish = Finish(finish)
             output.num_cached = output.num_cached or num_cached
             if output.assembler is not None:
                 output.text += output.assembler.feed(new, finish)
                 if output.assembler.finish_reason == "stop" and not finish:
                     output.finish = Finish.STOP
                     self._engine.abort([sequence_id])
+            elif finish and self.tokenizer is not None:
+                output.text = self._assembler(request.params).feed(output.token_ids, finish)
 
-    def _result(
-        self, prompt: Prompt, submit: Submit, params: SamplingParams, sequences: dict[int, _Output],
-    ) -> RequestOutput:
-        outputs = [
-            self._finished(i, sequences[submit.request_id + i], params) for i in range(submit.n)
-        ]
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-        num_cached = sequences[submit.request_id].num_cached
-        return RequestOutput(text, submit.prompt.tolist(), outputs, num_cached)
+    def _result(self, request: _Request, sequences: dict[int, _Output]) -> RequestOutput:
+        its = [sequences[request.submit.request_id + i] for i in range(request.submit.n)]
+        outputs = [self._finished(i, output) for i, output in enumerate(its)]
+        text = request.prompt if isinstance(request.prompt, str) else request.prompt.get("prompt")
+        return RequestOutput(text, request.token_ids, outputs, its[0].num_cached)
 
-    def _finished(self, index: int, output: _Output, params: SamplingParams) -> SequenceOutput:
-        text: str | None = None
-        if output.assembler is not None:
-            text = output.text
-        elif self.tokenizer is not None:
-            text = self._assembler(params).feed(output.token_ids, output.finish)
+    def _finished(self, index: int, output: _Output) -> SequenceOutput:
         if output.finish is Finish.ERROR:
             raise TokenSpeedError(
                 "a sequence was broken off: its step failed on the device, or the model gave it no finite logit; the "
                 "log says which"
             )
-        logprobs = output.logprobs if params.logprobs is not None else None
+        text = None if self.tokenizer is None else output.text
+        logprobs = None if output.request.params.logprobs is None else output.logprobs
         return SequenceOutput(index, output.token_ids, text, output.finish.name.lower(), logprobs)
 
 

@@ -23,9 +23,6 @@ class HashChain:
         self._root = blake2b(f"{adapter_id}/{salt}".encode(), digest_size=16, person=b"root").digest()
         self._digests: list[bytes] = []
 
-    def __len__(self) -> int:
-        return len(self._digests)
-
     def fork(self) -> HashChain:
         """Return a copy that extends by itself (the sequences of one request part after the prompt)."""
         chain = HashChain.__new__(HashChain)

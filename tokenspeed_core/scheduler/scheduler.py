@@ -53,7 +53,8 @@ class Scheduler:
         if refused is not None:
             return refused
         chain = self.kv.chain(request.cache_salt, 0)
-        chain.extend(request.prompt)
+        if request.n > 1:
+            chain.extend(request.prompt)   # once for all; one that is alone is hashed when it is its turn
         seed = int(self._random.integers(2**62)) if request.seed is None else request.seed
         for i in range(request.n):
             self._num_arrivals += 1
