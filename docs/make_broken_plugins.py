@@ -226,7 +226,7 @@ def _about(command: str, done: subprocess.CompletedProcess[str], site: Path) -> 
         failed = re.findall(r"^(?:FAILED.*\n .*|acme-flash: .*)", done.stdout, re.MULTILINE)
         text = "\n".join(line if len(line) <= 120 else f"{line[:120]}…" for each in failed for line in each.split("\n"))
     elif " why" in command:
-        text = "\n".join(re.findall(r"^  (?:fits |cannot) acme/flash.*(?:\n {11}.*)+", done.stdout, re.MULTILINE)[:1])
+        text = "\n".join(re.findall(r"^  (?:fits|cannot) +acme/flash.*(?:\n {11}.*)+", done.stdout, re.MULTILINE)[:1])
     elif " list" in command:
         text = "\n".join(line for line in done.stdout.splitlines() if re.match(r"NAME|acme", line))
     else:

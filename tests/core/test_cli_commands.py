@@ -79,6 +79,13 @@ def test_help_shows_sections_and_every_setting_in_one_of_them(capsys: pytest.Cap
         assert flag(name) in overview
 
 
+def test_help_is_folded_to_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ("--help", "--help=all"):
+        assert main(["serve", words]) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_help_about_a_flag_shows_its_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help=--port"]) == 0
     out = capsys.readouterr().out

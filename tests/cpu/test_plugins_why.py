@@ -127,7 +127,9 @@ def test_what_has_no_answer_is_refused_with_what_there_is(capsys: pytest.Capture
     assert "why atn: this model asks for no such op; it asks for add_rms_norm" in refused(capsys, "atn")
     assert "attention has layers 0 to 4" in refused(capsys, "attention", "--layer", "99")
     assert "sample has no layers" in refused(capsys, "sample", "--layer", "0")
-    assert "no such platform; cpu, or a compute capability" in refused(capsys, "attention", "--platform", "h100")
+    assert "did you mean attention? it asks for" in refused(capsys, "atention")
+    for platform in ("h100", "sm900", "sm9", "sm00"):
+        assert "no such platform; cpu, or a compute capability" in refused(capsys, "attention", "--platform", platform)
     assert "--device cpu: --platform sm90" in refused(capsys, "attention", "--platform", "sm90", "--device", "cpu")
 
 
@@ -138,9 +140,10 @@ def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reas
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert said.err.endswith("on CPU: --attention-backend asks for triton\n")
-    assert "runs   nothing: nothing that was asked for fits\n           -> --attention-backend torch\n" in said.out
+    assert "runs   nothing: --attention-backend asks for triton, and nothing of that fits\n" in said.out
+    assert "           -> --attention-backend torch\n" in said.out
     assert "cannot triton from tokenspeed-kernels\n           it runs on cuda, and the device is cpu" in said.out
-    assert "  fits  torch from tokenspeed-kernels\n" in said.out
+    assert "  fits   torch from tokenspeed-kernels\n" in said.out
 
 
 def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +155,7 @@ def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest
     assert answer["error"].startswith("no kernel for op 'attention' (block_size=")
     assert "7.5" in answer["platform"]
     (op,) = answer["ops"]
-    assert (op["backend"], op["because"]) == ("", "nothing that was asked for fits")
+    assert (op["backend"], op["because"]) == ("", "nothing that is installed fits")
     mends = {reason["mend"] for verdict in op["verdicts"] for reason in verdict["reasons"]}
     assert {"--kv-cache-dtype auto", "a device of compute capability 8.9 to any"} <= mends
 

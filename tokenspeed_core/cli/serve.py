@@ -12,7 +12,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
 
-ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="the same as --model")]
 ConfigFile = Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")]
 
 

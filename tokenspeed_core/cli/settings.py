@@ -94,13 +94,13 @@ def _overview(command: Overview) -> str:
     usage, text, own = command
     width = shutil.get_terminal_size((80, 24)).columns
     lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
-    lines += [f"  {form:<22} {meaning}" for form, meaning in own]
-    lines += [f"  {'--help=SECTION':<22} the options of a section, of a flag, or about a word; all", "", "Sections:"]
+    for form, meaning in (*own, ("--help=SECTION", "the options of a section, of a flag, or about a word; all")):
+        lines += textwrap.wrap(f"  {form:<22} {meaning}", width, subsequent_indent=" " * 25, break_long_words=False)
+    lines += ["", "Sections:"]
     for section, title in SECTIONS.items():
         names = [flag(name) for name in Config.model_fields if metadata(name)["section"] == section]
-        lines.append(f"  {section:<15}{title}")
         wrapper = textwrap.TextWrapper(max(1, width - 17), break_long_words=False, break_on_hyphens=False)
-        lines += [" " * 17 + line for line in wrapper.wrap(" ".join(names))]
+        lines += [f"  {section:<15}{title}", *(" " * 17 + line for line in wrapper.wrap(" ".join(names)))]
     return "\n".join(lines)
 
 
@@ -128,7 +128,7 @@ def _option(name: str, width: int) -> list[str]:
         form += f" {bounds(name)}"
     lines = [f"  {form}"]
     if metadata(name)["narrow"]:
-        lines.append(f"  {narrowed(name)}")
+        lines += textwrap.wrap(f"  {narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False)
     text = f"{field.description}; default: {default_of(name)}"
     installed = _installed(name)
     if installed:

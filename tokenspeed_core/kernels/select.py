@@ -291,8 +291,8 @@ def _hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterab
     low, high = capability.min_compute_capability, capability.max_compute_capability
     found = platform.compute_capability
     if (low or high) and not (found and (low or found) <= found <= (high or found)):
-        wanted = f"{_version(low, 'any')} to {_version(high, 'any')}"
-        what = f"compute capability {_version(found, 'unknown')} is outside {wanted}"
+        wanted = " to ".join(dict.fromkeys((_version(low, "any"), _version(high, "any"))))
+        what = f"compute capability {_version(found, 'unknown')} is {'not' if low == high else 'outside'} {wanted}"
         yield Reason(what, f"a device of compute capability {wanted}")
 
 

@@ -44,6 +44,20 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
     assert "Exit status: 0" in page
 
 
+def test_the_help_of_what_takes_the_options_of_serve_fits_a_screen_and_tells_of_each_where_it_is_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plugins", "why", "--help"]) == 0
+    page = capsys.readouterr().out.splitlines()
+    assert len(page) < 50
+    assert max(map(len, page)) <= 80
+    assert any("--platform NAME" in line for line in page)
+    assert any("--kv-cache-dtype" in line for line in page)
+    assert main(["plugins", "why", "attention", "--help=dtype"]) == 0
+    assert capsys.readouterr().out.startswith("  --dtype auto|float32|bfloat16|float16\n")
+
+
 def test_a_mistake_is_answered_in_one_line(refusal: Refusal) -> None:
     assert refusal("plugins", "lst") == "plugins lst: no such command; did you mean `tokenspeed plugins list`?"
     assert refusal("plugins", "list", "--jsn") == "--jsn: no such option; did you mean --json?"

@@ -120,6 +120,26 @@ def test_a_kind_of_which_nothing_is_installed_is_refused(site: Site, refusal: Re
     assert "--kind nonsense: nothing of this kind is installed; there is " in refusal(
         "plugins", "list", "--kind", "nonsense"
     )
+    site.install("expert", {"kernels.moe fast": "expert:SPEC [api1]", "policies calm": "expert:P [api1]"})
+    assert "did you mean policies? there is " in refusal("plugins", "list", "--kind", "policie")
+    assert "did you mean kernels.moe? there is " in refusal("plugins", "list", "--kind", "moe")
+
+
+def test_what_holds_for_all_of_a_distribution_is_said_once(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install("much", {"kernels.moe fast": "m:S [api1]", "models New": "m:M [api1]", "grammar g": "m:G [api1]"})
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", "-much")
+    assert main(["plugins", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("much") and ": " in line] == [
+        "much: left out by TOKENSPEED_PLUGINS=-much"
+    ]
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", "-much:models")
+    assert main(["plugins", "list"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("much") and ": " in line]
+    assert "much models (New): left out by TOKENSPEED_PLUGINS=-much:models" in told
+    assert len(told) > 1
 
 
 def test_info_tells_what_one_distribution_is_and_what_its_import_costs(

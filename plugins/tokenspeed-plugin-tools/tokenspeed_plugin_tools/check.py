@@ -20,7 +20,7 @@ _SIGNS = {"ok": "ok", "failed": "FAILED", "skipped": "-", "running": "DIED"}
 
 def check(
     distribution: Annotated[str, typer.Argument(metavar="DIST", help="an installed distribution")],
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> int:
     """Print a verdict per line; return 1 where anything failed, or where the process died.
 

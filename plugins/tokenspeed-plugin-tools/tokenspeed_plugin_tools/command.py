@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from typing import Any
 import typer
 
 from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_plugin_tools.layout import folded
 
 NOBODY_READS = 141  # as a shell shows a program that the closed pipe ended
 BARE = (["list"], ["list", "--json"])  # read without typer, which checks values with pydantic: it takes as long again
@@ -22,12 +24,14 @@ HELP = "Show the installed plugins, and say what each does here. Without COMMAND
 class Subcommand:
     """A function that typer reads its options from ("module:function"), and its line in the help.
 
-    The function returns the exit status, of which `status` is what its own help says.
+    The function returns the exit status, of which `status` is what its own help says. One that takes the options of
+    serve has an `OVERVIEW` in its module, since all of these are too many for a page.
     """
 
     target: str
     text: str
     status: str = "0"
+    has_overview: bool = False
 
     def load(self) -> Callable[..., int]:
         """Import the function."""
@@ -35,13 +39,26 @@ class Subcommand:
         function: Callable[..., int] = getattr(import_module(module), name)
         return function
 
+    @property
+    def epilog(self) -> str:
+        """The last line of its help."""
+        return f"Exit status: {self.status}; 2 for a mistake in the question, in one line."
+
+    def print_overview(self, topic: str) -> None:
+        """Print its own options and the sections of serve's, or what the latter have about a topic."""
+        from tokenspeed_core.commands.settings import print_help
+
+        print_help(import_module(self.target.partition(":")[0]).OVERVIEW, topic)
+        if not topic:
+            print("", *folded(self.epilog, 0, shutil.get_terminal_size((80, 24)).columns), sep="\n")
+
 
 SUBCOMMANDS: dict[str, Subcommand] = {
     "list": Subcommand("tokenspeed_plugin_tools.listing:list_plugins", "List the installed plugins, importing none."),
     "info": Subcommand("tokenspeed_plugin_tools.info:info", "Tell all about one distribution."),
     "why": Subcommand(
         "tokenspeed_plugin_tools.why:why", "Say why a kernel runs or not, and what would change it.",
-        "0; 2 where nothing that was asked for fits, with the candidates",
+        "0; 2 where nothing that was asked for fits, with the candidates", has_overview=True,
     ),
     "doctor": Subcommand(
         "tokenspeed_plugin_tools.doctor:doctor", "Find what is broken, and the line that mends it.",
@@ -71,11 +88,17 @@ def plugins(words: Sequence[str]) -> int:
         near = get_close_matches(arguments[0], SUBCOMMANDS, n=1)
         meant = f"did you mean `tokenspeed plugins {near[0]}`?" if near else f"there is {', '.join(SUBCOMMANDS)}"
         raise ToolsError(f"plugins {arguments[0]}: no such command; {meant}")
+    asked = SUBCOMMANDS.get(arguments[0])
+    if asked is not None and asked.has_overview:
+        from tokenspeed_core.commands.settings import help_topic
+
+        topic = help_topic(arguments)
+        if topic is not None:
+            return _run(partial(asked.print_overview, topic), f"tokenspeed plugins {arguments[0]}")
     group = _application(HELP)
     group.callback()(_group)
     for name, each in SUBCOMMANDS.items():
-        epilog = f"Exit status: {each.status}; 2 for a mistake in the question, in one line."
-        group.command(name, help=each.text, epilog=epilog)(each.load() if name == arguments[0] else _nothing)
+        group.command(name, help=each.text, epilog=each.epilog)(each.load() if each is asked else _nothing)
     return _run(_call(group, arguments, "tokenspeed plugins"), f"tokenspeed plugins {arguments[0]}")
 
 

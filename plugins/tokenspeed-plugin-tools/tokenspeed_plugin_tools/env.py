@@ -34,7 +34,7 @@ LIBRARIES = (
 SECRETS = frozenset({"KEY", "TOKEN", "SECRET", "PASSWORD"})
 
 
-def describe(as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False) -> int:
+def describe(as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False) -> int:
     """Print what a stranger must know to reproduce a problem here."""
     catalog = Catalog.discover(check=False)
     facts = {

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Annotated
 
@@ -70,8 +71,11 @@ def _of_kind(entries: tuple[Entry, ...], kind: str | None) -> tuple[Entry, ...]:
     wanted = kind.removeprefix("tokenspeed.")
     found = tuple(entry for entry in entries if entry.kind == wanted or entry.kind.startswith(f"{wanted}."))
     if not found:
-        kinds = ", ".join(sorted({entry.kind for entry in entries})) or "nothing"
-        raise ToolsError(f"--kind {kind}: nothing of this kind is installed; there is {kinds}")
+        kinds = sorted({entry.kind for entry in entries})
+        near = [each for each in kinds if each.endswith(f".{wanted}")] or get_close_matches(wanted, kinds, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ToolsError(f"--kind {kind}: nothing of this kind is installed; {meant}there is "
+                         f"{', '.join(kinds) or 'nothing'}")
     return found
 
 
@@ -88,12 +92,20 @@ def table(entries: Sequence[Entry], width: int | None = None) -> str:
     lines = aligned([HEADER, *(_row(group) for group in groups)])
     if width is not None and max(map(len, lines)) > width:
         lines = list(_blocks(groups, width))
-    reasons = dict.fromkeys(
-        f"{group[0].distribution} {group[0].kind} ({', '.join(e.name for e in group)}): {said}"
-        for group in groups
-        if (said := group[0].reason or notice(group[0]))
-    )
+    reasons = list(_reasons(groups))
     return "\n".join([*lines, *([""] if reasons else []), *map(printable, reasons)])
+
+
+def _reasons(groups: Iterable[list[Entry]]) -> Iterator[str]:
+    """Yield why entries are not used, or not for long: once for a distribution where it is the same for all of it."""
+    for (name, _), parts in groupby(groups, key=lambda group: (group[0].distribution, group[0].version)):
+        told = [
+            (f"{name} {group[0].kind} ({', '.join(each.name for each in group)})", group[0].reason or notice(group[0]))
+            for group in parts
+        ]
+        if len(told) > 1 and len({said for _, said in told}) == 1:
+            told = [(name, told[0][1])]
+        yield from dict.fromkeys(f"{what}: {said}" for what, said in told if said)
 
 
 def _row(group: list[Entry]) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def read_lock(path: str) -> dict[str, Locked]:
             for name, table in tables.items()
         }
     except (OSError, ValueError, TypeError, KeyError) as error:
-        what = f"{type(error).__name__}: {error}"
+        what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise LockError(f"plugins lock {path}: {what}; `tokenspeed plugins freeze > {path}` writes one") from error
 
 

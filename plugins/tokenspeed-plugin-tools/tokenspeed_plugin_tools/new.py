@@ -103,7 +103,7 @@ def new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"one of {', '.join(RECIPES)}")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="your own name, or VENDOR/NAME, such as acme/flash")],
     path: Annotated[Path | None, typer.Option(metavar="DIR", help="where; by default ./DISTRIBUTION")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> int:
     """Write a package of a kind, and say what to do with it. Raises NewError; nothing is overwritten."""
     fields = fields_of(kind, name)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,18 @@ from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configu
 from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.layout import printable
 
-_ARCHITECTURE = re.compile(r"sm_?(\d+)(\d)[af]?\Z")
+_ARCHITECTURE = re.compile(r"sm_?(1?[1-9]|10)(\d)[af]?\Z")
+OVERVIEW = (
+    "tokenspeed plugins why OP [MODEL] [OPTIONS]",
+    "Say which kernel runs for OP, an op or a family such as attention, of MODEL (none: the bundled demo), why no "
+    "other does, and what would change it. Options of serve count as they do there.",
+    (
+        ("--layer N", "of this layer only"),
+        ("--platform NAME", "cpu, or a GPU that need not be here: sm90, sm100"),
+        ("--json", "for machines"),
+        ("--config FILE", "read settings from a YAML file"),
+    ),
+)
 
 
 def _why(
@@ -44,7 +56,7 @@ def _why(
         catalog, plan = plan_kernels(settings, there)
     except NothingFitsError as error:
         said = str(error).partition("\n")[0]
-        refused = [replace(planned, because="nothing that was asked for fits") for planned in error.plan.ops]
+        refused = [replace(planned, because=_unmet(planned)) for planned in error.plan.ops]
         catalog = Catalog.discover(Selection.read(no_plugins=settings.no_plugins), check=False)
         _show(error.plan.platform, refused, catalog, as_json=as_json, error=said)
         raise ToolsError(said) from error
@@ -83,8 +95,10 @@ def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
         layers = sorted({number for planned in plan.find(op) for number in planned.layers})
         there = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers: it is decided once for all"
         return f"--layer {layer}: {op} has {there}"
-    ops = ", ".join(sorted({planned.op for planned in plan.ops}))
-    return f"why {op}: this model asks for no such op; it asks for {ops}; `plugins list --ops` names all"
+    ops = sorted({planned.op for planned in plan.ops})
+    near = get_close_matches(op, {*ops, *(planned.family for planned in plan.ops)}, n=1)
+    there = f"{f'did you mean {near[0]}? ' if near else ''}it asks for {', '.join(ops)}"
+    return f"why {op}: this model asks for no such op; {there}; `plugins list --ops` names all"
 
 
 def _outside(catalog: Catalog, families: Iterable[str]) -> list[Entry]:
@@ -112,10 +126,14 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
             yield f"           -> {planned.without()}"
         for key, value in planned.options:
             yield f"           --backend-option {planned.backend}.{key}={value}"
+        seen = {(planned.backend, planned.distribution)}
         for verdict in planned.verdicts:
             if verdict.reasons or (verdict.fits and not planned.backend):
-                yield f"  {'fits ' if verdict.fits else 'cannot'} {verdict.backend} from {verdict.distribution}"
+                whose = (verdict.backend, verdict.distribution)
+                other = ", another of its kernels" if whose in seen else ""  # a backend may have several for an op
+                yield f"  {'fits  ' if verdict.fits else 'cannot'} {' from '.join(whose)}{other}"
                 yield from _reasons(verdict)
+                seen.add(whose)
     if outside:
         yield "\nnot considered"
     for entry in outside:
@@ -127,6 +145,12 @@ def _reasons(verdict: Verdict) -> Iterator[str]:
         yield f"           {reason.what}"
         if reason.mend:
             yield f"           -> {reason.mend}"
+
+
+def _unmet(planned: PlannedOp) -> str:
+    if planned.asked_by == "auto":
+        return "nothing that is installed fits"
+    return f"{planned.asked_by} asks for {', '.join(planned.wanted)}, and nothing of that fits"
 
 
 def _layers(layers: Sequence[int]) -> str:
