@@ -139,7 +139,7 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> No
         selector.select("greedy", LOGITS)
     message = str(caught.value)
     for part in (
-        "--sampling-backend asks for wrong, unheard", "dtype float32 is not among float16",
+        "--sampling-backend asks for wrong, unheard", "dtype float32 is not among float16 -> --dtype float16; ",
         "vocab_size 64 is below 128",
         "module 'absent' is not installed", "unheard: no such backend", "backends that fit: plain",
     ):

@@ -216,10 +216,9 @@ class Selector:
             lines[0] += f": {planned.asked_by} asks for {', '.join(names)}"
         unknown = [n for n in names if n != "auto" and n not in {v.backend for v in verdicts}]
         lines += [f"  {name}: no such backend is installed for this op" for name in unknown]
-        lines += [
-            f"  {v.backend} ({v.distribution}): " + ("; ".join(r.what for r in v.reasons) or "fits")
-            for v in verdicts
-        ]
+        for v in sorted(verdicts, key=lambda v: v.backend not in names):  # of what was asked for, also what mends it
+            told = (f"{r.what} -> {r.mend}" if r.mend and v.backend in names else r.what for r in v.reasons)
+            lines.append(f"  {v.backend} ({v.distribution}): {'; '.join(told) or 'fits'}")
         fitting = ", ".join(v.backend for v in verdicts if v.fits)
         taken = f"{fitting}; `{','.join(names)},auto` takes them where what was asked for cannot"
         lines.append(f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self.hint]))}")
