@@ -125,7 +125,7 @@ def test_every_step_of_few_prompts_within_the_budget_has_a_bucket_of_at_most_twi
 @pytest.mark.parametrize(
     ("decodes", "chunks", "tokens", "expected"),
     [
-        (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 24, 384)), (1, 33, 33, BucketSize(256, 48, 768)),
+        (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 20, 320)), (1, 33, 33, BucketSize(256, 48, 768)),
         (0, 64, 64, BucketSize(0, 64, 1024)), (256, 1, 8192, BucketSize(256, 64, 8192)),
     ],
 )
@@ -139,9 +139,9 @@ def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
     assert graphs._size(plan) == expected
 
 
-def test_capture_sizes_grow_by_eights_up_to_the_most_rows() -> None:
+def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows() -> None:
     assert decode_sizes(20, None, None) == (1, 2, 4, 8, 16, 20)
-    assert decode_sizes(1000, None, None)[-2:] == (248, 256)
+    assert decode_sizes(1000, None, None)[7:] == (40, 48, 56, 64, *range(80, 257, 16))
     assert decode_sizes(1000, 16, None) == (1, 2, 4, 8, 16)
     assert decode_sizes(3, None, None) == (1, 2, 3)
     assert decode_sizes(1, None, None) == (1,)

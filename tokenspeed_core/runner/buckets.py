@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.runner.staged import BucketSize
 
-_STEP = 8
+_STEP, _LONG_STEP = 8, 16
+_MANY_DECODES = 64  # from here on rows of padding cost less than a graph more does
 _MOST_DECODES = 256
 _MOST_CHUNKS = 64
 _FEW_TOKENS = 512  # up to here, padding decodes costs as much as the chunk itself
 _MANY_TOKENS = 4096  # from here on, padding costs more than a graph more does
-_SMALLEST_CHUNK = 32
+_SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 _TOKENS_OF_A_CHUNK = 16  # of a bucket, so that prompts find rows: a row that none takes costs its kernels time too
 _FEW_CHUNKS = 16
 
 
 def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    """Return rows of decode steps, ascending: `wanted` ones within reach, else 1, 2, 4, 8, 16, 24, …, `most`.
+    """Return rows of decode steps, ascending: `wanted` ones within reach, else 1, 2, 4, 8, 16, …, 64, 80, …, `most`.
 
     Raises ConfigError if none that is wanted is within reach.
     """
@@ -31,18 +32,20 @@ def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | No
             )
         return sizes
     largest = min(max_num_seqs, most or _MOST_DECODES)
-    return (*(size for size in (1, 2, 4, *range(_STEP, largest, _STEP)) if size < largest), largest)
+    steps = (1, 2, 4, *range(_STEP, _MANY_DECODES, _STEP), *range(_MANY_DECODES, largest, _LONG_STEP))
+    return (*(size for size in steps if size < largest), largest)
 
 
 def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int) -> tuple[BucketSize, ...]:
-    """Return the buckets of decodes alone, and those with chunks, by tokens: in steps of a third or a half.
+    """Return the buckets of decodes alone, and those with chunks, by tokens: few in steps of 64, more by a half.
 
     Where tokens are many, steps are at most a quarter.
     """
     tokens = [_SMALLEST_CHUNK]
     while tokens[-1] < max_num_tokens:
         power = 1 << (tokens[-1].bit_length() - 1)
-        tokens.append(tokens[-1] + power // (1 if power < 256 else 2 if power < _MANY_TOKENS else 4))
+        half_or_quarter = power // (2 if power < _MANY_TOKENS else 4)
+        tokens.append(tokens[-1] + (min(power, _CHUNK_STEP) if power < _FEW_TOKENS else half_or_quarter))
     most, chunks = decodes[-1], min(_MOST_CHUNKS, max_num_seqs)
     few = sorted({0, *(size for size in (16, 64) if size < most), most})
     rows = [min(chunks, max(_FEW_CHUNKS, count // _TOKENS_OF_A_CHUNK)) for count in tokens[:-1]]
