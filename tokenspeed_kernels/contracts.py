@@ -1,4 +1,5 @@
-"""The op contracts that this distribution brings: what the layers of models compute around attention.
+"""The op contracts that this distribution brings: what the layers of models compute around attention,
+and what the runner asks for around a model's forward.
 
 Imports no tensor library.
 """
@@ -14,6 +15,10 @@ _ROUNDING = (
     Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24, summed over up to 8192 terms"),
     Tolerance("bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9 each, with room for cancellation"),
     Tolerance("float16", 4e-3, 4e-3, "two or three roundings of 2^-12 each, with room for cancellation"),
+)
+_EXACT = tuple(
+    Tolerance(dtype, 0.0, 0.0, "the values are copied or chosen, not computed")
+    for dtype in ("float32", "bfloat16", "float16")
 )
 _ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
 _NORM = {"size": "elements normalised together, N"}
@@ -63,6 +68,10 @@ ROPE = (
 
 _PRODUCT = {"in_size": "input features I", "out_size": "output features O"}
 _PRODUCTS = ({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512})
+_BETWEEN = {
+    "in_size": "features of the heads, I", "hidden_size": "features of the residual stream, H",
+    "intermediate_size": "features in the MLP, M", "out_size": "features of queries, keys and values, O",
+}
 DENSE = (
     OpContract(
         "silu_mul", "activation",
@@ -96,16 +105,24 @@ DENSE = (
         "(x [T, I], residual [T, H], out [H, I], norm_weight [H], gate_up [2M, H], down [H, M], next_norm_weight [H], "
         "qkv [O, H], eps: float) -> (y [T, O], total [T, H]), of at most max_rows rows: linear by out, "
         "add_rms_norm_linear_silu_mul by gate_up, linear by down, add_rms_norm_linear by qkv, without biases",
-        {
-            "in_size": "features of the heads, I", "hidden_size": "features of the residual stream, H",
-            "intermediate_size": "features in the MLP, M", "out_size": "features of queries, keys and values, O",
-            "max_rows": "most rows that it is called with",
-        },
+        {**_BETWEEN, "max_rows": "most rows that it is called with"},
         f"{_REFERENCE}.fused_linear:between_attention", f"{_INPUTS}:between_attention", DOTS, rows=("x", "residual"),
         parts=("linear", "add_rms_norm_linear_silu_mul", "linear", "add_rms_norm_linear"),
         cases=(
             {"in_size": 128, "hidden_size": 64, "intermediate_size": 192, "out_size": 256, "max_rows": 64},
             {"in_size": 512, "hidden_size": 320, "intermediate_size": 448, "out_size": 640, "max_rows": 64},
+        ),
+    ),
+    OpContract(
+        "between_attention_in_place", "linear",
+        "as between_attention, but of min_rows rows at least, and residual becomes the total: it is what is returned",
+        {**_BETWEEN, "min_rows": "fewest rows that it is called with"},
+        f"{_REFERENCE}.fused_linear:between_attention_in_place", f"{_INPUTS}:between_attention", DOTS,
+        mutates=("residual",), rows=("x", "residual"),
+        parts=("linear", "add_rms_norm_linear_silu_mul", "linear", "add_rms_norm_linear"),
+        cases=(
+            {"in_size": 128, "hidden_size": 64, "intermediate_size": 192, "out_size": 256, "min_rows": 2048},
+            {"in_size": 512, "hidden_size": 320, "intermediate_size": 448, "out_size": 640, "min_rows": 4096},
         ),
     ),
 )
@@ -125,6 +142,37 @@ def _write(rotation: str, arguments: str) -> OpContract:
 ROPE_CACHE = (
     _write("rope", "positions, cos_sin, interleaved"),
     _write("qk_norm_rope", "q_weight [D], k_weight [D], eps, positions, cos_sin, interleaved"),
+)
+
+STEP = (
+    OpContract(
+        "note_tokens", "sampling",
+        "(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None: ids is "
+        "chosen, what is below 0 or beyond V - 1 becoming that, and last_token[slots] too; but ids is -1 where the "
+        "logit is not finite",
+        {"vocab_size": "entries of a row of logits, V"},
+        f"{_REFERENCE}.sampling:note_tokens", f"{_INPUTS}:note_tokens", _EXACT,
+        mutates=("last_token", "ids"), rows=("logits", "chosen", "slots", "ids"),
+        cases=({"vocab_size": 300}, {"vocab_size": 5000}),
+    ),
+    OpContract(
+        "advance_rows", "cache",
+        "(state int32 [W], words int64 [U], values int32 [U], slots int64 [R], advance int32 [R], token_ids int64 "
+        "[D], positions int64 [D], seq_lens int32 [R], ends int64 [R], first, num_slots) -> None: state[words] = "
+        "values; then state holds num_slots last tokens from `first` on and as many lengths behind them: of the first "
+        "D slots they are the token_ids and positions; of all R, lengths grow by advance and are the seq_lens and "
+        "ends. Slots that stand twice advance by 0, words that do have equal values",
+        {}, f"{_REFERENCE}.cache:advance_rows", f"{_INPUTS}:advance_rows", _EXACT,
+        mutates=("state", "token_ids", "positions", "seq_lens", "ends"), cases=({},),
+    ),
+    OpContract(
+        "map_tokens", "cache",
+        "(table int32 [N, B], slots int64 [R], token_slots int64 [T], positions int64 [T], rows int32 [R, B], mapping "
+        "int64 [T]) -> None: rows = table[slots]; mapping = table[token_slots, positions // block_size] * block_size "
+        "+ positions % block_size",
+        {"block_size": "tokens of a block"}, f"{_REFERENCE}.cache:map_tokens", f"{_INPUTS}:map_tokens", _EXACT,
+        mutates=("rows", "mapping"), cases=({"block_size": 16}, {"block_size": 24}),
+    ),
 )
 
 _MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}

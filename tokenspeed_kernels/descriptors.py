@@ -56,6 +56,22 @@ def _one_row(op: str) -> KernelSpec:
     )
 
 
+def _between(op: str, rows: AxisLimit, *, most_hidden: int) -> KernelSpec:
+    """Describe a kernel of all between two layers' attention, measured on Hopper alone."""
+    sizes = (AxisLimit(axis, 64, 16384, multiple_of=64) for axis in ("in_size", "intermediate_size", "out_size"))
+    return KernelSpec(
+        op=op,
+        backend="triton",
+        capability=Capability(
+            platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
+            dtypes=_HALVES, features=_BASICS,
+            limits=(*sizes, AxisLimit("hidden_size", 64, most_hidden, multiple_of=64), rows),
+        ),
+        load=f"tokenspeed_kernels.triton.{op}:{op}",
+        requires=("triton",),
+    )
+
+
 TORCH_NORM = (
     _torch("rms_norm", "norm:rms_norm"),
     _torch("add_rms_norm", "norm:add_rms_norm"),
@@ -87,11 +103,16 @@ TORCH_MOE = (
     _torch("moe_experts", "moe:moe_experts", frozenset()),
     _torch("moe_experts_fp8", "moe:moe_experts_fp8", frozenset()),
 )
-TORCH_CACHE = (_torch("write_kv", "cache:write_kv", frozenset()),)
+TORCH_CACHE = (
+    _torch("write_kv", "cache:write_kv", frozenset()),
+    _torch("advance_rows", "cache:advance_rows"),
+    _torch("map_tokens", "cache:map_tokens"),
+)
 TORCH_ATTENTION = (_torch("attention", "attention:attention", frozenset({"window"})),)
 TORCH_SAMPLING = (
     _torch("greedy", "sampling:greedy"),
     _torch("sample", "sampling:sample"),
+    _torch("note_tokens", "sampling:note_tokens"),
     KernelSpec(
         op="sample",
         backend="torch",
@@ -128,20 +149,8 @@ TRITON_ACTIVATION = (
     _triton("silu_mul_fp8", "fp8:silu_mul_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
 )
 TRITON_LINEAR = (
-    KernelSpec(
-        op="between_attention",
-        backend="triton",
-        capability=Capability(
-            platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
-            dtypes=("bfloat16", "float16"), features=_BASICS,
-            limits=(
-                *(AxisLimit(axis, 64, 16384, multiple_of=64) for axis in ("in_size", "intermediate_size", "out_size")),
-                AxisLimit("hidden_size", 64, 4096, multiple_of=64), AxisLimit("max_rows", 1, 64),
-            ),
-        ),
-        load="tokenspeed_kernels.triton.between_attention:between_attention",
-        requires=("triton",),
-    ),
+    _between("between_attention", AxisLimit("max_rows", 1, 64), most_hidden=4096),
+    _between("between_attention_in_place", AxisLimit("min_rows", 2048), most_hidden=16384),
     _one_row("linear"),
     _one_row("add_rms_norm_linear"),
     _one_row("add_rms_norm_linear_silu_mul"),
@@ -167,6 +176,8 @@ TRITON_MOE = (
 TRITON_CACHE = (
     _triton("write_kv", "cache:write_kv"),
     _triton("write_kv", "cache:write_kv", capability=_FP8_UNITS, kv_dtypes=_FP8),
+    _triton("advance_rows", "rows:advance_rows", _BASICS),
+    _triton("map_tokens", "rows:map_tokens", _BASICS),
     _triton("rope_write_kv", "rope_cache:rope_write_kv"),
     _triton("qk_norm_rope_write_kv", "rope_cache:qk_norm_rope_write_kv"),
 )
@@ -183,4 +194,5 @@ TRITON_ATTENTION = (
 TRITON_SAMPLING = (
     _triton("greedy", "sampling:greedy"),
     _triton("sample", "sampling:sample"),
+    _triton("note_tokens", "rows:note_tokens"),
 )

@@ -88,6 +88,61 @@ def qk_norm_rope_write_kv(problem: Problem, num: int, at: device, seed: Generato
     return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
 
 
+def note_tokens(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make logits [S, V], some not finite, choices within V and beyond, distinct slots."""
+    size = problem["vocab_size"]
+    logits = random_rows(num, size, problem, at, seed, strided)
+    chosen = torch.randint(0, size, (num,), generator=seed)
+    chosen[1::7], chosen[2::7] = -1, size
+    for first, value in ((3, float("-inf")), (4, float("inf"))):
+        logits[first::7] = value
+    return {
+        "logits": logits, "chosen": chosen.to(at), "slots": torch.randperm(2 * num, generator=seed)[:num].to(at),
+        "last_token": torch.zeros(2 * num, dtype=torch.int32, device=at),
+        "ids": torch.zeros(num, dtype=torch.int32, device=at),
+    }
+
+
+def advance_rows(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make a state of which some words change, lengths among them, and padding: a last slot that stays at 0."""
+    del problem, strided
+    num_slots, first = 2 * num + 1, 7
+    state = torch.randint(0, 1000, (first + 3 * num_slots,), generator=seed, dtype=torch.int32)
+    padding = first + 2 * num_slots - 1  # the word of the padding slot's length
+    state[padding] = 0
+    words = torch.randperm(len(state) - 1, generator=seed)[: 3 * num]
+    words[words == padding] = len(state) - 1
+    words = torch.cat((words, torch.tensor([padding, padding])))
+    slots = torch.randperm(num_slots - 1, generator=seed)[:num]
+    slots[num // 2 :: 4] = num_slots - 1
+    decodes = num * 2 // 3
+    made = {
+        "state": state, "words": words, "values": torch.where(words == padding, 0, words * 3 + 1).to(torch.int32),
+        "slots": slots, "advance": torch.where(slots == num_slots - 1, 0, torch.arange(num) % 5 + 1).to(torch.int32),
+    }
+    return {name: value.to(at) for name, value in made.items()} | {
+        **{name: torch.zeros(decodes, dtype=torch.int64, device=at) for name in ("token_ids", "positions")},
+        "seq_lens": torch.zeros(num, dtype=torch.int32, device=at),
+        "ends": torch.zeros(num, dtype=torch.int64, device=at),
+        "first": first, "num_slots": num_slots,
+    }
+
+
+def map_tokens(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+    """Make block tables [N, B], rows' slots, and tokens of any slot at any position."""
+    del strided
+    num_slots, num_blocks, num_tokens = num + 2, 37, 3 * num
+    table = torch.randint(0, 2**24, (num_slots, num_blocks), generator=seed, dtype=torch.int32)
+    at_most = num_blocks * problem["block_size"]
+    return {
+        "table": table.to(at), "slots": torch.randint(0, num_slots, (num,), generator=seed).to(at),
+        "token_slots": torch.randint(0, num_slots, (num_tokens,), generator=seed).to(at),
+        "positions": torch.randint(0, at_most, (num_tokens,), generator=seed).to(at),
+        "rows": torch.zeros((num, num_blocks), dtype=torch.int32, device=at),
+        "mapping": torch.zeros(num_tokens, dtype=torch.int64, device=at),
+    }
+
+
 def add_rms_norm_linear(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
     """Make x and residual [T, I], a norm's weight [I], and as linear weight [O, I] and bias [O]."""
     given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)

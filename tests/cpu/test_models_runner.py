@@ -22,7 +22,7 @@ from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.plans import PlanMaker
 from tokenspeed_kernels.contracts import DENSE, ROPE_CACHE
 from tokenspeed_kernels.reference import fused_linear
-from tokenspeed_kernels.reference.fused_linear import between_attention
+from tokenspeed_models.layers import decoder
 
 PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1))}
 
@@ -86,19 +86,24 @@ def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
     assert (fused.backend, fused.layers) == ("own", (0, 1, 2))
 
 
+@pytest.mark.parametrize(("op", "expected"), [
+    ("between_attention", [23, 16, 31, *[3] * 12]), ("between_attention_in_place", [23, 31]),
+])
 @pytest.mark.parametrize(("family", "is_asked"), [("Llama", True), ("Mistral", True), ("Qwen2", False)])
-def test_a_kernel_of_all_between_two_layers_attention_runs_for_few_rows_and_gives_the_same_tokens(
-    family: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_of_all_between_two_layers_attention_runs_for_the_rows_it_is_for_and_gives_the_same_tokens(
+    family: str, is_asked: bool, op: str, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contract = next(each for each in DENSE if each.name == "between_attention")
-    own = InstalledKernel(
-        KernelSpec(contract.name, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin"
-    )
+    if op == "between_attention_in_place":  # prompts here are too short for it
+        monkeypatch.setattr(decoder, "FEW_ROWS", 16)
+        monkeypatch.setattr(decoder, "MANY_ROWS", 20)
+    contract = next(each for each in DENSE if each.name == op)
+    own = InstalledKernel(KernelSpec(op, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin")
     monkeypatch.setattr(assemble, "installed_kernels", lambda *asked: (*installed_kernels(*asked), own))
     num_rows: list[int] = []
+    reference = getattr(fused_linear, op)
 
     def counting(problem: Problem) -> Callable[..., Any]:
-        kernel = between_attention(problem)
+        kernel = reference(problem)
 
         def apply(x: torch.Tensor, *others: Any) -> Any:
             num_rows.append(len(x))
@@ -106,8 +111,8 @@ def test_a_kernel_of_all_between_two_layers_attention_runs_for_few_rows_and_give
 
         return apply
 
-    monkeypatch.setattr(fused_linear, "between_attention", counting)
+    monkeypatch.setattr(fused_linear, op, counting)
     runner = serve_as_transformers_does(family, tmp_path)
     # Three layers have two places between them; Qwen2's biases have no place in the op.
-    assert num_rows == ([n for n in (23, 16, 31, *[3] * 12) for _ in range(2)] if is_asked else [])
-    assert [planned.layers for planned in runner.kernel_plan.find("between_attention")] == [(0, 1)] * is_asked
+    assert num_rows == ([n for n in expected for _ in range(2)] if is_asked else [])
+    assert [planned.layers for planned in runner.kernel_plan.find(op)] == [(0, 1)] * is_asked

@@ -13,7 +13,9 @@ from tokenspeed_core.kernels.attention import AttentionStep
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, StepInputs
 from tokenspeed_core.runner.link import HostLink
 from tokenspeed_core.runner.rows import DeviceRows, RowLayout
+from tokenspeed_core.runner.sampler import RunnerKernels
 from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_kernels.reference.cache import advance_rows, map_tokens
 
 BLOCK, GROUPS = 4, 2
 
@@ -64,7 +66,8 @@ def check(host: StepInputs, device: StepInputs) -> None:
 def test_both_ways_give_the_same_inputs_and_leave_the_same_state(split: tuple[bool, ...]) -> None:
     host, device = make_rows(), make_rows()
     host_maker = HostInputMaker(host, BLOCK, split)
-    device_maker = DeviceInputMaker(device, BLOCK, split, HostLink())
+    kernels = RunnerKernels(print, {}, {}, advance_rows({}), map_tokens({"block_size": BLOCK}))
+    device_maker = DeviceInputMaker(device, kernels, split, HostLink())
     plans = PlanMaker(BLOCK, GROUPS)
     plans.add("a", list(range(10)), 4, temperature=0.5, seed=-1)
     plans.add("b", list(range(20, 27)), 1, top_k=5)

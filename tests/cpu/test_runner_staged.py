@@ -41,7 +41,7 @@ def test_chunks_stand_behind_the_padded_decodes() -> None:
     assert columns["slots"] == [4, 9, 0, 6, 9]
     assert columns["advance"] == [1, 0, 2, 3, 0]
     assert columns["token_slots"] == [4, 9, 0, 0, 6, 6, 6, 9, 9]
-    assert columns["offsets"] == [0, 0, 0, 1, 0, 1, 2, 0, 0]
+    assert columns["positions"] == [0, 0, 0, 1, 0, 1, 2, 0, 0]
     assert columns["ids"] == [0, 0, 0, 1, 600, 601, 602, 0, 0]
     assert columns["query_start"] == [0, 2, 5, 5]
     assert columns["last"] == [0, 0, 3, 6, 0]

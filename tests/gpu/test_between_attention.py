@@ -13,6 +13,7 @@ from tokenspeed_core.testing.shapes import contract_of
 from tokenspeed_kernels.descriptors import TRITON_LINEAR
 from tokenspeed_kernels.reference import fused_linear
 from tokenspeed_kernels.triton.between_attention import between_attention
+from tokenspeed_kernels.triton.between_attention_in_place import between_attention_in_place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,3 +92,15 @@ def test_two_on_two_streams_do_not_wait_for_each_other_for_ever() -> None:
     for result in results:
         for got, want in zip(result, expected, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("num_rows", [2048, 3000])
+def test_products_that_add_to_the_stream_are_as_near_to_float64_as_the_parts(num_rows: int) -> None:
+    problem, given = inputs(ODD, num_rows)
+    exact = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+    expected = fused_linear.between_attention({**problem, "dtype": "float64"})(*exact.values())
+    parts = fused_linear.between_attention(problem)(*given.values())
+    y, residual = between_attention_in_place(problem)(*given.values())
+    assert residual is given["residual"]
+    for got, part, want in zip((y, residual), parts, expected, strict=True):
+        assert distance(got, want) < 1.1 * distance(part, want) + 1e-5

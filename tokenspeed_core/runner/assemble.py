@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.memory import PoolLimits
 from tokenspeed_core.runner.platform import describe_device, resolve_device
 from tokenspeed_core.runner.rows import most_blocks
+from tokenspeed_core.runner.sampler import RunnerKernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +34,7 @@ class Assembly:
     selector: Selector
     block_size: int
     pool: PoolLimits
-    sample: Callable[..., torch.Tensor]
-    greedy: Mapping[torch.dtype, Callable[..., torch.Tensor]]
+    kernels: RunnerKernels
 
     @property
     def limits(self) -> AttentionLimits:
@@ -90,15 +89,23 @@ def assemble(
                               f"{method.linear}, so it would have no effect; leave it out")
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
-    sampling = {"vocab_size": config.model_info.vocab_size}
     assembly = Assembly(
         config, model, build, chosen, block_size,
         PoolLimits.of(config.model_info.cache_groups, block_size, build.kv_dtype.itemsize, config.max_model_len),
-        sample=build.op("sample", **sampling, dtype="float32"),
-        greedy={
-            getattr(torch, name): build.op("greedy", **sampling, dtype=name)
-            for name in sorted({config.dtype, "float32"})
-        },
+        _runner_kernels(build, config, block_size, is_cuda=device.type == "cuda"),
     )
     chosen.check()
     return assembly
+
+
+def _runner_kernels(build: ModelBuild, config: RunnerConfig, block_size: int, *, is_cuda: bool) -> RunnerKernels:
+    names, sampling = sorted({config.dtype, "float32"}), {"vocab_size": config.model_info.vocab_size}
+    greedy, note = (
+        {getattr(torch, name): build.op(op, **sampling, dtype=name) for name in names}
+        for op in ("greedy", "note_tokens")
+    )
+    return RunnerKernels(
+        build.op("sample", **sampling, dtype="float32"), greedy, note,
+        build.op("advance_rows", dtype=config.dtype) if is_cuda else None,
+        build.op("map_tokens", block_size=block_size, dtype=config.dtype) if is_cuda else None,
+    )

@@ -81,7 +81,7 @@ class LocalRunner:
         self._inputs = (
             HostInputMaker(self._rows, self.block_size, split)
             if self._stream is None
-            else DeviceInputMaker(self._rows, self.block_size, split, self._link)
+            else DeviceInputMaker(self._rows, assembly.kernels, split, self._link)
         )
         self._sampler = self._new_sampler()
         self._graphs: StepGraphs | None = None
@@ -107,7 +107,7 @@ class LocalRunner:
         with torch.inference_mode():
             self._use_stream()
             graphs = StepGraphs(
-                self._rows, self._groups, self._model, self._assembly.greedy, self._assembly.sample, self._link,
+                self._rows, self._groups, self._model, self._assembly.kernels, self._link,
                 sizes=sizes, block_size=self.block_size, max_model_len=self.config.max_model_len,
             )
             graphs.capture(progress)
@@ -186,11 +186,8 @@ class LocalRunner:
         return kind(f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}")
 
     def _new_sampler(self) -> Sampler:
-        assembly = self._assembly
-        return Sampler(
-            self._rows, self._traits, self.config.model_info.vocab_size, assembly.greedy, assembly.sample,
-            self._link,
-        )
+        vocab_size, kernels = self.config.model_info.vocab_size, self._assembly.kernels
+        return Sampler(self._rows, self._traits, vocab_size, kernels, self._link)
 
     def _use_stream(self) -> None:
         """Make the runner's stream this thread's current one (cheaper than a context, and harms nobody)."""

@@ -21,7 +21,7 @@ from tokenspeed_core.runner.attention import AttentionGroup
 from tokenspeed_core.runner.inputs import GroupInputs
 from tokenspeed_core.runner.link import Link, PinnedRing
 from tokenspeed_core.runner.rows import DeviceRows
-from tokenspeed_core.runner.sampler import Kernel, Rows, draw, note
+from tokenspeed_core.runner.sampler import Rows, RunnerKernels, draw
 from tokenspeed_core.runner.staged import BucketSize, StagedLayout
 from tokenspeed_core.step import I64, StepPlan
 
@@ -59,20 +59,20 @@ class StepGraphs:
     """Captured steps. Runs on the stream that is current, which must not be the default one."""
 
     def __init__(
-        self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model, greedy: Mapping[torch.dtype, Kernel],
-        sample: Kernel, link: Link, *, sizes: Sequence[BucketSize], block_size: int, max_model_len: int,
+        self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model, kernels: RunnerKernels, link: Link,
+        *, sizes: Sequence[BucketSize], block_size: int, max_model_len: int,
     ) -> None:
         """Allocate the buffers that all buckets share."""
         self._rows, self._groups, self._model, self._link = rows, groups, model, link
-        self._greedy, self._sample = greedy, sample
+        self._kernels = kernels
         self._block_size, self._max_model_len = block_size, max_model_len
         self.decode_sizes = sorted(size.num_decodes for size in sizes if not size.num_chunks)
         self._mixed_sizes = sorted(
             (size for size in sizes if size.num_chunks), key=lambda size: (size.num_chunk_tokens, size.num_decodes)
         )
         self._layouts = {size: StagedLayout(size, self._num_words(size)) for size in sizes}
-        kernels = [kernel for group in groups for kernel in group.kernels.values()]
-        self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in kernels)
+        attention = [kernel for group in groups for kernel in group.kernels.values()]
+        self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in attention)
         device, num_rows = rows.state.device, max(size.num_rows for size in sizes)
         num_tokens = max(size.num_tokens for size in sizes)
         longest = max(layout.num_int64 for layout in self._layouts.values())
@@ -82,7 +82,7 @@ class StepGraphs:
         self._seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._tables = [torch.zeros_like(table[:1]).repeat(num_rows, 1) for table in rows.tables]
         self._mappings = [torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in groups]
-        self._inputs = torch.zeros(2 * num_tokens, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros((2, self.decode_sizes[-1]), dtype=torch.int64, device=device)
         self._new_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._logits: torch.Tensor | None = None
@@ -238,51 +238,46 @@ class StepGraphs:
         return GroupInputs(mapping, chunks, size.num_decodes, decodes, chunks)
 
     def _begin(self, bucket: _Bucket) -> None:
-        """Write the changed words, read the slots, and move their lengths on; padding stays at length 0.
-
-        Every line is a kernel of a microsecond or two: there are as few as torch allows.
-        """
-        rows, columns, size = self._rows, bucket.columns, bucket.layout.size
+        """Write the changed words, read the slots, and move their lengths on; padding stays at length 0."""
+        rows, columns, size, kernels = self._rows, bucket.columns, bucket.layout.size, self._kernels
+        assert kernels.advance is not None and kernels.map is not None, "they are asked for on a device"
         slots, num_rows = columns["slots"], size.num_rows
-        rows.state.index_copy_(0, columns["words"], columns["values"])
-        heads = rows.heads.index_select(1, slots)
-        token_ids, positions = self._token_inputs(size)
-        if size.num_chunks:
-            token_ids.copy_(columns["ids"])
-            torch.add(rows.seq_len[columns["token_slots"]], columns["offsets"], out=positions)
-            token_ids[: size.num_decodes].copy_(heads[0, : size.num_decodes])
-        else:
-            self._token_inputs(size).copy_(heads)
-        seq_lens = torch.add(heads[1], columns["advance"], out=self._seq_lens[:num_rows])
-        rows.seq_len.index_copy_(0, slots, seq_lens)
-        self._new_positions[:num_rows].copy_(seq_lens)
+        token_ids, positions = self._token_inputs(bucket)
+        kernels.advance(
+            rows.state, columns["words"], columns["values"], slots, columns["advance"], token_ids[: size.num_decodes],
+            positions[: size.num_decodes], self._seq_lens[:num_rows], self._new_positions[:num_rows],
+            *rows.layout.heads,
+        )
         token_slots = columns["token_slots"] if size.num_chunks else slots
-        block = torch.div(positions, self._block_size, rounding_mode="floor")
-        offset = positions % self._block_size
         for table, gathered, mapping in zip(rows.tables, self._tables, self._mappings, strict=True):
-            torch.index_select(table, 0, slots, out=gathered[:num_rows])
-            torch.add(offset, table[token_slots, block], alpha=self._block_size, out=mapping[: size.num_tokens])
+            kernels.map(table, slots, token_slots, positions, gathered[:num_rows], mapping[: size.num_tokens])
 
     def _forward(self, bucket: _Bucket) -> None:
         size = bucket.layout.size
-        token_ids, positions = self._token_inputs(size)
+        token_ids, positions = self._token_inputs(bucket)
         wanted = bucket.columns["last"] if size.num_chunks else None
         logits = self._model.logits(self._model.forward(token_ids, positions, wanted))
         if self._logits is None:
             self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
         self._logits[: size.num_rows].copy_(logits)
-        bucket.ids.copy_(note(self._rows, bucket.columns["slots"], logits, self._greedy[logits.dtype](logits)))
+        self._note(bucket, logits, self._kernels.greedy[logits.dtype](logits))
 
     def _draw(self, bucket: _Bucket) -> None:
         assert self._logits is not None, "the forward comes first"
         num_rows, slots = bucket.layout.size.num_rows, bucket.columns["slots"]
         logits = self._logits[:num_rows]
-        chosen = draw(self._rows, self._sample, logits, slots, self._new_positions[:num_rows])
-        bucket.ids.copy_(note(self._rows, slots, logits, chosen))
+        chosen = draw(self._rows, self._kernels.sample, logits, slots, self._new_positions[:num_rows])
+        self._note(bucket, logits, chosen)
 
-    def _token_inputs(self, size: BucketSize) -> torch.Tensor:
-        """Return the buffer of token ids and positions, int64 [2, tokens]."""
-        return self._inputs[: 2 * size.num_tokens].view(2, size.num_tokens)
+    def _note(self, bucket: _Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
+        self._kernels.note[logits.dtype](logits, chosen, bucket.columns["slots"], self._rows.last_token, bucket.ids)
+
+    def _token_inputs(self, bucket: _Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return token ids and positions, int64 [tokens] each: chunks' are in the upload, and decodes' come there."""
+        if bucket.layout.size.num_chunks:
+            return bucket.columns["ids"], bucket.columns["positions"]
+        ids, positions = self._inputs[:, : bucket.layout.size.num_tokens]
+        return ids, positions
 
 
 def _record(pool: Any, bucket: _Bucket, stages: Sequence[Callable[[_Bucket], None]]) -> torch.cuda.CUDAGraph:

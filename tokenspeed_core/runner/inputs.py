@@ -1,6 +1,6 @@
 """From a plan and the slots' state to what a forward takes: token ids, positions, block tables, KV slots.
 
-Two ways to the same tensors: with NumPy where the state is host memory, with a dozen kernels where it is
+Two ways to the same tensors: with NumPy where the state is host memory, with kernels where it is
 the device's. Neither waits for the device.
 """
 
@@ -14,7 +14,7 @@ import torch
 from tokenspeed_core.kernels.attention import AttentionStep
 from tokenspeed_core.runner.link import Link
 from tokenspeed_core.runner.rows import DeviceRows
-from tokenspeed_core.runner.sampler import Rows
+from tokenspeed_core.runner.sampler import Rows, RunnerKernels
 from tokenspeed_core.step import I32, I64, StepPlan
 
 
@@ -173,12 +173,14 @@ class HostInputMaker:
 
 
 class DeviceInputMaker:
-    """Makes inputs where the state is the device's: one copy there, then small kernels."""
+    """Makes inputs where the state is the device's: one copy there, then two small kernels."""
 
-    def __init__(self, rows: DeviceRows, block_size: int, split: tuple[bool, ...], link: Link) -> None:
+    def __init__(
+        self, rows: DeviceRows, kernels: RunnerKernels, split: tuple[bool, ...], link: Link
+    ) -> None:
         """`split` says of each cache group whether mixed steps are needed in two parts."""
-        self._rows = rows
-        self._block_size = block_size
+        assert kernels.advance is not None and kernels.map is not None, "they are asked for on a device"
+        self._rows, self._advance, self._map = rows, kernels.advance, kernels.map
         self._split = split
         self._link = link
 
@@ -187,26 +189,24 @@ class DeviceInputMaker:
         shape, rows = _Shape.of(plan), self._rows
         words, values = rows.layout.writes(plan)
         token_rows, offsets = shape.token_rows()
-        slots = plan.slots.astype(np.int64)
+        slots, middle = plan.slots.astype(np.int64), plan.num_decodes
         sampling = plan.slots[shape.rows]
         sent = self._link.send((
-            words, values, slots, slots[token_rows], offsets, plan.token_ids.astype(np.int64),
+            words, values, slots, slots[token_rows], plan.num_computed_tokens[token_rows] + offsets,
+            np.concatenate((np.zeros(middle, np.int64), plan.token_ids)), plan.num_query_tokens,
             shape.query_start, shape.rows.astype(np.int64), (shape.query_start[1:][shape.rows] - 1).astype(np.int64),
         ))
-        device_words, device_values, device_slots, token_slots, token_offsets, ids, query_start, sampled, last = sent
-        if len(words):
-            rows.state.index_copy_(0, device_words, device_values)
-        positions = rows.seq_len[token_slots] + token_offsets
-        seq_lens = rows.seq_len[device_slots] + (query_start[1:] - query_start[:-1])
-        rows.seq_len.index_copy_(0, device_slots, seq_lens)
-        if plan.num_decodes:
-            decodes = rows.last_token[device_slots[: plan.num_decodes]].to(torch.int64)
-            ids = torch.cat((decodes, ids)) if len(plan.token_ids) else decodes
+        *changes, device_slots, token_slots, positions, ids, advance, query_start, sampled, last = sent
+        seq_lens, ends = torch.empty_like(advance), torch.empty_like(device_slots)
+        self._advance(
+            rows.state, *changes, device_slots, advance, ids[:middle], positions[:middle], seq_lens, ends,
+            *rows.layout.heads,
+        )
         return StepInputs(
             token_ids=ids,
             positions=positions,
             groups=self._groups(shape, query_start, seq_lens, device_slots, positions, token_slots),
-            rows=Rows(shape.rows, sampling, device_slots[sampled], seq_lens[sampled].to(torch.int64)),
+            rows=Rows(shape.rows, sampling, device_slots[sampled], ends[sampled]),
             logit_index=None if shape.samples_each_token else last,
         )
 
@@ -216,18 +216,8 @@ class DeviceInputMaker:
     ) -> tuple[GroupInputs, ...]:
         groups = []
         for table, split in zip(self._rows.tables, self._split, strict=True):
-            mapping = slot_mapping(table, token_slots, positions, self._block_size)
-            steps = shape.steps(query_start, seq_lens, table[slots], split)
+            gathered, mapping = table.new_empty((len(slots), table.shape[1])), torch.empty_like(positions)
+            self._map(table, slots, token_slots, positions, gathered, mapping)
+            steps = shape.steps(query_start, seq_lens, gathered, split)
             groups.append(GroupInputs(mapping, steps[0], shape.plan.num_decodes, *steps[1:]))
         return tuple(groups)
-
-
-def slot_mapping(
-    table: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Return int64 [T]: where in the cache each token's key goes.
-
-    table int32 [slots, blocks]; token_slots, positions int64 [T].
-    """
-    block = torch.div(positions, block_size, rounding_mode="floor")
-    return table[token_slots, block].to(torch.int64) * block_size + positions % block_size

@@ -45,6 +45,11 @@ class RowLayout:
         return (2 + len(_COLUMNS) + group * self.num_blocks) * self.num_slots
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """The first word of the last tokens, and how many there are: as many lengths stand behind them."""
+        return self.column("last_token"), self.num_slots
+
+    @property
     def num_words(self) -> int:
         """All words of the state."""
         return self.table(self.num_groups)
@@ -87,8 +92,6 @@ _NO_VALUES: I32 = np.zeros(0, np.int32)
 class DeviceRows:
     """The state on a device, and typed views of its columns and tables. All views share memory.
 
-    `heads` int32 [2, slots] are the last tokens and the lengths, for a gather of both at once.
-
     Padding rows name the last slot: its length stays 0 and its tables name the padding page, whose content
     nobody reads.
     """
@@ -100,8 +103,6 @@ class DeviceRows:
         self.seed = self.state[: 2 * layout.num_slots].view(torch.int64)
         self.last_token = self._column("last_token")
         self.seq_len = self._column("seq_len")
-        start = layout.column("last_token")
-        self.heads = self.state[start : start + 2 * layout.num_slots].view(2, layout.num_slots)
         self.top_k = self._column("top_k")
         self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = (
             self._column(name).view(torch.float32) for name in _FLOATS

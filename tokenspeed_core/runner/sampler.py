@@ -14,7 +14,21 @@ from tokenspeed_core.runner.link import Link
 from tokenspeed_core.runner.rows import DRAWS, SPECIAL, DeviceRows, SlotTraits
 from tokenspeed_core.step import I32, LateInputs, SlotInits, StepLogprobs
 
-Kernel = Callable[..., torch.Tensor]
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunnerKernels:
+    """The kernels that the runner itself calls. `greedy` and `note` (tokens) are by the dtype of logits.
+
+    `advance` (rows) and `map` (tokens) serve devices; on the CPU NumPy does their work.
+    """
+
+    sample: Kernel
+    greedy: Mapping[torch.dtype, Kernel]
+    note: Mapping[torch.dtype, Kernel]
+    advance: Kernel | None
+    map: Kernel | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +81,12 @@ class Sampler:
     """
 
     def __init__(
-        self, state: DeviceRows, traits: SlotTraits, vocab_size: int, greedy: Mapping[torch.dtype, Kernel],
-        sample: Kernel, link: Link,
+        self, state: DeviceRows, traits: SlotTraits, vocab_size: int, kernels: RunnerKernels, link: Link
     ) -> None:
-        """Bind the kernels of the ops `greedy`, by the dtype of logits, and `sample`."""
+        """Bind the kernels."""
         self._state = state
         self._traits = traits
-        self._greedy = greedy
-        self._sample = sample
+        self._kernels = kernels
         self._link = link
         self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.state.device)
         self._biases = Biases(state.layout.num_slots, state.state.device)
@@ -124,10 +136,12 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: Rows, asked: int) -> torch.Tensor:
         """Run a kernel and note its tokens; ids int32 [R]."""
         if asked & DRAWS:
-            chosen = draw(self._state, self._sample, logits, rows.device_slots, rows.new_positions)
+            chosen = draw(self._state, self._kernels.sample, logits, rows.device_slots, rows.new_positions)
         else:
-            chosen = self._greedy[logits.dtype](logits)
-        return note(self._state, rows.device_slots, logits, chosen)
+            chosen = self._kernels.greedy[logits.dtype](logits)
+        ids = torch.empty(len(chosen), dtype=torch.int32, device=chosen.device)
+        self._kernels.note[logits.dtype](logits, chosen, rows.device_slots, self._state.last_token, ids)
+        return ids
 
     def _mask(self, logits: torch.Tensor, rows: Rows, late: LateInputs) -> None:
         if late.num_positions != 1:
@@ -141,22 +155,11 @@ def draw(
     state: DeviceRows, sample: Kernel, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Run the op `sample` with the slots' parameters; returns int64 [R]."""
-    return sample(
+    chosen: torch.Tensor = sample(
         logits.float(), state.temperature[slots], state.top_k[slots], state.top_p[slots], state.min_p[slots],
         state.seed[slots], positions,
     )
-
-
-def note(state: DeviceRows, slots: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Make chosen tokens int64 [R] the last ones of their slots; return them as int32, -1 where not finite.
-
-    A row has no finite logit exactly when the one chosen is not finite, whatever the kernel made of it.
-    """
-    chosen = chosen.clamp(0, logits.shape[1] - 1)
-    size = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).abs()
-    ids = chosen.to(torch.int32)
-    state.last_token.index_copy_(0, slots, ids)
-    return torch.where(size < float("inf"), ids, -1)
+    return chosen
 
 
 def _logprobs(raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, width: int) -> RawLogprobs:

@@ -36,9 +36,10 @@ class BucketSize:
 class StagedLayout:
     """Where each column stands in the buffer: int64 ones first, then int32 ones.
 
-    int64: `slots` [rows]; `words` of the slots' state to change; with chunks also `token_slots`, `offsets` (in
-    the row) and `ids` [tokens], and `last` [rows], the last token of each row. int32: `values` of the words;
-    `advance` [rows], by which lengths grow; with chunks `query_start` [chunks + 1], from the first chunk token.
+    int64: `slots` [rows]; `words` of the slots' state to change; with chunks also `token_slots`, `positions` and
+    `ids` [tokens] (the last two of chunks only: decodes' come from the state), and `last` [rows], the last token of
+    each row. int32: `values` of the words; `advance` [rows], by which lengths grow; with chunks `query_start`
+    [chunks + 1], from the first chunk token.
     """
 
     def __init__(self, size: BucketSize, num_words: int) -> None:
@@ -47,7 +48,7 @@ class StagedLayout:
         wide = {"slots": size.num_rows, "words": num_words}
         narrow = {"values": num_words, "advance": size.num_rows}
         if size.num_chunks:
-            wide |= {"token_slots": size.num_tokens, "offsets": size.num_tokens, "ids": size.num_tokens}
+            wide |= {"token_slots": size.num_tokens, "positions": size.num_tokens, "ids": size.num_tokens}
             wide |= {"last": size.num_rows}
             narrow |= {"query_start": size.num_chunks + 1}
         self.wide, self.middle = _place(wide)
@@ -75,13 +76,14 @@ class StagedLayout:
         counts, num_chunks = plan.num_query_tokens[middle:], plan.num_rows - middle
         np.cumsum(counts, out=query_start[1 : num_chunks + 1])
         query_start[num_chunks + 1 :] = count
-        token_slots, offsets = host[self.wide["token_slots"]], host[self.wide["offsets"]]
+        token_slots, positions = host[self.wide["token_slots"]], host[self.wide["positions"]]
         ids, last = host[self.wide["ids"]], host[self.wide["last"]]
         inside = slice(decodes, decodes + count)
-        token_slots[:], offsets[:], ids[:], last[:] = padding_slot, 0, 0, 0
+        token_slots[:], positions[:], ids[:], last[:] = padding_slot, 0, 0, 0
         token_slots[:middle] = plan.slots[:middle]
         token_slots[inside] = np.repeat(plan.slots[middle:], counts)
-        offsets[inside] = np.arange(count) - np.repeat(query_start[:num_chunks], counts)
+        before = query_start[:num_chunks] - plan.num_computed_tokens[middle:]
+        positions[inside] = np.arange(count) - np.repeat(before, counts)
         ids[inside] = plan.token_ids
         last[:middle] = np.arange(middle)
         last[decodes : decodes + num_chunks] = decodes - 1 + query_start[1 : num_chunks + 1]

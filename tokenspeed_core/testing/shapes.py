@@ -39,11 +39,12 @@ def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[P
 
     A plugin's op brings its shapes in its contract. Raises KeyError if no installed plugin has such an op.
     """
-    shapes = shapes_of(spec.op, contract or contract_of(spec))
+    contract = contract or contract_of(spec)
+    shapes = shapes_of(spec.op, contract)
     for index in range(max(len(shapes), len(spec.capability.dtypes))):
         dtype = spec.capability.dtypes[index % len(spec.capability.dtypes)]
         shape = {**shapes[index % len(shapes)], "dtype": dtype}
-        kinds = [{"kv_dtype": kind} for kind in kv_dtypes(spec, dtype)] if "block_size" in shape else [{}]
+        kinds = [{"kv_dtype": kind} for kind in kv_dtypes(spec, dtype)] if "kv_dtype" in contract.axes else [{}]
         for problem in ({**shape, **kind} for kind in kinds):
             if not any(problem_refusals(spec.capability, problem)):
                 yield problem

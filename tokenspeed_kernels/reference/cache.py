@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache."""
+"""Writing keys and values into the paged cache, and what slots of sequences know of it from step to step."""
 
 from __future__ import annotations
 
@@ -39,3 +39,43 @@ def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
             as_bytes(cache).index_put_(index, as_bytes(_narrowed(new, cache.dtype)))
 
     return write
+
+
+def advance_rows(problem: Problem) -> Callable[..., None]:
+    """Return `apply(state, words, values, slots, advance, token_ids, positions, seq_lens, ends, first, num_slots)`.
+
+    It changes words of the slots' state, gives decodes their tokens and positions, and moves lengths on.
+    """
+    del problem
+    return _advance
+
+
+def _advance(
+    state: Tensor, words: Tensor, values: Tensor, slots: Tensor, advance: Tensor, token_ids: Tensor, positions: Tensor,
+    seq_lens: Tensor, ends: Tensor, first: int, num_slots: int,
+) -> None:
+    state.index_copy_(0, words, values)
+    heads = state[first : first + 2 * num_slots].view(2, num_slots)
+    tokens, lengths = heads[:, slots]
+    token_ids.copy_(tokens[: len(token_ids)])
+    positions.copy_(lengths[: len(positions)])
+    torch.add(lengths, advance, out=seq_lens)
+    ends.copy_(seq_lens)
+    heads[1].index_copy_(0, slots, seq_lens)
+
+
+def map_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    """Return `map(table [N, B], slots [R], token_slots [T], positions [T], rows [R, B], mapping [T]) -> None`.
+
+    It gathers the block tables of rows, and says where in the cache each token's key goes.
+    """
+    block_size: int = problem["block_size"]
+
+    def map_(
+        table: Tensor, slots: Tensor, token_slots: Tensor, positions: Tensor, rows: Tensor, mapping: Tensor
+    ) -> None:
+        torch.index_select(table, 0, slots, out=rows)
+        blocks = table[token_slots, positions // block_size]
+        torch.add(positions % block_size, blocks, alpha=block_size, out=mapping)
+
+    return map_

@@ -56,3 +56,17 @@ def between_attention(problem: Problem) -> BetweenAttention:
         return after(product(gated, down, None), middle, next_norm_weight, eps, qkv, None)
 
     return apply
+
+
+def between_attention_in_place(problem: Problem) -> BetweenAttention:
+    """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], residual [T, H])`."""
+    between = between_attention(problem)
+
+    def apply(
+        x: Tensor, residual: Tensor, out: Tensor, norm_weight: Tensor, gate_up: Tensor, down: Tensor,
+        next_norm_weight: Tensor, qkv: Tensor, eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        y, total = between(x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, eps)
+        return y, residual.copy_(total)
+
+    return apply

@@ -33,6 +33,23 @@ def sample(problem: Problem) -> Sample:
     return _sample
 
 
+def note_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    """Return `note(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None`.
+
+    A row has no finite logit exactly when the one chosen is not finite, whatever the kernel that chose made of it.
+    """
+    del problem
+    return _note
+
+
+def _note(logits: Tensor, chosen: Tensor, slots: Tensor, last_token: Tensor, ids: Tensor) -> None:
+    chosen = chosen.clamp(0, logits.shape[1] - 1)
+    size = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).abs()
+    narrow = chosen.to(torch.int32)
+    last_token.index_copy_(0, slots, narrow)
+    ids.copy_(torch.where(size < float("inf"), narrow, -1))
+
+
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return a float32 in [0, 1) of 24 bits for each int64 seed and position, by hashing both."""
     bits = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)

@@ -16,7 +16,10 @@ from tokenspeed_models.layers.packed import dtype_name
 from tokenspeed_models.placement import Boundary
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
-FEW_ROWS = 64  # so many rows are bound by reading weights and by the waits between kernels
+FEW_ROWS = 64  # so many rows are bound by reading weights and by the waits between kernels; one has its own kernels
+MANY_ROWS = 2048  # so many are bound by the matrix units, and by what else takes power beside them
+
+Fused = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class DecoderLayer:
@@ -52,7 +55,7 @@ class DecoderLayer:
 
 
 class BetweenAttention:
-    """What stands between two layers' attention: one kernel for the few rows that it is made for, else the layers' own.
+    """What stands between two layers' attention: fused for few rows, and for many, where kernels are; else the layers'.
 
     A fused kernel has no place for a collective, for biases, for experts or for quantised weights.
     """
@@ -60,15 +63,17 @@ class BetweenAttention:
     def __init__(self, build: BuildContext, layer: DecoderLayer, after: DecoderLayer) -> None:
         self.layer, self._after = layer, after
         out, mlp, qkv = layer.attention.out, layer.mlp, after.attention.qkv
-        self._fused: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._few: Fused | None = None
+        self._many: Fused | None = None
         if isinstance(mlp, MLP) and layer.post_norm.eps == after.input_norm.eps:
             maps = (out, mlp.gate_up, mlp.down, qkv)
             if all(each.packed is None and each.bias is None for each in maps):
-                self._fused = build.fused(
-                    "between_attention", in_size=out.in_size, hidden_size=out.out_size,
-                    intermediate_size=mlp.down.in_size, out_size=qkv.out_size, max_rows=FEW_ROWS,
-                    dtype=dtype_name(build.dtype),
-                )
+                sizes = {
+                    "in_size": out.in_size, "hidden_size": out.out_size, "intermediate_size": mlp.down.in_size,
+                    "out_size": qkv.out_size, "dtype": dtype_name(build.dtype),
+                }
+                self._few = build.fused("between_attention", **sizes, max_rows=FEW_ROWS)
+                self._many = build.fused("between_attention_in_place", **sizes, min_rows=MANY_ROWS)
                 self._weights = (
                     out.weight, layer.post_norm.weight, mlp.gate_up.weight, mlp.down.weight, after.input_norm.weight,
                     qkv.weight, layer.post_norm.eps,
@@ -79,8 +84,10 @@ class BetweenAttention:
 
         The residual stream [T, hidden] may be overwritten.
         """
-        if self._fused is not None and 1 < heads.shape[0] <= FEW_ROWS:  # one row has kernels that are faster still
-            return self._fused(heads, residual, *self._weights)
+        num_rows = heads.shape[0]
+        fused = self._few if 1 < num_rows <= FEW_ROWS else self._many if num_rows >= MANY_ROWS else None
+        if fused is not None:
+            return fused(heads, residual, *self._weights)
         x, residual = self.layer.after_attention(heads, residual)
         return self._after.attention.project(self._after.input_norm, x, residual)
 
