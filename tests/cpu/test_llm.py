@@ -8,7 +8,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -49,6 +49,22 @@ def test_ctrl_c_in_a_step_ends_the_call_and_the_next_one_works(llm: LLM, monkeyp
     assert num_steps == 3
     assert not llm._engine.has_work
     assert llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids == expected
+
+
+def test_a_second_ctrl_c_ends_the_call_at_once_and_the_next_one_says_that_the_llm_is_of_no_more_use(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(step_id: int) -> NoReturn:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one does not wait for the end of a step")
+
+    with LLM(max_total_tokens=512, max_model_len=256) as llm:
+        monkeypatch.setattr(llm._engine.runner, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a b c"] * 3, SamplingParams(max_tokens=100, ignore_eos=True))
+        with pytest.raises(TokenSpeedError, match="make another"):
+            llm.generate("12 + 34 =", FEW)
 
 
 def never(*words: object, **keywords: object) -> None:

@@ -160,8 +160,10 @@ class LLM(AbstractContextManager["LLM"]):
                     self._take(sequences, outputs)
         except BaseException:   # Ctrl-C included: what runs must not run on in the next call
             self._engine.abort(sequences)
-            while self._engine.has_work:
-                self._engine.step()
+            while self._engine.has_work and self._engine.step():
+                pass
+            if self._engine.has_work:   # a second Ctrl-C cut a step short, which will never be collected
+                self.shutdown()
             raise
 
     def _ids(self, prompt: Prompt) -> I32:

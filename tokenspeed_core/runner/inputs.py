@@ -175,9 +175,7 @@ class HostInputMaker:
 class DeviceInputMaker:
     """Makes inputs where the state is the device's: one copy there, then two small kernels."""
 
-    def __init__(
-        self, rows: DeviceRows, kernels: RunnerKernels, split: tuple[bool, ...], link: Link
-    ) -> None:
+    def __init__(self, rows: DeviceRows, kernels: RunnerKernels, split: tuple[bool, ...], link: Link) -> None:
         """`split` says of each cache group whether mixed steps are needed in two parts."""
         assert kernels.advance is not None and kernels.map is not None, "they are asked for on a device"
         self._rows, self._advance, self._map = rows, kernels.advance, kernels.map
