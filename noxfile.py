@@ -91,12 +91,19 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def vendors(session: nox.Session) -> None:
-    """Download the vendors' libraries, which are large, and check that they take our calls; no GPU is needed."""
+    """Download the vendors' libraries, which are large, write anew what is kept of them, and check our calls.
+
+    No GPU is needed. What is kept, `signatures.json` beside the tests, is what the calls are held to everywhere else.
+    """
     python, wheels = everything(session), NOX / "vendors"
     for tests, libraries in VENDORS.items():
-        for library in libraries:
-            folder = wheels / library
-            run(session, python, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), library)
+        folders = [wheels / library for library in libraries]
+        for folder in folders:
+            run(session, python, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), folder.name)
+        beside = ROOT / (tests if not tests.endswith(".py") else Path(tests).parent) / "signatures.json"
+        found = [str(wheel) for folder in folders for wheel in folder.glob("*.whl")]
+        run(session, python, "-m", "tokenspeed_core.testing.signatures", str(beside), *found)
+        for folder in folders:
             pytest(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
 
 

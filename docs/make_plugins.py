@@ -218,7 +218,8 @@ died, and 2 for a distribution that is not there.
         yield f"### `{suite.__module__}.{suite.__name__}`\n\n{one_line(suite)}\n"
         for name, value in vars(suite).items():
             if name.startswith("test_"):
-                yield f"- *{name.removeprefix('test_').replace('_', ' ')}*: {one_line(value)}"
+                text = " ".join(inspect.cleandoc(value.__doc__ or "").split())
+                yield f"- *{name.removeprefix('test_').replace('_', ' ')}*: {text}"
         yield ""
     yield f"What the suites are made of is for tests of your own. Provisional, `TESTING_API` {testing.TESTING_API}.\n"
     suites = {suite.__name__ for suite in SUITES}

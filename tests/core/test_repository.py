@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import subprocess
@@ -174,6 +175,16 @@ def test_a_vendors_library_is_taken_between_versions_whose_wheels_are_checked() 
         assert bounds[">="] == versions[0]
         assert all(taken.specifier.contains(version) for version in versions)
         assert all(version in (plugin / "README.md").read_text() for version in versions)
+
+
+def test_what_is_kept_of_a_vendors_library_is_of_the_versions_that_are_checked() -> None:
+    (checked,) = (node.value for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS")
+    for tests, libraries in ast.literal_eval(checked).items():
+        beside = ROOT.joinpath(*Path(tests).parts[:3]) / "signatures.json"
+        found = json.loads(beside.read_text())
+        assert tuple(found["libraries"]) == libraries, f"nox -s vendors renews {beside}"
+        assert all(set(found["read"]) == set(each) for each in found["libraries"].values())
 
 
 def test_requirements_list_every_distribution() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 
-from tokenspeed_core.testing.distribution import DistributionConformance, core_range, is_public
+from tokenspeed_core import commands
+from tokenspeed_core.testing.distribution import DistributionConformance, core_range
+from tokenspeed_core.testing.imports import is_public
 
 
 @pytest.fixture
@@ -42,7 +46,111 @@ def test_what_is_public_may_be_imported(package: Any) -> None:
     source = "from tokenspeed_core import LLM, __version__, api\nfrom tokenspeed_core.api import View\nrun = print\n"
     package(source).test_it_imports_only_what_is_public_of_the_core()
     assert is_public("tokenspeed_core.testing.kernel.KernelConformance")
+    assert is_public("tokenspeed_core.commands.settings.configure")
+    assert all(is_public(f"tokenspeed_core.commands.{each.name}") for each in iter_modules(commands.__path__))
+    assert not is_public("tokenspeed_core.commands.settings.Path")
     assert not is_public("tokenspeed_core.apiary")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import importlib\nimportlib.import_module('tokenspeed_core.scheduler')", "tokenspeed_core.scheduler"),
+        ("from importlib import import_module\nimport_module('tokenspeed_core.' + 'kv')", "tokenspeed_core.kv"),
+        ("import importlib\nimportlib.import_module('.kv', package='tokenspeed_core')", "tokenspeed_core.kv"),
+        ("run = __import__('tokenspeed_core.engine.llm', fromlist=['LLM'])", "tokenspeed_core.engine.llm"),
+        ("import pkgutil\npkgutil.resolve_name('tokenspeed_core.kv.pool:Pool')", "tokenspeed_core.kv.pool.Pool"),
+        ("import sys\nrun = sys.modules['tokenspeed_core.requests']", "tokenspeed_core.requests"),
+        ("import sys\nrun = sys.modules.get('tokenspeed_core.requests')", "tokenspeed_core.requests"),
+        ("from tokenspeed_core import kernels", "tokenspeed_core.kernels"),
+        ("from tokenspeed_core import scheduler as api", "tokenspeed_core.scheduler"),
+        ("from tokenspeed_core.api import warn", "tokenspeed_core.api.warn"),
+        ("from tokenspeed_core.testing.kernel import _named", "tokenspeed_core.testing.kernel._named"),
+        ("import tokenspeed_core as core\nrun = core.kv.pool", "tokenspeed_core.kv.pool"),
+        ("import tokenspeed_core.api\nrun = tokenspeed_core.engine.llm.LLM", "tokenspeed_core.engine.llm.LLM"),
+        ("import tokenspeed_core\nrun = getattr(tokenspeed_core, 'kv')", "tokenspeed_core.kv"),
+        ("from tokenspeed_core import api\nrun = api.importlib", "tokenspeed_core.api.importlib"),
+    ],
+)
+def test_whatever_form_an_import_of_internals_has_its_sources_show_it(package: Any, source: str, name: str) -> None:
+    with pytest.raises(AssertionError, match=rf"__init__\.py:\d: {re.escape(name)}\b"):
+        package(f"{source}\n").test_it_imports_only_what_is_public_of_the_core()
+
+
+def test_a_name_that_a_source_also_has_for_something_else_is_not_followed(package: Any) -> None:
+    source = "from tokenspeed_core import LLM, api\nLLM._made\ndef run(api):\n    return api.kv, api.modules['kv']\n"
+    package(source).test_it_imports_only_what_is_public_of_the_core()
+
+
+@pytest.mark.parametrize("beside", ["acme_parts.py", "acme_parts/inner.py"])
+def test_what_is_installed_beside_the_package_of_an_entry_is_read_as_well(
+    package: Any, tmp_path: Path, beside: str
+) -> None:
+    suite = package("run = print\n")
+    path = tmp_path / "site" / beside
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("import tokenspeed_core.kv\n")
+    (tmp_path / "site" / "acme-1.0.dist-info" / "RECORD").write_text(f"acme/__init__.py,,\n{beside},,\n")
+    with pytest.raises(AssertionError, match=rf"{path.name}:1: tokenspeed_core.kv"):
+        suite.test_it_imports_only_what_is_public_of_the_core()
+
+
+def test_a_plugin_of_one_file_is_read(package: Any, tmp_path: Path) -> None:
+    suite = package("")
+    (tmp_path / "site" / "acme" / "__init__.py").unlink()
+    (tmp_path / "site" / "acme").rmdir()
+    (tmp_path / "site" / "acme.py").write_text("import tokenspeed_core.kv\nrun = print\n")
+    with pytest.raises(AssertionError, match=r"acme\.py:1: tokenspeed_core\.kv"):
+        suite.test_it_imports_only_what_is_public_of_the_core()
+
+
+@pytest.mark.parametrize(
+    ("source", "held"),
+    [
+        ("import importlib\nrun = importlib.import_module('tokenspeed_core.{}'.format('kv.pool'))",
+         "acme.run is tokenspeed_core.kv.pool"),
+        ("import tokenspeed_core.api as it\nrun = vars(it)['war' + 'n']",
+         "acme.run is tokenspeed_core.plugins.deprecations.warn"),
+        ("import tokenspeed_core.testing.cells as it\nrun = it.problem_refusals",
+         "acme.run is tokenspeed_core.kernels.select.problem_refusals"),
+        ("from acme.parts import kernels as run", "acme.parts.kernels is tokenspeed_core.kernels"),
+    ],
+)
+def test_internals_that_a_loaded_plugin_holds_are_found_however_it_came_by_them(
+    package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, held: str
+) -> None:
+    suite = package(f"{source}\n")
+    (tmp_path / "site" / "acme" / "parts.py").write_text(
+        "import importlib\nkernels = importlib.import_module('{}_core.kernels'.format('tokenspeed'))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    if "parts" not in source:
+        suite.test_it_imports_only_what_is_public_of_the_core()  # nothing that its sources show
+    with pytest.raises(AssertionError, match=re.escape(held)):
+        suite.test_what_it_loads_holds_only_what_is_public_of_the_core()
+
+
+def test_a_plugin_may_hold_what_is_public_wherever_that_is_defined(
+    package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "import tokenspeed_core\nfrom tokenspeed_core import LLM, BadRequestError, api\n"
+        "from tokenspeed_core.api import *\nfrom tokenspeed_core.commands import Catalog\n"
+        "from tokenspeed_core.testing import cells\nfrom tokenspeed_core.testing.cells import beyond\n"
+        "run, made = Catalog.discover, View\nclass Mine(LLM):\n    pass\n"
+    )
+    suite = package(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    suite.test_it_imports_only_what_is_public_of_the_core()
+    suite.test_what_it_loads_holds_only_what_is_public_of_the_core()
+
+
+def test_a_plugin_that_ends_the_process_as_it_is_loaded_is_said_to(
+    package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = package("import os\nos._exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    with pytest.raises(AssertionError, match="what its entries name ends the process"):
+        suite.test_what_it_loads_holds_only_what_is_public_of_the_core()
 
 
 def test_a_version_that_is_not_that_of_the_metadata_is_found(package: Any) -> None:
@@ -76,4 +184,5 @@ def test_our_own_distributions_pass(name: str) -> None:
     suite = type("Ours", (DistributionConformance,), {"distribution": name})()
     suite.test_its_metadata_names_known_kinds_their_api_and_the_core_it_needs()
     suite.test_it_imports_only_what_is_public_of_the_core()
+    suite.test_what_it_loads_holds_only_what_is_public_of_the_core()
     suite.test_it_is_installed_once_and_says_its_version_truly()

@@ -25,9 +25,11 @@ from tokenspeed_core.api import KernelSpec
 from tokenspeed_core.testing.attention import check_attention
 from tokenspeed_core.testing.conformance import check, make_inputs
 from tokenspeed_core.testing.shapes import contract_of, problems
+from tokenspeed_core.testing.signatures import held_to, kept, library_of, parsed, read
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 DECODE, PREFILL = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 LATENT = "trtllm_batch_decode_with_kv_cache_mla"
 
@@ -106,6 +108,12 @@ def decode_latents(**given: Any) -> Tensor:
     return out
 
 
+def of_library(file: str, stand_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a stand-in that takes only what the library's function takes, in every version that is kept."""
+    (function,) = (function for where, function in GIVEN if where == file)
+    return held_to(stand_in, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values()))
+
+
 def module(name: str, **content: Callable[..., Any]) -> ModuleType:
     """Make a module of functions."""
     made = ModuleType(name)
@@ -116,7 +124,8 @@ def module(name: str, **content: Callable[..., Any]) -> ModuleType:
 @pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
 def test_over_functions_that_compute_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
-    for name, content in ((".decode", {DECODE: decode}), (".prefill", {PREFILL: prefill}), ("", {})):
+    stand_ins = {DECODE: of_library("decode", decode), PREFILL: of_library("prefill", prefill)}
+    for name, content in ((".decode", stand_ins), (".prefill", stand_ins), ("", {})):
         monkeypatch.setitem(sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content))
     halves = replace(FLASHINFER, capability=replace(FLASHINFER.capability, head_sizes=(64,)))
     assert check_attention(halves, torch.device("cpu")) > 20
@@ -128,7 +137,7 @@ def test_over_a_function_of_latents_that_computes_the_definition_the_backend_con
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer_mla, "WORKSPACE_BYTES", 1024)
-    for name, content in ((".mla", {LATENT: decode_latents}), ("", {})):
+    for name, content in ((".mla", {LATENT: of_library("mla/_core", decode_latents)}), ("", {})):
         monkeypatch.setitem(sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content))
     assert check(spec, torch.device("cpu")) >= 8
     problem = next(problems(spec))
@@ -191,12 +200,17 @@ def test_the_library_refuses_the_heads_and_block_sizes_that_the_backend_does_not
     assert {spec.capability.block_sizes for spec in FLASHINFER_MLA} == {(32, 64)}
 
 
-@NEEDS_WHEEL
+@pytest.mark.parametrize("library", SIGNATURES)
 @pytest.mark.parametrize(("file", "function"), GIVEN)
-def test_the_librarys_own_functions_take_the_arguments_that_the_backend_gives(file: str, function: str) -> None:
-    (found,) = definitions(file, function)
-    assert isinstance(found, ast.FunctionDef)
-    names = [argument.arg for argument in found.args.args]
-    required = set(names[: len(names) - len(found.args.defaults)])
-    assert required <= GIVEN[file, function] <= set(names)
-    assert not found.args.kwonlyargs
+def test_the_librarys_own_functions_take_the_arguments_that_the_backend_gives(
+    file: str, function: str, library: str
+) -> None:
+    parameters = parsed(SIGNATURES[library][f"flashinfer/{file}.py:{function}"]).parameters.values()
+    required = {each.name for each in parameters if each.default is each.empty}
+    assert required <= GIVEN[file, function] <= {each.name for each in parameters}
+
+
+@NEEDS_WHEEL
+def test_the_library_has_the_signatures_that_are_kept() -> None:
+    (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]

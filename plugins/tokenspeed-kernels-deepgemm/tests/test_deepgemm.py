@@ -28,9 +28,11 @@ from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
 from tokenspeed_core.testing.conformance import check
 from tokenspeed_core.testing.explain import explain
+from tokenspeed_core.testing.signatures import held_to, kept, library_of, read
 
 HAS_LIBRARY = importlib.util.find_spec("deep_gemm") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 CPU = torch.device("cpu")
 PROBLEM = {"in_size": 4096, "out_size": 1024, "dtype": "bfloat16"}
 
@@ -60,7 +62,8 @@ def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, **gi
 @pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
 def test_over_a_function_that_computes_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     library = ModuleType("deep_gemm")
-    library.__dict__["fp8_gemm_nt"] = multiply
+    library.__dict__["fp8_gemm_nt"] = held_to(
+        multiply, *(each["deep_gemm/__init__.py:fp8_gemm_nt"] for each in SIGNATURES.values()))
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
     assert check(DEEPGEMM, CPU) >= 16
 
@@ -91,23 +94,15 @@ def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() ->
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
-def test_the_librarys_own_function_takes_the_arguments_that_the_backend_gives() -> None:
+def test_the_library_has_the_signatures_that_are_kept_and_its_code_takes_what_its_function_gives() -> None:
     (wheel,) = Path(WHEELS or "").glob("sgl_deep_gemm-*.whl")
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read("deep_gemm/__init__.py"))
         code = archive.read("deep_gemm/_C.so")
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    aliases = {
-        target.id: node.value.id for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)
-        for target in node.targets if isinstance(target, ast.Name)
-    }
-    found = functions[aliases["fp8_gemm_nt"]]
-    names = [argument.arg for argument in found.args.args]
-    assert names[:3] == ["a", "b", "d"]
-    assert "disable_ue8m0_cast" in names
-    assert len(found.args.defaults) == len(names) - 3
-    torch_schema = f"{found.name}(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(a!) d, Tensor? c, "
-    cpp_name = f"dg_{found.name}N3tvm3ffi10TensorViewES1_S1_S1_S1_NS0_8OptionalIS1_vEE"  # five tensors and maybe one
+    (name,) = (ast.unparse(node.value) for node in ast.walk(tree)
+               if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "fp8_gemm_nt")
+    torch_schema = f"{name}(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(a!) d, Tensor? c, "
+    cpp_name = f"dg_{name}N3tvm3ffi10TensorViewES1_S1_S1_S1_NS0_8OptionalIS1_vEE"  # five tensors and maybe one
     said = (rb"\b" + re.escape(torch_schema).encode(), rb"_Z\d+" + re.escape(cpp_name).encode())  # older: of C++
     assert any(re.search(each, code) for each in said)

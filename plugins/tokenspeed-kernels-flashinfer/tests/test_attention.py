@@ -23,10 +23,13 @@ from torch import Tensor
 
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.testing.attention import Rows, Scene, attend, check_attention, limits_of, make_scene
+from tokenspeed_core.testing.signatures import held_to, kept, library_of, parsed, read
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 WRAPPER, MERGE = "BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"
+PREFILL = f"flashinfer/prefill.py:{WRAPPER}"
 BUFFERS = {"qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"}
 GIVEN = {  # the arguments that the backend gives, by the library's method
     "__init__": {"float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", *BUFFERS},
@@ -124,7 +127,11 @@ def merge(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor) 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
     """Put stand-ins where the library would be imported from."""
-    content = {"flashinfer": {}, "flashinfer.prefill": {WRAPPER: Wrapper}, "flashinfer.cascade": {MERGE: merge}}
+    for method in GIVEN:
+        signatures = (each[f"{PREFILL}.{method}"] for each in SIGNATURES.values())
+        monkeypatch.setattr(Wrapper, method, held_to(getattr(Wrapper, method), *signatures))
+    merges = held_to(merge, *(each[f"flashinfer/cascade.py:{MERGE}"] for each in SIGNATURES.values()))
+    content = {"flashinfer": {}, "flashinfer.prefill": {WRAPPER: Wrapper}, "flashinfer.cascade": {MERGE: merges}}
     for name, functions in content.items():
         made = ModuleType(name)
         made.__dict__.update(functions)
@@ -244,15 +251,21 @@ def library_class() -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+@pytest.mark.parametrize("library", SIGNATURES)
 @pytest.mark.parametrize("method", GIVEN)
-def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(method: str) -> None:
-    found = library_class()[method]
-    names = [argument.arg for argument in found.args.args[1:]]
-    required = set(names[: len(names) - len(found.args.defaults)])
-    assert required <= GIVEN[method] <= {*names, *(argument.arg for argument in found.args.kwonlyargs)}
+def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(library: str, method: str) -> None:
+    _, *parameters = parsed(SIGNATURES[library][f"{PREFILL}.{method}"]).parameters.values()
+    named = [each for each in parameters if each.kind is not each.VAR_POSITIONAL]
+    required = {each.name for each in named if each.default is each.empty}
+    assert required <= GIVEN[method] <= {each.name for each in named}
     positional = {"plan": 8, "run": 2, "reset_workspace_buffer": 2, "__init__": 2}[method]
-    assert set(names[:positional]) <= GIVEN[method]
+    assert {each.name for each in named[:positional]} <= GIVEN[method]
+
+
+@pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+def test_the_library_has_the_signatures_that_are_kept() -> None:
+    (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")

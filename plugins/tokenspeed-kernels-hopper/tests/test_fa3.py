@@ -23,9 +23,11 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.testing.attention import check_attention
+from tokenspeed_core.testing.signatures import kept, library_of, read
 
 HAS_LIBRARY = importlib.util.find_spec("flash_attn_interface") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 
 USED = (  # the arguments that the backend gives or leaves at these defaults, in the library's order
     "Tensor q", "Tensor k", "Tensor v", "Tensor(out!)? out = None", "Tensor? cu_seqlens_q = None",
@@ -96,14 +98,15 @@ def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_se
         dry_run(config)
 
 
+@pytest.mark.parametrize("library", SIGNATURES)
+def test_the_librarys_own_op_takes_the_arguments_that_the_backend_gives(library: str) -> None:
+    arguments, _, result = SIGNATURES[library]["flash_attn_3/_C.abi3.so:fwd"].removeprefix("(").partition(") -> ")
+    assert [argument for argument in arguments.split(", ") if argument in USED] == list(USED)
+    assert result == RESULT
+
+
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
-def test_the_librarys_own_op_takes_the_arguments_that_the_backend_gives() -> None:
+def test_the_library_has_the_module_that_is_looked_for_and_the_signatures_that_are_kept() -> None:
     (wheel,) = Path(WHEELS or "").glob("*fa3-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        assert "flash_attn_interface.py" in archive.namelist()
-        code = archive.read("flash_attn_3/_C.abi3.so")
-    found = re.search(rb"\bfwd\((Tensor q,[^\0]*?)\) -> ([^\0]*)\0", code)
-    assert found is not None
-    arguments = [argument.strip() for argument in found[1].decode().split(",")]
-    assert [argument for argument in arguments if argument in USED] == list(USED)
-    assert found[2].decode() == RESULT
+    assert "flash_attn_interface.py" in zipfile.ZipFile(wheel).namelist()
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]
