@@ -145,10 +145,18 @@ def test_the_commands_stay_when_the_selection_names_what_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TOKENSPEED_PLUGINS", "absent")
-    assert main(["plugins", "--help"]) == 0
+    said = "tokenspeed: TOKENSPEED_PLUGINS names absent, which provides no plugin here; installed: "
+    assert main(["--help"]) == 0
     captured = capsys.readouterr()
-    assert "TOKENSPEED_PLUGINS names absent, which provides no plugin here" in captured.err
-    assert "list" in captured.out
+    assert captured.err.startswith(said)
+    assert "\n  plugins " in captured.out
+    assert main(["plugins", "--help"]) == 0
+    assert "\n  list " in capsys.readouterr().out
+    for words in (["plugins", "list"], ["serve", "--dry-run"], ["nonesuch"]):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(said)
+        assert err.count("\n") == 1, "it is said once"
 
 
 def test_the_shell_completes_them() -> None:
