@@ -327,5 +327,5 @@ def test_doctor_works_without_the_lock_that_the_environment_names(
     monkeypatch.setenv("TOKENSPEED_PLUGINS_LOCK", str(missing))
     assert main(["plugins", "doctor"]) == 1
     said = capsys.readouterr().out
-    assert f"no plugin is imported: plugins lock {missing}: FileNotFoundError" in said
+    assert f"no plugin is imported: plugins lock {missing}: No such file or directory\n" in said
     assert f"-> `tokenspeed plugins freeze > {missing}` writes one" in said
