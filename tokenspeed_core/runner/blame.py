@@ -21,20 +21,19 @@ def name_kernel(planned: PlannedOp) -> str:
 def blame(error: BaseException, selector: Selector) -> str:
     """Name the kernel whose code an exception came out of, "" where it was none's.
 
-    It is found in the traceback, so that a call that succeeds pays nothing. Of kernels in one module, the one whose
-    `load` the frame's function begins with is taken, else the first.
+    It is found in the traceback, so that a call that succeeds pays nothing. The frame whose module is nearest to a
+    kernel's counts, the innermost of equals. Of kernels in one module, the one whose `load` the frame's function begins
+    with is taken, else the first.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     places = [(frame.f_globals.get("__name__", ""), frame.f_code.co_qualname, frame.f_locals) for frame in frames]
     phase = next((names["phase"] for module, _, names in places if module == _CALLER and "phase" in names), None)
+    best, whose = (0, False), ""
     for module, function, _ in reversed(places):
-        best, whose = (0, False), None
         for choice, planned in selector.chosen():
             home, _, factory = choice.spec.load.partition(":")
             parts = zip(module.split("."), home.split("."), strict=False)
             near = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts)), function.startswith(factory)
             if near[0] and near > best and phase in (None, planned.axis("phase")):
-                best, whose = near, planned
-        if whose is not None:
-            return f"raised in {module}.{function}, {name_kernel(whose)}"
-    return ""
+                best, whose = near, f"raised in {module}.{function}, {name_kernel(planned)}"
+    return whose

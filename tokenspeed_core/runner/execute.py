@@ -68,7 +68,6 @@ class LocalRunner:
         self.page_bytes = assembly.pool.page_bytes
         self.num_pages = 0
         self._model = assembly.model
-        assembly.build.bind_attention(assembly.limits)
         self._groups = tuple(assembly.build.groups.values())
         self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
         self._traits = SlotTraits(self.config.max_num_seqs + 1)

@@ -77,6 +77,7 @@ def _assemble_and_load(config: RunnerConfig, catalog: Catalog, device: torch.dev
     what = f"the model, whose weights are {needed / GIB:.2f} GiB as {config.dtype},"
     with _room_for(what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"):
         assembly = assemble(config, catalog, device)
+        assembly.build.bind_attention(assembly.limits)  # before the weights: kernels may compile while they load
         _load_weights(assembly.model, config, catalog, progress)
     return assembly
 

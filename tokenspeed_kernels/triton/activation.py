@@ -10,12 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
 
 BLOCK = 1024
 
 
-@triton.jit
+@ahead.jit
 def _silu_mul(x_ptr, y_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -43,4 +44,5 @@ def silu_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
             _silu_mul[grid](x, y, x.stride(0), N=size, BLOCK=block, EARLY=early, launch_pdl=early)
         return y
 
+    ahead.compile_for(silu_mul_halves, ahead.blank(problem["dtype"], 1, 2 * size))
     return silu_mul_halves

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.options import DEFAULTS, MAX_SPLITS, AttentionOptions
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.attention_kernels import attend
 from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.shared import BLOCK_N as SHARED_BLOCK_N
@@ -183,7 +187,34 @@ def attention(
     problem: AttentionProblem, limits: AttentionLimits, device: torch.device, options: AttentionOptions = DEFAULTS,
 ) -> TritonAttention:
     """Build the Triton backend (an AttentionFactory)."""
-    return TritonAttention(problem, limits, device, options=options)
+    backend = TritonAttention(problem, limits, device, options=options)
+    ahead.compile_for(_attend_to_blanks, copy(backend), problem, limits)
+    return backend
+
+
+def _attend_to_blanks(backend: TritonAttention, problem: AttentionProblem, limits: AttentionLimits) -> None:
+    """Launch on blank tensors every form that the steps of a start launch."""
+    num_heads, num_kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_size
+    k_cache, v_cache = ahead.blank(problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size).unbind(1)
+    most = min(limits.max_num_rows, limits.max_num_tokens)
+    for counts in _num_queries(problem.phase, most, limits.max_num_tokens):
+        starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
+        q = ahead.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[:, :num_heads]
+        backend.prepare(AttentionStep(
+            num_rows, starts[-1], max(counts), limits.max_model_len, ahead.blank("int32", num_rows + 1),
+            ahead.blank("int32", num_rows), ahead.blank("int32", num_rows, limits.max_num_blocks), starts, None,
+        ))
+        backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
+
+
+def _num_queries(phase: str, most_rows: int, most_tokens: int) -> Iterator[list[int]]:
+    """Yield the query tokens of each row, of steps that differ in what is launched."""
+    some = sorted({min(num_rows, most_rows) for num_rows in (1, 2, 4, 8, 16, 17, most_rows)})
+    for num_rows in some:
+        yield [1] * num_rows
+    if phase == "prefill":
+        yield from ([min(num_tokens, most_tokens)] for num_tokens in (SMALL_STEP, most_tokens))
+        yield from ([1] * (num_rows - 1) + [5] for num_rows in some if num_rows > 1 and num_rows + 4 <= most_tokens)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

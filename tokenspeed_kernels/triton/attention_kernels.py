@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed_kernels.triton import ahead
+
 
 @triton.jit
 def _fit_keys(q, key_dtype: tl.constexpr):
@@ -154,7 +156,7 @@ _VARYING = ["num_rows", "first_row", "num_splits", "num_shared_splits", "least",
 _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 
-@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
+@ahead.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, shared_partial_ptr, shared_lse_ptr, found_ptr,
     query_start_ptr, seq_lens_ptr, table_ptr, first_row, num_rows, num_splits, num_shared_splits, least, window,

@@ -7,6 +7,7 @@ first bytes of a weight. Here programs stay, meet at barriers, and have the next
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import BetweenAttention
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.between_attention_kernel import NUM_PHASES, between
 from tokenspeed_kernels.triton.early import can_start_early
 
@@ -109,4 +111,9 @@ def between_attention(problem: Problem) -> BetweenAttention:
             )
         return y, total
 
+    blank = partial(ahead.blank, problem["dtype"])
+    ahead.compile_for(
+        apply, blank(1, heads), blank(1, hidden), blank(hidden, heads), blank(hidden), blank(2 * inner, hidden),
+        blank(hidden, inner), blank(hidden), blank(out_size, hidden), 0.0,
+    )
     return apply

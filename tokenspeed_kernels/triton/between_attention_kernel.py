@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernels.triton import ahead
+
 NUM_PHASES = 6
 
 
@@ -118,7 +120,7 @@ def _gated(
     tl.store(y_ptr + t[:, None] * N + column[None, :], y.to(dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@ahead.jit(do_not_specialize=["T"])
 def between(
     x_ptr, residual_ptr, out_ptr, norm_ptr, gate_up_ptr, down_ptr, next_norm_ptr, qkv_ptr, sums_ptr, normed_ptr,
     middle_ptr, gated_ptr, total_ptr, y_ptr, counter_ptr, x_stride, residual_stride, T, eps,

@@ -7,14 +7,15 @@ memory accelerator: the matmul of Triton's tutorial 09, with both halves of the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
 
 BLOCK_T, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 16
@@ -22,7 +23,7 @@ NUM_WARPS, NUM_STAGES = 8, 3
 LEAST_ROWS = 2048  # fewer do not fill the device's last wave of tiles of this size
 
 
-@triton.jit
+@ahead.jit(do_not_specialize=["T"])
 def _gated(
     x_desc, weight_desc, y_desc, T, N: tl.constexpr, K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -72,4 +73,6 @@ def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
         )
         return y
 
+    blank = partial(ahead.blank, problem["dtype"])
+    ahead.compile_for(apply, blank(LEAST_ROWS, in_size), blank(2 * out_size, in_size))
     return apply

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import triton
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import AddNormLinear
-from tokenspeed_kernels.triton import linear_parts
+from tokenspeed_kernels.triton import ahead, linear_parts
 from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.linear_kernels import one_row
 
@@ -40,7 +41,8 @@ def one_row_tiling(in_size: int, *, gated: bool = False) -> Tiling:
 
 def linear(problem: Problem) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """Return `linear(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]`."""
-    out_size, tiling, early = problem["out_size"], one_row_tiling(problem["in_size"]), can_start_early()
+    in_size, out_size = problem["in_size"], problem["out_size"]
+    tiling, early = one_row_tiling(in_size), can_start_early()
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] != 1:
@@ -49,6 +51,8 @@ def linear(problem: Problem) -> Callable[[Tensor, Tensor, Tensor | None], Tensor
         multiply(x, weight, bias, y, tiling, early=early)
         return y
 
+    blank = partial(ahead.blank, problem["dtype"])
+    ahead.compile_for(product, blank(1, in_size), blank(out_size, in_size), None)
     return product
 
 
@@ -63,8 +67,8 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
 
 
 def _normed(problem: Problem, parts: AddNormLinear, *, gated: bool) -> AddNormLinear:
-    out_size, early = problem["out_size"], can_start_early()
-    tiling = one_row_tiling(problem["in_size"], gated=gated)
+    in_size, out_size = problem["in_size"], problem["out_size"]
+    tiling, early = one_row_tiling(in_size, gated=gated), can_start_early()
 
     def apply(
         x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
@@ -76,6 +80,9 @@ def _normed(problem: Problem, parts: AddNormLinear, *, gated: bool) -> AddNormLi
         multiply(x, weight, bias, y, tiling, before=before, gated=gated, early=early)
         return y, before.total
 
+    blank = partial(ahead.blank, problem["dtype"])
+    row, weight = blank(1, in_size), blank(2 * out_size if gated else out_size, in_size)
+    ahead.compile_for(apply, row, row, blank(in_size), 0.0, weight, None)
     return apply
 
 

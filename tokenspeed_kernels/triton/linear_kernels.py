@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.fp8 import LARGEST, scale_of_row
 
 
-@triton.jit
+@ahead.jit
 def one_row(
     x_ptr, residual_ptr, sum_ptr, norm_ptr, eps, w_ptr, w_scale_ptr, b_ptr, y_ptr, w_stride, N, K: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr,

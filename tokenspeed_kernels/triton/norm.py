@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -10,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@ahead.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr, residual_ptr, total_ptr, weight_ptr, y_ptr, num_rows, eps,
     x_stride_t, x_stride_h, residual_stride, total_stride, y_stride,
@@ -50,6 +52,8 @@ def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
         shape.launch(heads, None, None, weight, y, eps)
         return y
 
+    blank = partial(ahead.blank, problem["dtype"])
+    ahead.compile_for(norm, blank(1, problem["size"]), blank(problem["size"]), 0.0)
     return norm
 
 
@@ -62,6 +66,9 @@ def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
         shape.launch(x.unsqueeze(1), residual, residual, weight, y, eps)
         return y, residual
 
+    blank = partial(ahead.blank, problem["dtype"])
+    row = blank(1, problem["size"])
+    ahead.compile_for(add_norm, row, row, blank(problem["size"]), 0.0)
     return add_norm
 
 
@@ -74,6 +81,9 @@ def sum_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
         shape.launch(x.unsqueeze(1), residual, total, weight, y, eps)
         return y, total
 
+    blank = partial(ahead.blank, problem["dtype"])
+    row = blank(1, problem["size"])
+    ahead.compile_for(sum_norm, row, row, blank(problem["size"]), 0.0)
     return sum_norm
 
 

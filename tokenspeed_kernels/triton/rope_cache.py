@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.rope import rotate_heads
 
@@ -20,7 +22,7 @@ NormRopeWrite = Callable[
 ]
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+@ahead.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_write_kv(
     q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, eps, positions_ptr,
     cos_sin_ptr, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
@@ -74,12 +76,27 @@ def rope_write_kv(problem: Problem) -> RopeWrite:
     ) -> None:
         launch(q, k, v, k_cache, v_cache, slots, None, None, 0.0, positions, cos_sin, interleaved)
 
+    _compile_ahead(launch, problem, has_norm=False)
     return place
 
 
 def qk_norm_rope_write_kv(problem: Problem) -> NormRopeWrite:
     """Return the kernel of the op `qk_norm_rope_write_kv`; k is left as it was."""
-    return _launcher(problem)
+    launch = _launcher(problem)
+    _compile_ahead(launch, problem, has_norm=True)
+    return launch
+
+
+def _compile_ahead(launch: Callable[..., None], problem: Problem, *, has_norm: bool) -> None:
+    num_heads, num_kv_heads, size = problem["num_heads"], problem["num_kv_heads"], problem["head_size"]
+    blank = partial(ahead.blank, problem["dtype"])
+    qkv, weight, longs = blank(1, num_heads + 2 * num_kv_heads, size), blank(size), ahead.blank("int64", 1)
+    cache = ahead.blank(problem["kv_dtype"], 2, 2, problem["block_size"], num_kv_heads, size)
+    ahead.compile_for(
+        launch, *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1), *cache.unbind(1), longs,
+        *((weight, weight, 0.0) if has_norm else (None, None, 0.0)), longs,
+        ahead.blank("float32", 1, problem["rotary_size"]), False,
+    )
 
 
 def _launcher(problem: Problem) -> Callable[..., None]:

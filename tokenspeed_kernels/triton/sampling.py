@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton import sampling_kernels as code
 
 Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -41,6 +42,7 @@ def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
             )
         return ids
 
+    ahead.compile_for(argmax, ahead.blank(problem["dtype"], 1, size))
     return argmax
 
 
@@ -81,4 +83,7 @@ def sample(problem: Problem) -> Sample:
         )
         return ids
 
+    logits, floats = ahead.blank("float32", 1, size), ahead.blank("float32", 1)
+    ints, longs = ahead.blank("int32", 1), ahead.blank("int64", 1)
+    ahead.compile_for(sample_rows, logits, floats, ints, floats, floats, longs, longs)
     return sample_rows

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernels.triton import ahead
+
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -140,7 +142,7 @@ def _depths(temperature):
     return tl.where(step == 7.0, float("inf"), temperature * (1.0 + step + step * step * 0.225))
 
 
-@triton.jit
+@ahead.jit
 def highest_of_parts(
     logits_ptr, parts_ptr, stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -154,7 +156,7 @@ def highest_of_parts(
     tl.store(parts_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, axis=0))
 
 
-@triton.jit
+@ahead.jit
 def tally(
     logits_ptr, temperature_ptr, parts_ptr, counts_ptr, masses_ptr, stride,
     V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
@@ -178,7 +180,7 @@ def tally(
     tl.store(masses_ptr + at, tl.sum(masses, axis=1))
 
 
-@triton.jit
+@ahead.jit
 def gather_head(
     logits_ptr, temperature_ptr, top_k_ptr, parts_ptr, counts_ptr, masses_ptr, values_ptr, ids_ptr, sizes_ptr,
     stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
@@ -223,7 +225,7 @@ def gather_head(
             place += tl.sum(above, axis=0)
 
 
-@triton.jit
+@ahead.jit
 def sample(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
     parts_ptr, masses_ptr, values_ptr, head_ids_ptr, sizes_ptr, ids_ptr, stride,
@@ -306,7 +308,7 @@ def sample(
     tl.store(ids_ptr + row, token.to(tl.int64))
 
 
-@triton.jit
+@ahead.jit
 def greedy_parts(
     logits_ptr, values_ptr, ids_ptr, stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -327,7 +329,7 @@ def greedy_parts(
     tl.store(ids_ptr + at, tl.min(tl.where(best == value, where, V), axis=0))
 
 
-@triton.jit
+@ahead.jit
 def greedy_merge(values_ptr, parts_ptr, ids_ptr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
     """Grid (rows): the best of a row's parts."""
     row = tl.program_id(0).to(tl.int64)

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.attention_kernels import _attend_keys, _fit_keys, _share
 from tokenspeed_kernels.triton.early import can_start_early
 
@@ -101,7 +102,7 @@ class SharedPrefix:
         )
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"])
+@ahead.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"])
 def find_shared(
     seq_lens_ptr, table_ptr, found_ptr, num_rows, table_stride,
     LEAST_ROWS: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -148,7 +149,7 @@ def find_shared(
     tl.store(found_ptr + 1, lead)
 
 
-@triton.jit(
+@ahead.jit(
     do_not_specialize=["num_rows", "num_shared_splits"],
     do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "table_ptr"],
 )

@@ -1,0 +1,86 @@
+"""A start on a machine that has compiled nothing: what it launches stands compiled ahead, each kernel once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed_kernels.triton import ahead
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs Hopper or newer"
+    ),
+    pytest.mark.skipif(ahead.num_processors() == 1, reason="needs a second processor"),
+]
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 4000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "bfloat16",
+}
+START = """
+import json, sys, threading
+import triton
+from tokenspeed_core.models import ModelSpec
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.runner.local import build
+from tokenspeed_kernels.triton import ahead
+
+compiled, asked, launched = [], set(), set()
+triton.knobs.compilation.listener = lambda *, metadata, **_: compiled.append(metadata["hash"])
+compile_it = ahead._Kernel._do_compile
+
+def note(self, key, *others):
+    (asked if ahead._IS_AHEAD.get() else launched).add(f"{self.__name__} {key}")
+    return compile_it(self, key, *others)
+
+ahead._Kernel._do_compile = note
+shape, fields = json.loads(sys.argv[1])
+catalog = Catalog.discover()
+spec = catalog.load(catalog.get("models", "Qwen3ForCausalLM"), ModelSpec, required=True)
+config = RunnerConfig(
+    checkpoint_path="", hf_config=shape, model_spec=spec, model_info=load_target(spec.describe)(shape),
+    dtype="bfloat16", device="cuda", load_format="dummy", **fields,
+)
+build(config, catalog, lambda *_: None)
+for thread in threading.enumerate():
+    if thread.name == "compile-ahead":
+        thread.join()
+print(json.dumps({
+    "asked": len(asked), "twice": len(compiled) - len(set(compiled)), "late": sorted(launched - asked),
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "max_num_seqs", "max_num_tokens"), [(16, 256, 4096), (32, 256, 4096), (8, 5, 512)]
+)
+def test_the_first_launches_of_a_start_compile_nothing_that_was_not_asked_for_ahead(
+    tmp_path: Path, num_heads: int, max_num_seqs: int, max_num_tokens: int
+) -> None:
+    shape = {**SHAPE, "num_attention_heads": num_heads}
+    fields: dict[str, Any] = {
+        "max_model_len": 4096, "max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens,
+        "max_total_tokens": 65536,
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", START, json.dumps([shape, fields])], capture_output=True, text=True, timeout=250,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["asked"] >= 15
+    assert found["twice"] == 0
+    assert found["late"] == []
