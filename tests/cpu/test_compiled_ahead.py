@@ -31,11 +31,14 @@ CPU = torch.device("cpu")
 AHEAD = (
     "rms_norm", "add_rms_norm", "silu_mul", "linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul",
     "between_attention", "rope_write_kv", "qk_norm_rope_write_kv", "greedy", "sample",
+    "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8", "linear_fp8", "quantize_linear_fp8", "add_rms_norm_linear_fp8",
+    "add_rms_norm_mlp_fp8", "write_kv", "moe_route", "moe_experts", "moe_experts_fp8",
 )
 SPECS = [
     spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs
     if spec.op in AHEAD
 ]
+USUAL = {"bias": None, "gate_up_bias": None, "down_bias": None, "renormalize": True, "interleaved": False}
 DEVICES = count(1000)  # Triton keeps what it compiles for a device as long as the process lives
 
 
@@ -109,9 +112,10 @@ def test_what_a_factory_has_compiled_is_what_its_kernel_launches(spec: KernelSpe
         settle()
         found = compiler.names()
         assert len(found) == len(compiler.glued)
-        given = make_inputs(contract, problem, 1, CPU, strided=False)
-        kernel(*{**given, "bias": None}.values() if "bias" in given else given.values())
-        assert compiler.names() == found, f"launched and not compiled ahead, or otherwise: {problem}"
+        for num_rows in (1, 33):
+            given = make_inputs(contract, problem, num_rows, CPU, strided=False)
+            kernel(*(None if name.endswith("bias") else value for name, value in given.items()))
+            assert compiler.names() == found, f"{num_rows} rows launch what was not compiled ahead: {problem}"
     assert found
 
 

@@ -44,7 +44,10 @@ def compile_for(launch: Callable[..., object], *arguments: Any) -> None:
 
 
 def blank(dtype: str, *shape: int) -> Tensor:
-    """Return a tensor that has no memory: it stands for any that is aligned."""
+    """Return a tensor without memory, which stands for any that is aligned.
+
+    Code that it is launched through makes others by `new_empty`; `empty_like` would import a second of torch's Python.
+    """
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
@@ -74,7 +77,7 @@ class _Kernel(JITFunction):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return partial(self.warmup, grid=grid) if _IS_AHEAD.get() else super().__getitem__(grid)
+        return partial(self.run, grid=grid, warmup=_IS_AHEAD.get())
 
     def _do_compile(self, key: str, signature: Any, device: int, *others: Any) -> Any:
         """Compile what Triton found no kernel for under `key`. None makes it go no further."""

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 
 
 @triton.jit
@@ -19,7 +20,7 @@ def _narrowed(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@ahead.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_kv(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h,
@@ -58,4 +59,7 @@ def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
             BLOCK_SIZE=problem["block_size"], K=num_heads, D=head_size, BLOCK_K=block_k, BLOCK_D=block_d,
         )
 
+    heads = ahead.blank(problem["dtype"], 2, 3 * num_heads, head_size)[:, :num_heads]
+    cache = ahead.blank(problem["kv_dtype"], 2, 2, problem["block_size"], num_heads, head_size)
+    ahead.compile_for(write, heads, heads, *cache.unbind(1), ahead.blank("int64", 2))
     return write

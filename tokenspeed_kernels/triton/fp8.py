@@ -7,6 +7,7 @@ before they are quantised, so that a fused kernel gives what its parts give.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
 
 LARGEST = tl.constexpr(448.0)
@@ -35,7 +37,7 @@ def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
     tl.store(scale_ptr + row, scale)
 
 
-@triton.jit
+@ahead.jit
 def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -47,7 +49,7 @@ def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.cons
     _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N)
 
 
-@triton.jit
+@ahead.jit
 def _add_rms_norm(
     x_ptr, residual_ptr, total_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, total_stride, eps,
     N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -68,7 +70,7 @@ def _add_rms_norm(
     _store_quantized(y.to(stored.dtype).to(tl.float32), y_ptr, scale_ptr, row, column, mask, N)
 
 
-@triton.jit
+@ahead.jit
 def _silu_mul(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -123,6 +125,7 @@ def quantize_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
             _quantize[(x.shape[0],)](x, y, scale, x.stride(0), **rows.launch)
         return y, scale
 
+    ahead.compile_for(quantize, ahead.blank(problem["dtype"], 1, rows.size))
     return quantize
 
 
@@ -133,6 +136,7 @@ def add_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, floa
     def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         return rows.add_norm(x, residual, residual, weight, eps)
 
+    _compile_ahead(norm, problem)
     return norm
 
 
@@ -141,9 +145,15 @@ def sum_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, floa
     rows = _Rows(problem["size"])
 
     def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        return rows.add_norm(x, residual, torch.empty_like(residual), weight, eps)
+        return rows.add_norm(x, residual, residual.new_empty(residual.shape), weight, eps)
 
+    _compile_ahead(norm, problem)
     return norm
+
+
+def _compile_ahead(norm: Callable[..., object], problem: Problem) -> None:
+    blank = partial(ahead.blank, problem["dtype"])
+    ahead.compile_for(norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0)
 
 
 def silu_mul_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -156,4 +166,5 @@ def silu_mul_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
             _silu_mul[(x.shape[0],)](x, y, scale, x.stride(0), **rows.launch)
         return y, scale
 
+    ahead.compile_for(silu_mul, ahead.blank(problem["dtype"], 1, 2 * rows.size))
     return silu_mul

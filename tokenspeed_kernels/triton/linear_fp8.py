@@ -8,6 +8,7 @@ scaled product, which is the vendor's library.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early, fetch
 
 MOST_ROWS = 64    # of x that the streaming kernel takes
@@ -37,7 +39,7 @@ class Tiling:
     num_splits: int = 1
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@ahead.jit(do_not_specialize=["num_rows"])
 def _few_rows(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, partial_ptr, count_ptr, x_stride, num_rows, N,
     K: tl.constexpr, SHARE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -150,4 +152,11 @@ def linear_fp8(problem: Problem) -> LinearFp8:
             use_fast_accum=True,
         )
 
+    for num_rows in (16, 32, MOST_ROWS):
+        ahead.compile_for(copy(few), *blank_fp8(num_rows, in_size), *blank_fp8(out_size, in_size), None)
     return linear
+
+
+def blank_fp8(num_rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return blank rows of e4m3 and their scales."""
+    return ahead.blank("float8_e4m3fn", num_rows, size), ahead.blank("float32", num_rows, 1)

@@ -5,15 +5,18 @@ One row is quantised inside the product, by each program: it is small, and the w
 
 from __future__ import annotations
 
+from functools import partial
+
 import triton
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fp8 import AddNormLinearFp8, AddNormMLPFp8, QuantizeLinear
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.fp8 import quantize_fp8, silu_mul_fp8, sum_rms_norm_fp8
 from tokenspeed_kernels.triton.linear import Before, Tiling, multiply
-from tokenspeed_kernels.triton.linear_fp8 import linear_fp8
+from tokenspeed_kernels.triton.linear_fp8 import blank_fp8, linear_fp8
 
 PER_THREAD = 256  # elements of the weight: sixteen loads of 16 bytes in flight
 
@@ -39,6 +42,7 @@ def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
         multiply(x, weight, bias, y, tiling, weight_scale=weight_scale, early=early)
         return y
 
+    ahead.compile_for(apply, ahead.blank(problem["dtype"], 1, in_size), *blank_fp8(out_size, in_size), None)
     return apply
 
 
@@ -59,6 +63,9 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
         multiply(x, weight, bias, y, tiling, weight_scale=weight_scale, before=before, early=early)
         return y, before.total
 
+    blank = partial(ahead.blank, problem["dtype"])
+    row = blank(1, in_size)
+    ahead.compile_for(apply, row, row, blank(in_size), 0.0, *blank_fp8(out_size, in_size), None)
     return apply
 
 
@@ -86,4 +93,8 @@ def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
         multiply(inner, down, down_bias, y, down_tiling, weight_scale=down_scale, early=early)
         return y, before.total
 
+    row, weight = ahead.blank(dtype, 1, hidden), ahead.blank(dtype, hidden)
+    ahead.compile_for(
+        apply, row, row, weight, 0.0, *blank_fp8(2 * size, hidden), None, *blank_fp8(hidden, size), None
+    )
     return apply

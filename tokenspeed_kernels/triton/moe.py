@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton import moe_kernels as code
 
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
@@ -59,6 +61,7 @@ def moe_route(problem: Problem) -> Route:
             )
         return weights, ids
 
+    ahead.compile_for(route, ahead.blank(problem["dtype"], 1, num_experts), problem["top_k"], True)
     return route
 
 
@@ -97,7 +100,18 @@ def moe_experts(problem: Problem) -> Experts:
         )
         return add_up(scaled, top_k)
 
+    blank = partial(ahead.blank, problem["dtype"])
+    weights = blank(num_experts, 2 * inner, size), blank(num_experts, size, inner)
+    for num_tokens, *choice in blank_choices(problem, [most for most, _ in TILINGS[:-1]]):
+        ahead.compile_for(experts, blank(num_tokens, size), *weights, *choice)
     return experts
+
+
+def blank_choices(problem: Problem, averages: Iterable[float]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield one token, as many as give an expert each average of pairs, and many more; and their weights and ids."""
+    num_experts, top_k = problem["num_experts"], problem["top_k"]
+    for num_tokens in (1, *(int(each) * num_experts // top_k for each in averages), SMALL_SORT * num_experts):
+        yield num_tokens, ahead.blank("float32", num_tokens, top_k), ahead.blank("int32", num_tokens, top_k)
 
 
 def add_up(scaled: Tensor, top_k: int) -> Tensor:

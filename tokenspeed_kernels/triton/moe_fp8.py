@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -15,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.fp8 import quantize_fp8
-from tokenspeed_kernels.triton.moe import add_up, sort_by_expert
+from tokenspeed_kernels.triton.moe import add_up, blank_choices, sort_by_expert
 from tokenspeed_kernels.triton.moe_kernels import find_tile
 
 MOST_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
@@ -43,7 +45,7 @@ TILINGS = (  # the most pairs of an expert, on average, that each is for
 )
 
 
-@triton.jit
+@ahead.jit
 def _gate_up(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, hidden_ptr, pairs_ptr, counts_ptr,
     E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -82,7 +84,7 @@ def _gate_up(
         tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=used[None, :] & (column < N)[:, None])
 
 
-@triton.jit
+@ahead.jit
 def _down(
     hidden_ptr, hidden_scale_ptr, w_ptr, w_scale_ptr, scaled_ptr, pairs_ptr, counts_ptr, weights_ptr,
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -150,4 +152,11 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
         )
         return add_up(scaled, top_k)
 
+    codes, scales = partial(ahead.blank, "float8_e4m3fn"), partial(ahead.blank, "float32")
+    weights = (
+        codes(num_experts, 2 * inner, size), scales(num_experts, 2 * inner, 1),
+        codes(num_experts, size, inner), scales(num_experts, size, 1),
+    )
+    for num_tokens, *choice in blank_choices(problem, [most for most, _ in TILINGS[:-1]]):
+        ahead.compile_for(experts, ahead.blank(problem["dtype"], num_tokens, size), *weights, *choice)
     return experts

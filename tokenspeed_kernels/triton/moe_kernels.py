@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernels.triton import ahead
 
-@triton.jit
+
+@ahead.jit
 def route(
     logits_ptr, weights_ptr, ids_ptr, stride,
     E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -34,7 +36,7 @@ def route(
     tl.store(ids_ptr + row * TOP_K + rank, ids, mask=rank < TOP_K)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@ahead.jit(do_not_specialize=["num_pairs"])
 def sort_small(
     ids_ptr, pairs_ptr, counts_ptr, num_pairs,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
@@ -49,7 +51,7 @@ def sort_small(
     tl.store(counts_ptr + expert, counts, mask=expert < E)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@ahead.jit(do_not_specialize=["num_pairs"])
 def count(ids_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
     """Add the pairs of each expert to counts."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +59,7 @@ def count(ids_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
     tl.atomic_add(counts_ptr + tl.load(ids_ptr + index, mask=mask, other=0), 1, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@ahead.jit(do_not_specialize=["num_pairs"])
 def place(
     ids_ptr, pairs_ptr, counts_ptr, cursors_ptr, num_pairs,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
@@ -88,7 +90,7 @@ def find_tile(counts_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M:
     return chosen, first, begin + count
 
 
-@triton.jit
+@ahead.jit
 def gate_up(
     x_ptr, w_ptr, hidden_ptr, pairs_ptr, counts_ptr, x_stride, w_stride_e, w_stride_n,
     E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -121,7 +123,7 @@ def gate_up(
         tl.store(at, activated.to(dtype), mask=used[:, None] & (column < N)[None, :])
 
 
-@triton.jit
+@ahead.jit
 def down(
     hidden_ptr, w_ptr, scaled_ptr, pairs_ptr, counts_ptr, weights_ptr, w_stride_e, w_stride_n,
     E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -149,7 +151,7 @@ def down(
         tl.store(at, acc.to(scaled_ptr.dtype.element_ty), mask=used[:, None] & (column < N)[None, :])
 
 
-@triton.jit
+@ahead.jit
 def add_pairs(scaled_ptr, y_ptr, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (tokens, columns): y [T, N], the sum of a token's pairs, always in the same order."""
     token = tl.program_id(0).to(tl.int64)

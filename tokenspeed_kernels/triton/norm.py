@@ -66,9 +66,7 @@ def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
         shape.launch(x.unsqueeze(1), residual, residual, weight, y, eps)
         return y, residual
 
-    blank = partial(ahead.blank, problem["dtype"])
-    row = blank(1, problem["size"])
-    ahead.compile_for(add_norm, row, row, blank(problem["size"]), 0.0)
+    _compile_ahead(add_norm, problem)
     return add_norm
 
 
@@ -81,10 +79,13 @@ def sum_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
         shape.launch(x.unsqueeze(1), residual, total, weight, y, eps)
         return y, total
 
-    blank = partial(ahead.blank, problem["dtype"])
-    row = blank(1, problem["size"])
-    ahead.compile_for(sum_norm, row, row, blank(problem["size"]), 0.0)
+    _compile_ahead(sum_norm, problem)
     return sum_norm
+
+
+def _compile_ahead(norm: Callable[..., object], problem: Problem) -> None:
+    blank = partial(ahead.blank, problem["dtype"])
+    ahead.compile_for(norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0)
 
 
 class _Shape:
