@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +64,15 @@ def test_what_goes_on_without_it_is_said_with_the_flag_that_asked_for_it(caught:
     assert "`--kernel-backend greedy=other`" in blame(caught(greedy(LOGITS)), chosen(wish))
     wish = Preference("sampling", ("mine",), "--sampling-backend")
     assert "`--sampling-backend other`" in blame(caught(greedy(LOGITS)), chosen(wish))
+
+
+def test_code_that_kernels_share_is_put_down_to_the_kernel_that_called_it(caught: Any) -> None:
+    package, _, _ = __name__.rpartition(".")
+    assert package, "it has neighbours"
+    shared: dict[str, Any] = {"__name__": f"{package}.shared"}
+    exec("def call(function): return function()", shared)
+    said = blame(caught(lambda: shared["call"](partial(json.loads, "no JSON"))), chosen())
+    assert said.startswith(f"raised in {__name__}.")
 
 
 def test_an_exception_of_no_kernel_is_put_down_to_nobody(caught: Any) -> None:
