@@ -39,7 +39,7 @@ from tokenspeed_core.runner.local import build
 from tokenspeed_kernels.triton import ahead
 
 compiled, asked, launched = [], set(), set()
-triton.knobs.compilation.listener = lambda *, metadata, **_: compiled.append(metadata["hash"])
+triton.knobs.compilation.listener = lambda *, metadata, cache_hit, **_: cache_hit or compiled.append(metadata["hash"])
 compile_it = ahead._Kernel._do_compile
 
 def note(self, key, *others):

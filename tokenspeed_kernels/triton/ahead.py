@@ -73,7 +73,7 @@ class _Kernel(JITFunction):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
-        self._ahead: dict[tuple[str, int], _Once] = {}  # by key and device
+        self._ahead: dict[tuple[str, int], _Once] = {}  # by key and device, until it is launched
         self._lock = threading.Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ class _Kernel(JITFunction):  # type: ignore[misc]
         """Compile what Triton found no kernel for under `key`. None makes it go no further."""
         compile_now = partial(super()._do_compile, key, signature, device, *others)
         if not _IS_AHEAD.get():
-            return self._ahead.get((key, device), compile_now)()
+            return self._ahead.pop((key, device), compile_now)()
         if (key, device) not in self._ahead:
             self._ahead[key, device] = once = _Once(compile_now)
             _THREADS.put(len(self.src), partial(self._compile_and_glue, once))
