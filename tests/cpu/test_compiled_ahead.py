@@ -32,7 +32,8 @@ AHEAD = (
     "rms_norm", "add_rms_norm", "silu_mul", "linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul",
     "between_attention", "rope_write_kv", "qk_norm_rope_write_kv", "greedy", "sample",
     "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8", "linear_fp8", "quantize_linear_fp8", "add_rms_norm_linear_fp8",
-    "add_rms_norm_mlp_fp8", "write_kv", "moe_route", "moe_experts", "moe_experts_fp8",
+    "add_rms_norm_mlp_fp8", "write_kv", "moe_route", "moe_experts", "moe_experts_fp8", "between_attention_in_place",
+    "advance_rows", "map_tokens", "note_tokens",
 )
 SPECS = [
     spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs

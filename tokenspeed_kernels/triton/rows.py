@@ -12,15 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
 
 BLOCK = 1024  # entries that a program moves at once
-_COUNTS = ["num_words", "num_rows", "num_decodes", "first", "num_slots", "num_tokens"]
-_PLACES = ["words_ptr", "values_ptr", "slots_ptr", "advance_ptr", "token_ids_ptr", "positions_ptr", "token_slots_ptr",
-           "mapping_ptr", "chosen_ptr", "ids_ptr"]  # parts of one upload, wherever they begin
 
 
-@triton.jit(do_not_specialize=_COUNTS[:5], do_not_specialize_on_alignment=_PLACES[:6])
+# Many tensors here are parts of one upload or of the slots' state, wherever they begin.
+@ahead.jit(
+    do_not_specialize=["num_words", "num_rows", "num_decodes", "first", "num_slots"],
+    do_not_specialize_on_alignment=[
+        "words_ptr", "values_ptr", "slots_ptr", "advance_ptr", "token_ids_ptr", "positions_ptr",
+    ],
+)
 def _advance_rows(
     state_ptr, words_ptr, values_ptr, slots_ptr, advance_ptr, token_ids_ptr, positions_ptr, seq_lens_ptr, ends_ptr,
     num_words, num_rows, num_decodes, first, num_slots, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -63,13 +67,18 @@ def advance_rows(problem: Problem) -> Callable[..., None]:
             len(token_ids), first, num_slots, BLOCK=BLOCK, EARLY=early, num_warps=8, launch_pdl=early,
         )
 
+    ints, longs = ahead.blank("int32", 1), ahead.blank("int64", 1)
+    ahead.compile_for(apply, ints, longs, ints, longs, ints, longs, longs, ints, longs, 0, 1)
     return apply
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=_PLACES[2:8])
+@ahead.jit(
+    do_not_specialize=["num_rows", "num_tokens", "num_blocks"],
+    do_not_specialize_on_alignment=["table_ptr", "slots_ptr", "token_slots_ptr", "positions_ptr", "mapping_ptr"],
+)
 def _map_tokens(
     table_ptr, slots_ptr, token_slots_ptr, positions_ptr, rows_ptr, mapping_ptr, num_rows, num_tokens,
-    NUM_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    num_blocks, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):
     """A program for each row's block table, then one for each BLOCK tokens."""
     if EARLY:
@@ -78,14 +87,14 @@ def _map_tokens(
     row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if row < num_rows:
         slot = tl.load(slots_ptr + row)
-        for start in range(0, NUM_BLOCKS, BLOCK):
+        for start in range(0, num_blocks, BLOCK):
             at = start + lane
-            blocks = tl.load(table_ptr + slot * NUM_BLOCKS + at, mask=at < NUM_BLOCKS, other=0)
-            tl.store(rows_ptr + row * NUM_BLOCKS + at, blocks, mask=at < NUM_BLOCKS)
+            blocks = tl.load(table_ptr + slot * num_blocks + at, mask=at < num_blocks, other=0)
+            tl.store(rows_ptr + row * num_blocks + at, blocks, mask=at < num_blocks)
     else:
         token = (row - num_rows) * BLOCK + lane
         inside = token < num_tokens
-        first = tl.load(token_slots_ptr + token, mask=inside, other=0) * NUM_BLOCKS
+        first = tl.load(token_slots_ptr + token, mask=inside, other=0) * num_blocks
         position = tl.load(positions_ptr + token, mask=inside, other=0)
         block = tl.load(table_ptr + first + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         tl.store(mapping_ptr + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
@@ -103,13 +112,18 @@ def map_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Te
         if grid:
             _map_tokens[(grid,)](
                 table, slots, token_slots, positions, rows, mapping, len(slots), len(positions),
-                NUM_BLOCKS=table.shape[1], BLOCK_SIZE=block_size, BLOCK=BLOCK, EARLY=early, launch_pdl=early,
+                table.shape[1], BLOCK_SIZE=block_size, BLOCK=BLOCK, EARLY=early, launch_pdl=early,
             )
 
+    ints, longs = ahead.blank("int32", 1, 1), ahead.blank("int64", 1)
+    ahead.compile_for(apply, ints, longs, longs, longs, ints, longs)
     return apply
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr", "chosen_ptr", "ids_ptr"])
+@ahead.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["chosen_ptr", "slots_ptr", "last_token_ptr", "ids_ptr"],
+)
 def _note_tokens(
     logits_ptr, chosen_ptr, slots_ptr, last_token_ptr, ids_ptr, num_rows, stride, V: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -139,4 +153,6 @@ def note_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, T
                 launch_pdl=early,
             )
 
+    ints, longs = ahead.blank("int32", 1), ahead.blank("int64", 1)
+    ahead.compile_for(apply, ahead.blank(problem["dtype"], 1, size), longs, longs, ints, ints)
     return apply
