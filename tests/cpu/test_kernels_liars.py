@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import SkipTest
 
@@ -94,7 +95,40 @@ def changes_with_many_rows(x: Tensor) -> Tensor:
 class FavoursTheFirstRow(TorchAttention):
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         super().forward(q, k_cache, v_cache, out)
-        out[0] *= 1 + 1e-6 * (len(q) in (3, 26))
+        out[0] *= 1 + 1e-6 * (len(q) > 12)
+
+
+class ChangesWithManyRows(TorchAttention):
+    def prepare(self, step: AttentionStep) -> None:
+        super().prepare(step)
+        self.num_rows = step.num_rows
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q, k_cache, v_cache, out)
+        out *= 1 + 1e-6 * (self.num_rows > 7)
+
+
+class RowByRow:
+    """Attends in each row as if there were no other, as batch invariance has it."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given, self.rows = given, list[tuple[TorchAttention, int, int]]()
+
+    def prepare(self, step: AttentionStep) -> None:
+        self.rows = []
+        for row, (first, last) in enumerate(pairwise(step.query_start.tolist())):
+            length = int(step.seq_lens[row])
+            self.rows.append((TorchAttention(*self.given), first, last))
+            self.rows[-1][0].prepare(replace(
+                step, num_rows=1, num_tokens=last - first, max_num_query=last - first, max_seq_len=length,
+                query_start=step.query_start[row : row + 2] - first, seq_lens=step.seq_lens[row : row + 1],
+                block_table=step.block_table[row : row + 1], host_query_start=(0, last - first),
+                host_seq_lens=(length,),
+            ))
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        for kernel, first, last in self.rows:
+            kernel.forward(q[first:last], k_cache, v_cache, out[first:last])
 
 
 def adds_what_nobody_wrote(x: Tensor) -> Tensor:
@@ -155,6 +189,11 @@ class ClearsTheTable(TorchAttention):
 class IgnoresTheBlockSize(TorchAttention):
     def __init__(self, problem: AttentionProblem, *others: Any) -> None:
         super().__init__(replace(problem, block_size=16), *others)
+
+
+class HasAScaleOfItsOwn(TorchAttention):
+    def __init__(self, problem: AttentionProblem, *others: Any) -> None:
+        super().__init__(replace(problem, scale=problem.head_size**-0.5), *others)
 
 
 class ServesOneLayer(TorchAttention):
@@ -226,6 +265,7 @@ LIES: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
     ("silu_mul", always(favours_the_first_row), INVARIANT, ROWS, "a row depends on the others, of 33"),
     ("silu_mul", always(changes_with_many_rows), INVARIANT, ROWS, "a row depends on the others, of 130"),
     ("attention", FavoursTheFirstRow, {**INVARIANT, **SMALL}, ROWS, "a row depends on the others"),
+    ("attention", ChangesWithManyRows, {**INVARIANT, **SMALL}, ROWS, "a row depends on the others"),
     ("silu_mul", always(adds_what_nobody_wrote), {}, AGREES, "nan"),
     ("silu_mul", always(reads_past_its_rows), {}, AGREES, "nan"),
     ("rope", writes_past_its_rows, {}, AGREES, "it wrote beyond q"),
@@ -245,6 +285,7 @@ LIES: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
     ("attention", bounded(kv_dtype=lambda kind: "float8" not in kind), {}, EDGES, "'kv_dtype': 'float8_e4m3fn'"),
     ("attention", bounded(num_heads=lambda num: num <= 32), {}, EDGES, "'num_heads': 48"),
     ("attention", bounded(window=lambda size: size != 1), {"features": frozenset({"window"})}, EDGES, "'window': 1,"),
+    ("attention", HasAScaleOfItsOwn, SMALL, EDGES, r"scale=0\.125.*not close"),
     ("linear", always(functional.linear), {"limits": (Loose("in_size", 64, 256),)}, BOUNDS,
      "not refused because 'in_size 63 is …', but for nothing, and taken"),
 )
@@ -268,6 +309,7 @@ def test_a_lie_is_caught_by_the_question_that_is_about_it(
         ("linear", always(functional.linear), IN_GRAPHS), ("rope", rope, {}), ("greedy", greedy, {}),
         ("moe_route", moe_route, {}), ("write_kv", write_kv, {}), ("attention", TorchAttention, {}),
         ("attention", TorchAttention, {**SMALL, "features": frozenset({"window"})}),
+        ("attention", RowByRow, {**SMALL, **INVARIANT}),
         ("linear", takes_eighths, {"limits": (AxisLimit("in_size", 8, multiple_of=8),)}),
         ("moe_route", knows_few_experts, {"limits": (AxisLimit("num_experts", 1, 256),)}),
         ("attention", bounded(head_size=lambda size: size <= 256), {"limits": (AxisLimit("head_size", 1, 256),)}),

@@ -29,7 +29,7 @@ def edges(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:
         return
     for changed in _changes(spec.capability, contract, inside):
         problem = {**inside, **changed}
-        if contract.name == "attention":
+        if contract.name == "attention" and "scale" not in changed:
             problem["scale"] = problem["head_size"] ** -0.5
         if problem != inside and is_sensible(problem) and not any(problem_refusals(spec.capability, problem)):
             yield problem
@@ -56,3 +56,4 @@ def _changes(capability: Capability, contract: OpContract, inside: Problem) -> I
     if contract.name == "attention":
         yield from ({"num_heads": queries, "num_kv_heads": keys} for queries, keys in _GROUPS)
         yield from ({"window": window} for window in _WINDOWS)
+        yield {"scale": inside["scale"] / 2}  # families have scales of their own

@@ -52,7 +52,7 @@ class KernelConformance:
                 self._computes(problem, device, "declares")
 
     def test_what_it_leaves_open_is_computed_at_its_edges(self) -> None:
-        """What a spec does not bound it claims: sizes of one, odd and large ones, a cache of eight bits."""
+        """What a spec does not bound it claims: sizes of one, odd and large ones, any scale, a cache of eight bits."""
         contract = self._contract()
         for device in self._devices():
             for problem in edges(self.spec, contract):
