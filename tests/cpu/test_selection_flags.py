@@ -26,6 +26,7 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--kernel-backend", "qk_norm_rope_write_kv=triton"), "'qk_norm_rope_write_kv'"),
         (("--kernel-backend", "attention.decode.2=triton"), "--kernel-backend attention.decode.2 asks for triton"),
         (("--kernel-backend", "norm=nonesuch"), "no kernels.norm named 'nonesuch'; installed: torch, triton"),
+        (("--attention-backend", "zeta,omega,beta,alpha,auto"), "no kernels.attention named 'alpha'"),  # as each time
         (("--kernel-backend", "norn=torch"), "there is no op or family 'norn'; there is activation, add_rms_norm"),
         (("--kernel-backend", "norm.3-1.decode=torch"), "must read OP[.PHASE][.DTYPE][.LAYERS]"),
         (("--kernel-backend", "attention.5-99=torch"), "attention.5-99 has no effect: attention is asked for with "

@@ -80,7 +80,7 @@ def _check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
         if wish.dtype not in (None, *DTYPES, *formats):
             raise ConfigError(f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; it may be narrowed to "
                               f"{', '.join((*SHORT, *formats))}")
-        for name in set(wish.backends) - {"auto"}:
+        for name in sorted({*wish.backends} - {"auto"}):
             catalog.get(f"{KERNELS_PREFIX}{min(of.values())}", name)  # in a list it would be passed over
 
 
