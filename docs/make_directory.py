@@ -29,7 +29,8 @@ Made by `python docs/make_directory.py`, which asks `tokenspeed plugins check` a
 These are results of that day and not of every night. Strangers' plugins are not among them: no list of these is kept.
 
 *asked* counts questions of the conformance kit, *skipped* those that do not apply or could not be run there. What could
-not be run there, for want of a device or of a vendor's library, is counted in cells (combinations of declared values).
+not be run there, for want of a device or of a vendor's library, is counted in cells (combinations of declared values);
+of a family that brings no example to build it from, it is its questions.
 
 | distribution | brings | asked | failed | skipped | not run |
 |---|---|---|---|---|---|

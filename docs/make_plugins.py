@@ -211,8 +211,9 @@ A class to inherit for each: set what it names, and its questions are tests of p
 `test_` methods. `tokenspeed plugins check DIST` asks them of an installed distribution in a process of its own: a
 verdict a line, or all with `--json`. Where this machine has no device for a question, it is skipped with the reason.
 The last line then counts the cells that were not run and names what they need (`not_run` in the JSON, where
-`is_complete` is false). The exit status is 0 where nothing that was run failed, 1 where something did or the process
-died, and 2 for a distribution that is not there.
+`is_complete` is false). A family is built from `example/config.json` in its package, or of several families from
+`example/NAME/config.json` of each; one without is counted there, with what to add. The exit status is 0 where nothing
+that was run failed, 1 where something did or the process died, and 2 for a distribution that is not there.
 """
     for suite in SUITES:
         yield f"### `{suite.__module__}.{suite.__name__}`\n\n{one_line(suite)}\n"

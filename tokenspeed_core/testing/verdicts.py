@@ -6,10 +6,10 @@ import json
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import SkipTest
 
 from tokenspeed_core.kernels.spec import KernelSpec
@@ -85,22 +85,47 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
 
         yield subject, _suite(ParserConformance, spec=value, kind=entry.kind)
     elif entry.kind == "models" and isinstance(value, ModelSpec):
-        config = _example(value)
-        if config is not None:
-            from tokenspeed_core.testing.model import ModelConformance
+        from tokenspeed_core.testing.model import ModelConformance
 
+        package = _package(entry.value)
+        config = _example((package, _package(value.describe)), value.architecture)
+        if config is None:
+            num_questions = sum(name.startswith("test_") for name in vars(ModelConformance))
+            what = f"a small configuration whose architectures name {value.architecture}"
+            yield subject, _suite(_Unasked, reason=NotRun(num_questions, f"{package}/{EXAMPLE.as_posix()}, {what}"))
+        else:
             yield subject, _suite(ModelConformance, spec=value, config=config)
 
 
-def _example(spec: ModelSpec) -> dict[str, Any] | None:
-    """Return the small configuration that a family's package brings, None where it brings none of this family."""
-    import importlib.util
+class _Unasked:
+    """Stands for the questions about a family that brings no configuration to build it from."""
 
-    found = importlib.util.find_spec(spec.describe.partition(":")[0].partition(".")[0])
-    if found is None or found.origin is None or not (path := Path(found.origin).parent / EXAMPLE).is_file():
-        return None
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config if spec.architecture in config.get("architectures", ()) else None
+    reason: ClassVar[NotRun]
+
+    def test_its_example_is_built_and_asked(self) -> None:
+        """Without one nothing of the family is run, so none of its questions has an answer."""
+        raise self.reason
+
+
+def _package(target: str) -> str:
+    return target.partition(":")[0].partition(".")[0]
+
+
+def _example(packages: Iterable[str], architecture: str) -> dict[str, Any] | None:
+    """Return the small configuration of a family that a package brings, None where none does.
+
+    Of several families each has one in a folder of its own beside `EXAMPLE`.
+    """
+    from importlib.util import find_spec
+
+    found = (find_spec(package) for package in packages)
+    folders = [Path(folder) for each in found if each is not None for folder in each.submodule_search_locations or ()]
+    for folder in folders:
+        for path in (folder / EXAMPLE, *sorted(folder.glob(f"{EXAMPLE.parent}/*/{EXAMPLE.name}"))):
+            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            if architecture in config.get("architectures", ()):
+                return config
+    return None
 
 
 def _suite(of: type[Any], **attributes: Any) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,82 @@ def test_a_distribution_of_which_all_was_run_is_complete(
     assert main(["plugins", "check", "acme"]) == 0
     num = len(report["verdicts"])
     assert capsys.readouterr().out.splitlines()[-1] == f"acme: passed ({num} ok, 0 failed, 0 skipped)"
+
+
+@pytest.fixture
+def family(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Write the family that `plugins new` writes, install it, and return its package."""
+    pytest.importorskip("tokenspeed_models")
+    assert main(["plugins", "new", "model", "acme", "--path", str(tmp_path / "made")]) == 0
+    monkeypatch.setenv("PYTHONPATH", str(site.path))
+    site.install("acme-model", {"models AcmeForCausalLM": "acme_model:ACME_MODEL [api1]"}, requires=CORE)
+    return (tmp_path / "made" / "acme_model").rename(site.path / "acme_model")
+
+
+def test_a_family_whose_forward_is_broken_fails(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    with (family / "model.py").open("a") as model:
+        model.write("\n\ndef _broken(self, *words, **options):\n    raise ArithmeticError('a broken forward')\n")
+        model.write("\n\nFamily.forward = _broken\n")
+    assert main(["plugins", "check", "acme-model", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    failed = [each for each in report["verdicts"] if each["verdict"] == "failed"]
+    assert [each["subject"] for each in failed] == ["models AcmeForCausalLM"]
+    assert "a broken forward" in failed[0]["detail"]
+
+
+@pytest.mark.parametrize("missing", ["the file", "the architecture"])
+def test_a_family_without_an_example_was_not_asked_and_its_author_reads_what_to_add(
+    family: Path, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    capsys.readouterr()
+    example = family / "example" / "config.json"
+    if missing == "the file":
+        example.unlink()
+    else:
+        example.write_text(example.read_text().replace("AcmeForCausalLM", "OtherForCausalLM"))
+    assert main(["plugins", "check", "acme-model", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], report["is_complete"]) == (True, False)
+    assert report["not_run"] == [{
+        "subject": "models AcmeForCausalLM", "num_cells": 3,
+        "needs": "acme_model/example/config.json, a small configuration whose architectures name AcmeForCausalLM",
+    }]
+
+
+def test_of_several_families_in_a_package_each_has_its_own_example(
+    family: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    (family / "example" / "second").mkdir()
+    (family / "example" / "config.json").rename(family / "example" / "second" / "config.json")
+    assert main(["plugins", "check", "acme-model", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_complete"]
+    assert sum(each["subject"] == "models AcmeForCausalLM" for each in report["verdicts"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        ("kernels.moe", "a KernelSpec, or several"), ("ops", "an OpContract, or several"),
+        ("policies", "something that is called"), ("tool_parsers", "a ParserSpec"),
+        ("reasoning_parsers", "a ParserSpec"), ("models", "a ModelSpec"), ("load_formats", "a LoadFormat"),
+        ("quantization", "a Quantization"), ("checkpoints", "a Checkpoint"), ("commands", "something that is called"),
+        ("hooks", "a module"),
+    ],
+)
+def test_a_descriptor_of_the_wrong_type_fails_with_what_was_found_and_what_is_needed(
+    checked: Any, kind: str, needed: str
+) -> None:
+    status, verdicts = checked("X = 1\n", group=kind, value="acme:X [api1]")
+    assert status == 1
+    assert verdicts["its entries load"]["verdict"] == "failed"
+    assert f"{kind} acme: acme:X is 1 (of type int), and must be {needed}" in failures(verdicts)
+
+
+@pytest.mark.parametrize("value", ["()", "(1,)", "None"])
+def test_among_several_kernels_each_must_be_one(checked: Any, value: str) -> None:
+    status, verdicts = checked(f"X = {value}\n", group="kernels.attention", value="acme:X [api1]")
+    assert status == 1
+    assert f"acme:X is {value} " in verdicts["its entries load"]["detail"]

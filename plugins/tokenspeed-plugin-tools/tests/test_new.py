@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tokenspeed_plugin_tools.new import RECIPES
+from fake_site import Site
+from tokenspeed_plugin_tools.new import RECIPES, fields_of
 
 from tokenspeed_core import __version__
 from tokenspeed_core.cli import main
@@ -70,6 +71,9 @@ def test_what_is_mistyped_is_refused_with_what_there_is(tmp_path: Path, refusal:
     (tmp_path / "mine").write_text("precious")
     assert "did you mean attention?" in refusal("plugins", "new", "atention", "acme")
     assert "NAME or VENDOR/NAME" in refusal("plugins", "new", "moe", "Acme Inc.")
+    for name in ("123", "9x", "acme/9x", "-x", "x-"):
+        assert "each a letter of a-z and then a-z, 0-9 and single '-' between them" in refusal(
+            "plugins", "new", "moe", name if name[0] != "-" else f"acme/{name}")
     assert "TokenSpeed's own" in refusal("plugins", "new", "moe", "tokenspeed/fast")
     assert "is there already" in refusal("plugins", "new", "moe", "acme", "--path", str(tmp_path))
     assert (tmp_path / "mine").read_text() == "precious"
@@ -86,3 +90,26 @@ def test_a_name_that_would_hide_an_installed_module_is_refused(refusal: Callable
     said = refusal("plugins", "new", "attention", "typing/extensions")
     assert said.startswith("a module typing_extensions is there already, ")
     assert said.endswith("take another name, or `pip uninstall typing-extensions` first")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe", "mistral"])
+def test_the_name_of_a_family_that_is_installed_is_refused_with_one_that_is_free(
+    name: str, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    said = refusal("plugins", "new", "model", name, "--path", str(tmp_path / "made"))
+    whose = "tokenspeed-models-mistral" if name == "mistral" else "tokenspeed-models"
+    assert f"ForCausalLM is that of {whose} 0.1.0 already, and a name that is claimed twice stops every start" in said
+    assert said.endswith(f"`tokenspeed plugins new model VENDOR/{name}`")
+    assert not (tmp_path / "made").exists()
+    assert main(["plugins", "new", "model", f"acme/{name}", "--path", str(tmp_path / "made")]) == 0
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_name_that_an_installed_distribution_has_is_refused_for_every_kind(
+    kind: str, refusal: Callable[..., str], tmp_path: Path, site: Site
+) -> None:
+    group, name = RECIPES[kind].group, fields_of(kind, "acme/own")["name"]
+    site.install("other", {f"{group} {name}": "other:X [api1]"})
+    said = refusal("plugins", "new", kind, "acme/own", "--path", str(tmp_path / "made"))
+    assert said.startswith(f"{group} {name} is that of other 1.0 already, ")
+    assert not (tmp_path / "made").exists()

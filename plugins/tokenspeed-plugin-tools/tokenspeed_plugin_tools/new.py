@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from tokenspeed_core import TokenSpeedError, __version__
-from tokenspeed_core.commands import KINDS
+from tokenspeed_core.commands import KINDS, Catalog, Selection
 from tokenspeed_core.testing.distribution import core_range
 
 _WORD = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*\Z")
@@ -115,6 +115,7 @@ def new(
     if taken is not None:
         raise NewError(f"a module {fields['package']} is there already, {taken.origin or 'of several folders'}; take "
                        f"another name, or `pip uninstall {distribution}` first")
+    _refuse_what_is_claimed(kind, name, fields["name"])
     written = []
     try:
         for target, text in contents(kind, fields):
@@ -139,7 +140,8 @@ def fields_of(kind: str, name: str) -> dict[str, str]:
     recipe = _recipe(kind)
     vendor, slash, own = name.partition("/")
     if not _WORD.match(vendor) or (slash and not _WORD.match(own)):
-        raise NewError(f"the name {name!r} must be NAME or VENDOR/NAME, of a-z, 0-9 and single '-', as acme/flash")
+        raise NewError(f"the name {name!r} must be NAME or VENDOR/NAME, each a letter of a-z and then a-z, 0-9 and "
+                       "single '-' between them, as acme/flash")
     if vendor == "tokenspeed":
         raise NewError("names of vendor tokenspeed are TokenSpeed's own; take yours")
     distribution = f"{vendor}-{own or kind}"
@@ -155,6 +157,18 @@ def fields_of(kind: str, name: str) -> dict[str, str]:
     }
     said = {what: Template(getattr(recipe, what)).substitute(fields) for what in ("summary", "use")}
     return {**fields, **said}
+
+
+def _refuse_what_is_claimed(kind: str, name: str, entry: str) -> None:
+    """Raise NewError for an entry that an installed distribution, or the core, has: claimed twice, no start works."""
+    group = RECIPES[kind].group
+    claims = [each for each in Catalog.discover(Selection(), check=False).all() if each.kind == group]
+    owners = [f"{each.distribution} {each.version}" for each in claims if each.name == entry]
+    owners += [f"tokenspeed-core {__version__}"] * (entry in KINDS[group].built_in)
+    if owners:
+        raise NewError(f"{group} {entry} is that of {owners[0]} already, and a name that is claimed twice stops "
+                       f"every start; put yours before it: `tokenspeed plugins new {kind} VENDOR/"
+                       f"{name.rpartition('/')[2]}`")
 
 
 def contents(kind: str, fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
