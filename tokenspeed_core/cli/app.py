@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib.metadata import metadata
+from importlib.metadata import distributions, metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,8 +48,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             from tokenspeed_core.cli.serve import OVERVIEW
             from tokenspeed_core.cli.settings import help_topic, print_help
 
-            topic = help_topic(words)
-            if topic is not None:
+            if (topic := help_topic(words)) is not None:
                 print_help(OVERVIEW, topic)
                 return 0
         app = build(command)
@@ -59,6 +58,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _say(_explain_usage(error, command))
     except TokenSpeedError as error:
         return _say(str(error))
+    except UnicodeDecodeError as error:
+        return _say(_explain_undecodable(error))
     except typer.Exit as error:
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
@@ -152,6 +153,18 @@ def _explain_usage(error: Any, command: str | None) -> str:
     if command is not None and command != "serve" and message.lower().startswith("no such command"):
         return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")
+
+
+def _explain_undecodable(error: UnicodeDecodeError) -> str:
+    """Say whose entry points end the import of libraries that read those of all distributions. Raises any other."""
+    from tokenspeed_core.plugins.metadata import metadata_folder
+
+    for each in distributions():
+        try:
+            each.read_text("entry_points.txt")
+        except UnicodeDecodeError:
+            return f"{metadata_folder(each)} cannot be read, and what this needs reads it; `tokenspeed plugins doctor`"
+    raise error
 
 
 def _no_such(command: str) -> str:

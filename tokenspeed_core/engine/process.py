@@ -115,6 +115,7 @@ def main() -> int:
 def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
     config = Config.from_wire(told["config"])
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("tokenspeed.plugins.metadata").disabled = True  # the launcher said what cannot be read
     catalog = discover(config)
     catalog.verify(told["catalog_digest"])
     with StartProgress() as progress:

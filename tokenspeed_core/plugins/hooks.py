@@ -122,7 +122,5 @@ def _apply(config: Config, name: str, changes: Any) -> Config:
         if config.origin(setting) in ("default", "auto"):
             allowed[setting] = value
         else:
-            logger.warning(
-                "plugin %s would change %s, which %s sets: left", name, setting, config.origin(setting)
-            )
+            logger.warning("plugin %s would change %s, which %s sets: left", name, setting, config.origin(setting))
     return rebuild(config, allowed, f"plugin {name}")

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import site
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions, version
 from urllib.parse import unquote, urlparse
 
@@ -22,10 +23,9 @@ from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
 from tokenspeed_core.plugins.selection import DEFAULTS, Selection, normalise
 
-logger = logging.getLogger("tokenspeed.plugins")
+logger = logging.getLogger("tokenspeed.plugins.metadata")
 _NO_USE = "this core does not use plugins of this kind yet"
 _MISPLACED = "it is in the working directory, from which nothing is loaded; `pip install .` installs it"
-_NO_OP = "this core does not use plugins of this kind yet: it has no op of the family, and no plugin brings ops"
 
 
 def read_entries(
@@ -38,68 +38,58 @@ def read_entries(
     Raises PluginError where the selection names a distribution that provides no plugin.
     """
     entries: dict[tuple[str, str, str, str], Entry] = {}
-    versions: dict[str, str] = {}
-    offering = (each for each in distributions if GROUP_PREFIX in (each.read_text("entry_points.txt") or ""))
-    for distribution in sorted(offering, key=lambda each: _is_working_directory(_root(each))):
+    firsts: dict[str, tuple[Distribution, str]] = {}
+    for distribution in sorted(distributions, key=lambda each: _is_working_directory(_root(each))):
         try:
-            name, version, requires_core = _read(distribution)
-            found = list(_entries_of(distribution, name, version, requires_core, selection, core_version))
-        except Exception as error:  # metadata may be anything, and one distribution's must not take all down
-            logger.warning("plugins in %s are left out, metadata cannot be read: %s: %s; `tokenspeed plugins doctor`",
-                           distribution.locate_file(""), type(error).__name__, error)
+            offers = GROUP_PREFIX in (distribution.read_text("entry_points.txt") or "")
+            found = list(_entries_of(distribution, selection, core_version)) if offers else []
+        except Exception:  # metadata may be anything, and one distribution's must not take all down
+            _leave_out(metadata_folder(distribution))
             continue
-        is_copy = name in versions
-        versions.setdefault(name, version)
         for entry in found:
-            key = (name, entry.kind, entry.name, version if is_copy else "")
-            if is_copy:
-                if entries.get((name, entry.kind, entry.name, "")) == entry:
+            first, version = firsts.setdefault(entry.distribution, (distribution, entry.version))
+            key = (entry.distribution, entry.kind, entry.name, "" if first is distribution else entry.version)
+            if first is not distribution:
+                if entries.get((*key[:3], "")) == entry:
                     continue  # the same metadata, reached by two paths
-                reason = f"{name} {versions[name]} comes first on sys.path"
+                reason = f"{entry.distribution} {version} comes first on sys.path"
                 entry = replace(entry, status=Status.SHADOWED, reason=reason)
             entries.setdefault(key, entry)
     selection.check({scope for entry in entries.values() for scope in entry.scopes})
-    return _mark_unused([entries[key] for key in sorted(entries)])
+    return list(_mark_unused([entries[key] for key in sorted(entries)]))
 
 
-def _mark_unused(entries: list[Entry]) -> list[Entry]:
-    """Mark the entries of kinds that this core does not ask for: they would have no effect."""
+def _mark_unused(entries: Collection[Entry]) -> Iterator[Entry]:
+    """Yield the entries; those of kinds that this core does not ask for are marked: they would have no effect."""
     has_ops = any(entry.kind == "ops" and entry.status is Status.OK for entry in entries)
-    marked = []
     for entry in entries:
         kind, is_kernel = kind_of(entry.kind), entry.kind.startswith(KERNELS_PREFIX)
         is_used = (kind is not None and kind.is_used) or (is_kernel and has_ops)
-        if entry.status is Status.OK and not is_used:
-            entry = replace(entry, status=Status.UNUSED, reason=_NO_OP if is_kernel else _NO_USE)
-        marked.append(entry)
-    return marked
+        reason = _NO_USE + ": it has no op of the family, and no plugin brings ops" * is_kernel
+        is_idle = entry.status is Status.OK and not is_used
+        yield replace(entry, status=Status.UNUSED, reason=reason) if is_idle else entry
 
 
-def _read(distribution: Distribution) -> tuple[str, str, str]:
-    """Return the normalised name, the version, and the range of tokenspeed-core that is asked for, "" for any.
+@cache
+def _leave_out(folder: str) -> None:
+    """Say that metadata cannot be read, once in a process, which may look at what is installed more than once."""
+    logger.warning("%s cannot be read: what plugins it has are left out; `tokenspeed plugins doctor`", folder)
 
-    Parsing the metadata is slow, so it is done once.
-    """
-    metadata = distribution.metadata
+
+def _entries_of(distribution: Distribution, selection: Selection, core_version: str) -> Iterator[Entry]:
+    metadata, origin, root = distribution.metadata, _origin(distribution), _root(distribution)  # slow, so done once
     name, version = metadata["Name"], metadata["Version"]
     if not name or not version:
         raise ValueError("METADATA lacks a name or a version")
     needed = _requirements(metadata.get_all("Requires-Dist") or distribution.requires)
-    ranges = (str(each.specifier) for each in needed if normalise(each.name) == "tokenspeed-core")
-    return normalise(name), version, ",".join(filter(None, ranges))
-
-
-def _entries_of(
-    distribution: Distribution, name: str, version: str, requires_core: str, selection: Selection, core_version: str
-) -> Iterator[Entry]:
-    origin, root = _origin(distribution), _root(distribution)
+    ranges = [str(each.specifier) for each in needed if normalise(each.name) == "tokenspeed-core"]
     for point in distribution.entry_points:
         if not point.group.startswith(GROUP_PREFIX):
             continue
         entry = Entry(
             kind=point.group.removeprefix(GROUP_PREFIX), name=point.name, value=point.value.partition("[")[0].strip(),
-            api=_api(point), distribution=name, version=version, origin=origin, requires_core=requires_core,
-            status=Status.OK, reason="", root=root,
+            api=_api(point), distribution=normalise(name), version=version, origin=origin, root=root,
+            requires_core=",".join(filter(None, ranges)), status=Status.OK, reason="",
         )
         if refused := _MISPLACED if _is_working_directory(root) else selection.refusal(entry.scopes):
             entry = replace(entry, status=Status.DISABLED, reason=refused)
@@ -164,6 +154,11 @@ def check_build(name: str) -> None:
 
 def _root(distribution: Distribution) -> str:
     return str(distribution.locate_file(""))
+
+
+def metadata_folder(distribution: Distribution) -> str:
+    """Return the folder that holds the metadata, which tells one that cannot be read from its neighbours."""
+    return str(getattr(distribution, "_path", "") or _root(distribution))  # Python has no public name for it
 
 
 def _is_working_directory(folder: str) -> bool:

@@ -61,9 +61,7 @@ def encode(
 ) -> I32:
     """Return a text's ids. Raises BadRequestError for text that cannot fit, before the work of tokenising."""
     if tokenizer is None:
-        raise BadRequestError(
-            "this server runs with --skip-tokenizer-init: send token ids to /v1/completions", param
-        )
+        raise BadRequestError("this server runs with --skip-tokenizer-init: send token ids to /v1/completions", param)
     if len(text) > limits.longest * MAX_CHARS_PER_TOKEN:
         raise BadRequestError(
             f"{param} has {len(text)} characters, too long for a context of {limits.longest} tokens",

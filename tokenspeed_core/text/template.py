@@ -140,9 +140,7 @@ def load_chat_template(
     if chosen is None and "default" not in named:
         if named:
             names = ", ".join(sorted(named))
-            raise CheckpointError(
-                f"{folder} has chat templates by name only; choose one with --chat-template: {names}"
-            )
+            raise CheckpointError(f"{folder} has chat templates by name only; choose one with --chat-template: {names}")
         return None
     source = named[chosen or "default"]
     try:

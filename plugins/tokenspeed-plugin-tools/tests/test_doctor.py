@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,41 @@ def test_a_group_of_entry_points_without_its_end_is_found(site: Site, capsys: py
     (finding,) = diagnose(capsys)[1]["torn"]
     assert "entry_points.txt has a group without its end: [tokenspeed.policies" in finding["what"]
     assert finding["mend"] == f"rm -r {info}, then install it again"
+
+
+def test_a_value_that_names_no_object_is_found_with_its_line(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    info = site.install("odd", {"policies odd": "a b c"})
+    (finding,) = diagnose(capsys)[1]["odd"]
+    assert finding["what"] == (
+        f"its metadata in {info} cannot be read: ValueError: entry_points.txt has a value of another form: odd = a b c"
+    )
+
+
+def test_entry_points_that_are_not_utf8_of_whatever_package_keep_no_command_from_saying_whose_they_are(
+    site: Site
+) -> None:
+    info = site.path / "foreign-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_bytes("[console_scripts]\ncafé = foreign:main\n".encode("latin-1"))
+
+    environment = {name: text for name, text in os.environ.items() if name != "PYDANTIC_DISABLE_PLUGINS"}
+
+    def said(*words: str) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, "-m", "tokenspeed_core.cli", *words], capture_output=True, text=True,
+                              env={**environment, "PYTHONPATH": str(site.path)}, cwd=site.path.parent, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    told = f"{info} cannot be read: what plugins it has are left out; `tokenspeed plugins doctor`\n"
+    for words in (["--version"], ["--help"], ["plugins", "list", "--no-plugins"]):
+        assert (said(*words)[0], said(*words)[2]) == (0, told)
+    status, found, _ = said("plugins", "doctor", "--no-plugins")
+    assert status == 1
+    assert f"foreign\n  its metadata in {info} cannot be read: UnicodeDecodeError: " in found
+    assert f"  -> rm -r {info}, then install it again\n" in found
+    status, _, line = said("serve", "--dry-run", "--no-plugins")  # pydantic and torch cannot be imported here
+    assert status == 2
+    assert line == f"tokenspeed: {info} cannot be read, and what this needs reads it; `tokenspeed plugins doctor`\n"
 
 
 def test_compiled_code_of_another_python_is_found(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ def plugins(words: Sequence[str]) -> int:
         near = get_close_matches(arguments[0], SUBCOMMANDS, n=1)
         meant = f"did you mean `tokenspeed plugins {near[0]}`?" if near else f"there is {', '.join(SUBCOMMANDS)}"
         raise ToolsError(f"plugins {arguments[0]}: no such command; {meant}")
+    if arguments[0] == "doctor":  # pydantic looks for its plugins in all metadata, and fails where any is unreadable
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     asked = SUBCOMMANDS.get(arguments[0])
     if asked is not None and asked.has_overview:
         from tokenspeed_core.commands.settings import help_topic

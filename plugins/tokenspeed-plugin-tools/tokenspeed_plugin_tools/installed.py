@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import Distribution
@@ -57,7 +58,8 @@ def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[F
                 if line.startswith(f"[{GROUP}") and not line.rstrip().endswith("]"):
                     raise ValueError(f"entry_points.txt has a group without its end: {line}")
             for point in each.entry_points:
-                _ = point.extras  # a value of another form raises here
+                if not point.pattern.match(point.value):
+                    raise ValueError(f"entry_points.txt has a value of another form: {point.name} = {point.value}")
             editable = editable_folder(each)
         except Exception as error:  # metadata may be anything at all
             bad.append(_unreadable(each, root, error))
@@ -75,12 +77,6 @@ def editable_folder(distribution: Distribution) -> Path | None:
 
 
 def _unreadable(distribution: Distribution, root: Path, error: Exception) -> Finding:
-    texts = (path for path in sorted(root.glob("*.dist-info")) if (path / "entry_points.txt").is_file())
-    folder = next((path for path in texts if _text_of(path) == distribution.read_text("entry_points.txt")), root)
-    name = folder.name.partition("-")[0] or str(root)
-    what = f"its metadata cannot be read: {type(error).__name__}: {error}"
-    return Finding(name, "", what, f"rm -r {folder}, then install it again")
-
-
-def _text_of(path: Path) -> str:
-    return (path / "entry_points.txt").read_text(errors="replace")
+    folder = Path(getattr(distribution, "_path", root))  # Python has no public name for the metadata's folder
+    what = f"its metadata in {folder} cannot be read: {type(error).__name__}: {error}"
+    return Finding(folder.name.partition("-")[0], "", what, f"rm -r {shlex.quote(str(folder))}, then install it again")
