@@ -43,6 +43,7 @@ ALONE = {  # tests in this tree that need one distribution, and the core, alone
 VENDORS = {  # tests that compare ours with a vendor's wheel, and its versions: the oldest taken, and the newest taken
     "plugins/tokenspeed-kernels-hopper/tests": ("tokenspeed-fa3==3.0.0.post20260810",),
     "plugins/tokenspeed-kernels-blackwell/tests/test_flashinfer.py": ("flashinfer-python==0.7.2.post1",),
+    "plugins/tokenspeed-kernels-blackwell/tests/flash_attn_4": ("flash-attn-4==4.0.0b36",),
     "plugins/tokenspeed-kernels-flashinfer/tests/test_attention.py": (
         "flashinfer-python==0.6.14", "flashinfer-python==0.6.18.post1",
     ),

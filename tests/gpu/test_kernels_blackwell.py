@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import BLOCK_SCALED, EXPERTS, FLASHINFER, FLASHINFER_MLA, LATENT, PROMPTS
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, EXPERTS, FA4, FLASHINFER, FLASHINFER_MLA, LATENT, PROMPTS
 
 from tokenspeed_core import LLM
 from tokenspeed_core.kernels.spec import KernelSpec
@@ -15,13 +15,15 @@ from tokenspeed_core.testing.conformance import check
 
 IS_BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() in ((10, 0), (10, 3))
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
+HAS_FA4 = all(importlib.util.find_spec(name) for name in FA4.requires)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not IS_BLACKWELL, reason="needs a device of compute capability 10.0 or 10.3"),
 ]
 NEEDS_LIBRARY = pytest.mark.skipif(not HAS_LIBRARY, reason=f"needs its library: {FLASHINFER.obtain}")
-BACKENDS = [PROMPTS, pytest.param(FLASHINFER, marks=NEEDS_LIBRARY)]
+NEEDS_FA4 = pytest.mark.skipif(not HAS_FA4, reason=f"needs its library: {FA4.obtain}")
+BACKENDS = [PROMPTS, pytest.param(FLASHINFER, marks=NEEDS_LIBRARY), pytest.param(FA4, marks=NEEDS_FA4)]
 
 
 @pytest.mark.parametrize("spec", BACKENDS, ids=lambda spec: spec.backend)

@@ -88,7 +88,7 @@ def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_se
 
 def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone() -> None:
     catalog = Catalog.discover()
-    for names, taken in ((("auto",), "blackwell"), (("trtllm",), "trtllm")):
+    for names, taken in ((("auto",), "blackwell"), (("trtllm",), "trtllm"), (("fa4",), "fa4")):
         chosen = Selector(
             installed_kernels(catalog), PlatformInfo("cuda", (10, 3), "B300"), [Preference.parse("attention", names)],
             module_exists=lambda name: True,

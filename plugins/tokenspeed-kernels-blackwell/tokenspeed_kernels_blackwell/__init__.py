@@ -5,8 +5,8 @@ from __future__ import annotations
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 __all__ = [
-    "BLOCK_SCALED", "EXPERTS", "FLASHINFER", "FLASHINFER_MLA", "LATENT", "PROMPTS", "TORCH_BLOCKS", "TORCH_EXPERTS",
-    "TORCH_MLA",
+    "BLOCK_SCALED", "EXPERTS", "FA4", "FLASHINFER", "FLASHINFER_MLA", "LATENT", "PROMPTS", "TORCH_BLOCKS",
+    "TORCH_EXPERTS", "TORCH_MLA",
 ]
 
 _HALVES = ("bfloat16", "float16")
@@ -38,6 +38,21 @@ FLASHINFER = KernelSpec(
     requires=("flashinfer",),
     obtain=_OBTAIN_FLASHINFER,
     needs_compile=True,  # the library compiles its launcher, and downloads kernels, at the first call
+)
+
+FA4 = KernelSpec(
+    op="attention",
+    backend="fa4",
+    capability=Capability(
+        platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
+        dtypes=_HALVES, kv_dtypes=_HALVES, head_sizes=(64, 80, 96, 112, 128, 256),
+        block_sizes=(16, 32, 64),  # with its tile of 128 the library reads the unwritten rest of a row's last block
+        features=frozenset({"graph_safe", "window"}),
+    ),
+    load="tokenspeed_kernels_blackwell.fa4:attention",
+    requires=("flash_attn", "quack"),  # the former is also that of FlashAttention-2, which does without the latter
+    obtain="pip install 'tokenspeed-kernels-blackwell[flash-attn-4]'",
+    needs_compile=True,  # the library compiles each of its kernels at the first call that takes it
 )
 
 

@@ -1,0 +1,179 @@
+"""The FlashAttention-4 backend without its library: what it calls, who gets it, and that the library takes it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import zipfile
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tokenspeed_kernels_blackwell import FA4, fa4
+from torch import Tensor
+
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import PlatformInfo
+from tokenspeed_core.plugins import Catalog
+from tokenspeed_core.testing.attention import check_attention
+from tokenspeed_core.testing.explain import explain
+from tokenspeed_core.testing.signatures import held_to, kept, library_of, read
+
+HAS_LIBRARY = all(importlib.util.find_spec(name) for name in FA4.requires)
+WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
+SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
+CALLED = "flash_attn/cute/interface.py:_flash_attn_fwd"
+TILE = 128  # keys of a program's step; a page of as many takes another path through the library
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Return whether the library takes a tensor as it lies; others it would copy at each call."""
+    steps = 16 // tensor.element_size()
+    return tensor.stride(-1) == 1 and not any(stride % steps for stride in tensor.stride()[:-1])
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    page_table: Tensor, softmax_scale: float, causal: bool, window_size_left: int | None, window_size_right: int,
+    num_splits: int, out: Tensor,
+) -> tuple[Tensor, None, None, None, None]:
+    """Do what the library does with these arguments, by the definition; a row without keys gets zeros."""
+    assert causal and window_size_right == 0 and num_splits == 1
+    assert out.shape == q.shape and out.dtype == q.dtype == k.dtype == v.dtype
+    assert all(map(aligned, (q, k, v, out))) and k.shape == v.shape and q.shape[1] % k.shape[2] == 0
+    assert k.shape[1] != TILE and q.shape[2] % 16 == 0
+    assert page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1 and page_table.stride(-1) == 1
+    assert {cu_seqlens_q.dtype, seqused_k.dtype, page_table.dtype} == {torch.int32}
+    assert cu_seqlens_q.stride(0) == seqused_k.stride(0) == 1 and seqused_k.max() <= max_seqlen_k
+    for (start, stop), length, blocks in zip(
+        pairwise(cu_seqlens_q.tolist()), seqused_k.tolist(), page_table, strict=True
+    ):
+        assert stop - start <= max_seqlen_q
+        key, position = torch.arange(length), torch.arange(start, stop)[:, None] - stop + length
+        at = blocks[key // k.shape[1]].long(), key % k.shape[1]
+        queries = q[start:stop].float().unflatten(1, (k.shape[2], -1))
+        scores = torch.einsum("tkgd,lkd->tkgl", queries, k[at].float()) * softmax_scale
+        hidden = key > position
+        if window_size_left is not None:
+            hidden |= key < position - window_size_left
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).nan_to_num()
+        out[start:stop] = torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+    return out, None, None, None, None
+
+
+def selector(capability: tuple[int, int], name: str, *, is_installed: bool = True) -> Selector:
+    """Return the selector of a device's where attention is asked for by a name, with or without the library."""
+    catalog = Catalog.discover()
+    return Selector(
+        installed_kernels(catalog), PlatformInfo("cuda", capability, f"compute capability {capability}"),
+        [Preference.parse("attention", (name,))], ops=installed_ops(catalog), needs=frozenset({"graph_safe"}),
+        module_exists=lambda module: is_installed or module not in FA4.requires,
+    )
+
+
+def problem(phase: str = "prefill", block_size: int = 64, head_size: int = 128) -> AttentionProblem:
+    return AttentionProblem(phase, 32, 8, head_size, "bfloat16", "bfloat16", block_size, head_size**-0.5, None)
+
+
+@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+def test_over_a_function_that_computes_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType(fa4.LIBRARY)
+    library.__dict__["_flash_attn_fwd"] = held_to(attend, *(each[CALLED] for each in SIGNATURES.values()))
+    monkeypatch.setitem(sys.modules, fa4.LIBRARY, library)
+    assert check_attention(FA4, torch.device("cpu")) > 40
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_a_blackwell_device_gets_it_by_name(capability: tuple[int, int], phase: str) -> None:
+    assert selector(capability, "fa4").select_attention(problem(phase)).spec.backend == "fa4"
+
+
+def test_auto_passes_it_over_and_says_that_it_would_compile() -> None:
+    chosen = selector((10, 0), "auto")
+    assert chosen.select_attention(problem()).spec.backend == "blackwell"
+    (said,) = [line for line in explain(chosen.plan(), "attention").splitlines() if "fa4" in line]
+    assert "it must be compiled before the first call" in said and "--attention-backend.prefill fa4" in said
+
+
+@pytest.mark.parametrize(("capability", "asked", "reason"), [
+    ((9, 0), problem(), "compute capability 9.0 is outside 10.0 to 10.3"),
+    ((12, 0), problem(), "compute capability 12.0 is outside 10.0 to 10.3"),
+    ((10, 0), problem(block_size=128), "block_size 128 is not among 16, 32, 64"),
+    ((10, 0), problem(head_size=72), "head_size 72 is not among 64, 80, 96, 112, 128, 256"),
+])
+def test_asked_for_where_it_was_not_made_for_it_is_an_error_with_the_reason(
+    capability: tuple[int, int], asked: AttentionProblem, reason: str
+) -> None:
+    with pytest.raises(SelectionError, match=reason):
+        selector(capability, "fa4").select_attention(asked)
+
+
+def test_without_its_library_the_error_says_how_to_get_it() -> None:
+    with pytest.raises(SelectionError, match=r"module 'flash_attn' is not installed") as caught:
+        selector((10, 0), "fa4", is_installed=False).select_attention(problem())
+    assert "pip install 'tokenspeed-kernels-blackwell[flash-attn-4]'" in str(caught.value)
+
+
+def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
+    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "fa4", "decode": "torch"})
+    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for fa4.*that fit: torch"):
+        dry_run(config)
+
+
+NEEDS_WHEEL = pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library")
+
+
+def wheel() -> Path:
+    (found,) = Path(WHEELS or "").glob("flash_attn_4-*.whl")
+    return found
+
+
+def source(file: str) -> str:
+    """Return a file of the library as Python writes it: without comments, in one style."""
+    with zipfile.ZipFile(wheel()) as archive:
+        return ast.unparse(ast.parse(archive.read(f"flash_attn/cute/{file}.py")))
+
+
+@NEEDS_WHEEL
+def test_the_library_has_the_signature_that_is_kept_and_asks_for_the_module_that_tells_it_from_its_elders() -> None:
+    assert {name: read(wheel(), name) for name in SIGNATURES[library_of(wheel())]} == SIGNATURES[library_of(wheel())]
+    with zipfile.ZipFile(wheel()) as archive:
+        (about,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        assert b"\nRequires-Dist: quack-kernels" in archive.read(about)
+
+
+@NEEDS_WHEEL
+def test_the_librarys_own_check_takes_the_heads_that_the_backend_declares_and_not_others() -> None:
+    tree = ast.parse(source("interface"))
+    (check,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_validate_head_dims"]
+    library: dict[str, Any] = {"lru_cache": lru_cache}
+    exec(compile(ast.Module([check], []), "flash_attn", "exec"), library)
+    for size in FA4.capability.head_sizes:
+        library["_validate_head_dims"](size, size, 10, 8)
+        assert size % 16 == 0
+    for size in (160, 192):
+        with pytest.raises(AssertionError, match="is not supported on SM100/SM110"):
+            library["_validate_head_dims"](size, size, 10, 8)
+    assert "'Paged KV does not support irregular head dim'" in source("flash_fwd_sm100")  # no multiples of 16
+
+
+@NEEDS_WHEEL
+def test_the_library_reads_the_unwritten_rest_of_pages_of_its_tile_alone() -> None:
+    called = source("interface")
+    assert "paged_kv_non_tma=page_size not in [None, tile_n]" in called
+    assert f"cfg = FwdConfig({TILE}, {TILE}, True, True)" in called
+    assert "row_valid = tXc0X[0, m, 0][0] < seqlenk_row_limit" in source("paged_kv")
+    assert TILE not in FA4.capability.block_sizes

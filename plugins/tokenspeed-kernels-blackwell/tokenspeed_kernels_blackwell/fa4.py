@@ -1,0 +1,49 @@
+"""Paged attention by FlashAttention-4, whose library writes kernels in CUTLASS's Python and compiles them itself."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+
+LIBRARY = "flash_attn.cute.interface"
+
+
+class Fa4Attention:
+    """Attention for any mix of rows. `prepare` only keeps the step, so graphs may replay it.
+
+    The library reads rows' lengths on the device. Of the host's bounds it chooses which kernel it compiles and runs.
+    """
+
+    prepares_on_host = True
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self._attend = import_module(LIBRARY)._flash_attn_fwd  # what the library exports takes no memory for results
+        self._scale = problem.scale
+        self._window_left = None if problem.window is None else problem.window - 1
+        self._step: AttentionStep | None = None
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Keep the step, whose tensors `forward` reads on the device."""
+        self._step = step
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
+        step = self._step
+        assert step is not None, "forward before prepare"
+        self._attend(
+            q, k_cache, v_cache, out=out, cu_seqlens_q=step.query_start, seqused_k=step.seq_lens,
+            max_seqlen_q=step.max_num_query, max_seqlen_k=step.max_seq_len, page_table=step.block_table,
+            softmax_scale=self._scale, causal=True, window_size_left=self._window_left, window_size_right=0,
+            num_splits=1,
+        )
+
+
+def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> Fa4Attention:
+    """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
+    if problem.num_heads % problem.num_kv_heads:
+        raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+    return Fa4Attention(problem)
