@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from tokenspeed_core.cli import main
+from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.plugins import Catalog
 
 
 def why(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
@@ -24,7 +26,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_every_candidate_comes_with_all_its_reasons_and_what_would_change_them(
+def test_the_text_says_what_runs_and_why_another_cannot_and_what_would_change_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["plugins", "why", "attention", "--device", "cpu"]) == 0
@@ -33,6 +35,53 @@ def test_every_candidate_comes_with_all_its_reasons_and_what_would_change_them(
     assert "runs   torch from tokenspeed-kernels: the reference" in text
     assert "cannot triton from tokenspeed-kernels" in text
     assert "it runs on cuda, and the device is cpu\n           -> a cuda device" in text
+
+
+MANY_REASONS = """
+from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
+SPEC = KernelSpec(
+    "attention", "acme",
+    Capability(("cuda",), ("float16",), head_sizes=(13,), block_sizes=(7,), phases=("decode",),
+               limits=(AxisLimit("num_heads", 3, 5),)),
+    "acme_reasons:make", requires=("no_such_module",), obtain="pip install no-such",
+)
+"""
+
+
+def test_every_kernel_of_the_op_is_a_candidate_with_all_its_reasons_in_the_text_and_for_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.kernels.attention]\nacme = acme_reasons:SPEC [api1]\n")
+    (tmp_path / "acme_reasons.py").write_text(MANY_REASONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    there = [kernel for kernel in installed_kernels(Catalog.discover()) if kernel.spec.op == "attention"]
+    answer = why(capsys, "attention", "--platform", "cpu")
+    assert main(["plugins", "why", "attention", "--platform", "cpu"]) == 0
+    text = capsys.readouterr().out
+    for op in answer["ops"]:
+        told = [(each["backend"], each["distribution"]) for each in op["verdicts"]]
+        assert sorted(told) == sorted((kernel.spec.backend, kernel.distribution) for kernel in there)
+        for each in op["verdicts"]:
+            assert each["fits"] == (each["backend"] == "torch")
+            assert each["reasons"] or each["fits"]
+            assert "".join(
+                f"           {reason['what']}\n" + f"           -> {reason['mend']}\n" * bool(reason["mend"])
+                for reason in each["reasons"]
+            ) in text
+    (reasons,) = [each["reasons"] for each in answer["ops"][0]["verdicts"] if each["backend"] == "acme"]
+    assert answer["ops"][0]["problem"]["phase"] == "prefill"
+    assert [(each["what"], each["mend"]) for each in reasons] == [
+        ("it runs on cuda, and the device is cpu", "a cuda device"),
+        ("module 'no_such_module' is not installed", "pip install no-such"),
+        ("dtype bfloat16 is not among float16", "--dtype float16"),
+        ("head_size 64 is not among 13", ""),
+        ("block_size 16 is not among 7", "--block-size 7"),
+        ("phase prefill is not among decode", ""),
+        ("num_heads 8 is above 5", ""),
+    ]
 
 
 def test_a_platform_that_is_not_here_is_answered_without_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:

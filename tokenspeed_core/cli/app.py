@@ -125,8 +125,8 @@ def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
     passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     entries = catalog.entries("commands")
     for entry in [entry for entry in entries if entry.name == wanted] or entries:
-        summary = metadata(entry.distribution).json.get("summary", "From")
-        described = f"{summary} ({entry.distribution} {entry.version})"
+        summary = str(metadata(entry.distribution).json.get("summary", "From")).partition(f"{entry.name}: ")
+        described = f"{summary[2] or summary[0]} ({entry.distribution} {entry.version})"
         app.command(entry.name, help=described, context_settings=passing_all_on)(_plugin_command(catalog, entry.name))
 
 

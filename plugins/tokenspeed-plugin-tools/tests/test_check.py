@@ -75,7 +75,7 @@ def test_what_offers_no_plugin_is_refused_with_the_nearest_name(refusal: Callabl
     said = "no installed distribution of that name provides plugins; "
     assert refusal("plugins", "check", "tokenspeed-plugin-tool") == (
         f"check tokenspeed-plugin-tool: {said}did you mean tokenspeed-plugin-tools?")
-    assert refusal("plugins", "check", "typer", "--json").startswith(f"check typer: {said}installed: ")
+    assert refusal("plugins", "check", "typer").startswith(f"check typer: {said}installed: ")
 
 
 def test_a_plugin_that_ends_the_process_is_a_verdict(checked: Any) -> None:

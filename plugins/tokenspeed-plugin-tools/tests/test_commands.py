@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from fake_site import Site
 from tokenspeed_plugin_tools.command import SUBCOMMANDS
 from tokenspeed_plugin_tools.listing import table
 
@@ -141,9 +144,12 @@ def test_the_environment_page_masks_secrets(
     assert page["libraries"]["pydantic"][0].isdigit()
 
 
-def test_the_commands_stay_when_the_selection_names_what_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_where_the_selection_names_what_is_not_there_it_is_said_once_and_what_mends_it_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    assert main(["plugins", "freeze"]) == 0
+    lock = tmp_path / "plugins.lock"
+    lock.write_text(capsys.readouterr().out)
     monkeypatch.setenv("TOKENSPEED_PLUGINS", "absent")
     said = "tokenspeed: TOKENSPEED_PLUGINS names absent, which provides no plugin here; installed: "
     assert main(["--help"]) == 0
@@ -152,11 +158,50 @@ def test_the_commands_stay_when_the_selection_names_what_is_not_there(
     assert "\n  plugins " in captured.out
     assert main(["plugins", "--help"]) == 0
     assert "\n  list " in capsys.readouterr().out
-    for words in (["plugins", "list"], ["serve", "--dry-run"], ["nonesuch"]):
+    assert main(["plugins", "new", "policy", "acme", "--path", str(tmp_path / "made")]) == 0
+    assert main(["plugins", "doctor"]) == 1
+    capsys.readouterr()
+    asking = (["list"], ["list", "--ops"], ["info", "tokenspeed-kernels"], ["why", "attention"],
+              ["check", "tokenspeed-kernels"], ["freeze"], ["verify", str(lock)])
+    for words in (*(["plugins", *each] for each in asking), ["env"], ["serve", "--dry-run"], ["nonesuch"]):
         assert main(words) == 2
         err = capsys.readouterr().err
         assert err.startswith(said)
         assert err.count("\n") == 1, "it is said once"
+
+
+@pytest.mark.parametrize("words", [
+    ("info", "nobody"), ("check", "nobody"), ("new", "nothing", "acme"), ("verify", "nowhere.lock"), ("why", "nothing"),
+    ("why", "attention", "--platform", "h100"), ("why", "attention", "/nowhere"), ("list", "--kind", "nothing"),
+    ("lst",),
+])
+def test_what_is_refused_is_told_to_machines_as_json_too(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins", *words]) == 2
+    plain = capsys.readouterr()
+    assert plain.out == ""
+    assert main(["plugins", *words, "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.err == plain.err
+    assert f"tokenspeed: {json.loads(told.out)['error']}\n" == told.err
+
+
+def test_of_several_commands_of_a_distribution_the_help_says_of_each_what_it_is(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    info = site.install("acme", {"commands sing": "acme:sing [api1]", "commands dance": "acme:dance [api1]"})
+    head = "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\nSummary: "
+    (info / "METADATA").write_text(f"{head}sing: Sing a song. dance: Dance on a table.\n")
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert re.search(r"^  sing +Sing a song\.$", page, re.MULTILINE)
+    assert re.search(r"^  dance +Dance on a table\.$", page, re.MULTILINE)
+    (info / "METADATA").write_text(f"{head}What parties need.\n")
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert len(re.findall(r"^  (?:sing|dance) +What parties need\.$", page, re.MULTILINE)) == 2
 
 
 def test_the_shell_completes_them() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any
 
 import typer
 
+from tokenspeed_core import TokenSpeedError
 from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.layout import folded
 
@@ -79,7 +82,28 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 
 
 def plugins(words: Sequence[str]) -> int:
-    """Run a subcommand of `tokenspeed plugins`, or `list`; return the exit status. Raises ToolsError."""
+    """Run a subcommand of `tokenspeed plugins`, or `list`; return the exit status. Raises TokenSpeedError."""
+    return _told(_plugins, words)
+
+
+def env(words: Sequence[str]) -> int:
+    """Run `tokenspeed env`; return the exit status. Raises TokenSpeedError."""
+    return _told(_env, words)
+
+
+def _told(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """Run; under --json print what is refused as an object with `error`, besides the line that it raises."""
+    try:
+        return run(words)
+    except TokenSpeedError as error:
+        if "--json" in words:
+            facts = error.facts if isinstance(error, ToolsError) else {}
+            with suppress(OSError):  # where that cannot be written either, the line says why
+                print(json.dumps({**facts, "error": str(error)}, indent=2, ensure_ascii=False))
+        raise
+
+
+def _plugins(words: Sequence[str]) -> int:
     arguments = list(words)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h")):
         arguments.insert(0, "list")
@@ -105,8 +129,7 @@ def plugins(words: Sequence[str]) -> int:
     return _run(_call(group, arguments, "tokenspeed plugins"), f"tokenspeed plugins {arguments[0]}")
 
 
-def env(words: Sequence[str]) -> int:
-    """Run `tokenspeed env`; return the exit status."""
+def _env(words: Sequence[str]) -> int:
     from tokenspeed_plugin_tools.env import describe
 
     app = _application("")

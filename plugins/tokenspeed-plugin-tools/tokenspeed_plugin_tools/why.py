@@ -58,22 +58,20 @@ def _why(
         said = str(error).partition("\n")[0]
         refused = [replace(planned, because=_unmet(planned)) for planned in error.plan.ops]
         catalog = Catalog.discover(Selection.read(no_plugins=settings.no_plugins), check=False)
-        _show(error.plan.platform, refused, catalog, as_json=as_json, error=said)
+        outside = _outside(catalog, {planned.family for planned in refused})
+        if as_json:
+            raise ToolsError(said, **_record(error.plan.platform, refused, outside)) from error
+        print(printable("\n".join(_lines(error.plan.platform, refused, outside))))
         raise ToolsError(said) from error
     found = plan.find(op, layer)
     if not found:
         raise ToolsError(_not_in(plan, op, layer))
-    _show(plan.platform, found, catalog, as_json=as_json)
-    return 0
-
-
-def _show(platform: str, found: Sequence[PlannedOp], catalog: Catalog, *, as_json: bool, error: str = "") -> None:
     outside = _outside(catalog, {planned.family for planned in found})
     if as_json:
-        record = _record(platform, found, outside) | ({"error": error} if error else {})
-        print(json.dumps(record, indent=2, ensure_ascii=False))
+        print(json.dumps(_record(plan.platform, found, outside), indent=2, ensure_ascii=False))
     else:
-        print(printable("\n".join(_lines(platform, found, outside))))
+        print(printable("\n".join(_lines(plan.platform, found, outside))))
+    return 0
 
 
 why = with_settings(_why)
