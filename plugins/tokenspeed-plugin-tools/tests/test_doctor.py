@@ -48,7 +48,7 @@ def test_what_is_sound_is_called_so(site: Site, capsys: pytest.CaptureFixture[st
     ("source", "what", "mend"),
     [
         ("raise OSError('no disk')\n", "OSError: no disk", "pip install --force-reinstall odd==1.0"),
-        ("def\n", "SyntaxError", "pip install --force-reinstall odd==1.0"),
+        ("OK = 1\ndef\n", "site/odd.py, line 2)", "pip install 'odd!=1.0' for another version, or tell its authors"),
         ("import no_such_library\n", "No module named 'no_such_library'", "install what provides 'no_such_library'"),
         ("import odd.part\n", "No module named 'odd.part'", "pip install --force-reinstall odd==1.0"),
         ("OTHER = 1\n", "AttributeError", "pip install --force-reinstall odd==1.0"),
@@ -66,6 +66,15 @@ def test_an_import_that_fails_is_found(
     assert what in finding["what"]
     assert mend in finding["mend"]
     assert "TOKENSPEED_PLUGINS=-odd goes without it" in finding["mend"]
+
+
+def test_what_fails_and_came_from_a_folder_is_mended_there(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    source = site.path.parent / "source"
+    source.mkdir()
+    info = site.install("odd", {"policies odd": "odd:POLICY [api1]"}, files={"odd.py": "def\n"})
+    (info / "direct_url.json").write_text(json.dumps({"url": source.as_uri(), "dir_info": {}}))
+    (finding,) = diagnose(capsys)[1]["odd"]
+    assert finding["mend"].startswith(f"mend what is in {source}, then pip install --force-reinstall {source}; ")
 
 
 @pytest.mark.parametrize(

@@ -300,3 +300,10 @@ def test_with_thirty_plugins_only_what_is_asked_for_is_imported(thirty: Site) ->
 def test_every_distribution_of_this_repository_is_known_as_tokenspeeds() -> None:
     folders = [*ROOT.glob("tokenspeed_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
     assert {path.parent.name.replace("_", "-") for path in folders} <= PUBLISHED
+
+
+def test_a_malformed_range_of_the_core_is_told_below_the_list(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.install("odd", {"policies odd": "odd:POLICY [api1]"}, requires="tokenspeed-core >>> 3")
+    assert main(["plugins", "list"]) == 0
+    told = "odd policies (odd): it requires 'tokenspeed-core >>> 3', which is no range: it is used with any core"
+    assert told in capsys.readouterr().out

@@ -183,4 +183,8 @@ def _again(entry: Entry, error: str) -> str:
     kind, _, folder = entry.origin.partition(" ")
     if kind == "editable":
         return f"mend what is in {folder}"
+    if Path(entry.origin).is_dir():
+        return f"mend what is in {entry.origin}, then pip install --force-reinstall {shlex.quote(entry.origin)}"
+    if error.startswith(("SyntaxError:", "IndentationError:", "TabError:")):  # the same version has the same file
+        return f"pip install '{entry.distribution}!={entry.version}' for another version, or tell its authors"
     return f"pip install --force-reinstall {entry.distribution}=={entry.version}"

@@ -16,7 +16,7 @@ import typer
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.layout import GAP, aligned, folded, printable
-from tokenspeed_plugin_tools.origins import notice, record_of, where_from
+from tokenspeed_plugin_tools.origins import notice, record_of, unread_range, where_from
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
 
@@ -100,7 +100,10 @@ def _reasons(groups: Iterable[list[Entry]]) -> Iterator[str]:
     """Yield why entries are not used, or not for long: once for a distribution where it is the same for all of it."""
     for (name, _), parts in groupby(groups, key=lambda group: (group[0].distribution, group[0].version)):
         told = [
-            (f"{name} {group[0].kind} ({', '.join(each.name for each in group)})", group[0].reason or notice(group[0]))
+            (
+                f"{name} {group[0].kind} ({', '.join(each.name for each in group)})",
+                group[0].reason or notice(group[0]) or unread_range(group[0]),
+            )
             for group in parts
         ]
         if len(told) > 1 and len({said for _, said in told}) == 1:

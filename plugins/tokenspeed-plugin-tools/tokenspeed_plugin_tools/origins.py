@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
+from importlib.metadata import metadata
 from typing import Any
 
-from tokenspeed_core.commands import DEFAULTS, DEPRECATED, Entry, contract
+from packaging.requirements import InvalidRequirement, Requirement
+
+from tokenspeed_core.commands import DEFAULTS, DEPRECATED, Entry, contract, normalise
 
 # What TokenSpeed publishes, by exact name: strangers publish under the prefix too. Only the default ones of these stay
 # without plugins.
@@ -33,6 +37,19 @@ def notice(entry: Entry) -> str:
     """Return which contract an entry follows that this core will not take for long, "" for none."""
     old = contract(entry.kind, entry.api)
     return f"{old} {DEPRECATED[old]}" if old in DEPRECATED else ""
+
+
+def unread_range(entry: Entry) -> str:
+    """Return what of its metadata asks for a core and is no range of versions, so that any does; "" for nothing."""
+    asked = [] if entry.requires_core else metadata(entry.distribution).get_all("Requires-Dist", [])
+    for line in asked:
+        name = re.match(r"[\w.-]+", line)
+        if name is not None and normalise(name[0]) == "tokenspeed-core":
+            try:
+                Requirement(line)
+            except InvalidRequirement:
+                return f"it requires {line!r}, which is no range: it is used with any core, and its author must mend it"
+    return ""
 
 
 def record_of(entry: Entry) -> dict[str, Any]:
