@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from importlib.metadata import metadata
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -41,7 +41,10 @@ def notice(entry: Entry) -> str:
 
 def unread_range(entry: Entry) -> str:
     """Return what of its metadata asks for a core and is no range of versions, so that any does; "" for nothing."""
-    asked = [] if entry.requires_core else metadata(entry.distribution).get_all("Requires-Dist", [])
+    try:
+        asked = [] if entry.requires_core else metadata(entry.distribution).get_all("Requires-Dist", [])
+    except PackageNotFoundError:  # it went since it was listed
+        return ""
     for line in asked:
         name = re.match(r"[\w.-]+", line)
         if name is not None and normalise(name[0]) == "tokenspeed-core":
