@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import fake_engine
@@ -27,6 +29,13 @@ from tokenspeed_core.server.listen import listen
 
 SLOW = {"step_seconds": 0.03}
 LONG: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400}
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder with a short path: servers make none for their sockets below a long one, as pytest's own may be."""
+    with TemporaryDirectory(prefix="life-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def ended(server: Running, seconds: float = 20.0) -> int:
