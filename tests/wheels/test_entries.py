@@ -55,6 +55,6 @@ def test_every_entry_loads_and_all_that_its_descriptor_points_at_exists(entry: E
 def test_descriptors_load_without_a_tensor_library() -> None:
     code = (
         "import sys; from tokenspeed_core.plugins import Catalog; c = Catalog.discover(strict=True);"
-        "[c.load(e) for e in c.all()]; print(*({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+        "[c.load(e, object) for e in c.all()]; print(*({'torch', 'triton', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True).strip() == ""
