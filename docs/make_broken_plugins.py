@@ -318,7 +318,8 @@ What holds for all of them: a plugin that cannot be loaded and that nobody asked
 that was asked for by name, one that selection took and that then fails, and two that claim one name end the start with
 one line that says whose it is and what goes on without it. `tokenspeed plugins doctor` works in
 each of these states, and so it does where `TOKENSPEED_PLUGINS_LOCK` names a lock that is not met: it then imports
-nothing, and says what is not as locked.
+nothing, and says what is not as locked. Where `tokenspeed-plugin-tools`, which brings it, is damaged itself or hidden
+by another folder on the path, it ends with one line that says so and what mends it.
 """
 
 

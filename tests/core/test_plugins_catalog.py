@@ -283,6 +283,15 @@ def test_an_import_that_fails_leaves_the_others_usable(
         strict.load(strict.get("kernels.attention", "bad"), object)
 
 
+def test_a_syntax_error_is_told_with_its_file_and_line(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    module = tmp_path / "modules" / "misspelt_one.py"
+    module.write_text("SPEC = 3\ndef\n")
+    catalog = discover(install("some", attention("bad", "misspelt_one:SPEC [api1]")))
+    with pytest.raises(PluginError, match=rf"SyntaxError: invalid syntax \({module}, line 2\); `pip uninstall some`"):
+        catalog.need(catalog.get("kernels.attention", "bad"), object)
+
+
 def test_a_descriptor_of_another_type_is_a_failure(install: Install, tmp_path: Path) -> None:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "wrong_type.py").write_text("SPEC = 'text'")

@@ -75,9 +75,7 @@ class OpContract:
         wanted = {*self.axes, "dtype"}
         missing, surplus = sorted(wanted - problem.keys()), sorted(problem.keys() - wanted)
         if missing or surplus:
-            raise ValueError(
-                f"op {self.name!r}: missing {missing}, unknown {surplus}; its problem is {sorted(wanted)}"
-            )
+            raise ValueError(f"op {self.name!r}: missing {missing}, unknown {surplus}; its problem is {sorted(wanted)}")
 
     def tolerance(self, dtype: str) -> Tolerance:
         """Return the tolerance for a dtype; raises KeyError if the contract has none."""

@@ -27,7 +27,6 @@ class Choice:
     """The kernel taken for a problem, and its options if it declares any; not yet loaded."""
 
     spec: KernelSpec
-    distribution: str
     problem: Problem
     options: BaseModel | None
 
@@ -168,7 +167,7 @@ class Selector:
         )
         if taken is None:
             return None, planned
-        return Choice(taken.spec, taken.distribution, MappingProxyType(dict(problem)), options), planned
+        return Choice(taken.spec, MappingProxyType(dict(problem)), options), planned
 
     def _settle(self, spec: KernelSpec) -> BaseModel | None:
         """Return the options of a kernel, the user's where there are any. Raises SelectionError."""

@@ -125,6 +125,9 @@ class Catalog:
             warn(contract(entry.kind, entry.api), f"{entry.distribution} {entry.version}")
             try:
                 self._loaded[entry] = _import(entry, expected)
+            except SyntaxError as error:  # the last line of its traceback does not say where
+                where = f" ({error.filename}, line {error.lineno})" if error.filename else ""
+                self.reject(entry, f"{traceback.format_exc().rstrip()}{where}")
             except (Exception, SystemExit):  # plugin code may raise anything; one must not take all down
                 self.reject(entry, traceback.format_exc())
         if entry in self._failures and (required or self._is_required(entry)):
@@ -141,7 +144,9 @@ class Catalog:
         """Note that what an entry loaded is of no use. Raises PluginError where `load` would for a failure."""
         self._loaded.pop(entry, None)
         self._failures[entry] = reason
-        logger.warning("plugin %s %s (%s) is left out: %s", entry.kind, entry.name, entry.distribution, reason.rstrip())
+        if entry.kind != "commands":  # whoever types one reads why it is not to be had
+            what = f"{entry.kind} {entry.name} ({entry.distribution})"
+            logger.warning("plugin %s is left out: %s", what, reason.rstrip())
         if self._is_required(entry):
             raise self._failed(entry)
 
@@ -214,10 +219,12 @@ def make(
 
 
 def _blaming(entry: Entry, what: str) -> PluginError:
-    """Return what says whose fault it is, and what goes on without it."""
+    """Return what says whose fault it is, and what mends it or goes on without it."""
     whose = f"{entry.kind} {entry.name} of {entry.distribution} {entry.version}"
-    without = f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
-    return PluginError(f"{whose}{what}; {without}")
+    mend = f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
+    if entry.distribution in DEFAULTS:  # without which little is left
+        mend = f"`pip install --force-reinstall --no-deps {entry.distribution}=={entry.version}` mends a damaged one"
+    return PluginError(f"{whose}{what}; {mend}")
 
 
 def _import(entry: Entry, expected: type[Any]) -> Any:

@@ -66,9 +66,7 @@ class _Shape:
         np.cumsum(plan.num_query_tokens, out=query_start[1:])
         lengths = plan.num_computed_tokens + plan.num_query_tokens
         rows = np.flatnonzero(plan.wants_logits).astype(np.int32)
-        return cls(
-            plan, query_start, tuple(query_start.tolist()), tuple(lengths.tolist()), is_decode, rows
-        )
+        return cls(plan, query_start, tuple(query_start.tolist()), tuple(lengths.tolist()), is_decode, rows)
 
     @property
     def samples_each_token(self) -> bool:

@@ -180,7 +180,7 @@ def test_of_several_families_in_a_package_each_has_its_own_example(
 @pytest.mark.parametrize(
     ("kind", "needed"),
     [
-        ("kernels.moe", "a KernelSpec, or several"), ("ops", "an OpContract, or several"),
+        ("kernels.sampling", "a KernelSpec, or several"), ("ops", "an OpContract, or several"),
         ("policies", "something that is called"), ("tool_parsers", "a ParserSpec"),
         ("reasoning_parsers", "a ParserSpec"), ("models", "a ModelSpec"), ("load_formats", "a LoadFormat"),
         ("quantization", "a Quantization"), ("checkpoints", "a Checkpoint"), ("commands", "something that is called"),

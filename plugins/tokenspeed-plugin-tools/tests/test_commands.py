@@ -230,3 +230,23 @@ def test_a_full_disk_is_said_in_one_line(words: tuple[str, ...]) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode != 0
     assert done.stderr == f"tokenspeed: tokenspeed plugins {words[0]}: No space left on device\n"
+
+
+@pytest.mark.parametrize("text", ["", "def\n"], ids=["another package of its name", "a damaged file"])
+def test_where_the_tools_themselves_are_broken_one_line_says_so_and_what_mends_it(tmp_path: Path, text: str) -> None:
+    package = tmp_path / "tokenspeed_plugin_tools"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "command.py").write_text(text)
+    if text:  # installed here, and first on the path
+        info = tmp_path / "tokenspeed_plugin_tools-9.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenspeed-plugin-tools\nVersion: 9.0\n")
+        entry = "plugins = tokenspeed_plugin_tools.command:plugins [api1]"
+        (info / "entry_points.txt").write_text(f"[tokenspeed.commands]\n{entry}\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    doctor = [sys.executable, "-m", "tokenspeed_core.cli", "plugins", "doctor"]
+    done = subprocess.run(doctor, capture_output=True, text=True, env=environ, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert (f"({package / 'command.py'}, line 1)" if text else f"would come from {package},") in done.stderr
+    assert "`pip install --force-reinstall --no-deps tokenspeed-plugin-tools==" in done.stderr

@@ -307,3 +307,6 @@ def test_a_malformed_range_of_the_core_is_told_below_the_list(site: Site, capsys
     assert main(["plugins", "list"]) == 0
     told = "odd policies (odd): it requires 'tokenspeed-core >>> 3', which is no range: it is used with any core"
     assert told in capsys.readouterr().out
+    assert main(["plugins", "list", "--json"]) == 0
+    (record,) = (each for each in json.loads(capsys.readouterr().out) if each["distribution"] == "odd")
+    assert record["unread_range"].startswith("it requires 'tokenspeed-core >>> 3', which is no range")

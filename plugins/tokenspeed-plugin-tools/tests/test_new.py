@@ -96,6 +96,8 @@ def test_a_name_that_would_hide_an_installed_module_is_refused(refusal: Callable
 def test_the_name_of_a_family_that_is_installed_is_refused_with_one_that_is_free(
     name: str, refusal: Callable[..., str], tmp_path: Path
 ) -> None:
+    pytest.importorskip("tokenspeed_models")
+    pytest.importorskip("tokenspeed_models_mistral")
     said = refusal("plugins", "new", "model", name, "--path", str(tmp_path / "made"))
     whose = "tokenspeed-models-mistral" if name == "mistral" else "tokenspeed-models"
     assert f"ForCausalLM is that of {whose} 0.1.0 already, and a name that is claimed twice stops every start" in said

@@ -62,5 +62,6 @@ def record_of(entry: Entry) -> dict[str, Any]:
         "publisher": publisher(entry.distribution),
         "is_default": entry.distribution in DEFAULTS,
         "deprecated": notice(entry),
+        "unread_range": unread_range(entry),
         "is_editable": entry.origin.startswith("editable "),
     }

@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -115,7 +114,6 @@ def _probe(catalog: Catalog, entry: Entry) -> Probed:
     seconds = time.perf_counter() - start
     heavy = tuple(name for name in HEAVY if name in sys.modules and name not in before)
     (after,) = catalog.all()
-    error = after.reason + _where(after)
     parts = value if isinstance(value, tuple) else (value,)
     needs = {
         module: Need(module, _exists(module), str(getattr(part, "obtain", "")))
@@ -123,17 +121,10 @@ def _probe(catalog: Catalog, entry: Entry) -> Probed:
     }
     dangling = () if any(not need.is_installed for need in needs.values()) else tuple(_dangling(parts))
     return Probed(
-        entry.kind, entry.name, error, seconds, heavy, tuple(needs.values()), dangling,
+        entry.kind, entry.name, after.reason, seconds, heavy, tuple(needs.values()), dangling,
         computes=tuple(dict.fromkeys(part.op for part in parts if isinstance(part, KernelSpec))),
         contracts=tuple(contract_record(part) for part in parts if isinstance(part, OpContract)),
     )
-
-
-def _where(entry: Entry) -> str:
-    """Return the file and the line of a syntax error, which the last line of its traceback lacks."""
-    places = re.findall(r'^  File "(.*)", line (\d+)$', entry.traceback, re.MULTILINE)
-    is_syntax = entry.reason.startswith(("SyntaxError:", "IndentationError:", "TabError:"))
-    return " ({}, line {})".format(*places[-1]) if is_syntax and places else ""
 
 
 def contract_record(contract: OpContract) -> dict[str, Any]:
