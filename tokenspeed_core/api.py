@@ -83,7 +83,7 @@ __all__ = [
     "hookimpl",
 ]
 
-if not TYPE_CHECKING:  # which would take any name for one of these
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would let every misspelt name pass
 
     def __getattr__(name: str) -> Any:
         """Return what is deprecated and stands here as `_name`, and warn whoever asks for it."""

@@ -78,30 +78,28 @@ class LoadFormat:
 class Quantization:
     """A way to compute linear maps in fewer bits, entered under `tokenspeed.quantization` by the name users type.
 
-    Weights [O, I] and activations [T, I] are stored as `dtype`, with scales of `scale_dtype`: the op `quantize` (axis
-    `size`) makes both of activations, and `quantize_weight` (none: the same) of a weight. `linear` (the axes of the
-    plain op) is called with x and its scales, weight and its scales, and the bias. `fused` maps an op to the one that
-    also quantises its result, and "linear", "add_rms_norm_linear", "add_rms_norm_mlp" and "moe_experts" to ops that
-    take rows as they are and quantise them within; without the last, models with experts are refused. A scale of a
-    weight belongs to a `scale_block` of rows and features (none: to a row), cut short at an edge; where a checkpoint
-    has a "weight" that is packed, its scales are called `scale_name`.
+    Weights [O, I] and activations [T, I] are stored in fewer bits, each with scales, and multiplied as they are.
 
-    An element of `dtype` holds so many neighbouring `values_per_element`. With `has_tensor_scales` a float32 [1] stands
-    over all values of an operand: `quantize` takes that of activations after them, `linear` the product of both before
-    the bias; the op of experts takes those of a weight's inputs before it and of each expert's weight, [E], after its
-    scales. They are measured on prompts, so checkpoints must hold them, and weights are not quantised on load.
+    `fused` maps an op to the one that also quantises its result. "linear", "add_rms_norm_linear", "add_rms_norm_mlp"
+    and "moe_experts" it maps to ops that take rows as they are and quantise them within; without the last, models with
+    experts are refused.
+
+    With `has_tensor_scales` each operand has one scale more, float32 [1], over all of its values. It is measured on
+    prompts: checkpoints must hold it, and weights are not quantised on load. `quantize` takes that of the activations
+    as its last argument, `linear` the product of both operands' before the bias. The op of experts takes that of a
+    weight's inputs before the weight, and those of the experts' weights, [E], after the weight's scales.
     """
 
     name: str
-    dtype: str
-    quantize: str
-    linear: str
+    dtype: str  # of stored values
+    quantize: str  # the op that turns activations into values and scales; its axis is `size`
+    linear: str  # the op, with the axes of the plain one, of x, its scales, the weight, its scales, and the bias
     fused: Mapping[str, str] = field(default_factory=dict)
-    quantize_weight: str | None = None
-    scale_block: tuple[int, int] | None = None
-    scale_name: str = "weight_scale"
+    quantize_weight: str | None = None  # the op that turns a weight into values and scales; None: `quantize`
+    scale_block: tuple[int, int] | None = None  # rows and features of a weight that share a scale; None: a row does
+    scale_name: str = "weight_scale"  # of a weight's scales, in checkpoints whose "weight" is packed
     scale_dtype: str = "float32"
-    values_per_element: int = 1
+    values_per_element: int = 1  # neighbouring values that one element of `dtype` holds
     has_tensor_scales: bool = False
 
 

@@ -115,7 +115,7 @@ class NothingFitsError(SelectionError):
     """No backend that was asked for fits a problem; `plan` has that decision, with every candidate's reasons."""
 
     def __init__(self, message: str, plan: KernelPlan) -> None:
-        """Raise with this message."""
+        """Keep the plan beside the message."""
         super().__init__(message)
         self.plan = plan
 

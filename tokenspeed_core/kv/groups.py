@@ -22,7 +22,7 @@ class CacheGroupSpec(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the group keeps a state (rewritten each step, with checkpoints) and not a row per token."""
+        """Whether it keeps a state, rewritten each step, with checkpoints; else keys and values of tokens."""
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
         """Return the bytes of one block: `block_size` tokens of all layers (or one state of all layers)."""
@@ -42,7 +42,7 @@ class FullAttention:
 
     @property
     def is_recurrent(self) -> bool:
-        """False: it keeps a row per token."""
+        """False: it keeps keys and values of tokens."""
         return False
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
@@ -66,7 +66,7 @@ class SlidingWindow:
 
     @property
     def is_recurrent(self) -> bool:
-        """False: it keeps a row per token."""
+        """False: it keeps keys and values of tokens."""
         return False
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:

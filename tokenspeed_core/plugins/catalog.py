@@ -116,8 +116,8 @@ class Catalog:
 
         A failure is logged with its traceback, shown by `all`, and answered with None; it raises PluginError where
         the user named the entry (`required`) or its distribution, where that is locked, and under --strict-plugins.
-        Here alone plugins are imported: where a lock is not met, a TokenSpeedError is raised before any is. What reads
-        locks is let in, to say what is not met.
+        Plugins are imported here alone. Where a lock is not met, a TokenSpeedError is raised before any is; only the
+        plugin that reads locks is imported without that check, since it makes it.
         """
         if entry.distribution not in {reader.distribution for reader in self._readers()}:
             self._pins()

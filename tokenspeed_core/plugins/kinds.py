@@ -26,7 +26,8 @@ class Kind:
 KERNELS = Kind(1)  # implementations of an op family, by backend name
 UNUSED = Kind(1, is_used=False)
 _OF_PLUGINS = ("norm", "rope", "activation", "linear", "moe", "mla", "comm")  # families whose ops plugins bring
-# Of devices, ways to run workers, tokenizers, dialects of HTTP, what guides or speculates, what is behind the KV cache.
+# Kinds that later cores will use: devices, ways to run workers, tokenizers, HTTP dialects, grammars that guide replies,
+# drafters that speculate, stores behind the KV cache.
 _TO_COME = ("platforms", "executors", "tokenizers", "apis", "grammar", "drafters", "kv_stores")
 KINDS: dict[str, Kind] = {
     **{f"{KERNELS_PREFIX}{family}": KERNELS for family in ("attention", "cache", "sampling")},

@@ -37,9 +37,9 @@ def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | No
 
 
 def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int) -> tuple[BucketSize, ...]:
-    """Return the buckets of decodes alone, and those with chunks, by tokens: few in steps of 64, more by a half.
+    """Return the buckets of decodes alone, then those with chunks, in which tokens ascend.
 
-    Where tokens are many, steps are at most a quarter.
+    Steps are of 64 tokens up to 512, then of half the last power of two, and from 4096 on of a quarter of it.
     """
     tokens = [_SMALLEST_CHUNK]
     while tokens[-1] < max_num_tokens:

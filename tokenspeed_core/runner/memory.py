@@ -22,7 +22,7 @@ class PoolLimits:
 
     page_bytes: int
     block_size: int
-    num_groups: int  # that keep a row per token
+    num_groups: int  # that keep keys and values
     num_least: int
 
     @classmethod

@@ -56,7 +56,7 @@ class StagedLayout:
         self.num_int64 = self.middle + -(-length // 2)
 
     def fill(self, host: I64, plan: StepPlan, words: I64, values: I32, padding: tuple[int, int]) -> None:
-        """Write a plan and its changed words. `padding` is the padding slot, and a word that 0 changes not."""
+        """Write a plan and its changed words. `padding` is the padding slot, and a word of the state that stays 0."""
         size, middle = self.size, plan.num_decodes
         narrow = host[self.middle :].view(np.int32)
         narrow[:] = 0

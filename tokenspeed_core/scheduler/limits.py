@@ -1,4 +1,4 @@
-"""The scheduler's constants."""
+"""What bounds a step and a sequence."""
 
 from __future__ import annotations
 
