@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
@@ -107,7 +107,19 @@ class Outputs:
             sequence_ids, num_tokens, token_ids, finish, num_cached, _NO_INT, 0, _NO_FLOAT, _NO_INT, _NO_INT, _NO_FLOAT
         )
 
-    def logprobs(self) -> dict[int, TokenColumns]:
+    def each(self) -> Iterator[tuple[int, list[int], int, int, TokenColumns | None]]:
+        """Yield each sequence's id, new tokens, `Finish`, cached prompt tokens and log-probabilities."""
+        tokens, start = self.token_ids.tolist(), 0
+        logprobs = self._logprobs() if len(self.logprob_rows) else {}
+        columns = zip(
+            self.sequence_ids.tolist(), self.num_tokens.tolist(), self.finish.tolist(),
+            self.num_cached_tokens.tolist(), strict=True,
+        )
+        for row, (sequence_id, num_tokens, finish, num_cached) in enumerate(columns):
+            yield sequence_id, tokens[start : start + num_tokens], finish, num_cached, logprobs.get(row)
+            start += num_tokens
+
+    def _logprobs(self) -> dict[int, TokenColumns]:
         """Return the log-probability columns of each row (of the N) that has them."""
         chosen, ranks = self.logprob_chosen.tolist(), self.logprob_ranks.tolist()
         top_ids = self.logprob_top_ids.reshape(len(chosen), self.logprob_width).tolist()

@@ -23,8 +23,8 @@ def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behi
     engine = Engine(world.scheduler, world.runner)
     rehearse(engine, max_model_len)
     assert engine.num_steps >= 1
-    counts = world.scheduler.kv.counts()
-    assert counts.free == counts.total and not counts.cached
+    pool = world.scheduler.kv.pool
+    assert pool.counts().free == pool.num_pages
     assert not (world.scheduler.has_work or world.scheduler.roster.num_preemptions)
     assert drawn(world) == drawn(other)
 

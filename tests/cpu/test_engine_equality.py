@@ -151,8 +151,8 @@ def test_greedy_tokens_survive_preemption(
             model.check_greedy(prompt, tokens)
         scheduler = llm._engine.scheduler
         assert scheduler.roster.num_preemptions > 0, "the pool was too large for this test"
-        counts = scheduler.kv.counts()
-        assert counts.free + counts.cached == counts.total, "blocks are held when idle"
+        pool = scheduler.kv.pool
+        assert pool.num_available == pool.num_pages, "blocks are held when idle"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -350,8 +350,8 @@ def test_stop_strings_end_the_text_before_them_wherever_events_fall() -> None:
                 stopped = demo.generate([ask_for, "other"], params)[0].outputs[0]
                 assert stopped.text == whole[: at + (length if keeps else 0)]
                 assert stopped.finish_reason == "stop"
-        counts = demo._engine.scheduler.kv.counts()
-        assert counts.free + counts.cached == counts.total
+        pool = demo._engine.scheduler.kv.pool
+        assert pool.num_available == pool.num_pages
 
 
 def test_an_abort_while_log_probabilities_are_computed_harms_nobody(llm: LLM, qwen3: Family) -> None:
@@ -381,5 +381,5 @@ def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(qwen3: F
         qwen3.check_greedy([5, 6, 7], tokens[good.request_id])
         with pytest.raises(TokenSpeedError, match="no finite logit"):
             ask(llm, [5, 50, 7], greedy(8, **asked))
-        counts = llm._engine.scheduler.kv.counts()
-        assert counts.free + counts.cached == counts.total
+        pool = llm._engine.scheduler.kv.pool
+        assert pool.num_available == pool.num_pages

@@ -199,23 +199,16 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _take(self, sequences: dict[int, _Output], outputs: Outputs) -> None:
         """Note what a step gave, and prepare results as far as they are known: the device works on the next step."""
-        tokens, at = outputs.token_ids.tolist(), 0
-        columns = zip(
-            outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist(),
-            outputs.num_cached_tokens.tolist(), strict=True,
-        )
-        logprobs = outputs.logprobs() if len(outputs.logprob_rows) else {}
-        for row, (sequence_id, num_tokens, finish, num_cached) in enumerate(columns):
-            output, new = sequences[sequence_id], tokens[at : at + num_tokens]
-            at += num_tokens
+        for sequence_id, new, finish, num_cached, logprobs in outputs.each():
+            output = sequences[sequence_id]
             if output.finish:
                 continue   # what came after a stop string
             request = output.request
             if not request.token_ids:
                 request.token_ids = request.submit.prompt.tolist()
             output.token_ids += new
-            if row in logprobs:
-                output.logprobs += _entries(new, logprobs[row], request.params.logprobs or 0)
+            if logprobs is not None:
+                output.logprobs += _entries(new, logprobs, request.params.logprobs or 0)
             if finish:
                 output.finish = Finish(finish)
             output.num_cached = output.num_cached or num_cached

@@ -21,11 +21,6 @@ class PageCounts:
     held: int
     fenced: int
 
-    @property
-    def total(self) -> int:
-        """All pages of the arena."""
-        return self.free + self.cached + self.held + self.fenced
-
 
 class PagePool:
     """Reference counts, fences and the order of eviction (least recently released first). All O(1) a page.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Collected:
     finish: I32
     num_cached: I32
     result: StepResult
-    _late: list[tuple[int, int, int, Finish, int]] = field(default_factory=list)
+    _late: list[tuple[list[int], ...]] = field(default_factory=list)   # of each late token, what the columns get
 
     def ended(self) -> Iterator[tuple[int, Finish]]:
         """Yield (slot, reason) of the sequences that are over."""
@@ -51,22 +52,24 @@ class Collected:
 
     def add_late(self, row: int, sequence_id: int, token: int, finish: Finish, num_cached: int) -> None:
         """Add a token of a sequence that lost its slot; a negative one is none, and only its end is told."""
-        self._late.append((row, sequence_id, token, finish, num_cached))
+        tokens = [] if token < 0 else [token]
+        self._late.append(([row], [sequence_id], [len(tokens)], tokens, [finish], [num_cached]))
 
     def outputs(self) -> Outputs:
         """Return the message for the API worker."""
-        ids, num_tokens, token_ids = self.sequence_ids, self.num_tokens, self.token_ids
-        finish, num_cached, plan_rows = self.finish, self.num_cached, self.plan_rows
-        if self._late:
-            late_rows, late_ids, late_tokens, late_finish, late_cached = zip(*self._late, strict=True)
-            late = np.asarray(late_tokens, np.int32)
-            plan_rows = np.concatenate((plan_rows, np.asarray(late_rows, np.int32)))
-            ids = np.concatenate((ids, np.asarray(late_ids, np.int64)))
-            num_tokens = np.concatenate((num_tokens, (late >= 0).astype(np.int32)))
-            token_ids = np.concatenate((token_ids, late[late >= 0]))
-            finish = np.concatenate((finish, np.asarray(late_finish, np.int32)))
-            num_cached = np.concatenate((num_cached, np.asarray(late_cached, np.int32)))
-        return _message(ids, num_tokens, token_ids, finish, num_cached, plan_rows, self.result.logprobs)
+        columns: list[np.ndarray[Any, Any]] = [
+            self.plan_rows, self.sequence_ids, self.num_tokens, self.token_ids, self.finish, self.num_cached,
+        ]
+        if self._late:   # an empty list counts as one of floats, hence the casting
+            columns = [
+                np.concatenate(parts, dtype=parts[0].dtype, casting="unsafe")
+                for parts in zip(columns, *self._late, strict=True)
+            ]
+        plan_rows, *plain = columns
+        outputs, logprobs = Outputs.plain(*plain), self.result.logprobs
+        if logprobs is None or not len(logprobs.rows):
+            return outputs
+        return _with_logprobs(logprobs, outputs, plan_rows)
 
 
 def collect(rows: Rows, flight: InFlight, result: StepResult) -> Collected:
@@ -125,20 +128,17 @@ def _offsets(counts: I32, total: int) -> I64:
     return np.arange(total) - np.repeat(ends - counts, counts)
 
 
-def _message(
-    ids: I64, num_tokens: I32, token_ids: I32, finish: I32, num_cached: I32,
-    plan_rows: I32, logprobs: StepLogprobs | None,
-) -> Outputs:
-    if logprobs is None or not len(logprobs.rows):
-        return Outputs.plain(ids, num_tokens, token_ids, finish, num_cached)
+def _with_logprobs(logprobs: StepLogprobs, outputs: Outputs, plan_rows: I32) -> Outputs:
+    """Return the message with the log-probabilities of its sequences, whose rows in the plan are `plan_rows`."""
     place = np.full(int(max(logprobs.rows.max(), plan_rows.max(initial=0))) + 1, -1, np.int32)
     place[plan_rows] = np.arange(len(plan_rows), dtype=np.int32)
     at = place[logprobs.rows]
     keep = at >= 0
-    keep[keep] = num_tokens[at[keep]] > 0
+    keep[keep] = outputs.num_tokens[at[keep]] > 0
     shape = (len(at), logprobs.width)
-    return Outputs(
-        ids, num_tokens, token_ids, finish, num_cached, at[keep], logprobs.width,
-        logprobs.chosen[keep], logprobs.ranks[keep],
-        logprobs.top_ids.reshape(shape)[keep].ravel(), logprobs.top_values.reshape(shape)[keep].ravel(),
+    return replace(
+        outputs, logprob_rows=at[keep], logprob_width=logprobs.width,
+        logprob_chosen=logprobs.chosen[keep], logprob_ranks=logprobs.ranks[keep],
+        logprob_top_ids=logprobs.top_ids.reshape(shape)[keep].ravel(),
+        logprob_top_values=logprobs.top_values.reshape(shape)[keep].ravel(),
     )

@@ -185,24 +185,16 @@ class EngineLink:
 
     def _hand_out(self, outputs: Outputs) -> None:
         """Give each sequence its tokens; abort those that their readers ended."""
-        sinks = self._sinks
-        tokens = outputs.token_ids.tolist()
-        logprobs = outputs.logprobs() if len(outputs.logprob_rows) else None
-        ended, start = [], 0
-        columns = zip(
-            outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist(),
-            outputs.num_cached_tokens.tolist(), strict=True,
-        )
-        for row, (sequence_id, count, finish, num_cached) in enumerate(columns):
+        sinks, ended = self._sinks, []
+        for sequence_id, token_ids, finish, num_cached, logprobs in outputs.each():
             sink = sinks.get(sequence_id)
-            if sink is not None:
-                its_logprobs = logprobs.get(row) if logprobs else None
-                is_over = _take(sink, tokens[start:start + count], finish, num_cached, its_logprobs)
-                if finish != Finish.NOT:
-                    del sinks[sequence_id]
-                elif is_over:
-                    ended.append(sequence_id)
-            start += count
+            if sink is None:
+                continue
+            is_over = _take(sink, token_ids, finish, num_cached, logprobs)
+            if finish != Finish.NOT:
+                del sinks[sequence_id]
+            elif is_over:
+                ended.append(sequence_id)
         if ended:
             self.abort(ended)
 
