@@ -156,6 +156,26 @@ def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(runner: LocalRunne
     assert len(result.token_ids) == 1
 
 
+def test_a_device_that_fails_under_a_chunk_that_samples_nothing_fails_the_step(
+    runner: LocalRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(ids: torch.Tensor) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    maker = PlanMaker(runner.block_size)
+    maker.add("a", PROMPTS["a"], 0)
+    plan = maker.plan(chunks={"a": 5})
+    runner.forward(plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._link, "fetch_ids", fetch)
+        with pytest.raises(StepFailed, match=r"sampling failed: RuntimeError: CUDA error: an illegal"):
+            runner.sample(plan.step_id, None)
+    again = PlanMaker(runner.block_size)
+    again.add("b", PROMPTS["b"], 0)
+    again.step(runner, chunks={"b": 4})
+    assert again.sequences["b"].output == expected["b"][:1]
+
+
 def test_a_step_without_memory_is_told_apart_and_the_next_one_runs(
     runner: LocalRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,13 +136,13 @@ class LocalRunner:
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
         step = self._launched[step_id]
-        if step.rows is None:
-            step.fetch = self._link.fetch_ids(self._nothing)  # so that `collect` waits for the forward
-            return
         try:
             with torch.inference_mode():
                 self._use_stream()
-                self._sample(step, step.rows, late)
+                if step.rows is None:
+                    step.fetch = self._link.fetch_ids(self._nothing)  # so that `collect` waits for the forward
+                else:
+                    self._sample(step, step.rows, late)
         except Exception as error:  # as in forward
             del self._launched[step_id]
             raise self._failed(step_id, "sampling", error) from error
