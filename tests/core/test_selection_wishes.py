@@ -355,6 +355,13 @@ def test_an_option_that_no_used_backend_has_is_an_error_that_lists_those_there_a
     )
 
 
+def test_of_several_options_without_effect_the_first_by_name_is_told() -> None:
+    selector = Selector(WITH_OPTIONS, CPU, TILED, options={f"none.{letter}": "1" for letter in "qwertyuiopasdfghjkl"})
+    model(selector)
+    with pytest.raises(SelectionError, match=r"^--backend-option none\.a has no effect"):
+        selector.check()
+
+
 def test_the_schema_of_a_backend_that_is_not_selected_is_not_imported() -> None:
     sys.modules.pop("this", None)
     idle = kernel("idle", options="this:Zen")

@@ -66,6 +66,14 @@ def test_what_goes_on_without_it_is_said_with_the_flag_that_asked_for_it(caught:
     assert "`--sampling-backend other`" in blame(caught(greedy(LOGITS)), chosen(wish))
 
 
+def test_what_goes_on_without_it_is_no_backend_that_does_not_fit(caught: Any) -> None:
+    elsewhere = KernelSpec("greedy", "elsewhere", Capability(("cuda",), ("float32",)), "builtins:print")
+    mine = kernel("greedy", "mine", f"{__name__}:greedy")
+    selector = Selector([mine, InstalledKernel(elsewhere, "dist-elsewhere")], PlatformInfo("cpu"))
+    selector.select("greedy", LOGITS)
+    assert blame(caught(greedy(LOGITS)), selector).endswith("greedy by mine of dist-mine; no other backend fits")
+
+
 def test_code_that_kernels_share_is_put_down_to_the_kernel_that_called_it(caught: Any) -> None:
     package, _, _ = __name__.rpartition(".")
     assert package, "it has neighbours"

@@ -123,7 +123,7 @@ class Selector:
             f"{choice.spec.backend}.{key}": field.description
             for choice in chosen if choice.options for key, field in type(choice.options).model_fields.items()
         }
-        for name in self.options.keys() - known:
+        for name in sorted(self.options.keys() - known):
             used = ", ".join(sorted({choice.spec.backend for choice in chosen}))
             there = "; ".join(f"{each}: {text}" for each, text in known.items()) or "none"
             raise SelectionError(f"--backend-option {name} has no effect: used are {used}; their options: {there}")
