@@ -12,6 +12,7 @@ from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentSt
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.kv.pool import PageCounts, PagePool
 from tokenspeed_core.messages import Finish, Outputs, Submit
+from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
@@ -26,7 +27,7 @@ WINDOW = SlidingWindow("window", 1, 1, 1, MODEL.window)
 STATE = RecurrentState("state", 1, 8)
 GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
     "full": (FULL,), "full and window": (FULL, WINDOW), "window and state": (WINDOW, STATE),
-    "full and state": (FULL, STATE),
+    "full and state": (FULL, STATE), "state": (STATE,),
 }
 NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
@@ -111,7 +112,7 @@ class World:
     max_num_seqs: int = 6
     max_model_len: int = 48
     depth: int = 2
-    policy: str = "fcfs"
+    policy: str | Policy = "fcfs"
     prefix_caching: bool = True
     num_drafts: int = 0
     sends: bool = False
@@ -127,13 +128,15 @@ class World:
         limits = SchedulerLimits(
             self.max_num_seqs, self.max_model_len, self.chunk_size, 16, self.max_queued, MODEL.vocab_size,
         )
+        policy = POLICIES[self.policy]() if isinstance(self.policy, str) else self.policy
+        self.model = MODEL if kv.pages_per_block else NullModel(window=0)   # states alone keep no tokens to read
         self.rng = np.random.default_rng(0)
         self.scheduler = Scheduler(
-            limits, kv, POLICIES[self.policy](), drafts=self._drafts if self.num_drafts else None,
+            limits, kv, policy, drafts=self._drafts if self.num_drafts else None,
             sends=(lambda sequence: sequence.sequence_id % 2 == 0) if self.sends else None,
         )
         runners = [
-            NullRunner(MODEL, self.groups, self.num_pages, self.block_size, self.max_num_seqs, self.max_model_len,
+            NullRunner(self.model, self.groups, self.num_pages, self.block_size, self.max_num_seqs, self.max_model_len,
                        seed=1, fail_at=self.fail_at)
             for _ in range(2)
         ]
@@ -180,7 +183,7 @@ class World:
         """Compare what a sequence got so far with the oracle."""
         submit, got = self.requests[sequence_id], self.tokens[sequence_id]
         grammar = allowed if submit.priority == MASKED else None
-        expected = MODEL.expected(submit.prompt.tolist(), len(got), grammar)
+        expected = self.model.expected(submit.prompt.tolist(), len(got), grammar)
         assert got == expected, f"sequence {sequence_id} got {got}, not {expected}"
         stops = [i for i, token in enumerate(got) if token in submit.stop_token_ids]
         assert not stops or (stops[0] == len(got) - 1 and self.finish.get(sequence_id) is Finish.STOP)

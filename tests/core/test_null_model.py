@@ -324,7 +324,7 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
             chunk_size=rng.choice([-1, 3, 5, 16, 64]), depth=rng.randint(1, 3), num_drafts=rng.choice([0, 0, 4]),
             max_num_seqs=rng.choice([1, 2, 4]),
         )
-        most = world.scheduler.kv.most_tokens()
+        most = min(world.scheduler.kv.most_tokens(), world.max_model_len)
         for sequence_id in range(6):
             length = rng.choice([most, rng.randint(2, most)])
             prompt = [(rng.choice([0, 7]) + i * 3) % 60 for i in range(rng.randint(1, length - 1))]
@@ -334,6 +334,17 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
         world.run(1000)
         for sequence_id in world.tokens:
             world.check(sequence_id)
+
+
+@pytest.mark.parametrize("num_pages", [1, 3])
+def test_sequences_that_keep_states_alone_run_when_these_fill_the_pool(num_pages: int) -> None:
+    world = World(groups=GROUPS["state"], num_pages=num_pages, max_num_seqs=num_pages)
+    for sequence_id in range(num_pages + 1):
+        world.submit(request(sequence_id, [(sequence_id + i) % 60 for i in range(10)], max_tokens=9))
+    world.run(300)
+    for sequence_id in range(num_pages + 1):
+        world.check(sequence_id)
+        assert world.finish[sequence_id] is Finish.LENGTH
 
 
 @pytest.mark.parametrize("groups", sorted(GROUPS))

@@ -1,4 +1,4 @@
-"""What a sequence that loses its slot early, or asks for too much, is told."""
+"""What becomes of sequences that lose their slot early or ask for too much, and of what policies give too much of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from null_world import World, request
 
+from tokenspeed_core.kv.hashing import HashChain
+from tokenspeed_core.kv.manager import Match
 from tokenspeed_core.messages import Finish
-from tokenspeed_core.step import StepResult
+from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Room, View
+from tokenspeed_core.scheduler.lifecycle import Sending
+from tokenspeed_core.scheduler.policy import Ordered
+from tokenspeed_core.step import StepPlan, StepResult
 
 PROMPT = list(range(1, 17))
 
@@ -61,3 +66,102 @@ def test_more_sequences_than_the_queue_ever_takes_are_refused_for_good() -> None
     waits = world.scheduler.submit(request(5, PROMPT, n=1))
     assert waits is not None
     assert waits.reason == "queue_full"
+
+
+class Generous:
+    """First come, first served, with more tokens for a prompt than it has, or than the step may have."""
+
+    def __init__(self, *, to_running: int, to_waiting: int) -> None:
+        self.inner, self.to_running, self.to_waiting = Ordered(by_priority=False), to_running, to_waiting
+
+    def key(self, priority: int, arrival: int) -> tuple[int, int]:
+        return self.inner.key(priority, arrival)
+
+    def decide(self, view: View, limits: Limits) -> Decision:
+        decision = self.inner.decide(view, limits)
+        decision.num_query[view.num_decodes :] += self.to_running
+        return decision
+
+    def admit(self, candidate: Candidate, room: Room) -> int:
+        return self.inner.admit(candidate, room) + self.to_waiting
+
+
+def planned(world: World, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Return the list to which the plans will be added that the world launches."""
+    plans: list[StepPlan] = []
+    forward = world.runner.forward
+    monkeypatch.setattr(world.runner, "forward", lambda plan: (plans.append(plan), forward(plan)))
+    return plans
+
+
+@pytest.mark.parametrize(("to_running", "to_waiting", "chunk_size"), [(0, 5, 20), (5, 0, 8)])
+def test_no_chunk_goes_past_the_known_tokens_though_a_policy_gives_it_more(
+    to_running: int, to_waiting: int, chunk_size: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Generous(to_running=to_running, to_waiting=to_waiting)
+    world = World(policy=policy, chunk_size=chunk_size, max_num_seqs=1)
+    plans = planned(world, monkeypatch)
+    prompts = [[40] * 13, [1, 2, 3, 4, 5, 6, 7, 8, 9]]   # the second gets the first one's slot
+    for sequence_id, prompt in enumerate(prompts):
+        world.submit(request(sequence_id, prompt, max_tokens=3))
+    world.run(100)
+    assert [token for plan in plans for token in plan.token_ids.tolist()] == [*prompts[0], *prompts[1]]
+    for sequence_id in (0, 1):
+        world.check(sequence_id)
+        assert world.finish[sequence_id] is Finish.LENGTH
+
+
+def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(policy=Generous(to_running=0, to_waiting=30), chunk_size=8)
+    plans = planned(world, monkeypatch)
+    for sequence_id in range(3):
+        world.submit(request(sequence_id, [sequence_id] * 13, max_tokens=3))
+    world.run()
+    assert max(plan.num_tokens for plan in plans) == 8
+
+
+def test_who_found_no_room_is_asked_again_only_when_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(num_pages=8)
+    asked = 0
+    match = world.scheduler.kv.match
+
+    def counted(chain: HashChain, num_tokens: int) -> Match:
+        nonlocal asked
+        asked += 1
+        return match(chain, num_tokens)
+
+    monkeypatch.setattr(world.scheduler.kv, "match", counted)
+    world.submit(request(0, PROMPT, max_tokens=12))
+    world.submit(request(1, PROMPT[::-1], max_tokens=12))
+    while 0 not in world.finish:
+        world.step()
+        assert asked <= 2   # once for each
+    world.run()
+    assert 2 < asked < 6
+    for sequence_id in (0, 1):
+        world.check(sequence_id)
+
+
+def test_who_lost_the_slot_finds_what_was_computed_of_the_output_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    plans = planned(world, monkeypatch)
+    world.submit(request(1, PROMPT, max_tokens=20))
+    while len(world.tokens[1]) < 13:
+        world.step()
+    world.scheduler.roster.preempt(slot_of(world, 1))
+    num_before = len(plans)
+    world.run()
+    world.check(1)
+    again = [plan for plan in plans[num_before:] if len(plan.token_ids)]
+    assert [int(start) for plan in again for start in plan.num_computed_tokens] == [28]
+
+
+def test_a_failed_step_leaves_alone_whose_blocks_are_being_sent() -> None:
+    world = World(sends=True, fail_at=frozenset({4}))
+    tokens = world.model.expected(PROMPT, 3)
+    world.submit(request(2, PROMPT, max_tokens=20, stop_token_ids=np.asarray(tokens[2:], np.int32)))
+    world.run()   # the stop token comes with the third step, when the fourth is on its way
+    assert (world.tokens[2], world.finish[2]) == (tokens, Finish.STOP)
+    assert isinstance(world.scheduler.roster.get(2), Sending)
+    world.scheduler.transfer_done(2)
+    assert world.scheduler.kv.counts().held == 0

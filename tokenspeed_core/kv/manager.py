@@ -269,7 +269,7 @@ class KVManager:
         return range(spec.first_needed(length) // size * size + size, length + 1, size)
 
     def _name(self, group: int, page: int, digest: bytes) -> None:
-        if digest in self._index[group] or page in self._names:
+        if digest in self._index[group]:
             return
         self._index[group][digest] = page
         self._names[page] = (group, digest)

@@ -69,11 +69,11 @@ class Admission:
         sequence, kv = state.sequence, self._kv
         sequence.chain.extend(sequence.tokens)
         match = kv.match(sequence.chain, len(sequence.tokens))
-        num_tokens = self._policy.admit(self._candidate(sequence, match), room)
+        num_tokens = min(self._policy.admit(self._candidate(sequence, match), room), room.budget)
         if not num_tokens and room.is_alone:
             # A state's checkpoint takes a page until it is copied, and that may be the one page too many.
             match = kv.no_match()
-            num_tokens = self._policy.admit(self._candidate(sequence, match), room)
+            num_tokens = min(self._policy.admit(self._candidate(sequence, match), room), room.budget)
         lease = kv.acquire(match) if num_tokens else None
         if lease is None:
             self._roster.stuck()

@@ -65,7 +65,11 @@ class Room:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides admissions, chunks and victims. Stateless."""
+    """Decides admissions, chunks and victims. Stateless.
+
+    No chunk goes past the tokens that are known: what a prompt is given beyond them is cut off, and so is what a first
+    chunk is given beyond the budget.
+    """
 
     def key(self, priority: int, arrival: int) -> tuple[int, int]:
         """Return the sort key of a waiting sequence; the least comes first."""

@@ -143,7 +143,6 @@ class Roster:
         """Take slot and blocks from a sequence; it waits for them again."""
         state = self.at(slot)
         self.num_preemptions += 1
-        self.name_known(slot)
         self.move(state, Preempt())
         self.num_waiting += 1
         self._enqueue(state.sequence)

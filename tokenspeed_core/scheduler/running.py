@@ -41,12 +41,12 @@ class Running:
                 self.plan_chunk(draft, int(view.slots[i]), int(decision.num_query[i]))
 
     def plan_chunk(self, draft: Draft, slot: int, num_tokens: int) -> None:
-        """Plan the next `num_tokens` known tokens of a slot, or as many as there are pages for."""
+        """Plan the next `num_tokens` known tokens of a slot, or as many as there are, and as there are pages for."""
         rows, kv = self._rows, self._kv
         start, target = int(rows.num_planned[slot]), int(rows.target[slot])
-        pages_per_block = max(1, kv.pages_per_block)
-        fits = int(rows.capacity[slot]) + kv.pool.num_available // pages_per_block * kv.block_size
-        end = min(start + num_tokens, fits)
+        end = min(start + num_tokens, target)
+        if kv.pages_per_block:  # what has states alone takes no page as it goes on
+            end = min(end, int(rows.capacity[slot]) + kv.pool.num_available // kv.pages_per_block * kv.block_size)
         aligned = end // kv.block_size * kv.block_size
         if kv.has_recurrent and aligned > start and (end < target or aligned < target):
             end = aligned  # a state can be kept only where a block ends

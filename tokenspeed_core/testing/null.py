@@ -23,7 +23,10 @@ Allowed = Callable[[int, int], bool]   # (last token, candidate) -> whether a ma
 
 @dataclass(frozen=True, slots=True)
 class NullModel:
-    """The pure function: vocabulary and the number of last tokens that the windowed read sees."""
+    """The pure function: vocabulary and the number of last tokens that the windowed read sees.
+
+    A model whose groups keep states alone reads none: its window is 0.
+    """
 
     vocab_size: int = 64
     window: int = 6
@@ -48,7 +51,7 @@ class NullModel:
         for _ in range(num_tokens):
             last = tokens[-1]
             mask = None if allowed is None else [allowed(last, t) for t in range(self.vocab_size)]
-            tokens.append(self.next_token(state, tokens[-self.window :], mask))
+            tokens.append(self.next_token(state, tokens[max(0, len(tokens) - self.window) :], mask))
             state = self.advance(state, tokens[-1])
         return tokens[len(prompt) :]
 
@@ -200,6 +203,8 @@ class NullRunner:
 
     def _read(self, slot: int, start: int, end: int) -> list[int]:
         """Read tokens through every group's table that must still hold them; they must agree."""
+        if start == end:
+            return []
         found: list[list[int]] = []
         for group, table in zip(self.groups, self.tables, strict=True):
             if group.is_recurrent or group.first_needed(end - 1) > start:
