@@ -15,7 +15,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.testing.parser import ParserConformance
-from tokenspeed_core.text.load import find_parsers
+from tokenspeed_core.text.load import NamedParser, find_parsers
 
 HERE = "parsers_under_test"
 
@@ -83,8 +83,10 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 
 def test_parsers_are_those_that_are_named_and_none_by_default(catalog: Catalog) -> None:
     assert find_parsers(Config(), catalog) == (None, None)
-    assert find_parsers(Config(tool_call_parser="spec"), catalog) == (None, SPEC)
-    assert find_parsers(Config(reasoning_parser="thinks", tool_call_parser="spec"), catalog) == (SPEC, SPEC)
+    tool = NamedParser(catalog.get("tool_parsers", "spec"), SPEC)
+    thinks = NamedParser(catalog.get("reasoning_parsers", "thinks"), SPEC)
+    assert find_parsers(Config(tool_call_parser="spec"), catalog) == (None, tool)
+    assert find_parsers(Config(reasoning_parser="thinks", tool_call_parser="spec"), catalog) == (thinks, tool)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ async def broken(scope: Any, receive: Any, send: Any) -> None:
     raise ZeroDivisionError
 
 
+async def leaving(scope: Any, receive: Any, send: Any) -> None:
+    raise SystemExit("no licence")
+
+
 def get(app: Any, path: str = "/x", **headers: str) -> httpx.Response:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -41,3 +45,8 @@ def test_what_breaks_is_a_500_that_tells_nothing_of_the_inside(caplog: pytest.Lo
     assert response.status_code == 500
     assert "ZeroDivision" not in response.text
     assert "ZeroDivision" in caplog.text
+
+
+def test_middleware_that_would_end_the_process_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert get(Gate(leaving, None)).json()["error"]["message"].endswith("its log says why")
+    assert "GET /x failed: no licence" in caplog.text

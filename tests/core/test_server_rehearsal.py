@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from server_support import TEMPLATE, make_tokenizer
 
 from tokenspeed_core.messages import Hello, Ready
 from tokenspeed_core.parsers import ParserContext, ParserSpec, ReplyEvent
+from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.requests import Defaults
 from tokenspeed_core.server import rehearsal
@@ -20,6 +22,7 @@ from tokenspeed_core.server.lifecycle import Launch, _Life
 from tokenspeed_core.server.rehearsal import rehearse
 from tokenspeed_core.server.service import ModelText, Options, Service
 from tokenspeed_core.text import ChatTemplate, Tokenizer
+from tokenspeed_core.text.load import NamedParser
 
 TOKENIZER = make_tokenizer()
 heard: list[str] = []
@@ -48,12 +51,21 @@ class Breaks(Hears):
         raise RuntimeError("broken")
 
 
+class Leaves(Hears):
+    """A parser that would end the process."""
+
+    def feed(self, text: str) -> Sequence[ReplyEvent]:
+        sys.exit(5)
+
+
 def told(record: RequestRecord) -> None:
     raise AssertionError(f"an observer heard of {record}")
 
 
 def options(parser: str = "Hears", **more: Any) -> Options:
-    return Options("m", observers=(told,), parsers=(ParserSpec(f"{__name__}:{parser}"), None), **more)
+    entry = Entry("reasoning_parsers", parser, f"{__name__}:x", 1, "acme", "1.0", "installed", "", Status.OK, "")
+    named = NamedParser(entry, ParserSpec(f"{__name__}:{parser}"))
+    return Options("m", observers=(told,), parsers=(named, None), **more)
 
 
 def model_text(tokenizer: Tokenizer | None = TOKENIZER, *, has_template: bool = True) -> ModelText:
@@ -106,9 +118,13 @@ def test_a_model_without_a_template_or_a_tokenizer_rehearses_completions(
     assert [(path, status) for path, status, _ in answers] == [("/v1/completions", 200)] * 2
 
 
-def test_a_parser_that_fails_keeps_no_worker_from_serving(answers: list[tuple[str, int, bytes]]) -> None:
-    asyncio.run(asyncio.wait_for(rehearse(options("Breaks"), model_text()), 5))
+@pytest.mark.parametrize("parser", ["Breaks", "Leaves"])
+def test_a_parser_that_fails_keeps_no_worker_from_serving_and_is_named(
+    parser: str, answers: list[tuple[str, int, bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    asyncio.run(asyncio.wait_for(rehearse(options(parser), model_text()), 5))
     assert [status for _, status, _ in answers] == [200, 200, 500, 500]
+    assert f"reasoning_parsers {parser} of acme 1.0 fails on a reply: " in caplog.messages[0]
 
 
 def test_what_a_rehearsal_fails_with_is_in_the_log_for_who_debugs(

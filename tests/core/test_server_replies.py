@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import make_tokenizer
 
+from tokenspeed_core.errors import PluginError
 from tokenspeed_core.messages import Finish, TokenColumns
 from tokenspeed_core.parsers import ReplyEvent, ReplyParser
 from tokenspeed_core.server.chat_reply import Reader, message
@@ -57,7 +58,8 @@ def make(
 ) -> tuple[Reply, Choice]:
     reply = Reply(kind("m", TOKENIZER, False), shape, Usage(3, 0, 0))
     assembler = Assembler(TOKENIZER.detokenizer(), stops)
-    return reply, reply.add_choice(assembler, Reader(parsers), is_first_of_prompt=True)
+    reader = Reader({type(each).__name__: each for each in parsers})
+    return reply, reply.add_choice(assembler, reader, is_first_of_prompt=True)
 
 
 def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1) -> None:
@@ -156,11 +158,55 @@ def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_th
 
 
 def test_a_whole_reply_that_is_a_call_alone_has_no_content() -> None:
-    reader = Reader([Shouts()])
+    reader = Reader({"shouts": Shouts()})
     deltas = reader.read("h12", is_over=False)
     assert message(deltas)["content"] is None
     assert message(deltas) == message(deltas), "deltas stay as they are"
     assert message([])["content"] == ""
+
+
+class Breaks(Shouts):
+    """A parser that raises, or returns, what it is given."""
+
+    def __init__(self, gives: Any) -> None:
+        self.gives = gives
+
+    def feed(self, text: str) -> Any:
+        if isinstance(self.gives, BaseException):
+            raise self.gives
+        return self.gives
+
+
+class BreaksAtTheEnd(Shouts):
+    """A parser that fails when the reply is over."""
+
+    def finish(self) -> Any:
+        raise SystemExit(5)
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (RuntimeError("no idea"), "RuntimeError: no idea"), (SystemExit(5), "SystemExit: 5"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"), (asyncio.CancelledError(), "CancelledError"),
+        (None, "'NoneType' object is not iterable"), (["text"], "'str' object has no attribute 'kind'"),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_whatever_a_parser_raises_or_returns_is_an_error_that_names_it_and_no_other(
+    gives: Any, said: str, is_first: bool
+) -> None:
+    both = {"the bad one of acme 1.0": Breaks(gives), "the good one of other 2.0": Shouts()}
+    reader = Reader(both if is_first else dict(reversed(both.items())))
+    with pytest.raises(PluginError, match=r"^the bad one of acme 1.0 fails on a reply: ") as caught:
+        reader.read("x", is_over=False)
+    assert said in str(caught.value)
+    assert "other" not in str(caught.value)
+
+
+def test_a_parser_that_fails_at_the_end_is_named_too() -> None:
+    with pytest.raises(PluginError, match=r"^acme fails on a reply: SystemExit: 5"):
+        Reader({"acme": BreaksAtTheEnd()}).read("", is_over=True)
 
 
 def test_events_hold_as_many_tokens_as_the_interval_says() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving import COMMAND, DEMO, Served, said_at_its_end, served
+from serving import COMMAND, DEMO, Background, Served, said_at_its_end, served
 
 PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
 WEATHER = {
@@ -147,9 +147,12 @@ def test_a_parser_that_is_mistyped_ends_the_start_with_the_nearest(words: tuple[
 
 
 STRANGE = """
+import sys
+
 from tokenspeed_core.api import ParserContext, ParserSpec, ReplyEvent
 
 FAILING = ParserSpec("strange_parsers:Failing")
+LEAVING = ParserSpec("strange_parsers:Leaving")
 TELLING = ParserSpec("strange_parsers:Telling", reads_special_tokens=True)
 
 
@@ -170,6 +173,15 @@ class Failing(Telling):
         if "P" in text:
             raise RuntimeError("no idea")
         return super().feed(text)
+
+
+class Leaving(Telling):
+    def __init__(self, context: ParserContext) -> None:
+        if "leave" in context.prompt_end:
+            sys.exit(4)
+
+    def feed(self, text: str) -> list[ReplyEvent]:
+        sys.exit(5)
 """
 
 
@@ -181,6 +193,7 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[tokenspeed.tool_parsers]\nfailing = strange_parsers:FAILING [api1]\n"
+        "leaving = strange_parsers:LEAVING [api1]\n"
         "telling = strange_parsers:TELLING [api1]\n")
     (tmp_path / "site" / "strange_parsers.py").write_text(STRANGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -192,8 +205,26 @@ def test_a_parser_that_fails_fails_its_request_alone(tmp_path: Path) -> None:
         sdk = running.openai()
         with pytest.raises(openai.InternalServerError, match="its log says why"):
             sdk.chat.completions.create(**CALLING)
-        assert "RuntimeError: no idea" in running.said()
+        assert "tool_parsers failing of strange 1.0 fails on a reply: RuntimeError: no idea" in running.said()
         assert "125" in whole(sdk, ADDING)[0]
+
+
+@pytest.mark.usefixtures("strange")
+def test_a_parser_that_would_end_the_process_ends_its_reply_alone(tmp_path: Path) -> None:
+    with served(tmp_path, "--tool-call-parser", "leaving") as running:
+        sdk = running.openai()
+        leave = {"messages": [{"role": "user", "content": "Do leave."}]}
+        other = Background(lambda: whole(sdk, {**ADDING, "max_tokens": 200, "extra_body": {"ignore_eos": True}}))
+        for ask in (CALLING, {**CALLING, **leave}):
+            with pytest.raises(openai.InternalServerError, match="its log says why"):
+                sdk.chat.completions.create(**ask)
+        assert "125" in other.result()[0]
+        with pytest.raises(openai.APIError, match="its log says why"):
+            streamed(sdk, CALLING)
+        said = running.said()
+        assert "tool_parsers leaving of strange 1.0 fails on a reply: SystemExit: 5" in said
+        assert "tool_parsers leaving of strange 1.0: strange_parsers:Leaving fails: SystemExit: 4" in said
+        assert running.process.poll() is None
 
 
 @pytest.mark.usefixtures("strange")

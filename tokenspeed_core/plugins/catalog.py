@@ -103,9 +103,8 @@ class Catalog:
                 return entry
         for entry in self._entries:
             if (entry.kind, entry.name) == (kind, name):
-                raise self._failed(entry) if entry in self._failures else PluginError(
-                    f"{kind} {name} of {entry.distribution} {entry.version} is {entry.status}: {entry.reason}"
-                )
+                failed = self._failed(entry) if entry in self._failures else None
+                raise failed or PluginError(f"{entry} is {entry.status}: {entry.reason}")
         names = self.names(kind)
         installed = "installed: " + ", ".join(names) if names else "none is installed"
         advice = meant(name, names) or f"; pip install the distribution that brings {name}"
@@ -220,11 +219,10 @@ def make(
 
 def _blaming(entry: Entry, what: str) -> PluginError:
     """Return what says whose fault it is, and what mends it or goes on without it."""
-    whose = f"{entry.kind} {entry.name} of {entry.distribution} {entry.version}"
     mend = f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
     if entry.distribution in DEFAULTS:  # without which little is left
         mend = f"`pip install --force-reinstall --no-deps {entry.distribution}=={entry.version}` mends a damaged one"
-    return PluginError(f"{whose}{what}; {mend}")
+    return PluginError(f"{entry}{what}; {mend}")
 
 
 def _import(entry: Entry, expected: type[Any]) -> Any:

@@ -48,6 +48,10 @@ class Entry:
     root: str = field(default="", compare=False)  # two paths may lead to one copy
     traceback: str = field(default="", compare=False)
 
+    def __str__(self) -> str:
+        """Say what it is and whose, as errors do."""
+        return f"{self.kind} {self.name} of {self.distribution} {self.version}"
+
     @property
     def scopes(self) -> tuple[str, str, str]:
         """What names it in a selection: its distribution, that and its kind, and these and its name."""

@@ -48,8 +48,8 @@ class Gate:
 
         try:
             await self._inner(scope, receive, noting_send)
-        except Exception:  # a bug in one request must not reach the others, and its client must be told
-            log.exception("%s %s failed", scope["method"], scope["path"])
+        except (Exception, SystemExit) as error:  # of one request, a plugin's too: no other is harmed, its client told
+            log.exception("%s %s failed: %s", scope["method"], scope["path"], error)
             if has_begun:
                 raise
             await send_error(send, ApiError(500, "the server failed on this request; its log says why"))

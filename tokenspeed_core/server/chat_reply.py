@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tokenspeed_core.errors import PluginError
 from tokenspeed_core.parsers import ReplyEvent, ReplyParser
 
 Delta = str | Mapping[str, Any]  # of a reply: content, or what else it adds to a chat's message
@@ -15,7 +16,8 @@ Delta = str | Mapping[str, Any]  # of a reply: content, or what else it adds to 
 class Reader:
     """Reads one choice; each parser reads the content that the one before it found."""
 
-    def __init__(self, parsers: Sequence[ReplyParser]) -> None:
+    def __init__(self, parsers: Mapping[str, ReplyParser]) -> None:
+        """Take the parsers, each by what it is called in errors."""
         self._parsers = parsers
         self._num_calls = 0
         self._arguments: list[str] = []  # of the last call
@@ -29,15 +31,23 @@ class Reader:
             return False
 
     def read(self, text: str, *, is_over: bool) -> Sequence[Delta]:
-        """Take the next delta of text and return what is certain by now."""
+        """Take the next delta of text and return what is certain by now.
+
+        Raises PluginError, which names the parser, for whatever one raises and for what is no event.
+        """
         if not self._parsers:
             return [text] if text else []
         events: Sequence[ReplyEvent] = [ReplyEvent("content", text)] if text else []
-        for parser in self._parsers:
-            found = [each for event in events
-                     for each in (parser.feed(event.text) if event.kind == "content" else (event,))]
-            events = [*found, *parser.finish()] if is_over else found
-        return [self._delta(event) for event in events]
+        name = finder = ""
+        try:
+            for name, parser in self._parsers.items():
+                found = [each for event in events
+                         for each in (parser.feed(event.text) if event.kind == "content" else (event,))]
+                events, finder = [*found, *parser.finish()] if is_over else found, name
+            return [self._delta(event) for event in events]
+        except BaseException as error:  # plugin code may raise anything; Ctrl-C, which drains, does not come here
+            whose = name if all(isinstance(each, ReplyEvent) for each in events) else finder
+            raise PluginError(f"{whose} fails on a reply: {type(error).__name__}: {error}") from error
 
     def _delta(self, event: ReplyEvent) -> Delta:
         if event.kind == "content":

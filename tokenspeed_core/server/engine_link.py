@@ -204,8 +204,8 @@ def _take(
 ) -> bool:
     try:
         return sink.take(token_ids, finish, num_cached, logprobs)
-    except Exception:  # a fault in one request's text must not end the other requests of the step
-        log.exception("a request failed while its tokens were turned into text")
+    except Exception as error:  # a fault in one request's text must not end the other requests of the step
+        log.exception("a request failed while its tokens were turned into text: %s", error)
         sink.fail(ApiError(500, "the server failed on this request's output; its log says why"))
         return True
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tokenspeed_core.messages import Ready
-from tokenspeed_core.parsers import ParserContext, ParserSpec
+from tokenspeed_core.parsers import ParserContext
 from tokenspeed_core.plugins.hookspecs import RequestRecord
 from tokenspeed_core.requests import BadRequestError, Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
@@ -27,7 +27,7 @@ from tokenspeed_core.server.replies import Choice, Reply, Shape
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer
 from tokenspeed_core.text.detokenizer import Detokenizer, NoText
-from tokenspeed_core.text.load import Parsers
+from tokenspeed_core.text.load import NamedParser, Parsers
 
 MAX_SEQUENCES_PER_REQUEST = 1024
 MAX_INLINE_BYTES = 4096   # longer bodies are rendered and tokenised off the event loop
@@ -213,26 +213,26 @@ class Service:
         return kind(self.options.model_name, self._serving().text.tokenizer, wants_usage)
 
     def _choices(self, reply: Reply, params: SamplingParams, body: Body, prompt: I32) -> list[Choice]:
-        specs, context = self._parsers(body, prompt)
-        skips_special = params.skip_special_tokens and not any(spec.reads_special_tokens for spec in specs)
+        parsers, context = self._parsers(body, prompt)
+        skips_special = params.skip_special_tokens and not any(each.spec.reads_special_tokens for each in parsers)
         return [
             reply.add_choice(
                 Assembler(self._detokenizer(skips_special), params.stop, params.include_stop_str_in_output),
-                Reader([spec.make(context) for spec in specs]),
+                Reader({str(each.entry): each.make(context) for each in parsers}),
                 is_first_of_prompt=index == 0,
             )
             for index in range(params.n)
         ]
 
-    def _parsers(self, body: Body, prompt: I32) -> tuple[list[ParserSpec], ParserContext]:
+    def _parsers(self, body: Body, prompt: I32) -> tuple[list[NamedParser], ParserContext]:
         """Return who reads the replies to a request, and what they know of it. Without tools there are no calls."""
         tokenizer, (reasoning, calls) = self._serving().text.tokenizer, self.options.parsers
         if not isinstance(body, ChatRequest) or tokenizer is None:
             return [], ParserContext()
         offered = body.tools or () if body.tool_choice == "auto" else ()
-        specs = [spec for spec in (reasoning, calls if offered else None) if spec is not None]
-        end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False) if specs else ""
-        return specs, ParserContext(tuple(tool.model_dump(exclude_unset=True) for tool in offered if specs), end)
+        parsers = [each for each in (reasoning, calls if offered else None) if each is not None]
+        end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False) if parsers else ""
+        return parsers, ParserContext(tuple(tool.model_dump(exclude_unset=True) for tool in offered if parsers), end)
 
     def _detokenizer(self, skips_special: bool) -> Detokenizer:
         tokenizer = self._serving().text.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenspeed_core.config import Config
@@ -12,7 +13,20 @@ from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.text.template import ChatTemplate, load_chat_template
 from tokenspeed_core.text.tokenizer import Tokenizer, load_tokenizer
 
-Parsers = tuple[ParserSpec | None, ParserSpec | None]  # of reasoning, of tool calls; None: what it finds stays content
+
+@dataclass(frozen=True, slots=True)
+class NamedParser:
+    """A parser that the user named, and whose it is."""
+
+    entry: Entry
+    spec: ParserSpec
+
+    def make(self, context: ParserContext) -> ReplyParser:
+        """Return a parser for one reply. Raises PluginError, in one line, for whatever its factory raises."""
+        return make(self.entry, self.spec.load, lambda: self.spec.make(context), ReplyParser)  # type: ignore[type-abstract]
+
+
+Parsers = tuple[NamedParser | None, NamedParser | None]  # of reasoning, of calls; None: what it finds stays content
 
 
 def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -32,12 +46,15 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
 def find_parsers(config: Config, catalog: Catalog) -> Parsers:
     """Return the parsers that a configuration names. Raises PluginError, in one line."""
     return (
-        _load(catalog.get("reasoning_parsers", config.reasoning_parser), catalog) if config.reasoning_parser else None,
-        _load(catalog.get("tool_parsers", config.tool_call_parser), catalog) if config.tool_call_parser else None,
+        _find("reasoning_parsers", config.reasoning_parser, catalog),
+        _find("tool_parsers", config.tool_call_parser, catalog),
     )
 
 
-def _load(entry: Entry, catalog: Catalog) -> ParserSpec:
-    spec = catalog.need(entry, ParserSpec)
-    make(entry, spec.load, lambda: spec.make(ParserContext()), ReplyParser)  # type: ignore[type-abstract]
-    return spec
+def _find(kind: str, name: str | None, catalog: Catalog) -> NamedParser | None:
+    if name is None:
+        return None
+    entry = catalog.get(kind, name)
+    found = NamedParser(entry, catalog.need(entry, ParserSpec))
+    found.make(ParserContext())
+    return found
