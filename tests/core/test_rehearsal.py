@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from null_world import World, request
 
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.messages import Refused, Submit
+from tokenspeed_core.step import StepResult
 
 
 def drawn(world: World) -> list[int]:
@@ -43,8 +47,34 @@ def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(monkeypa
     assert asked == [(256, 0), (16, 1)]
 
 
+@pytest.mark.parametrize("nth", [0, 1])
+@pytest.mark.parametrize(("bad", "is_fine"), [((), True), ((0,), True), ((1,), True), ((0, 1), False)], ids=str)
+def test_a_rehearsal_says_whether_either_request_got_finite_logits(
+    monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...], is_fine: bool, nth: int
+) -> None:
+    world = World()
+    engine = Engine(world.scheduler, world.runner)
+    submit, collect = engine.submit, world.runner.collect
+    num_tokens: list[int] = []  # that each request got so far
+
+    def begin(request: Submit) -> Refused | None:
+        num_tokens.append(0)
+        return submit(request)
+
+    def spoil(step_id: int) -> StepResult:
+        result: StepResult = collect(step_id)
+        num_before, num_tokens[-1] = num_tokens[-1], num_tokens[-1] + len(result.token_ids)
+        is_bad = len(num_tokens) - 1 in bad and num_before == nth
+        return replace(result, token_ids=np.full_like(result.token_ids, -1)) if is_bad else result
+
+    monkeypatch.setattr(engine, "submit", begin)
+    monkeypatch.setattr(world.runner, "collect", spoil)
+    assert rehearse(engine, world.max_model_len) is is_fine
+    assert not world.scheduler.has_work
+
+
 def test_where_no_token_fits_behind_a_prompt_nothing_is_rehearsed() -> None:
     world = World(max_model_len=1)
     engine = Engine(world.scheduler, world.runner)
-    rehearse(engine, 1)
+    assert rehearse(engine, 1)
     assert engine.num_steps == 0

@@ -12,7 +12,7 @@ import pytest
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
-from tokenspeed_core.runner.blame import blame
+from tokenspeed_core.runner.blame import blame, no_finite_logit
 
 ANYWHERE = Capability(("cpu",), ("float32",))
 LOGITS = {"vocab_size": 64, "dtype": "float32"}
@@ -86,3 +86,17 @@ def test_code_that_kernels_share_is_put_down_to_the_kernel_that_called_it(caught
 def test_an_exception_of_no_kernel_is_put_down_to_nobody(caught: Any) -> None:
     assert blame(caught(lambda: int("x")), Selector([], PlatformInfo("cpu"))) == ""
     assert blame(ValueError("never raised"), chosen()) == ""
+
+
+def test_where_no_logit_is_finite_a_stranger_may_be_to_blame_and_so_may_the_weights() -> None:
+    said = no_finite_logit(chosen().plan())
+    assert "weights are not finite" in said
+    assert said.endswith("; sample by mine of dist-mine; no other backend fits, or greedy by mine of dist-mine; "
+                         "`--kernel-backend greedy=other` goes on without it")
+
+
+def test_where_no_logit_is_finite_kernels_that_are_all_default_are_not_listed() -> None:
+    own = InstalledKernel(KernelSpec("greedy", "torch", ANYWHERE, "builtins:print"), "tokenspeed-kernels")
+    selector = Selector([own], PlatformInfo("cpu"))
+    selector.select("greedy", LOGITS)
+    assert no_finite_logit(selector.plan()).endswith("; all kernels are TokenSpeed's own")

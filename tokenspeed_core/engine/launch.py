@@ -15,7 +15,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.rehearsal import rehearse
-from tokenspeed_core.errors import CapacityError, ConfigError
+from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.kv.manager import KVManager
@@ -24,6 +24,7 @@ from tokenspeed_core.models import Quantization
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
+from tokenspeed_core.runner.blame import no_finite_logit
 from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.limits import SchedulerLimits
@@ -110,7 +111,8 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     """Load the model, size the pool, and put the engine together.
 
     `is_batch` is for a caller who brings all requests and waits for all: no queue is too long, no token urgent.
-    Raises what `resolve` does, SelectionError, and CapacityError where memory is too small.
+    Raises what `resolve` does, SelectionError, CapacityError where memory is too small, and EngineDeadError where a
+    request of its own fails, or none gets finite logits.
     """
     _require_torch()
     from tokenspeed_core.runner.local import build
@@ -126,7 +128,9 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     scheduler = Scheduler(limits, kv, resolved.policy)
     # On the CPU a step is over when it is launched: there is nothing to run ahead of.
     depth = 1 if resolve_device(config.device).type == "cpu" else 2
-    rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
+    is_fine = rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
+    if not is_fine and config.load_format != "dummy":  # of which any logits may come
+        raise EngineDeadError(f"{resolved.checkpoint.name}: {no_finite_logit(runner.kernel_plan)}")
     observe = Hooks.load(catalog).observer("observe_step")
     engine = Engine(scheduler, runner, depth=depth, observe=observe, spares_decodes=not is_batch)
     report = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import takewhile
 from traceback import walk_tb
 
-from tokenspeed_core.kernels.plan import PlannedOp
+from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
 from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins.selection import DEFAULTS
 
 _CALLER = "tokenspeed_core.runner.attention"  # where a local `phase` says which of a layer's kernels is called
 
@@ -37,3 +38,11 @@ def blame(error: BaseException, selector: Selector) -> str:
             if near[0] and near > best and phase in (None, planned.axis("phase")):
                 best, whose = near, f"raised in {module}.{function}, {name_kernel(planned)}"
     return whose
+
+
+def no_finite_logit(plan: KernelPlan) -> str:
+    """Say what may be to blame where no request gets finite logits: nothing raised that would single a kernel out."""
+    foreign = [each for each in plan.ops if each.backend and each.distribution not in DEFAULTS]
+    whose = ", or ".join(dict.fromkeys(map(name_kernel, foreign))) or "all kernels are TokenSpeed's own"
+    return ("none of the start's own requests got finite logits: either weights are not finite, in the checkpoint or "
+            f"in this --dtype, or what a kernel computes is not; {whose}")

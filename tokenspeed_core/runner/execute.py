@@ -130,7 +130,7 @@ class LocalRunner:
             with torch.inference_mode():
                 self._use_stream()
                 self._launched[plan.step_id] = self._forward(plan)
-        except Exception as error:  # whatever a kernel or the device raises ends this step, not the engine
+        except (Exception, SystemExit) as error:  # whatever a kernel or the device raises ends this step alone
             raise self._failed(plan.step_id, "forward", error) from error
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
@@ -143,7 +143,7 @@ class LocalRunner:
                     step.fetch = self._link.fetch_ids(self._nothing)  # so that `collect` waits for the forward
                 else:
                     self._sample(step, step.rows, late)
-        except Exception as error:  # as in forward
+        except (Exception, SystemExit) as error:  # as in forward
             del self._launched[step_id]
             raise self._failed(step_id, "sampling", error) from error
 
@@ -154,7 +154,7 @@ class LocalRunner:
         assert step.fetch is not None, "a step is sampled before it is collected"
         try:
             ids, *logprobs = step.fetch()
-        except Exception as error:  # as in forward
+        except (Exception, SystemExit) as error:  # as in forward
             raise self._failed(step_id, "execution", error) from error
         if step.rows is None:
             return StepResult(step_id, num_tokens, ids, None)
@@ -179,7 +179,7 @@ class LocalRunner:
         for layer in self._assembly.build.layers:
             layer.k_cache = layer.v_cache = self._arena
 
-    def _failed(self, step_id: int, what: str, error: Exception) -> StepFailed:
+    def _failed(self, step_id: int, what: str, error: BaseException) -> StepFailed:
         whose = blame(error, self._assembly.selector)
         kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else StepFailed
         return kind(f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}")

@@ -46,15 +46,12 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
 def find_parsers(config: Config, catalog: Catalog) -> Parsers:
     """Return the parsers that a configuration names. Raises PluginError, in one line."""
     return (
-        _find("reasoning_parsers", config.reasoning_parser, catalog),
-        _find("tool_parsers", config.tool_call_parser, catalog),
+        _load(catalog.get("reasoning_parsers", config.reasoning_parser), catalog) if config.reasoning_parser else None,
+        _load(catalog.get("tool_parsers", config.tool_call_parser), catalog) if config.tool_call_parser else None,
     )
 
 
-def _find(kind: str, name: str | None, catalog: Catalog) -> NamedParser | None:
-    if name is None:
-        return None
-    entry = catalog.get(kind, name)
-    found = NamedParser(entry, catalog.need(entry, ParserSpec))
-    found.make(ParserContext())
-    return found
+def _load(entry: Entry, catalog: Catalog) -> NamedParser:
+    parser = NamedParser(entry, catalog.need(entry, ParserSpec))
+    parser.make(ParserContext())
+    return parser

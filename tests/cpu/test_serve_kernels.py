@@ -1,0 +1,70 @@
+"""A stranger's kernel that would end the engine's process, and one whose results are no numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from serving import said_at_its_end, served
+
+STRANGE = """
+from tokenspeed_core.api import Capability, KernelSpec
+
+def spec(name):
+    anywhere = Capability(("cpu",), ("bfloat16", "float32"))
+    return KernelSpec("attention", f"strange/{name}", anywhere, f"strange_attention:{name}")
+
+LEAVES, EMPTY = spec("leaves"), spec("empty")
+"""
+ATTENTION = """
+import sys
+
+from tokenspeed_kernels.reference.attention import TorchAttention
+
+class leaves(TorchAttention):
+    def prepare(self, step):
+        sys.exit(4)
+
+class empty(TorchAttention):
+    def forward(self, q, k_cache, v_cache, out):
+        out.fill_(float("nan"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the two kernels above."""
+    info = tmp_path / "site" / "strange-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tokenspeed.kernels.attention]\nstrange/leaves = strange_specs:LEAVES [api1]\n"
+        "strange/empty = strange_specs:EMPTY [api1]\n")
+    (tmp_path / "site" / "strange_specs.py").write_text(STRANGE)
+    (tmp_path / "site" / "strange_attention.py").write_text(ATTENTION)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+
+
+def last_words(folder: Path, *flags: str) -> str:
+    """Return the one line with which a start ends."""
+    status, said = said_at_its_end(folder, "serve", "--port", "0", "--device", "cpu", *flags)
+    assert status == 2
+    return said.splitlines()[-1]
+
+
+def test_a_kernel_that_would_end_the_process_in_prepare_is_named(tmp_path: Path) -> None:
+    said = last_words(tmp_path, "--attention-backend", "strange/leaves")
+    assert said.startswith("tokenspeed: the engine could not start: step 1: forward failed: SystemExit: 4; raised in ")
+    assert "attention (prefill) by strange/leaves of strange; `--attention-backend " in said
+
+
+def test_a_kernel_that_gives_no_number_ends_the_start_and_is_named(tmp_path: Path) -> None:
+    said = last_words(tmp_path, "--attention-backend.decode", "strange/empty", "--attention-backend.prefill", "torch")
+    assert "none of the start's own requests got finite logits: either weights are not finite" in said
+    assert "; attention (decode) by strange/empty of strange; `--attention-backend.decode " in said
+    assert "prefill" not in said
+
+
+def test_weights_that_are_noise_are_served_whatever_their_logits(tmp_path: Path) -> None:
+    with served(tmp_path, "--attention-backend", "strange/empty", "--load-format", "dummy") as running:
+        assert "gave no finite logit" in running.said()
