@@ -118,7 +118,7 @@ def measure(traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int)
         answers = run(Target(base, "canned"), traffic.sessions, pace)
         after = [sum(each.cpu_times()[:2]) for each in (first, *others)]
         seconds = [end - begin for begin, end in zip(before, after, strict=True)]
-        figures = of_records(answers.records, {}) | {"failed": len(answers.failures), "api_workers": num_workers}
+        figures = of_records(answers.records, {}, len(answers.failures)) | {"api_workers": num_workers}
         per_token = round(sum(seconds) / figures["output_tokens"] * 1e6, 2)
         print(json.dumps({**figures, "api_us_per_token": per_token, "api_seconds": [round(s, 2) for s in seconds]}))
     finally:

@@ -10,9 +10,12 @@ import time
 
 import pytest
 from misbehaving import STREAM, Exchange, good, serving
+from tokenspeed_bench import online
+from tokenspeed_bench import result as results
 from tokenspeed_bench.canned import client_cost
 from tokenspeed_bench.client import Answers, Pace, run
 from tokenspeed_bench.connection import Target
+from tokenspeed_bench.figures import Record
 from tokenspeed_bench.traffic import AgentShape, Session, Turn, agents, load
 
 ONE = Pace(1, None, 1)
@@ -245,3 +248,13 @@ def test_a_client_process_that_dies_costs_only_its_own_requests(monkeypatch: pyt
         answers = ask(fake.url, num=4, pace=Pace(2, None, 2))
     assert len(answers.records) == 2
     assert answers.failures == ["a client process ended with 7"]
+
+
+def test_all_requests_that_a_dead_client_lost_are_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Answers([Record(0.0, [0.1, 0.2], 2, 0.2)] * 2, ["a client process ended with 7"])
+    monkeypatch.setattr(online, "run", lambda *given: half)
+    result = results.new("serve", "m", None, {})
+    plan = online.Online([online.Load(load(8, 10, 2, is_fixed=True), ONE)], {"ttft": 1e3}, measures_client=False)
+    online.measure(Target("http://h", "m"), plan, result, lambda run: None)
+    figures = result["runs"][-1]["figures"]
+    assert (figures["answered"], figures["failed"], figures["good_share"]) == (2, 6, 0.25)

@@ -119,10 +119,12 @@ def test_requests_that_fail_are_counted_with_their_message_and_status_1(capsys: 
             await good(exchange)
 
     with serving(every_third_fails) as fake:
-        status = bench(["serve", "--url", fake.url, "--users", "1", "--requests", "6", "--no-client-cost"])
+        status = bench(["serve", "--url", fake.url, "--users", "1", "--requests", "6", "--no-client-cost",
+                        "--goodput", "ttft:60000"])
     assert status == 1
     said = capsys.readouterr().out
     assert "4 answered, 2 failed" in said
+    assert "goodput (ttft:60000): 66.7 % of requests" in said, "a request that failed kept no goal"
     assert "failed 2 times: 500 Oops: the device is gone" in said
 
 

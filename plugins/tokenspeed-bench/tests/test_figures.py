@@ -62,6 +62,14 @@ def test_goodput_counts_requests_that_keep_every_goal(goals: dict[str, float], s
     assert figures["good_per_s"] == pytest.approx(share * 2 / 0.5, abs=1e-3)
 
 
+def test_a_request_without_an_answer_keeps_no_goal() -> None:
+    records = [record(0.0, 0.1, 0.01, 11)] * 3
+    figures = of_records(records, {"ttft": 150.0}, num_failed=1)
+    assert (figures["answered"], figures["failed"]) == (3, 1)
+    assert figures["good_share"] == 0.75
+    assert figures["good_per_s"] == pytest.approx(3 / 0.2)
+
+
 def test_a_long_pause_in_an_answer_breaks_its_goal_for_gaps() -> None:
     assert not meets(Record(0.0, [0.1, 0.11, 1.0], 3, 1.0), {"itl": 100.0})
 

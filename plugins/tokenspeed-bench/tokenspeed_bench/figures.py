@@ -57,15 +57,15 @@ def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
     return {f"{name}_{key}_ms": round(1e3 * value, 3) for key, value in values.items()}
 
 
-def of_records(records: Sequence[Record], goals: Mapping[str, float]) -> dict[str, Any]:
-    """Return a run's figures. Raises ValueError where nothing was answered."""
+def of_records(records: Sequence[Record], goals: Mapping[str, float], num_failed: int = 0) -> dict[str, Any]:
+    """Return a run's figures; a request that failed kept no goal. Raises ValueError where nothing was answered."""
     if not records:
         raise ValueError("no request was answered")
     seconds = max(r.done for r in records) - min(r.sent for r in records)
     num_tokens, num_events = sum(r.num_tokens for r in records), sum(len(r.events) for r in records)
     spoken = [r for r in records if r.events]
     figures: dict[str, Any] = {
-        "s": round(seconds, 4), "answered": len(records), "output_tokens": num_tokens,
+        "s": round(seconds, 4), "answered": len(records), "failed": num_failed, "output_tokens": num_tokens,
         "out_per_s": round(num_tokens / seconds, 1), "events_per_s": round(num_events / seconds, 1),
         "event_share": round(num_events / num_tokens, 4) if num_tokens else 0.0,
         **spread("ttft", [r.first() for r in spoken]),
@@ -76,7 +76,7 @@ def of_records(records: Sequence[Record], goals: Mapping[str, float]) -> dict[st
     }
     if goals:
         good = sum(meets(r, goals) for r in records)
-        figures |= {"good_share": round(good / len(records), 4), "good_per_s": round(good / seconds, 3)}
+        figures |= {"good_share": round(good / (len(records) + num_failed), 4), "good_per_s": round(good / seconds, 3)}
     return figures
 
 

@@ -78,8 +78,8 @@ def _send(
             if answers.is_interrupted:
                 return answers
             raise BenchError(f"no request was answered: {_most_common(answers.failures)}")
-        figures = of_records(answers.records, plan.goals) | first_turns_apart(answers.records)
-        figures["failed"] = len(answers.failures)
+        figures = of_records(answers.records, plan.goals, _num_failed(each, answers))
+        figures |= first_turns_apart(answers.records)
         if plan.measures_client and not answers.is_interrupted:
             progress.say("the client alone")
             client = {"client": client_cost(pace)}
@@ -92,6 +92,13 @@ def _send(
         **({"is_part": True} if answers.is_interrupted else {}),
     ))
     return answers
+
+
+def _num_failed(each: Load, answers: Answers) -> int:
+    """Return the requests that failed: of a load that ran to its end, all that have no answer, whoever lost them."""
+    if answers.is_interrupted:
+        return len(answers.failures)
+    return sum(len(session.turns) for session in each.traffic.sessions) - len(answers.records)
 
 
 def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
