@@ -76,7 +76,7 @@ def named(folder: Path) -> list[psutil.Process]:
             if any(str(folder) in word for word in process.info["cmdline"] or ())]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_who_is_broken_off_leaves_what_was_measured_and_no_server(number: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     child = subprocess.Popen(
@@ -89,6 +89,7 @@ def test_who_is_broken_off_leaves_what_was_measured_and_no_server(number: signal
         assert child.poll() is None
     time.sleep(3)
     assert any("serve" in process.info["cmdline"] for process in named(tmp_path))
+    started = psutil.Process(child.pid).children(recursive=True)
     os.killpg(child.pid, number)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
@@ -97,7 +98,26 @@ def test_who_is_broken_off_leaves_what_was_measured_and_no_server(number: signal
     assert result["is_interrupted"]
     assert 0 < result["runs"][-1]["figures"]["answered"] < 5000
     assert result["runs"][-1]["is_part"]
-    assert named(tmp_path) == []
+    assert [each for each in started if each.is_running()] == []
+
+
+@pytest.mark.parametrize("when", ["median of the next", "answered, 0 failed"], ids=["under load", "the client alone"])
+def test_a_bench_that_is_killed_takes_its_server_and_clients_along(when: str, tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [*BENCH, "serve", "--users", "2,3", "--requests", "4,5000", "--input-len", "16", "--output-len", "16", *SMALL],
+        stdout=subprocess.PIPE, text=True, env={**ENVIRON, "TMPDIR": str(tmp_path)}, start_new_session=True,
+    )
+    assert child.stdout is not None
+    while when not in child.stdout.readline():
+        assert child.poll() is None
+    time.sleep(1)
+    started = psutil.Process(child.pid).children(recursive=True)
+    assert len(started) > 3
+    child.kill()
+    child.communicate()
+    _, left = psutil.wait_procs(started, timeout=60)
+    assert left == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_dies_under_load_is_quoted_and_its_requests_are_failed(tmp_path: Path) -> None:

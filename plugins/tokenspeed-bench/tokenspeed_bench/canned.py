@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenspeed_bench.client import Pace, run
 from tokenspeed_bench.connection import Target
+from tokenspeed_bench.endings import left_to_the_parent
 from tokenspeed_bench.figures import of_records
 from tokenspeed_bench.traffic import load
 
@@ -81,12 +82,12 @@ class Connection(asyncio.Protocol):
             self.live.discard(self)
 
 
-async def serve(listening: socket.socket, seconds: float) -> None:
-    """Serve until killed, an event to every live connection each beat."""
+async def serve(listening: socket.socket, seconds: float, parent: int) -> None:
+    """Serve until the parent kills this process or ends, an event to every live connection each beat."""
     live: set[Connection] = set()
     await asyncio.get_running_loop().create_server(lambda: Connection(live), sock=listening)
     due = time.perf_counter()
-    while True:
+    while os.getppid() == parent:
         due = max(due + seconds, time.perf_counter())
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         for connection in list(live):
@@ -102,11 +103,11 @@ def bind(port: int) -> socket.socket:
     return bound
 
 
-def _process(port: int, seconds: float) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+def _process(port: int, seconds: float, parent: int) -> None:
+    left_to_the_parent()
     listening = bind(port)
     listening.listen(1024)
-    asyncio.run(serve(listening, seconds))
+    asyncio.run(serve(listening, seconds, parent))
 
 
 @contextmanager
@@ -116,7 +117,8 @@ def canned_server(num_procs: int, seconds: float) -> Iterator[str]:
     with bind(0) as reserved:
         port: int = reserved.getsockname()[1]
         servers = [
-            context.Process(target=_process, args=(port, seconds), daemon=True) for _ in range(num_procs)
+            context.Process(target=_process, args=(port, seconds, os.getpid()), daemon=True)
+            for _ in range(num_procs)
         ]
         for server in servers:
             server.start()

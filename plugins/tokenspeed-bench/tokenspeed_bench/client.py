@@ -10,7 +10,6 @@ import asyncio
 import multiprocessing
 import os
 import random
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from queue import Empty
 from typing import Any
 
 from tokenspeed_bench.connection import RequestFailed, Target, User
+from tokenspeed_bench.endings import left_to_the_parent
 from tokenspeed_bench.figures import Record
 from tokenspeed_bench.traffic import Session
 
@@ -56,6 +56,7 @@ class _Shared:
     stop: Event
     num_done: Any
     out: Queue[Answers]
+    parent: int  # its process id
 
 
 def run(
@@ -63,7 +64,7 @@ def run(
 ) -> Answers:
     """Send the sessions and return what came of them; Ctrl-C returns what came so far. `report(done, total)`."""
     context = multiprocessing.get_context("fork")
-    shared = _Shared(context.Event(), context.Event(), context.Value("i", 0), context.Queue())
+    shared = _Shared(context.Event(), context.Event(), context.Value("i", 0), context.Queue(), os.getpid())
     arrivals = _arrivals(len(sessions), pace.rate)
     num_procs = max(1, min(pace.procs, pace.users if pace.rate is None else len(sessions)))
     clients = [
@@ -125,8 +126,7 @@ def _client(
     target: Target, sessions: Sequence[Session], arrivals: Sequence[float | None], num_users: int, shared: _Shared
 ) -> None:
     """Run one client process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent hears them, and asks for what was measured
-        signal.signal(number, signal.SIG_IGN)
+    left_to_the_parent()  # which asks for what was measured
     shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
 
 
@@ -135,8 +135,8 @@ async def _until_stopped(
 ) -> Answers:
     answers = Answers()
     requests = [_requests(target, session) for session in sessions]
-    parent = os.getppid()
-    shared.go.wait()
+    while not shared.go.wait(LOOK) and os.getppid() == shared.parent:
+        pass
     begin = time.perf_counter()
     waiting = iter(requests)
 
@@ -155,7 +155,7 @@ async def _until_stopped(
     timed = [arriving(each, at) for each, at in zip(requests, arrivals, strict=True) if at is not None]
     tasks = [asyncio.ensure_future(each) for each in timed or (closed() for _ in range(num_users))]
     pending = set(tasks)
-    while pending and not shared.stop.is_set() and os.getppid() == parent:
+    while pending and not shared.stop.is_set() and os.getppid() == shared.parent:
         _, pending = await asyncio.wait(pending, timeout=LOOK)
     for task in pending:
         task.cancel()

@@ -54,11 +54,18 @@ def bench(words: Sequence[str]) -> int:
 
         parser_of(verb).print_help()
         return 0
+    from tokenspeed_bench import endings
+
+    with endings.heard():
+        return _measure(verb, rest)
+
+
+def _measure(verb: str, words: Sequence[str]) -> int:
     if verb == "anchors":
         from tokenspeed_bench import rows
 
-        return rows.measure(rest)
-    return _serve(rest) if verb == "serve" else _offline(verb, rest)
+        return rows.measure(words)
+    return _serve(words) if verb == "serve" else _offline(verb, words)
 
 
 def _compare(words: Sequence[str]) -> int:

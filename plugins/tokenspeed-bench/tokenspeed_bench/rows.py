@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed_bench import result as results
+from tokenspeed_bench import watched
 from tokenspeed_bench.anchors import DEVICE, GROUPS, ROWS, Row
 from tokenspeed_bench.compare import runs_of
 from tokenspeed_bench.errors import INTERRUPTED, BenchError
@@ -75,18 +76,18 @@ def measure_group(
     with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
         path = Path(folder, "result.json")
         environ = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenspeed_core.cli", "bench", *command, "--json", str(path)], env=environ
-        )
-        status = _wait(child)
+        with watched.start(["bench", *command, "--json", str(path)], env=environ) as child:
+            status = _wait(child)
         return (results.read(str(path)) if path.is_file() else None), status
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a child that hears a Ctrl-C as well, and hands in what it measured."""
+    """Wait for a child that hears a Ctrl-C as well, or is told of another end, and hands in what it measured."""
     try:
         return child.wait()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as end:
+        for number in end.args:
+            child.send_signal(number)
         child.wait()
         return INTERRUPTED
 

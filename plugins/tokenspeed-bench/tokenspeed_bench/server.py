@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +14,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from tokenspeed_bench import watched
 from tokenspeed_bench.connection import message_of
 from tokenspeed_bench.errors import BenchError
 
@@ -82,19 +81,14 @@ def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, fl
     Raises BenchError, with the last of what the server said, when it ends or is not healthy in time.
     """
     api = Api(f"http://127.0.0.1:{_free_port()}", key)
-    command = [
-        sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", *arguments, "--port", api.url.rpartition(":")[2],
-    ]
+    words = ["serve", *arguments, "--port", api.url.rpartition(":")[2]]
     environ = {**os.environ, "TOKENSPEED_API_KEY": key} if key else dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
-        log = Path(folder, "server.log")
+    with tempfile.TemporaryFile() as log:  # without a name: nothing is left of it, however this process ends
         begin = time.perf_counter()
-        with log.open("wb") as output:
-            server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environ,
-                start_new_session=True,  # a Ctrl-C stops the load, whose answers the server still has to end
-            )
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # keeps what was measured, as a Ctrl-C
+        server = watched.start(
+            words, stdout=log, stderr=subprocess.STDOUT, env=environ,
+            start_new_session=True,  # a Ctrl-C stops the load, whose answers the server still has to end
+        )
         try:
             _await(server, api, log)
             try:
@@ -103,11 +97,10 @@ def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, fl
                 if server.poll() is not None:
                     print(f"tokenspeed: the server {_ended(server, log)}", file=sys.stderr)
         finally:
-            signal.signal(signal.SIGTERM, before)
             _stop(server)
 
 
-def _await(server: subprocess.Popen[bytes], api: Api, log: Path) -> None:
+def _await(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
     end = time.monotonic() + MOST_SECONDS
     while not api.is_healthy():
         if server.poll() is not None:
@@ -117,12 +110,13 @@ def _await(server: subprocess.Popen[bytes], api: Api, log: Path) -> None:
         time.sleep(POLL)
 
 
-def _ended(server: subprocess.Popen[bytes], log: Path) -> str:
+def _ended(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
     return f"ended with status {server.returncode}; it said:\n{_last_lines(log)}"
 
 
-def _last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-NUM_LINES:])
+def _last_lines(log: IO[bytes]) -> str:
+    said = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # where the server goes on writing stays
+    return "\n".join(said.decode(errors="replace").strip().splitlines()[-NUM_LINES:])
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -131,7 +125,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
         server.wait(PATIENCE)
     except subprocess.TimeoutExpired:
         server.kill()
-        server.wait()
+    server.communicate()
 
 
 def _free_port() -> int:

@@ -1,0 +1,72 @@
+"""SIGTERM and SIGHUP, and what they reach."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from misbehaving import Exchange, serving
+from tokenspeed_bench import watched
+from tokenspeed_bench.endings import ENDINGS, heard
+from tokenspeed_bench.errors import INTERRUPTED
+from tokenspeed_bench.rows import _wait
+
+
+@pytest.mark.parametrize("number", ENDINGS)
+def test_an_end_is_a_ctrl_c_once_and_then_nothing_until_the_block_is_over(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in ENDINGS]
+    with heard():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        for each in ENDINGS:
+            signal.raise_signal(each)
+    assert [signal.getsignal(each) for each in ENDINGS] == before
+
+
+def test_an_end_goes_where_a_ctrl_c_goes() -> None:
+    come: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: come.append(number))
+    try:
+        with heard():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert come == [signal.SIGTERM]
+
+
+def test_what_is_ignored_as_under_nohup_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with heard():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_group_of_anchors_is_told_of_an_end_that_it_did_not_hear() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with heard():
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert _wait(child) == INTERRUPTED
+    assert child.returncode == -signal.SIGTERM
+
+
+def test_a_command_ends_when_the_pipe_to_its_starter_closes() -> None:
+    async def hangs(exchange: Exchange) -> None:
+        await asyncio.sleep(60)
+
+    with serving(hangs) as fake:
+        child = watched.start(["bench", "serve", "--url", fake.url])
+        while not fake.exchanges:
+            assert child.poll() is None
+            time.sleep(0.05)
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(30) == INTERRUPTED
