@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from tokenspeed_core.messages import Ready
 from tokenspeed_core.requests import BadRequestError
-from tokenspeed_core.server.protocol import ChatRequest, Message
+from tokenspeed_core.server.protocol import ChatRequest, Message, ToolCall
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import ChatTemplate, TemplateError, Tokenizer
 
@@ -103,14 +103,8 @@ def _for_template(message: Message, position: int, template: ChatTemplate) -> di
         content = "\n".join(part.text for part in content)
     rendered["content"] = "" if content is None and not message.tool_calls else content
     if message.tool_calls:
-        rendered["tool_calls"] = [
-            {
-                "id": call.id, "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, where)},
-            }
-            for number, call in enumerate(message.tool_calls)
-            for where in (f"messages[{position}].tool_calls[{number}].function.arguments",)
-        ]
+        where = f"messages[{position}].tool_calls"
+        rendered["tool_calls"] = [_called(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)]
     reasoning = message.reasoning_content or message.reasoning
     for name, value in (
         ("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", reasoning)
@@ -118,6 +112,11 @@ def _for_template(message: Message, position: int, template: ChatTemplate) -> di
         if value is not None:
             rendered[name] = value
     return rendered
+
+
+def _called(call: ToolCall, where: str) -> dict[str, Any]:
+    arguments = _arguments(call.function.arguments, f"{where}.function.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _arguments(given: str | dict[str, Any], param: str) -> dict[str, Any]:
