@@ -22,6 +22,7 @@ from tokenspeed_bench.shapes import SHAPES, write
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.launch import discover, resolve, start
+from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.runner import link
 from tokenspeed_core.testing.explain import backends
 from tokenspeed_core.wire import pack
@@ -84,7 +85,7 @@ def main() -> None:
         made = {"model": str(write(shape, Path(folder))), "load_format": "dummy"} if shape else {}
         config = Config.from_keywords(**made, **arguments.flags)
         catalog = discover(config)
-        started = start(resolve(config, catalog), catalog, lambda what, done, total: None)
+        started = start(resolve(config, catalog), catalog, Hooks.load(catalog), lambda what, done, total: None)
     print(json.dumps({"platform": started.kernel_plan.platform, "backends": backends(started.kernel_plan)}), flush=True)
     for num_rows in arguments.rows:
         print(json.dumps(measure(started.engine, num_rows, arguments.context, arguments.steps, waits)), flush=True)

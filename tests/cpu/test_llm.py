@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import signal
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -159,6 +161,46 @@ def test_after_its_shutdown_it_says_so() -> None:
 def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_what_sizes_the_pool() -> None:
     with pytest.raises(CapacityError, match=r"--max-model-len 100 .* 64 tokens.* larger --max-total-tokens"):
         LLM(max_total_tokens=64, max_model_len=100)
+
+
+def test_a_start_tells_the_tokens_that_the_cache_holds_also_where_groups_of_layers_share_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
+    }))
+    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "block_size": 16}
+    with caplog.at_level("INFO", "tokenspeed.engine"), LLM(str(tmp_path), max_total_tokens=512, **settings) as llm:
+        kv = llm._engine.scheduler.kv
+        assert (len(kv.groups), kv.pool.num_pages) == (2, 2 * 512 // 16)
+    assert "a KV cache of 512 tokens in blocks of 16, sequences of up to 128 tokens" in caplog.text
+
+
+def test_hooks_that_failed_when_the_configuration_was_adjusted_are_asked_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    info = tmp_path / "watching-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: watching\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tokenspeed.hooks]\nsound = watching_sound [api1]\nbroken = watching_broken [api1]\n"
+    )
+    for name, answer in (("sound", "return {}"), ("broken", "raise RuntimeError('broken')")):
+        (tmp_path / f"watching_{name}.py").write_text(
+            "from tokenspeed_core.api import hookimpl\n"
+            "steps = []\n"
+            f"@hookimpl\ndef adjust_config(config):\n    {answer}\n"
+            "@hookimpl\ndef observe_step(record):\n    steps.append(record)\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with LLM(max_total_tokens=64, max_model_len=64) as llm:
+        llm.generate("a", FEW)
+    watched = {name: sys.modules.pop(f"watching_{name}").steps for name in ("sound", "broken")}
+    assert watched["sound"]
+    assert not watched["broken"]
+    assert "hooks of watching:broken failed in adjust_config and are switched off" in caplog.text
 
 
 @pytest.mark.parametrize("names", ["nonsense", "nonsense,auto", "torch,nonsense"])

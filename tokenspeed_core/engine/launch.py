@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
@@ -34,8 +34,8 @@ from tokenspeed_core.text.load import find_parsers, load_text
 
 if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
+    from tokenspeed_core.runner.local import Progress
 
-Progress = Callable[[str, int, int], None]
 log = logging.getLogger("tokenspeed.engine")
 
 
@@ -64,6 +64,18 @@ def discover(config: Config) -> Catalog:
     return Catalog.discover(selection, strict=config.strict_plugins)
 
 
+def rediscover(told: Mapping[str, Any]) -> tuple[Config, Catalog]:
+    """Return the configuration of the process that started this one, and its plugins; log as it does.
+
+    Raises PluginError where other plugins are found here than there.
+    """
+    config = Config.from_wire(told["config"])
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    catalog = discover(config)
+    catalog.verify(told["catalog_digest"])
+    return config, catalog
+
+
 def resolve(
     config: Config, catalog: Catalog, *, num_threads: int | None = None, with_weights: bool = True
 ) -> Resolved:
@@ -84,7 +96,7 @@ def resolve(
     )
     limits = scheduler_limits(settled, max_model_len, info.vocab_size)
     wanted = config.quantization or info.quantization
-    if wanted != (info.quantization or wanted):
+    if info.quantization is not None and wanted != info.quantization:
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
     method = None if wanted is None else catalog.need(catalog.get("quantization", wanted), Quantization)
     if method is not None and method.has_tensor_scales and info.quantization is None:
@@ -107,8 +119,10 @@ def resolve(
     return Resolved(settled, checkpoint, runner, find_policy(config.schedule_policy, catalog))
 
 
-def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch: bool = False) -> Started:
-    """Load the model, size the pool, and put the engine together.
+def start(
+    resolved: Resolved, catalog: Catalog, hooks: Hooks, progress: Progress, *, is_batch: bool = False
+) -> Started:
+    """Load the model, size the pool, and put the engine together. `hooks` are those of this process.
 
     `is_batch` is for a caller who brings all requests and waits for all: no queue is too long, no token urgent.
     Raises what `resolve` does, SelectionError, CapacityError where memory is too small, and EngineDeadError where a
@@ -131,8 +145,9 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     is_fine = rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
     if not is_fine and config.load_format != "dummy":  # of which any logits may come
         raise EngineDeadError(f"{resolved.checkpoint.name}: {no_finite_logit(runner.kernel_plan)}")
-    observe = Hooks.load(catalog).observer("observe_step")
-    engine = Engine(scheduler, runner, depth=depth, observe=observe, spares_decodes=not is_batch)
+    engine = Engine(
+        scheduler, runner, depth=depth, observe=hooks.observer("observe_step"), spares_decodes=not is_batch
+    )
     report = {
         "model": resolved.checkpoint.name, "architecture": info.architecture,
         "plugins": [asdict(entry) for entry in catalog.all()],
@@ -140,8 +155,8 @@ def start(resolved: Resolved, catalog: Catalog, progress: Progress, *, is_batch:
     }
     log.info("%s", runner.kernel_plan.table())
     log.info(
-        "%s on %s in %s: %d pages of %d tokens, sequences of up to %d tokens",
-        resolved.checkpoint.name, runner.kernel_plan.platform, config.dtype, runner.num_pages, runner.block_size,
+        "%s on %s in %s: a KV cache of %d tokens in blocks of %d, sequences of up to %d tokens",
+        resolved.checkpoint.name, runner.kernel_plan.platform, config.dtype, kv.most_tokens(), runner.block_size,
         max_model_len,
     )
     ready = Ready(max_model_len, kv.most_tokens(), info.vocab_size, json.dumps(report))

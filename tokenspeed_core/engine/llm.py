@@ -75,13 +75,14 @@ class LLM(AbstractContextManager["LLM"]):
                 raise ConfigError(f"{name} is about the HTTP server, which LLM has not; leave it out")
         asked = Config.from_keywords(**settings) if model is None else Config.from_keywords(model=model, **settings)
         catalog = discover(asked)
-        config = Hooks.load(catalog).adjust(asked)
+        hooks = Hooks.load(catalog)
+        config = hooks.adjust(asked)
         resolved = resolve(config, catalog)
         checkpoint = resolved.checkpoint
         self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
         self.tokenizer, self._template = load_text(config, checkpoint.path)
         with StartProgress() as progress:
-            started = start(resolved, catalog, progress.report, is_batch=True)
+            started = start(resolved, catalog, hooks, progress.report, is_batch=True)
         self._engine, self.kernel_plan = started.engine, started.kernel_plan
         self._limits = started.ready
         self._next_id = 0

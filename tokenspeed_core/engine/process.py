@@ -13,14 +13,14 @@ from typing import Any
 
 import zmq
 
-from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.launch import discover, resolve, start
+from tokenspeed_core.engine.launch import rediscover, resolve, start
 from tokenspeed_core.engine.orphan import begin
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.engine.workers import Socket, bind, send, send_outputs
 from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.messages import Abort, Drain, Failed, Hello, Pulse, Ready, Submit, to_engine
+from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.wire import pack
 
 PULSE_SECONDS = 1.0
@@ -113,14 +113,12 @@ def main() -> int:
 
 
 def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
-    config = Config.from_wire(told["config"])
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tokenspeed.plugins.metadata").disabled = True  # the launcher said what cannot be read
-    catalog = discover(config)
-    catalog.verify(told["catalog_digest"])
+    config, catalog = rediscover(told)
+    hooks = Hooks.load(catalog)
     with StartProgress() as progress:
         resolved = resolve(config, catalog, num_threads=_num_threads(config.api_workers))
-        started = start(resolved, catalog, progress.report)
+        started = start(resolved, catalog, hooks, progress.report)
     gc.collect()
     gc.freeze()  # what was made so far stays: no collection need look at it again
     try:

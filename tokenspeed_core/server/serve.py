@@ -13,7 +13,7 @@ from functools import partial
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import discover
+from tokenspeed_core.engine.launch import discover, rediscover
 from tokenspeed_core.engine.orphan import begin
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.plugins import Catalog
@@ -61,12 +61,9 @@ def _program(module: str, config: Config, catalog: Catalog, listener: socket.soc
 def main() -> int:
     """Be one more API worker: `serve.py PIPE`. Returns the exit status."""
     told, pipe = begin(sys.argv[1:])
-    config = Config.from_wire(told["config"])
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     logging.disable()  # what there is to say about the start the first worker says
     try:
-        catalog = discover(config)
-        catalog.verify(told["catalog_digest"])
+        config, catalog = rediscover(told)
         launch = _launch(
             config, catalog, Hooks.load(catalog), socket.socket(fileno=told["listen_fds"][0]),
             resolve_checkpoint(config, catalog), lambda service: logging.disable(logging.NOTSET),
