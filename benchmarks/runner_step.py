@@ -13,17 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prefill_kernels import report
 from tokenspeed_bench.shapes import SHAPES
 
-from tokenspeed_core.models import ModelSpec
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import resolve
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.runner.local import LocalRunner, RunnerConfig, build
+from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.step import StepPlan
 from tokenspeed_core.testing.explain import backends
 from tokenspeed_core.testing.plans import PlanMaker
@@ -32,22 +34,18 @@ from tokenspeed_core.testing.plans import PlanMaker
 def start(arguments: argparse.Namespace) -> LocalRunner:
     """Build a runner for a config.json with random weights."""
     shape = arguments.shape
-    config = SHAPES[shape] if shape in SHAPES else json.loads(Path(shape).read_text())
+    own = SHAPES[shape] if shape in SHAPES else json.loads(Path(shape).read_text())
     catalog = Catalog.discover()
-    spec = catalog.load(catalog.get("models", config["architectures"][0]), ModelSpec, required=True)
-    assert spec is not None
-    info = load_target(spec.describe)(config)
-    return build(
-        RunnerConfig(
-            checkpoint_path="", hf_config=config, model_spec=spec, model_info=info, dtype=arguments.dtype or info.dtype,
-            device=arguments.device, load_format="dummy", max_model_len=min(8192, info.max_model_len),
-            max_num_seqs=max(arguments.rows) + max(arguments.prompts), max_num_tokens=8192,
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(own))
+        resolved = resolve(Config.from_keywords(
+            model=folder, dtype=arguments.dtype or "auto", device=arguments.device, load_format="dummy",
+            max_num_seqs=max(arguments.rows) + max(arguments.prompts), chunked_prefill_size=8192,
             block_size=arguments.block_size, enforce_eager=arguments.eager,
             cudagraph_capture_sizes=tuple(arguments.rows), max_total_tokens=_pool_tokens(arguments),
-        ),
-        catalog,
-        lambda what, done, total: None,
-    )
+        ), catalog)
+    limits = replace(resolved.limits, max_model_len=min(8192, resolved.limits.max_model_len))
+    return build(replace(resolved, limits=limits), catalog, lambda what, done, total: None)
 
 
 def _pool_tokens(arguments: argparse.Namespace) -> int:
@@ -145,8 +143,8 @@ def main() -> None:
     runner = start(arguments)
     plan = runner.kernel_plan
     print(json.dumps({
-        "start_s": round(time.perf_counter() - begin, 1), "device": plan.platform, "dtype": runner.config.dtype,
-        "block_size": runner.block_size, "num_pages": runner.num_pages,
+        "start_s": round(time.perf_counter() - begin, 1), "device": plan.platform,
+        "dtype": runner.resolved.config.dtype, "block_size": runner.block_size, "num_pages": runner.num_pages,
         "backends": backends(plan),
     }), flush=True)
     for num_rows in arguments.rows:
@@ -167,8 +165,8 @@ def measure(runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, t
     decode(runner, maker, names, 5, 1)
     alone = decode(runner, maker, names, arguments.steps, 1)
     both = decode(runner, maker, names, arguments.steps, 2)
-    config = runner.config
-    weights = config.model_info.num_parameters * (4 if config.dtype == "float32" else 2)
+    resolved = runner.resolved
+    weights = resolved.checkpoint.info.num_parameters * (4 if resolved.config.dtype == "float32" else 2)
     past = num_rows * arguments.context * runner.page_bytes / runner.block_size
     return {
         "rows": num_rows, "temperature": temperature, "context": arguments.context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 
 from tokenspeed_core.api import Capability, KernelSpec
-from tokenspeed_core.models import ModelSpec
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import resolve
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.kernel import KernelConformance
 
@@ -50,24 +51,23 @@ def catalog() -> Catalog:
 
 
 @pytest.fixture(scope="session")
-def tiny_config(catalog: Catalog) -> Callable[..., RunnerConfig]:
-    """Return a maker of configurations for a two-layer Qwen3 of random weights; keywords change them."""
-    spec = catalog.load(catalog.get("models", "Qwen3ForCausalLM"), ModelSpec, required=True)
-    assert spec is not None
+def tiny(catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Resolved]:
+    """Return a maker of what a runner of a two-layer Qwen3 of random weights is built from; keywords are settings."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(TINY))
     defaults: dict[str, Any] = {
-        "checkpoint_path": "", "hf_config": TINY, "model_spec": spec, "model_info": load_target(spec.describe)(TINY),
-        "dtype": "float32", "device": "cpu", "load_format": "dummy", "max_model_len": 256, "max_num_seqs": 8,
-        "max_num_tokens": 256, "block_size": 4, "max_total_tokens": 4096,
+        "model": str(folder), "device": "cpu", "load_format": "dummy", "max_num_seqs": 8, "chunked_prefill_size": 256,
+        "block_size": 4, "max_total_tokens": 4096,
     }
-    return lambda **changes: RunnerConfig(**{**defaults, **changes})
+    return lambda **settings: resolve(Config.from_keywords(**{**defaults, **settings}), catalog)
 
 
 @pytest.fixture(scope="session")
-def make_runner(catalog: Catalog, tiny_config: Callable[..., RunnerConfig]) -> Callable[..., LocalRunner]:
+def make_runner(catalog: Catalog, tiny: Callable[..., Resolved]) -> Callable[..., LocalRunner]:
     """Return a builder of runners whose weights are large enough that tokens depend on all that came before."""
 
-    def make(**changes: Any) -> LocalRunner:
-        runner = build(tiny_config(**changes), catalog, lambda what, done, total: None)
+    def make(**settings: Any) -> LocalRunner:
+        runner = build(tiny(**settings), catalog, lambda what, done, total: None)
         for slot in runner._model.weight_map():  # type: ignore[attr-defined]
             if slot.kind != "norm":
                 slot.target.mul_(12.0)

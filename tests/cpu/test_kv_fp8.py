@@ -16,17 +16,15 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import discover, read_kv_scales, resolve
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, placing
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, plan_only
 from tokenspeed_core.testing.plans import PlanMaker
 from tokenspeed_kernels.reference.cache import write_kv
 
-E4M3 = {"kv_dtype": "float8_e4m3fn"}
-
 
 def test_what_is_beyond_the_caches_type_becomes_its_largest_number() -> None:
-    problem = {"num_kv_heads": 1, "head_size": 4, "block_size": 2, "dtype": "bfloat16", **E4M3}
+    problem = {"num_kv_heads": 1, "head_size": 4, "block_size": 2, "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
     caches = torch.zeros(2, 3, 2, 1, 4, dtype=torch.float8_e4m3fn)
     k = torch.tensor([[[1.0, -1000.0, 0.3, 1e30]]], dtype=torch.bfloat16)
     write_kv(problem)(k, -k, *caches, torch.tensor([3]))
@@ -36,11 +34,11 @@ def test_what_is_beyond_the_caches_type_becomes_its_largest_number() -> None:
 
 
 def test_a_page_takes_as_many_bytes_as_its_type_says(
-    tiny_config: Callable[..., RunnerConfig], catalog: Catalog
+    tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
-    plans = {kind: plan_only(tiny_config(dtype="bfloat16", block_size=16, kv_dtype=kind), catalog)
-             for kind in (None, "float8_e4m3fn")}
-    (plain, plain_memory), (eight, eight_memory) = plans.values()
+    (plain, plain_memory), (eight, eight_memory) = (
+        plan_only(tiny(dtype="bfloat16", block_size=16, kv_cache_dtype=kind), catalog) for kind in ("auto", "fp8_e4m3")
+    )
     assert plain_memory["page_bytes"] == 2 * eight_memory["page_bytes"]
     assert [dict(planned.problem)["kv_dtype"] for planned in eight.find("write_kv")] == ["float8_e4m3fn"]
     assert [dict(planned.problem)["kv_dtype"] for planned in plain.find("write_kv")] == ["bfloat16"]
@@ -76,26 +74,27 @@ def test_a_layers_scale_divides_what_is_kept_and_multiplies_what_asks_and_comes_
     assert torch.equal(v, given[2])
 
 
-@pytest.mark.parametrize("scales", [(), (0.02, 0.01)])
+def scales_file(folder: Path, factors: object) -> str:
+    path = folder / "scales.json"
+    path.write_text(json.dumps({"model_type": "x", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors}}))
+    return str(path)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
 def test_tokens_hardly_change_with_the_caches_type(
-    make_runner: Callable[..., LocalRunner], scales: tuple[float, ...]
+    make_runner: Callable[..., LocalRunner], tmp_path: Path, is_scaled: bool
 ) -> None:
+    scales = scales_file(tmp_path, {"0": {"0": 0.02, "1": 0.01}}) if is_scaled else None
     prompts = [[(7 * seed + 11 * i) % 90 + 3 for i in range(20 + seed)] for seed in range(8)]
     found = []
-    for changes in ({}, {**E4M3, "kv_scales": scales}):
-        runner, plans = make_runner(**changes), PlanMaker(4)
+    for settings in ({}, {"kv_cache_dtype": "fp8_e4m3", "quantization_param_path": scales}):
+        runner, plans = make_runner(**settings), PlanMaker(4)
         for slot, prompt in enumerate(prompts):
             plans.add(str(slot), prompt, slot)
         plans.step(runner, chunks={str(slot): len(prompt) for slot, prompt in enumerate(prompts)})
         found.append([plans.sequences[str(slot)].output for slot in range(len(prompts))])
     same = sum(a == b for a, b in zip(*found, strict=True))
     assert same >= 6, f"{same} of 8 first tokens are the same"
-
-
-def scales_file(folder: Path, factors: object) -> str:
-    path = folder / "scales.json"
-    path.write_text(json.dumps({"model_type": "x", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors}}))
-    return str(path)
 
 
 def test_scales_are_read_for_each_layer(tmp_path: Path) -> None:

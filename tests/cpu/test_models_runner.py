@@ -11,13 +11,12 @@ import torch
 from tiny_families import FAMILIES, save_reference
 
 from tokenspeed_core.api import Capability, KernelSpec, Problem
-from tokenspeed_core.checkpoint import resolve_checkpoint
 from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import resolve
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.kernels.spec import InstalledKernel
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.runner import assemble
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.plans import PlanMaker
 from tokenspeed_kernels.contracts import DENSE, ROPE_CACHE
@@ -30,13 +29,13 @@ PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, 
 def start(folder: Path) -> tuple[LocalRunner, int]:
     """Return a runner of a checkpoint, and the number of its cache groups."""
     catalog = Catalog.discover()
-    found = resolve_checkpoint(Config(model=str(folder)), catalog)
-    config = RunnerConfig(
-        checkpoint_path=str(found.path), hf_config=found.config, model_spec=found.spec, model_info=found.info,
-        dtype=found.info.dtype, device="cpu", load_format="auto", max_model_len=128, max_num_seqs=4,
-        max_num_tokens=128, block_size=4, max_total_tokens=2048,
+    config = Config(
+        model=str(folder), device="cpu", max_model_len=128, max_num_seqs=4, chunked_prefill_size=128, block_size=4,
+        max_total_tokens=2048,
     )
-    return build(config, catalog, lambda what, done, total: None), len(found.info.cache_groups)
+    resolved = resolve(config, catalog)
+    groups = resolved.checkpoint.info.cache_groups
+    return build(resolved, catalog, lambda what, done, total: None), len(groups)
 
 
 def serve_as_transformers_does(family: str, folder: Path) -> LocalRunner:

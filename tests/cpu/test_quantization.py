@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tokenspeed_core.engine.launch import discover, dry_run, resolve
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.runner.config import RunnerConfig
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.local import plan_only
 from tokenspeed_kernels import inputs
 from tokenspeed_kernels.contracts import FP8_METHOD
@@ -35,6 +36,7 @@ from tokenspeed_models.testing import DenseBuild, sequence_logits
 from tokenspeed_models.weights import WeightMap
 
 HALF_STEP = 2.0**-4   # of an e4m3 number, relative: four significant bits, rounded
+OTHER = Quantization("other", "float8_e4m3fn", "quantize_fp8", "linear_fp8")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -188,31 +190,25 @@ def test_an_unknown_method_is_refused_with_those_that_are_installed() -> None:
 
 
 def test_a_model_with_experts_is_refused_by_the_name_of_what_lacks(
-    tiny_config: Callable[..., RunnerConfig], catalog: Catalog
+    tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
-    spec = catalog.load(catalog.get("models", "Qwen3MoeForCausalLM"), ModelSpec, required=True)
-    assert spec is not None
-    changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    hf_config = {**tiny_config().hf_config, **changes, "architectures": ["Qwen3MoeForCausalLM"]}
-    method = Quantization("other", "float8_e4m3fn", "quantize_fp8", "linear_fp8")
-    config = tiny_config(
-        hf_config=hf_config, model_spec=spec, model_info=load_target(spec.describe)(hf_config), quantization=method
-    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    resolved = tiny(hf_overrides={"architectures": ["Qwen3MoeForCausalLM"], **experts})
     with pytest.raises(CheckpointError, match=r"--quantization other computes no experts yet.*leave it out"):
-        plan_only(config, catalog)
+        plan_only(replace(resolved, quantization=OTHER), catalog)
 
 
 def test_a_method_that_a_family_does_not_ask_for_is_refused(
-    tiny_config: Callable[..., RunnerConfig], catalog: Catalog
+    tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
-    other = Quantization("other", "float8_e4m3fn", "quantize_fp8", "linear_fp8")
-    plan, memory = plan_only(tiny_config(quantization=other), catalog)
+    resolved = replace(tiny(), quantization=OTHER)
+    plan, memory = plan_only(resolved, catalog)
     assert plan.find("linear_fp8")
     assert not plan.find("silu_mul_fp8")
     assert memory["weight_bytes"] is None
+    spec = ModelSpec("Qwen3ForCausalLM", "", f"{__name__}:NoLinears")
     with pytest.raises(CheckpointError, match="Qwen3ForCausalLM asks for no linear_fp8, so it would have no effect"):
-        plan_only(tiny_config(quantization=other, model_spec=ModelSpec("Qwen3ForCausalLM", "", f"{__name__}:NoLinears"),
-                              model_info=tiny_config().model_info), catalog)
+        plan_only(replace(resolved, checkpoint=replace(resolved.checkpoint, spec=spec)), catalog)
 
 
 class NoLinears:
@@ -317,6 +313,6 @@ def test_the_engine_takes_the_method_from_the_checkpoint_and_refuses_another(
     store_quantized(tmp_path)
     config = Config.from_keywords(model=str(tmp_path), skip_tokenizer_init=True)
     catalog = discover(config)
-    assert resolve(config, catalog).runner.quantization == FP8_METHOD
+    assert resolve(config, catalog).quantization == FP8_METHOD
     with pytest.raises(ConfigError, match=r"--quantization fp4: .* is fp8 already; leave it out"):
         resolve(Config.from_keywords(model=str(tmp_path), quantization="fp4"), catalog)

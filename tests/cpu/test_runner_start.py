@@ -12,28 +12,32 @@ import pytest
 import torch
 
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, PluginError
-from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner import local
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.graphs import StepGraphs
 from tokenspeed_core.runner.local import LocalRunner, build, plan_only
 from tokenspeed_core.runner.staged import BucketSize
-from tokenspeed_core.runner.trial import TrialLimits, kinds, largest
+from tokenspeed_core.runner.trial import kinds, largest
+from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.step import OutOfMemory
 
-Make = Callable[..., RunnerConfig]
+Make = Callable[..., Resolved]
 
 
 def quiet(what: str, done: int, total: int) -> None:
     pass
 
 
+def bounded(max_num_seqs: int, chunk_size: int) -> SchedulerLimits:
+    return SchedulerLimits(max_num_seqs, 300, chunk_size, 8192, 0, 97)
+
+
 def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) -> None:
-    limits = TrialLimits(max_num_seqs=8, max_num_tokens=256, max_model_len=256, num_groups=1, vocab_size=97)
+    limits = runner.resolved.limits
     before = runner._rows.state.clone()
-    for trial in (largest(limits), *kinds(limits)):
+    for trial in (largest(limits, 1), *kinds(limits, 1)):
         runner.forward(trial.plan)
         runner.sample(trial.plan.step_id, trial.late)
         runner.collect(trial.plan.step_id)
@@ -42,51 +46,49 @@ def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) 
 
 
 def test_the_largest_trial_has_all_tokens_and_all_rows() -> None:
-    plan = largest(TrialLimits(8, 2000, 300, 1, 97)).plan
+    plan = largest(bounded(max_num_seqs=8, chunk_size=2000), 1).plan
     assert plan.num_tokens == 2000
     assert plan.num_rows == 8
     assert plan.num_query_tokens.max() == 300
-    assert largest(TrialLimits(64, 16, 300, 1, 97)).plan.num_rows == 16
+    assert largest(bounded(max_num_seqs=64, chunk_size=16), 1).plan.num_query_tokens.tolist() == [1] * 64
 
 
-def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(catalog: Catalog, tiny_config: Make) -> None:
-    runner = build(tiny_config(block_size=None), catalog, quiet)
+def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(catalog: Catalog, tiny: Make) -> None:
+    runner = build(tiny(block_size=None), catalog, quiet)
     assert runner.block_size == 16
     assert runner.num_pages == 4096 // 16
     assert runner.page_bytes == 2 * 2 * 16 * 2 * 16 * 4
 
 
 def test_a_plan_without_weights_decides_the_same_kernels(
-    catalog: Catalog, tiny_config: Make, runner: LocalRunner
+    catalog: Catalog, tiny: Make, runner: LocalRunner
 ) -> None:
-    plan, memory = plan_only(tiny_config(), catalog)
+    plan, memory = plan_only(tiny(), catalog)
     assert plan == runner.kernel_plan
     assert memory["page_bytes"] == runner.page_bytes
     assert memory["num_pages"] == runner.num_pages
 
 
-def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(catalog: Catalog, tiny_config: Make) -> None:
-    config = tiny_config(preferences=(Preference.parse("attention", ("nonesuch",)),))
+def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(catalog: Catalog, tiny: Make) -> None:
     with pytest.raises(PluginError, match=r"nonesuch(.|\n)*torch"):
-        build(config, catalog, quiet)
+        build(tiny(attention_backend="nonesuch"), catalog, quiet)
 
 
-def test_a_checkpoint_without_weights_names_the_formats(catalog: Catalog, tiny_config: Make, tmp_path: Path) -> None:
-    config = tiny_config(load_format="auto", checkpoint_path=str(tmp_path))
+def test_a_checkpoint_without_weights_names_the_formats(catalog: Catalog, tiny: Make) -> None:
     with pytest.raises(CheckpointError, match="safetensors"):
-        build(config, catalog, quiet)
+        build(tiny(load_format="auto"), catalog, quiet)
 
 
-def test_an_unknown_device_is_refused(catalog: Catalog, tiny_config: Make) -> None:
+def test_an_unknown_device_is_refused(catalog: Catalog, tiny: Make) -> None:
     with pytest.raises(ConfigError, match="auto, cpu, cuda"):
-        build(tiny_config(device="abacus"), catalog, quiet)
+        build(tiny(device="abacus"), catalog, quiet)
 
 
 @pytest.mark.parametrize(("error", "what"), [
     (torch.OutOfMemoryError, "the model, whose weights are 0.00 GiB as float32,"), (OutOfMemory, "the largest step"),
 ], ids=["weights", "a step"])
 def test_a_start_without_memory_says_what_it_asked_for_what_is_free_and_the_flags(
-    error: type[Exception], what: str, catalog: Catalog, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], what: str, catalog: Catalog, tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object, **keywords: object) -> None:
         raise error("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 139.80 GiB of which 3.00 GiB is free.")
@@ -97,12 +99,12 @@ def test_a_start_without_memory_says_what_it_asked_for_what_is_free_and_the_flag
     monkeypatch.setattr(local, "_load_weights" if error is torch.OutOfMemoryError else "LocalRunner", refuse)
     said = rf"^{what} does not fit: .*Tried to allocate 20.00 GiB. .* of which 3.00 GiB is free; .*--\w"
     with pytest.raises(CapacityError, match=said):
-        local.build(tiny_config(), catalog, lambda what, done, total: None)
+        local.build(tiny(), catalog, lambda what, done, total: None)
 
 
-def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny_config: Make) -> None:
+def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny: Make) -> None:
     with pytest.raises(CapacityError, match="--kv-cache-memory"):
-        build(replace(tiny_config(), max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
+        build(tiny(max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
 
 
 def test_every_step_of_few_prompts_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
@@ -134,7 +136,7 @@ def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
 ) -> None:
     graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
     graphs._mixed_sizes = [size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks]
-    plan = replace(largest(TrialLimits(300, 8192, 300, 1, 97)).plan, token_ids=np.zeros(tokens, np.int32),
+    plan = replace(largest(bounded(max_num_seqs=300, chunk_size=8192), 1).plan, token_ids=np.zeros(tokens, np.int32),
                    slots=np.zeros(decodes + chunks, np.int32), num_decodes=decodes)
     assert graphs._size(plan) == expected
 
@@ -150,11 +152,12 @@ def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows()
         decode_sizes(4, None, (8, 16))
 
 
-def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(catalog: Catalog, tiny_config: Make) -> None:
-    spec = replace(tiny_config().model_spec, load="no_such_module:Model")
+def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(catalog: Catalog, tiny: Make) -> None:
+    resolved = tiny()
+    spec = replace(resolved.checkpoint.spec, load="no_such_module:Model")
     said = "models Qwen3ForCausalLM of tokenspeed-models .*: no_such_module:Model fails: ModuleNotFound"
     with pytest.raises(PluginError, match=said):
-        build(tiny_config(model_spec=spec), catalog, quiet)
+        build(replace(resolved, checkpoint=replace(resolved.checkpoint, spec=spec)), catalog, quiet)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(catalog
     ],
 )
 def test_a_load_format_whose_reader_fails_ends_in_a_line_that_blames_its_plugin_and_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: Make, reader: str, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Make, reader: str, why: str
 ) -> None:
     info = tmp_path / "acme_format-1.0.dist-info"
     info.mkdir()
@@ -177,7 +180,7 @@ def test_a_load_format_whose_reader_fails_ends_in_a_line_that_blames_its_plugin_
     (tmp_path / "acme_reader.py").write_text("import acme_lib\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PluginError) as caught:
-        build(tiny_config(load_format="acme"), Catalog.discover(), quiet)
+        build(tiny(load_format="acme"), Catalog.discover(), quiet)
     del sys.modules["acme_format"]
     said = str(caught.value)
     assert said.startswith(f"load_formats acme of acme-format 1.0: {reader} ")

@@ -31,10 +31,9 @@ SHAPE = {
 START = """
 import json, sys, threading
 import triton
-from tokenspeed_core.models import ModelSpec
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import resolve
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import build
 from tokenspeed_kernels.triton import ahead
 
@@ -47,14 +46,8 @@ def note(self, key, *others):
     return compile_it(self, key, *others)
 
 ahead._Kernel._do_compile = note
-shape, fields = json.loads(sys.argv[1])
 catalog = Catalog.discover()
-spec = catalog.load(catalog.get("models", "Qwen3ForCausalLM"), ModelSpec, required=True)
-config = RunnerConfig(
-    checkpoint_path="", hf_config=shape, model_spec=spec, model_info=load_target(spec.describe)(shape),
-    dtype="bfloat16", device="cuda", load_format="dummy", **fields,
-)
-build(config, catalog, lambda *_: None)
+build(resolve(Config.from_keywords(**json.loads(sys.argv[1])), catalog), catalog, lambda *_: None)
 for thread in threading.enumerate():
     if thread.name == "compile-ahead":
         thread.join()
@@ -65,19 +58,19 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "max_num_seqs", "max_num_tokens"), [(16, 256, 4096), (32, 256, 4096), (8, 5, 512)]
+    ("num_heads", "max_num_seqs", "chunk_size"), [(16, 256, 4096), (32, 256, 4096), (8, 5, 512)]
 )
 def test_the_first_launches_of_a_start_compile_nothing_that_was_not_asked_for_ahead(
-    tmp_path: Path, num_heads: int, max_num_seqs: int, max_num_tokens: int
+    tmp_path: Path, num_heads: int, max_num_seqs: int, chunk_size: int
 ) -> None:
-    shape = {**SHAPE, "num_attention_heads": num_heads}
-    fields: dict[str, Any] = {
-        "max_model_len": 4096, "max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens,
-        "max_total_tokens": 65536,
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_attention_heads": num_heads}))
+    settings: dict[str, Any] = {
+        "model": str(tmp_path), "dtype": "bfloat16", "device": "cuda", "load_format": "dummy", "max_model_len": 4096,
+        "max_num_seqs": max_num_seqs, "chunked_prefill_size": chunk_size, "max_total_tokens": 65536,
     }
     run = subprocess.run(
-        [sys.executable, "-c", START, json.dumps([shape, fields])], capture_output=True, text=True, timeout=250,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        [sys.executable, "-c", START, json.dumps(settings)], capture_output=True, text=True, timeout=250,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])

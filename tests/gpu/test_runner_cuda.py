@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -10,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import resolve
 from tokenspeed_core.errors import CapacityError
-from tokenspeed_core.models import ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.step import LateInputs, OutOfMemory, StepPlan, StepResult
 from tokenspeed_core.testing.plans import PlanMaker
@@ -37,19 +37,18 @@ PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def make() -> Callable[..., LocalRunner]:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LocalRunner]:
     catalog = Catalog.discover()
-    spec = catalog.load(catalog.get("models", "Qwen3ForCausalLM"), ModelSpec, required=True)
-    assert spec is not None
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    defaults: dict[str, Any] = {
+        "model": str(folder), "device": "cuda", "load_format": "dummy", "max_num_seqs": 20,
+        "chunked_prefill_size": 512, "max_total_tokens": 32768, "block_size": 16,
+    }
 
-    def made(**changes: Any) -> LocalRunner:
-        fields: dict[str, Any] = {
-            "checkpoint_path": "", "hf_config": SHAPE, "model_spec": spec,
-            "model_info": load_target(spec.describe)(SHAPE), "dtype": "float32", "device": "cuda",
-            "load_format": "dummy", "max_model_len": 1024, "max_num_seqs": 20, "max_num_tokens": 512,
-            "max_total_tokens": 32768, "block_size": 16,
-        }
-        runner = build(RunnerConfig(**{**fields, **changes}), catalog, lambda what, done, total: None)
+    def made(**settings: Any) -> LocalRunner:
+        resolved = resolve(Config.from_keywords(**{**defaults, **settings}), catalog)
+        runner = build(resolved, catalog, lambda what, done, total: None)
         for slot in runner._model.weight_map():  # type: ignore[attr-defined]
             if slot.kind != "norm":
                 slot.target.mul_(6.0)  # so that tokens depend on all that came before

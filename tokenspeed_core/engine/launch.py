@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ from tokenspeed_core.models import Quantization
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.blame import no_finite_logit
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
@@ -37,16 +37,6 @@ if TYPE_CHECKING:
     from tokenspeed_core.runner.local import Progress
 
 log = logging.getLogger("tokenspeed.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """What is decided before anything is loaded: nothing in it is "auto" that can be known yet."""
-
-    config: Config
-    checkpoint: ResolvedCheckpoint
-    runner: RunnerConfig
-    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +84,10 @@ def resolve(
     settled = config.resolved(
         max_model_len=max_model_len, dtype=info.dtype if config.dtype == "auto" else config.dtype,
     )
-    limits = scheduler_limits(settled, max_model_len, info.vocab_size)
+    limits = SchedulerLimits(
+        config.max_num_seqs, max_model_len, config.chunked_prefill_size, config.max_prefill_tokens,
+        config.max_queued_requests, info.vocab_size, config.seed,
+    )
     wanted = config.quantization or info.quantization
     if info.quantization is not None and wanted != info.quantization:
         raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
@@ -102,21 +95,11 @@ def resolve(
     if method is not None and method.has_tensor_scales and info.quantization is None:
         raise ConfigError(f"--quantization {wanted}: its scales of activations are measured on prompts, and "
                           f"{checkpoint.name} has none; give a checkpoint that is {wanted} already, or another method")
-    runner = RunnerConfig(
-        checkpoint_path=str(checkpoint.path), hf_config=checkpoint.config, model_spec=checkpoint.spec,
-        model_info=info, dtype=settled.dtype, device=config.device, load_format=config.load_format,
-        max_model_len=max_model_len, max_num_seqs=config.max_num_seqs, max_num_tokens=limits.max_num_tokens,
-        block_size=config.block_size, enforce_eager=config.enforce_eager,
-        max_cudagraph_capture_size=config.max_cudagraph_capture_size,
-        cudagraph_capture_sizes=config.cudagraph_capture_sizes,
-        gpu_memory_utilization=config.gpu_memory_utilization, kv_cache_memory=config.kv_cache_memory,
-        max_total_tokens=config.max_total_tokens, quantization=method, preferences=preferences(config),
-        backend_options=config.backend_option,
-        kv_dtype=None if config.kv_cache_dtype == "auto" else "float8_e4m3fn",
+    return Resolved(
+        config=settled, checkpoint=checkpoint, limits=limits, quantization=method, preferences=preferences(config),
         kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
-        num_threads=num_threads,
+        policy=find_policy(config.schedule_policy, catalog), num_threads=num_threads,
     )
-    return Resolved(settled, checkpoint, runner, find_policy(config.schedule_policy, catalog))
 
 
 def start(
@@ -133,12 +116,13 @@ def start(
     from tokenspeed_core.runner.platform import resolve_device
 
     config, info = resolved.config, resolved.checkpoint.info
-    runner = build(resolved.runner, catalog, progress)
+    runner = build(resolved, catalog, progress)
     kv = KVManager(
         info.cache_groups, runner.block_size, runner.num_pages, prefix_caching=config.enable_prefix_caching,
     )
     max_model_len = _fitting_len(resolved, kv.most_tokens())
-    limits = scheduler_limits(config, max_model_len, info.vocab_size, 2**31 - 1 if is_batch else None)
+    max_queued = 2**31 - 1 if is_batch else config.max_queued_requests
+    limits = replace(resolved.limits, max_model_len=max_model_len, max_queued=max_queued)
     scheduler = Scheduler(limits, kv, resolved.policy)
     # On the CPU a step is over when it is launched: there is nothing to run ahead of.
     depth = 1 if resolve_device(config.device).type == "cpu" else 2
@@ -179,7 +163,7 @@ def dry_run(config: Config) -> str:
     weights = choose_format(checkpoint.files, config.load_format, catalog)
     text = _describe_text(config, checkpoint)
     find_parsers(config, catalog)
-    plan, memory = plan_only(resolved.runner, catalog)
+    plan, memory = plan_only(resolved, catalog)
     changed = [
         f"  {name}: {getattr(config, name)} ({config.origin(name)})"
         for name in type(config).model_fields if config.origin(name) != "default" and name != "api_key"
@@ -205,7 +189,7 @@ def plan_kernels(config: Config, platform: PlatformInfo | None = None) -> tuple[
     _require_torch()
     from tokenspeed_core.runner.assemble import plan_for
 
-    return catalog, plan_for(resolved.runner, catalog, platform)
+    return catalog, plan_for(resolved, catalog, platform)
 
 
 def _settle(config: Config) -> tuple[Catalog, Resolved]:
@@ -221,16 +205,6 @@ def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:
         return "tokenizer none: token ids only"
     where = "none" if template is None else config.chat_template or "the model's own"
     return f"tokenizer {config.tokenizer or checkpoint.path}, chat template: {where}"
-
-
-def scheduler_limits(
-    config: Config, max_model_len: int, vocab_size: int, max_queued: int | None = None,
-) -> SchedulerLimits:
-    """Return the scheduler's constants for a configuration."""
-    return SchedulerLimits(
-        config.max_num_seqs, max_model_len, config.chunked_prefill_size, config.max_prefill_tokens,
-        config.max_queued_requests if max_queued is None else max_queued, vocab_size, config.seed,
-    )
 
 
 def find_policy(name: str, catalog: Catalog) -> Policy:
@@ -281,8 +255,7 @@ def _fitting_len(resolved: Resolved, most_tokens: int) -> int:
 
     A pool that no flag sizes holds the longest sequence, or the runner has said so.
     """
-    config = resolved.config
-    wanted = config.max_model_len or resolved.checkpoint.info.max_model_len
+    config, wanted = resolved.config, resolved.limits.max_model_len
     if wanted <= most_tokens:
         return wanted
     if config.origin("max_model_len") != "auto":

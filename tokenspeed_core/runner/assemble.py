@@ -16,8 +16,8 @@ from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.models import Model
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.build import ModelBuild, solve_block_size
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.memory import PoolLimits
 from tokenspeed_core.runner.platform import describe_device, resolve_device
 from tokenspeed_core.runner.rows import most_blocks
@@ -28,7 +28,7 @@ from tokenspeed_core.runner.sampler import RunnerKernels
 class Assembly:
     """A model without weights, and all that was decided for it."""
 
-    config: RunnerConfig
+    resolved: Resolved
     model: Model
     build: ModelBuild
     selector: Selector
@@ -39,23 +39,23 @@ class Assembly:
     @property
     def limits(self) -> AttentionLimits:
         """The most that a step asks of an attention backend; captured steps pad rows and tokens beyond a plan's."""
-        config = self.config
+        limits = self.resolved.limits
         return AttentionLimits(
-            max_num_rows=config.max_num_seqs + 1,
-            max_num_tokens=config.max_num_tokens + config.max_num_seqs + 1,
-            max_model_len=config.max_model_len,
-            max_num_blocks=most_blocks(config.max_model_len, self.block_size),
+            max_num_rows=limits.max_num_seqs + 1,
+            max_num_tokens=limits.max_num_tokens + limits.max_num_seqs + 1,
+            max_model_len=limits.max_model_len,
+            max_num_blocks=most_blocks(limits.max_model_len, self.block_size),
         )
 
 
-def plan_for(config: RunnerConfig, catalog: Catalog, platform: PlatformInfo | None) -> KernelPlan:
+def plan_for(resolved: Resolved, catalog: Catalog, platform: PlatformInfo | None) -> KernelPlan:
     """Return the kernels for a platform, None for the device of the configuration. Raises as `assemble` does."""
-    device = resolve_device(config.device) if platform is None else torch.device(platform.kind)
-    return assemble(config, catalog, device, only_plan=True, platform=platform).selector.plan()
+    device = resolve_device(resolved.config.device) if platform is None else torch.device(platform.kind)
+    return assemble(resolved, catalog, device, only_plan=True, platform=platform).selector.plan()
 
 
 def assemble(
-    config: RunnerConfig, catalog: Catalog, device: torch.device, *, only_plan: bool = False,
+    resolved: Resolved, catalog: Catalog, device: torch.device, *, only_plan: bool = False,
     platform: PlatformInfo | None = None,
 ) -> Assembly:
     """Select kernels for `device` and construct the model there (on the meta device for a plan only).
@@ -64,48 +64,49 @@ def assemble(
 
     Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
     """
-    kernels = installed_kernels(catalog, config.preferences)
+    config, checkpoint = resolved.config, resolved.checkpoint
+    kernels = installed_kernels(catalog, resolved.preferences)
     rankings, ops = installed_rankings(catalog), installed_ops(catalog)
     hint = how_to_get_kernels(catalog)
     needs = frozenset({"graph_safe"} if device.type == "cuda" and not config.enforce_eager else ())
 
     def selector() -> Selector:
         return Selector(
-            kernels, platform or describe_device(device), config.preferences, options=config.backend_options,
+            kernels, platform or describe_device(device), resolved.preferences, options=config.backend_option,
             rankings=rankings, ops=ops, needs=needs, hint=hint,
         )
 
     chosen = selector()
-    build = ModelBuild(config, torch.device("meta") if only_plan else device, chosen)
-    spec, passes = config.model_spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
+    build = ModelBuild(resolved, torch.device("meta") if only_plan else device, chosen)
+    spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
     entry = catalog.get("models", spec.architecture)
     try:
-        model: Any = make(entry, spec.load, lambda: load_target(spec.load)(config.hf_config, build), object, passes)
+        model: Any = make(entry, spec.load, lambda: load_target(spec.load)(checkpoint.config, build), object, passes)
     except ValueError as error:
-        raise CheckpointError(f"{config.checkpoint_path}: {error}") from error
-    method = config.quantization
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    method = resolved.quantization
     if method is not None and not any(map(chosen.plan().find, (method.linear, *method.fused.values()))):
-        raise CheckpointError(f"--quantization {method.name}: {config.model_info.architecture} asks for no "
+        raise CheckpointError(f"--quantization {method.name}: {checkpoint.info.architecture} asks for no "
                               f"{method.linear}, so it would have no effect; leave it out")
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
     assembly = Assembly(
-        config, model, build, chosen, block_size,
-        PoolLimits.of(config.model_info.cache_groups, block_size, build.kv_dtype.itemsize, config.max_model_len),
-        _runner_kernels(build, config, block_size, is_cuda=device.type == "cuda"),
+        resolved, model, build, chosen, block_size,
+        PoolLimits.of(checkpoint.info.cache_groups, block_size, build.kv_dtype.itemsize, resolved.limits.max_model_len),
+        _runner_kernels(build, resolved, block_size, is_cuda=device.type == "cuda"),
     )
     chosen.check()
     return assembly
 
 
-def _runner_kernels(build: ModelBuild, config: RunnerConfig, block_size: int, *, is_cuda: bool) -> RunnerKernels:
-    names, sampling = sorted({config.dtype, "float32"}), {"vocab_size": config.model_info.vocab_size}
+def _runner_kernels(build: ModelBuild, resolved: Resolved, block_size: int, *, is_cuda: bool) -> RunnerKernels:
+    dtype, sampling = resolved.config.dtype, {"vocab_size": resolved.limits.vocab_size}
     greedy, note = (
-        {getattr(torch, name): build.op(op, **sampling, dtype=name) for name in names}
+        {getattr(torch, name): build.op(op, **sampling, dtype=name) for name in sorted({dtype, "float32"})}
         for op in ("greedy", "note_tokens")
     )
     return RunnerKernels(
         build.op("sample", **sampling, dtype="float32"), greedy, note,
-        build.op("advance_rows", dtype=config.dtype) if is_cuda else None,
-        build.op("map_tokens", block_size=block_size, dtype=config.dtype) if is_cuda else None,
+        build.op("advance_rows", dtype=dtype) if is_cuda else None,
+        build.op("map_tokens", block_size=block_size, dtype=dtype) if is_cuda else None,
     )

@@ -15,9 +15,9 @@ from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.kernels.spec import PHASES, KernelSpec
 from tokenspeed_core.models import Rotation
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, placing
 from tokenspeed_core.runner.blame import name_kernel
-from tokenspeed_core.runner.config import RunnerConfig
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -29,16 +29,16 @@ class ModelBuild:
     known, since the block size is decided for all of them together.
     """
 
-    def __init__(self, config: RunnerConfig, device: torch.device, selector: Selector) -> None:
+    def __init__(self, resolved: Resolved, device: torch.device, selector: Selector) -> None:
         """Start empty. `device` may be the meta device, to plan without memory."""
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype or config.dtype)
+        self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
         self.device = device
-        self.quantization = config.quantization
+        self.quantization = resolved.quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []
-        self.groups = {group.name: AttentionGroup() for group in config.model_info.cache_groups}
-        self._kv_scales = config.kv_scales
+        self.groups = {group.name: AttentionGroup() for group in resolved.checkpoint.info.cache_groups}
+        self._kv_scales = resolved.kv_scales
         self._layer: int | None = None
         self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
 

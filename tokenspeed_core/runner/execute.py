@@ -55,7 +55,7 @@ class LocalRunner:
     def __init__(self, assembly: Assembly, num_pages: int) -> None:
         """Allocate slots and an arena of `num_pages`, and a page more for padding. Weights come separately."""
         self._assembly = assembly
-        self.config = assembly.config
+        self.resolved = assembly.resolved
         self._device = assembly.build.device
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -70,10 +70,10 @@ class LocalRunner:
         self._model = assembly.model
         self._groups = tuple(assembly.build.groups.values())
         self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
-        self._traits = SlotTraits(self.config.max_num_seqs + 1)
+        limits = self.resolved.limits
+        self._traits = SlotTraits(limits.max_num_seqs + 1)
         layout = RowLayout(
-            self.config.max_num_seqs + 1, most_blocks(self.config.max_model_len, self.block_size),
-            len(self._groups),
+            limits.max_num_seqs + 1, most_blocks(limits.max_model_len, self.block_size), len(self._groups)
         )
         self._rows = DeviceRows(layout, self._device)
         split = tuple(group.is_split for group in self._groups)
@@ -107,7 +107,7 @@ class LocalRunner:
             self._use_stream()
             graphs = StepGraphs(
                 self._rows, self._groups, self._model, self._assembly.kernels, self._link,
-                sizes=sizes, block_size=self.block_size, max_model_len=self.config.max_model_len,
+                sizes=sizes, block_size=self.block_size, max_model_len=self.resolved.limits.max_model_len,
             )
             graphs.capture(progress)
         self._graphs = graphs
@@ -185,7 +185,7 @@ class LocalRunner:
         return kind(f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}")
 
     def _new_sampler(self) -> Sampler:
-        vocab_size, kernels = self.config.model_info.vocab_size, self._assembly.kernels
+        vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels
         return Sampler(self._rows, self._traits, vocab_size, kernels, self._link)
 
     def _use_stream(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,48 +15,50 @@ from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.models import Model, WeightReader
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.adjust import counts_bytes
 from tokenspeed_core.runner.assemble import Assembly, assemble
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.execute import LocalRunner
 from tokenspeed_core.runner.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
 from tokenspeed_core.runner.platform import resolve_device
 from tokenspeed_core.runner.staged import BucketSize
-from tokenspeed_core.runner.trial import Trial, TrialLimits, kinds, largest
+from tokenspeed_core.runner.trial import Trial, kinds, largest
 from tokenspeed_core.step import OutOfMemory
 
-__all__ = ["LocalRunner", "RunnerConfig", "build", "plan_only"]
+__all__ = ["LocalRunner", "build", "plan_only"]
 
 Progress = Callable[[str, int, int], None]
 _GRAPH_BYTES = 4 << 20  # a captured forward itself
 _SLACK = 256 << 20  # what libraries allocate late, and what the allocator cannot use
 
 
-def build(config: RunnerConfig, catalog: Catalog, progress: Progress) -> LocalRunner:
+def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunner:
     """Build a runner that serves at once; `progress(what, done, total)` is called as it goes.
 
     Raises CheckpointError, SelectionError, ConfigError and CapacityError, each saying what to do.
     """
-    device = resolve_device(config.device)
+    device = resolve_device(resolved.config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    assembly = _assemble_and_load(config, catalog, device, progress)
+    if resolved.num_threads is not None:
+        torch.set_num_threads(resolved.num_threads)
+    assembly = _assemble_and_load(resolved, catalog, device, progress)
     if device.type == "cpu":
         return LocalRunner(assembly, _host_pages(assembly))
     return _start_on_device(assembly, device, progress)
 
 
-def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mapping[str, Any]]:
+def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping[str, Any]]:
     """Decide everything that needs no weights: the kernels, and memory in bytes as far as it can be known.
 
     Raises as `build` does, without loading or allocating anything on the device.
     """
+    config = resolved.config
     device = resolve_device(config.device)
-    assembly = assemble(config, catalog, device, only_plan=True)
-    weights = None if config.quantization else config.model_info.num_parameters * assembly.build.dtype.itemsize
+    assembly = assemble(resolved, catalog, device, only_plan=True)
+    num_parameters = resolved.checkpoint.info.num_parameters
+    weights = None if resolved.quantization else num_parameters * assembly.build.dtype.itemsize
     is_cpu = device.type == "cpu"
     total = int(psutil.virtual_memory().total) if is_cpu else torch.cuda.get_device_properties(device).total_memory
     pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
@@ -72,13 +73,14 @@ def plan_only(config: RunnerConfig, catalog: Catalog) -> tuple[KernelPlan, Mappi
     }
 
 
-def _assemble_and_load(config: RunnerConfig, catalog: Catalog, device: torch.device, progress: Progress) -> Assembly:
-    needed = config.model_info.num_parameters * getattr(torch, config.dtype).itemsize
-    what = f"the model, whose weights are {needed / GIB:.2f} GiB as {config.dtype},"
+def _assemble_and_load(resolved: Resolved, catalog: Catalog, device: torch.device, progress: Progress) -> Assembly:
+    dtype = resolved.config.dtype
+    needed = resolved.checkpoint.info.num_parameters * getattr(torch, dtype).itemsize
+    what = f"the model, whose weights are {needed / GIB:.2f} GiB as {dtype},"
     with _room_for(what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"):
-        assembly = assemble(config, catalog, device)
+        assembly = assemble(resolved, catalog, device)
         assembly.build.bind_attention(assembly.limits)  # before the weights: kernels may compile while they load
-        _load_weights(assembly.model, config, catalog, progress)
+        _load_weights(assembly.model, resolved, catalog, progress)
     return assembly
 
 
@@ -91,39 +93,36 @@ def _room_for(what: str, mend: str) -> Iterator[None]:
         raise CapacityError(f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {mend}") from error
 
 
-def _load_weights(model: Model, config: RunnerConfig, catalog: Catalog, progress: Progress) -> None:
+def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: Progress) -> None:
     """Fill a model. Raises CheckpointError."""
-    path, is_auto = config.checkpoint_path, config.load_format == "auto"
-    files = [file.name for file in Path(path).iterdir()] if is_auto else []
-    chosen = choose_format(files, config.load_format, catalog)
+    path, wanted = resolved.checkpoint.path, resolved.config.load_format
+    files = [file.name for file in path.iterdir()] if wanted == "auto" else []
+    chosen = choose_format(files, wanted, catalog)
     entry = catalog.get("load_formats", chosen.name)
     reader: WeightReader = make(entry, chosen.load, lambda: load_target(chosen.load), Callable)  # type: ignore[arg-type]
     try:
-        model.load_weights(reader(path, model, lambda done, total: progress("weights", done, total)))
+        model.load_weights(reader(str(path), model, lambda done, total: progress("weights", done, total)))
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
 def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:
     """Try the largest step, size the arena by what it leaves, compile all kernels, capture graphs."""
-    config = assembly.config
+    config, limits = assembly.resolved.config, assembly.resolved.limits
     decodes = () if config.enforce_eager else decode_sizes(
-        config.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
+        limits.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
     )
-    sizes = bucket_sizes(decodes, config.max_num_tokens, config.max_num_seqs) if decodes else ()
-    limits = TrialLimits(
-        config.max_num_seqs, config.max_num_tokens, config.max_model_len, len(config.model_info.cache_groups),
-        config.model_info.vocab_size,
-    )
+    sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs) if decodes else ()
+    num_groups = len(assembly.build.groups)
     with _room_for("the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"):
         runner = LocalRunner(assembly, num_pages=1)
-        budget = _measure(runner, assembly, device, largest(limits), sizes)
+        budget = _measure(runner, assembly, device, largest(limits, num_groups), sizes)
     pages = _wanted_pages(assembly) or pages_of_device(assembly.pool, budget)
     what = f"a KV cache of {pages * runner.page_bytes / GIB:.2f} GiB"
     with _room_for(what, "lower --max-total-tokens or --kv-cache-memory, or leave them out"):
         runner.resize(pages)
     with _room_for("what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"):
-        trials = tuple(kinds(limits))
+        trials = tuple(kinds(limits, num_groups))
         for done, trial in enumerate(trials):
             progress("warm-up", done, len(trials))
             _run(runner, trial)
@@ -139,7 +138,7 @@ def _measure(
     runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, sizes: Sequence[BucketSize]
 ) -> DeviceBudget:
     """Run the largest step and see what it took. Graphs of `sizes` take as much again: their memory is their own."""
-    config = assembly.config
+    config, limits = assembly.resolved.config, assembly.resolved.limits
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_allocated(device)
@@ -148,12 +147,11 @@ def _measure(
     runner.forget()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    vocab_size = config.model_info.vocab_size
     graphs = len(sizes) * _GRAPH_BYTES + (peak if sizes else 0)
     return DeviceBudget(
         total=total, utilization=config.gpu_memory_utilization,
         others=total - free - torch.cuda.memory_reserved(device), weights=weights, peak=peak,
-        reserve=counts_bytes(config.max_num_seqs + 1, vocab_size) + graphs + _SLACK,
+        reserve=counts_bytes(limits.max_num_seqs + 1, limits.vocab_size) + graphs + _SLACK,
     )
 
 
@@ -165,7 +163,7 @@ def _run(runner: LocalRunner, trial: Trial) -> None:
 
 def _wanted_pages(assembly: Assembly) -> int | None:
     """Return the pages that the user asked for, if they did."""
-    config, pool = assembly.config, assembly.pool
+    config, pool = assembly.resolved.config, assembly.pool
     if config.max_total_tokens is not None:
         return pool.pages_of_tokens(config.max_total_tokens)
     if config.kv_cache_memory is not None:

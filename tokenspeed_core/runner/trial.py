@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.step import BlockCopy, BlockDelta, LateInputs, SlotInits, StepPlan
 
 _NONE = np.zeros(0, np.int32)
@@ -23,37 +24,24 @@ class Trial:
     late: LateInputs | None
 
 
-@dataclass(frozen=True, slots=True)
-class TrialLimits:
-    """What bounds the steps of a runner."""
-
-    max_num_seqs: int
-    max_num_tokens: int
-    max_model_len: int
-    num_groups: int
-    vocab_size: int
-
-
-def largest(limits: TrialLimits) -> Trial:
+def largest(limits: SchedulerLimits, num_groups: int) -> Trial:
     """Return the step that takes most memory: all rows, all tokens, and every way of sampling at once."""
-    num_rows = min(limits.max_num_seqs, limits.max_num_tokens)
-    chunks = _spread(limits.max_num_tokens, num_rows, limits.max_model_len)
-    return Trial(_plan(limits, 0, chunks, _inits(len(chunks), draws=True, special=True)), _late(limits))
+    chunks = _spread(limits.max_num_tokens, limits.max_num_seqs, limits.max_model_len)
+    return Trial(_plan(num_groups, 0, chunks, _inits(len(chunks), draws=True, special=True)), _late(limits.vocab_size))
 
 
-def kinds(limits: TrialLimits) -> Iterator[Trial]:
+def kinds(limits: SchedulerLimits, num_groups: int) -> Iterator[Trial]:
     """Yield steps that between them call every kernel in every shape class that serving reaches."""
     powers = [1 << bit for bit in range(limits.max_num_tokens.bit_length())]
     for size in sorted({1, *powers, *(power + 1 for power in powers if power < limits.max_num_tokens)}):
-        yield Trial(_plan(limits, 0, _spread(size, 1, limits.max_model_len), _inits(1)), None)
+        yield Trial(_plan(num_groups, 0, _spread(size, 1, limits.max_model_len), _inits(1)), None)
     for num_rows in sorted({min(n, limits.max_num_seqs) for n in (1, 2, 16, 17, limits.max_num_seqs)}):
-        most = min(num_rows, limits.max_num_tokens)
         for draws, special in ((False, False), (True, False), (False, True), (True, True)):
-            inits = _inits(most, draws=draws, special=special)
-            yield Trial(_plan(limits, 0, [1] * most, inits), _late(limits) if special else None)
-            yield Trial(_plan(limits, most, [], None), _late(limits) if special else None)
+            inits = _inits(num_rows, draws=draws, special=special)
+            yield Trial(_plan(num_groups, 0, [1] * num_rows, inits), _late(limits.vocab_size) if special else None)
+            yield Trial(_plan(num_groups, num_rows, [], None), _late(limits.vocab_size) if special else None)
         if num_rows > 1 and num_rows + 4 <= limits.max_num_tokens:
-            yield Trial(_plan(limits, num_rows - 1, [min(5, limits.max_model_len)], None), None)
+            yield Trial(_plan(num_groups, num_rows - 1, [min(5, limits.max_model_len)], None), None)
 
 
 def _spread(num_tokens: int, num_rows: int, max_model_len: int) -> list[int]:
@@ -66,15 +54,15 @@ def _spread(num_tokens: int, num_rows: int, max_model_len: int) -> list[int]:
     return chunks
 
 
-def _plan(limits: TrialLimits, num_decodes: int, chunks: Sequence[int], inits: SlotInits | None) -> StepPlan:
+def _plan(num_groups: int, num_decodes: int, chunks: Sequence[int], inits: SlotInits | None) -> StepPlan:
     num_rows = num_decodes + len(chunks)
     counts = np.array([1] * num_decodes + list(chunks), np.int32)
     return StepPlan(
         step_id=-1, num_decodes=num_decodes, slots=np.arange(num_rows, dtype=np.int32), num_query_tokens=counts,
         num_computed_tokens=np.zeros(num_rows, np.int32), wants_logits=np.ones(num_rows, bool),
         token_ids=np.zeros(sum(chunks), np.int32), adapter_ids=np.zeros(num_rows, np.int32),
-        block_deltas=(BlockDelta(_NONE, _NONE, _NONE),) * limits.num_groups,
-        block_copies=(BlockCopy(_NONE, _NONE),) * limits.num_groups, slot_inits=inits, embedding_spans=(),
+        block_deltas=(BlockDelta(_NONE, _NONE, _NONE),) * num_groups,
+        block_copies=(BlockCopy(_NONE, _NONE),) * num_groups, slot_inits=inits, embedding_spans=(),
         group_num_tokens=np.array([counts.sum()], np.int32),
     )
 
@@ -96,5 +84,5 @@ def _inits(num_rows: int, *, draws: bool = False, special: bool = False) -> Slot
     )
 
 
-def _late(limits: TrialLimits) -> LateInputs:
-    return LateInputs(np.zeros(1, np.int32), 1, np.full(-(-limits.vocab_size // 32), -1, np.int32))
+def _late(vocab_size: int) -> LateInputs:
+    return LateInputs(np.zeros(1, np.int32), 1, np.full(-(-vocab_size // 32), -1, np.int32))

@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tokenspeed_core.checkpoint import resolve_checkpoint
 from tokenspeed_core.config import Config
+from tokenspeed_core.engine.launch import resolve
 from tokenspeed_core.models import ModelInfo, ModelSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.runner.config import RunnerConfig
 from tokenspeed_core.runner.local import LocalRunner, build
 from tokenspeed_core.testing.plans import PlanMaker
 
@@ -65,13 +65,13 @@ class ModelConformance:
         catalog = Catalog.discover()
         with tempfile.TemporaryDirectory(prefix="tokenspeed-") as folder:
             Path(folder, "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
-            found = resolve_checkpoint(Config(model=folder, load_format="dummy"), catalog)
-        config = RunnerConfig(
-            checkpoint_path=folder, hf_config=found.config, model_spec=found.spec, model_info=found.info,
-            dtype="float32", device="cpu", load_format="dummy", max_model_len=MOST_TOKENS, max_num_seqs=4,
-            max_num_tokens=MOST_TOKENS, block_size=BLOCK_SIZE, max_total_tokens=1024,
-        )
-        return build(config, catalog, lambda what, done, total: None)
+            asked = Config(
+                model=folder, dtype="float32", device="cpu", load_format="dummy", max_num_seqs=4,
+                chunked_prefill_size=MOST_TOKENS, block_size=BLOCK_SIZE, max_total_tokens=1024,
+            )
+            resolved = resolve(asked, catalog)
+        limits = replace(resolved.limits, max_model_len=MOST_TOKENS)  # whatever the family's own length
+        return build(replace(resolved, limits=limits), catalog, lambda what, done, total: None)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelInfo:
         info: ModelInfo = load_target(self.spec.describe)(config)
