@@ -15,6 +15,7 @@ from null_world import GROUPS, MASKED, NO_INT, World, audit, request
 from tokenspeed_core.kv.lease import ABSENT
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Sending
+from tokenspeed_core.scheduler.rows import NOBODY
 from tokenspeed_core.step import StepPlan
 
 prompts = st.builds(
@@ -88,9 +89,9 @@ class NullMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def pin(self, which: int) -> None:
         """A tier reads a running sequence's pages, whatever becomes of the sequence meanwhile."""
-        leases = self.world.scheduler.roster.leases()
-        if leases and len(self.pins) < 2:
-            pages = leases[which % len(leases)].pages()[-2:]
+        slots = np.flatnonzero(self.world.scheduler.rows.sequence_id != NOBODY)
+        if len(slots) and len(self.pins) < 2:
+            pages = self.world.scheduler.roster.lease(int(slots[which % len(slots)])).pages()[-2:]
             self.world.scheduler.kv.pool.pin(pages)
             self.pins.append(pages)
 

@@ -8,11 +8,14 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from null_world import World, request
 
 from tokenspeed_core.api import Candidate, Decision, FullAttention, Limits, ModelInfo, ModelSpec, Policy, Room, View
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import find_policy, resolve
+from tokenspeed_core.engine.launch import resolve
+from tokenspeed_core.engine.policies import PluginPolicy, find_policy
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.kinds import KINDS
@@ -63,7 +66,9 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 
 def test_a_plugins_policy_is_what_the_name_resolves_to(catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Tiny"]}))
-    assert isinstance(resolve(Config(model=str(tmp_path), schedule_policy="lifo"), catalog).policy, LastFirst)
+    policy = resolve(Config(model=str(tmp_path), schedule_policy="lifo"), catalog).policy
+    assert isinstance(policy, PluginPolicy)
+    assert isinstance(policy.policy, LastFirst)
     assert resolve(Config(model=str(tmp_path)), catalog).policy == POLICIES["fcfs"]()
     with pytest.raises(PluginError, match="did you mean priority"):
         resolve(Config(model=str(tmp_path), schedule_policy="prioritty"), catalog)
@@ -88,6 +93,91 @@ def test_a_policy_that_cannot_be_had_is_one_line(catalog: Catalog, name: str, sa
         find_policy(name, catalog)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert name == "fcsf" or str(caught.value).endswith("; `--schedule-policy fcfs` goes without it")
+
+
+def test_a_plugins_policy_decides_who_runs(catalog: Catalog) -> None:
+    world = World(policy=find_policy("lifo", catalog), max_num_seqs=1)
+    for sequence_id in range(3):
+        world.submit(request(sequence_id, [1, 2, sequence_id], max_tokens=4))
+    world.run()
+    assert list(world.finish) == [2, 1, 0]
+    for sequence_id in range(3):
+        world.check(sequence_id)
+
+
+def fails(*given: Any) -> Any:
+    raise LookupError("no such tenant")
+
+
+def runs_all(self: LastFirst, view: View, limits: Limits) -> Decision:
+    return Decision(view.num_query, np.zeros(0, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "said"),
+    [
+        ("key", fails, "LastFirst.key fails: LookupError: no such tenant"),
+        ("key", lambda *given: None, "LastFirst.key makes a NoneType, which lacks what a tuple has"),
+        ("decide", fails, "LastFirst.decide fails: LookupError: no such tenant"),
+        ("decide", lambda *given: None, "LastFirst.decide fails: AttributeError: 'NoneType' object has no"),
+        ("decide", runs_all, "LastFirst.decide fails: ValueError: a row runs without its pages"),
+        ("admit", fails, "LastFirst.admit fails: LookupError: no such tenant"),
+        ("admit", lambda *given: None, "LastFirst.admit fails: TypeError: int() argument must be"),
+    ],
+)
+def test_a_policy_that_fails_ends_the_engine_in_a_line_that_names_its_plugin(
+    catalog: Catalog, method: str, does: Any, said: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(policy=find_policy("lifo", catalog), num_pages=14, prefix_caching=False)
+    monkeypatch.setattr(LastFirst, method, does)
+
+    def serve() -> None:
+        for sequence_id in range(4):   # more than the pool has pages for
+            world.submit(request(sequence_id, [sequence_id, 2, 3], max_tokens=30))
+        world.run()
+
+    with pytest.raises(PluginError) as caught:
+        serve()
+    whose, _, rest = str(caught.value).partition(f": {HERE}:")
+    assert whose == "policies lifo of lifo 1.0"
+    assert rest.startswith(said)
+    assert rest.endswith("; `--schedule-policy fcfs` goes without it")
+    assert "\n" not in rest
+
+
+VIEW = View(
+    slots=np.arange(3, dtype=np.int32), num_decodes=1, num_query=np.asarray([1, 9, 9], np.int32),
+    pages=np.ones(3, np.int32), held=np.ones(3, np.int32), priority=np.zeros(3, np.int32), arrival=np.arange(3),
+)
+LIMITS = Limits(budget=32, max_prefill=32, is_chunking=True, available_pages=2, coming_pages=0)
+
+
+@pytest.mark.parametrize(
+    ("num_query", "victims", "error"),
+    [
+        ([1, 9, 9], [], "ValueError"),        # a page too many
+        ([1, 9, 0], [1], "ValueError"),       # a victim that runs
+        ([1, 9, 0], [2, 2], "ValueError"),    # one named twice
+        ([1, 9, 0], [3], "IndexError"),       # one that is not there
+        ([1, 9], [], "ValueError"),           # a row forgotten
+    ],
+)
+def test_a_decision_that_cannot_be_carried_out_is_put_down_to_the_plugin(
+    catalog: Catalog, num_query: list[int], victims: list[int], error: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decision = Decision(np.asarray(num_query, np.int32), np.asarray(victims, np.int32))
+    monkeypatch.setattr(LastFirst, "decide", lambda *given: decision)
+    with pytest.raises(PluginError, match=f"^policies lifo of lifo 1.0: {HERE}:LastFirst.decide fails: {error}"):
+        find_policy("lifo", catalog).decide(VIEW, LIMITS)
+
+
+def test_no_row_gets_more_than_it_wants_or_less_than_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    decision = Decision(np.asarray([7, -4, 12]), np.zeros(0, np.int32))
+    monkeypatch.setattr(LastFirst, "decide", lambda *given: decision)
+    decided = find_policy("lifo", catalog).decide(VIEW, LIMITS)
+    assert decided.num_query.tolist() == [1, 0, 9]
+    assert decided.num_query.dtype == np.int32
 
 
 def test_the_names_that_are_built_in_are_the_schedulers() -> None:

@@ -70,7 +70,10 @@ class Engine:
         self.scheduler.abort(sequence_ids)
 
     def step(self) -> list[Outputs]:
-        """Plan and launch the next step, then collect the oldest if `depth` are in flight."""
+        """Plan and launch the next step, then collect the oldest if `depth` are in flight.
+
+        Raises EngineDeadError, and PluginError where the policy is a plugin's and fails.
+        """
         outputs: list[Outputs] = []
         draft = self.scheduler.plan(self._pace.max_prefill(beside_decodes=self.scheduler.rows.has_decodes))
         if draft is not None:

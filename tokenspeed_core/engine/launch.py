@@ -14,6 +14,7 @@ from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolv
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
 from tokenspeed_core.kernels.preference import Preference
@@ -21,14 +22,12 @@ from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Ready
 from tokenspeed_core.models import Quantization
-from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.blame import no_finite_logit
-from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.text.load import find_parsers, load_text
 
@@ -205,17 +204,6 @@ def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:
         return "tokenizer none: token ids only"
     where = "none" if template is None else config.chat_template or "the model's own"
     return f"tokenizer {config.tokenizer or checkpoint.path}, chat template: {where}"
-
-
-def find_policy(name: str, catalog: Catalog) -> Policy:
-    """Return the policy that users call `name`; a plugin's is made by the factory that its entry names.
-
-    Raises PluginError, in one line, on an unknown name, and where the plugin makes no policy.
-    """
-    if name in POLICIES:
-        return POLICIES[name]()
-    entry = catalog.get("policies", name)
-    return make(entry, entry.value, catalog.need(entry, object), Policy)  # type: ignore[type-abstract]
 
 
 def preferences(config: Config) -> tuple[Preference, ...]:

@@ -42,7 +42,7 @@ class EngineLoop:
         self._was_working = False
 
     def run(self) -> None:
-        """Serve until drained or orphaned. Raises EngineDeadError."""
+        """Serve until drained or orphaned. Raises EngineDeadError or, for a plugin's policy, PluginError."""
         engine = self.engine
         while True:
             readable = [each for each, _ in self._poller.poll(self._sleep_ms())]

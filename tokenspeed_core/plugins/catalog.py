@@ -222,6 +222,8 @@ def _blaming(entry: Entry, what: str) -> PluginError:
     mend = f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
     if entry.distribution in DEFAULTS:  # without which little is left
         mend = f"`pip install --force-reinstall --no-deps {entry.distribution}=={entry.version}` mends a damaged one"
+    if entry.kind == "policies":  # the flag that names it would not find it any more
+        mend = "`--schedule-policy fcfs` goes without it"
     return PluginError(f"{entry}{what}; {mend}")
 
 

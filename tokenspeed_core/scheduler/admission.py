@@ -96,7 +96,7 @@ class Admission:
         short = rows.target[prefilling] + 1 - rows.capacity[prefilling]
         promised = int(np.maximum(-(-short // kv.block_size), 0).sum()) * kv.pages_per_block
         num_decoding = len(rows.decoding())
-        if not self._limits.is_chunking and not draft.num_chunks:
+        if not self._limits.is_chunking and not draft.num_chunk_tokens:
             budget = self._limits.max_model_len  # a prompt beyond the budget runs alone
         return Room(
             budget, self._limits.is_chunking,

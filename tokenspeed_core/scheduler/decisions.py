@@ -68,7 +68,8 @@ class Policy(Protocol):
     """Decides admissions, chunks and victims. Stateless.
 
     No chunk goes past the tokens that are known: what a prompt is given beyond them is cut off, and so is what a first
-    chunk is given beyond the budget.
+    chunk is given beyond the budget. A policy that raises, lets a row run without its pages or names a victim twice or
+    one that runs ends the engine, with a line that names the plugin.
     """
 
     def key(self, priority: int, arrival: int) -> tuple[int, int]:

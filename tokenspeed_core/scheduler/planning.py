@@ -46,11 +46,6 @@ class Draft:
         return len(self._decodes[0]) + len(self._chunks)
 
     @property
-    def num_chunks(self) -> int:
-        """Rows that are part of a prompt."""
-        return len(self._chunks)
-
-    @property
     def is_empty(self) -> bool:
         """Whether the device need not hear of the step."""
         return not (self.num_rows or self._newcomers or any(self._growth))

@@ -52,10 +52,9 @@ class Ordered:
 
     def _chunks(self, rest: I32, budget: int, limits: Limits) -> I32:
         """Cut the prompts, the most important first, to the budget."""
-        if not limits.is_chunking:
-            before = np.cumsum(rest) - rest
-            return np.where(before + rest <= max(budget, int(rest[0])), rest, 0).astype(np.int32)
         before = np.cumsum(rest) - rest
+        if not limits.is_chunking:
+            return np.where(before + rest <= max(budget, int(rest[0])), rest, 0).astype(np.int32)
         chunks: I32 = np.clip(min(budget, limits.max_prefill) - before, 0, rest).astype(np.int32)
         return chunks
 

@@ -64,10 +64,6 @@ class Roster:
         assert lease is not None, f"nobody holds slot {slot}"
         return lease
 
-    def leases(self) -> list[BlockLease]:
-        """Return the blocks of all sequences that hold a slot."""
-        return [lease for lease in self._leases if lease is not None]
-
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
