@@ -53,6 +53,41 @@ def test_a_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
     assert "busy" in said
 
 
+def test_a_profile_without_room_leaves_no_part_of_it_and_keeps_the_figures(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *BENCH, "latency", "--output-len", "4", "--repeats", "1",
+         *SMALL, "--profile", str(tmp_path / "trace.json"), "--json", str(path)],
+        capture_output=True, text=True, timeout=200, env=ENVIRON, check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "torch could not write its trace; is there room on the disk?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(path.read_text())["runs"][-1]["traffic"]["name"] == "latency"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_broken_off_in_process_before_a_repeat_is_over_ends_with_130(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    child = subprocess.Popen(
+        [*BENCH, "throughput", "--requests", "64", "--output-len", "3000", *SMALL, "--json", str(path),
+         "--plot", str(tmp_path / "x.svg")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
+    )
+    assert child.stdout is not None
+    while "median of the next" not in child.stdout.readline():
+        assert child.poll() is None
+    time.sleep(1)
+    child.send_signal(number)
+    _, said = child.communicate(timeout=120)
+    assert child.returncode == 130, said
+    assert "broken off before any traffic was measured" in said
+    assert json.loads(path.read_text())["is_interrupted"]
+
+
 def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
     result, said = bench(
         tmp_path, "serve", "--users", "1,4", "--requests", "3,8", "--input-len", "48", "--output-len", "16",

@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from tokenspeed_bench import files
 from tokenspeed_bench import result as results
 from tokenspeed_bench.anchors import HTTP_LOADS, ROWS, rows_of
 from tokenspeed_bench.compare import compare
@@ -181,20 +182,20 @@ def test_a_load_that_was_broken_off_is_not_compared() -> None:
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(BenchError, match=said):
-        results.read(str(tmp_path / "x.json"))
+        files.read(str(tmp_path / "x.json"))
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing" / "x.json"):
         with pytest.raises(BenchError, match="name another file"):
-            results.check_writable(str(path))
-    results.check_writable(None, "-", str(tmp_path / "x.json"))
+            files.check_writable(str(path))
+    files.check_writable(None, "-", str(tmp_path / "x.json"))
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     result, path = served(), str(tmp_path / "x.json")
-    results.write(result, path)
-    assert results.read(path) == json.loads(json.dumps(result))
+    files.write_result(result, path)
+    assert files.read(path) == json.loads(json.dumps(result))
 
 
 @pytest.mark.parametrize("result", [served(), offline(), {"schema": 1, "results": [served(), offline()]}],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tokenspeed_bench.errors import INTERRUPTED, BenchError
+from tokenspeed_bench.errors import BenchError
 
 if TYPE_CHECKING:
+    from tokenspeed_bench.telling import Voice
     from tokenspeed_bench.traffic import Traffic
 
 HELP = """Usage: tokenspeed bench COMMAND [MODEL] [OPTIONS] [any flag of tokenspeed serve]
@@ -70,7 +70,7 @@ def _measure(verb: str, words: Sequence[str]) -> int:
 
 def _compare(words: Sequence[str]) -> int:
     from tokenspeed_bench.compare import compare
-    from tokenspeed_bench.result import read
+    from tokenspeed_bench.files import read
 
     if len(words) != 2 or any(word.startswith("-") for word in words):
         print("Usage: tokenspeed bench compare BEFORE.json AFTER.json")
@@ -81,51 +81,56 @@ def _compare(words: Sequence[str]) -> int:
 
 
 def _offline(verb: str, words: Sequence[str]) -> int:
-    from tokenspeed_bench import offline, options, trace
+    from tokenspeed_bench import files, offline, options, trace
     from tokenspeed_bench import result as results
+    from tokenspeed_bench.finish import finish, kept
     from tokenspeed_bench.flags import keywords
+    from tokenspeed_bench.telling import Voice
 
     given, others = options.parse(verb, words)
     kinds = given.traffic.split(",") if verb == "all" else [verb]
     traffics = options.traffics_of(given, kinds)
     settings = keywords(others)
     profile: str | None = getattr(given, "profile", None)
-    results.check_writable(given.json, given.plot, profile)
-    say = _speaker(given.json)
+    files.check_writable(given.json, given.plot, profile)
+    voice = Voice(given.json)
 
     def record(name: str, work: Callable[[], object]) -> None:
         assert profile is not None
         path = profile if len(traffics) == 1 else trace.named(profile, name)
-        say(f"profile of {name}: {path}\n{trace.record(work, path).text()}")
+        timeline = trace.record(work, path)
+        voice.say(f"profile of {name}: {path}\n{timeline.text()}")
 
     for name in {"config", "dry_run"} & settings.keys():
         raise BenchError(f"--{name.replace('_', '-')}: goes with `tokenspeed bench serve`; in process give settings")
     given.model = _the_model(given, settings.pop("model", None))
+    settings = ({"load_format": "dummy"} if given.shape else {}) | settings
+    result = results.new("offline", given.model or given.shape or "demo", given.shape, settings)
+    problems: list[str] = []
     with _model(given, max(_longest(each) for each in traffics)) as model:
-        settings = ({"load_format": "dummy"} if given.shape else {}) | settings
 
         def make() -> offline.Engine:
             from tokenspeed_core import LLM
 
             return LLM(model, **settings)
 
-        result = results.new("offline", given.model or given.shape or "demo", given.shape, settings)
-        refused = offline.measure(
-            make, offline.Offline(traffics, given.repeats), result, _teller(say), record if profile else None
-        )
-    for each in refused:
-        print(f"tokenspeed: {each}", file=sys.stderr)
-    return _finish(result, given.json, given.plot, say, has_failed=bool(refused))
+        with kept(result, problems):
+            plan = offline.Offline(traffics, given.repeats)
+            problems += offline.measure(make, plan, result, _teller(voice), record if profile else None)
+    _say_where(result, voice)
+    return finish(result, given.json, given.plot, problems, has_failed=voice.is_lost)
 
 
 def _serve(words: Sequence[str]) -> int:
     import os
 
-    from tokenspeed_bench import online, options
+    from tokenspeed_bench import files, online, options
     from tokenspeed_bench import result as results
     from tokenspeed_bench.connection import Target
+    from tokenspeed_bench.finish import finish, kept
     from tokenspeed_bench.flags import keywords
     from tokenspeed_bench.server import Api, started
+    from tokenspeed_bench.telling import Voice
 
     given, others = options.parse("serve", words)
     settings = keywords(others)
@@ -135,8 +140,8 @@ def _serve(words: Sequence[str]) -> int:
         raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
     for name in {"host", "port", "dry_run"} & settings.keys():
         raise BenchError(f"--{name.replace('_', '-')}: bench starts a server on a free port; --url takes one of yours")
-    results.check_writable(given.json, given.plot)
-    say = _speaker(given.json)
+    files.check_writable(given.json, given.plot)
+    voice = Voice(given.json)
     key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")
     result = results.new("serve", model_name, given.shape, settings)
 
@@ -150,22 +155,23 @@ def _serve(words: Sequence[str]) -> int:
             results.add_plan(result, report["kernel_plan"])
             result["plugins"] = report.get("plugins")
         if seconds is not None:
-            _teller(say)(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2)}))
-        online.measure(Target(api.url, name, key, given.timeout), plan, result, _teller(say))
+            _teller(voice)(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2)}))
+        online.measure(Target(api.url, name, key, given.timeout), plan, result, _teller(voice))
 
-    if given.url:
-        measure(Api(given.url, key), None)
-    else:
-        with _model(given, max(_longest(each.traffic) for each in loads)) as model:
-            dummy = ["--load-format", "dummy"] if given.shape and "load_format" not in settings else []
-            named = ["--served-model-name", given.shape] if given.shape and "served_model_name" not in settings else []
-            try:
+    problems: list[str] = []
+    with kept(result, problems):
+        if given.url:
+            measure(Api(given.url, key), None)
+        else:
+            with _model(given, max(_longest(each.traffic) for each in loads)) as model:
+                dummy = ["--load-format", "dummy"] if given.shape and "load_format" not in settings else []
+                is_named = given.shape is None or "served_model_name" in settings
+                named = [] if is_named else ["--served-model-name", given.shape]
                 with started([*([model] if model else []), *dummy, *named, *others], key) as (api, seconds):
                     measure(api, seconds)
-            except KeyboardInterrupt:
-                result["is_interrupted"] = True
+    _say_where(result, voice)
     failed = any(run.get("failures") for run in result["runs"])
-    return _finish(result, given.json, given.plot, say, has_failed=failed)
+    return finish(result, given.json, given.plot, problems, has_failed=failed or voice.is_lost)
 
 
 def _the_model(given: Any, flag: str | None) -> str | None:
@@ -194,33 +200,14 @@ def _longest(traffic: Traffic) -> int:
     return max(turn.end + turn.out_len for session in traffic.sessions for turn in session.turns)
 
 
-def _speaker(json_path: str | None) -> Callable[[str], None]:
-    """Return how to tell people: on stderr where the standard output takes the JSON."""
-    stream = sys.stderr if json_path == "-" else sys.stdout
-    return lambda text: print(text, file=stream, flush=True)
-
-
-def _teller(say: Callable[[str], None]) -> Callable[[Mapping[str, Any]], None]:
+def _teller(voice: Voice) -> Callable[[Mapping[str, Any]], None]:
     from tokenspeed_bench.table import of_run
 
-    return lambda run: say(of_run(run))
+    return lambda run: voice.say(of_run(run))
 
 
-def _finish(
-    result: dict[str, Any], json_path: str | None, plot: str | None, say: Callable[[str], None], *, has_failed: bool
-) -> int:
-    """Write what was asked for and say what ran; return the exit status."""
-    from pathlib import Path
-
-    from tokenspeed_bench.plot import draw
-    from tokenspeed_bench.result import write
-
-    used = "; ".join(f"{family} {', '.join(names)}" for family, names in (result["backends"] or {}).items())
-    say(f"on {result['device'] or 'an unknown device'}, kernels: {used or 'unknown'}")
-    write(result, json_path)
-    if plot is not None:
-        Path(plot).write_text(draw(result), encoding="utf-8")
-    if result["is_interrupted"]:
-        print("tokenspeed: broken off; what was measured is kept", file=sys.stderr)
-        return INTERRUPTED
-    return 1 if has_failed else 0
+def _say_where(result: Mapping[str, Any], voice: Voice) -> None:
+    """Say what all that was measured ran on."""
+    if result["runs"]:
+        used = "; ".join(f"{family} {', '.join(names)}" for family, names in (result["backends"] or {}).items())
+        voice.say(f"on {result['device'] or 'an unknown device'}, kernels: {used or 'unknown'}")

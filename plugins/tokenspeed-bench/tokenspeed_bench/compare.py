@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.result import is_traffic, runs_of
 from tokenspeed_bench.table import aligned, people
 
 LESS_IS_BETTER = (
@@ -26,7 +27,7 @@ def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
     """Return the comparison in words. Raises BenchError where the results have no traffic in common."""
     first, second = dict(_keyed(before)), dict(_keyed(after))
     common = [key for key in first if key in second]
-    if not any(map(_is_traffic, common)):
+    if not any(is_traffic(first[key]) for key in common):
         raise BenchError(
             f"{names[0]} and {names[1]} measured different traffic: {_shown(first)} there, {_shown(second)} here; "
             "measure both with the same options"
@@ -40,13 +41,6 @@ def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
         if missing:
             lines.append(f"only in {name}: {', '.join(_name(key) for key in missing)}")
     return "\n".join([*lines, *_differences(before, after)])
-
-
-def runs_of(result: Result) -> Iterator[tuple[Result, Run]]:
-    """Yield every run with the result that it is in; a result of `anchors` holds others."""
-    for part in result.get("results", (result,)):
-        for run in part["runs"]:
-            yield part, run
 
 
 def _keyed(result: Result) -> Iterator[tuple[str, Run]]:
@@ -68,12 +62,7 @@ def _name(key: str) -> str:
 
 
 def _shown(runs: Mapping[str, Run]) -> str:
-    return ", ".join(_name(key) for key in runs if _is_traffic(key)) or "nothing"
-
-
-def _is_traffic(key: str) -> bool:
-    """Say whether a run is more than the start and first request, which all results have."""
-    return json.loads(key.partition("\n")[0])[1]["name"] not in ("start", "first")
+    return ", ".join(_name(key) for key, run in runs.items() if is_traffic(run)) or "nothing"
 
 
 def _figures(key: str, before: Run, after: Run) -> list[tuple[str, str, str, str, str, str]]:

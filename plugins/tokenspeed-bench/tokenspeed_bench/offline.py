@@ -49,7 +49,7 @@ def measure(
     make: Callable[[], Engine], plan: Offline, result: dict[str, Any],
     tell: Callable[[Run], None], trace: Callable[[str, Callable[[], object]], None] | None = None,
 ) -> list[str]:
-    """Construct an engine, run everything and add it to `result`; return why traffic was left out.
+    """Construct an engine, run everything and add it to `result`; return why traffic or its trace was left out.
 
     `tell` hears of each run. `trace` is given each traffic, by name, to run once more. Ctrl-C keeps what was measured.
     """
@@ -71,7 +71,10 @@ def measure(
             else:
                 if trace is not None and not result["is_interrupted"]:
                     engine.reset_prefix_cache()
-                    trace(traffic.name, partial(once, engine, fitting))
+                    try:
+                        trace(traffic.name, partial(once, engine, fitting))
+                    except BenchError as error:
+                        refused.append(f"{traffic.name} has no profile: {error}")
             if result["is_interrupted"]:
                 break
     except KeyboardInterrupt:

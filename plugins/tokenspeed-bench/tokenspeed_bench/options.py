@@ -81,8 +81,8 @@ def parser_of(verb: str) -> Parser:
     parser = Parser(prog=f"tokenspeed bench {verb}", usage=usage, allow_abbrev=False)
     files = parser.add_argument_group("files")
     files.add_argument("--json", metavar="FILE", help="write the result; - is the standard output")
+    files.add_argument("--plot", metavar="FILE", help="draw the result as SVG")
     if verb != "anchors":
-        files.add_argument("--plot", metavar="FILE", help="draw the result as SVG")
         parser.add_argument("--shape", choices=sorted(SHAPES), help="dummy weights of a known model, in place of MODEL")
     if verb in OFFLINE or verb in ("all", "anchors"):
         parser.add_argument("--repeats", type=whole, default=3, help="runs, of which the best is taken (3)")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.sax.saxutils import escape
 
-from tokenspeed_bench.compare import runs_of
 from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.result import runs_of
 from tokenspeed_bench.table import people
 
 WIDTH, HEIGHT = 440, 230          # of a panel, in pixels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -18,8 +19,9 @@ class Progress:
     def say(self, text: str) -> None:
         """Replace what the line says."""
         if self._shows:
-            sys.stderr.write(CLEAR + text)
-            sys.stderr.flush()
+            with suppress(OSError):  # the terminal was closed
+                sys.stderr.write(CLEAR + text)
+                sys.stderr.flush()
 
     def __enter__(self) -> Self:
         return self

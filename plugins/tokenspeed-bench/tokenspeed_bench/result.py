@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tokenspeed_bench.anchors import rows_of
-from tokenspeed_bench.errors import BenchError
 
 SCHEMA = 1
 LIBRARIES = (
@@ -63,45 +61,21 @@ def add_run(
     return run
 
 
-def check_writable(*paths: str | None) -> None:
-    """Refuse a file that cannot be written, before an hour is measured for it. Raises BenchError."""
-    for path in paths:
-        if path is None or path == "-":
-            continue
-        folder = Path(path).parent
-        if not folder.is_dir():
-            raise BenchError(f"{path}: there is no folder {folder}; make it, or name another file")
-        if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-            raise BenchError(f"{path}: cannot be written; name another file")
+def runs_of(result: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield every run with the result that it is in; a result of `anchors` holds others."""
+    for part in result.get("results", (result,)):
+        for run in part["runs"]:
+            yield part, run
 
 
-def write(result: Mapping[str, Any], path: str | None) -> None:
-    """Write a result as JSON; "-" is the standard output, None nowhere. Raises BenchError."""
-    if path is None:
-        return
-    text = json.dumps(result, ensure_ascii=False) + "\n"
-    if path == "-":
-        print(text, end="")
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BenchError(f"{path}: {error.strerror}") from error
+def is_traffic(run: Mapping[str, Any]) -> bool:
+    """Say whether a run is more than the start and first request, which all results have."""
+    return run["traffic"]["name"] not in ("start", "first")
 
 
-def read(path: str) -> dict[str, Any]:
-    """Read a result. Raises BenchError where it is none, or of another schema."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BenchError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise BenchError(f"{path}: not JSON: {error}") from error
-    if not isinstance(data, dict) or "schema" not in data or not {"runs", "results"} & data.keys():
-        raise BenchError(f"{path}: no result of `tokenspeed bench`; `tokenspeed bench ... --json FILE` writes one")
-    if data["schema"] != SCHEMA:
-        raise BenchError(f"{path}: has schema {data['schema']}, and this version reads {SCHEMA}; measure again")
-    return data
+def has_traffic(result: Mapping[str, Any]) -> bool:
+    """Say whether any traffic was measured."""
+    return any(is_traffic(run) for _, run in runs_of(result))
 
 
 def versions() -> dict[str, str]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenspeed_bench import files, watched
 from tokenspeed_bench import result as results
-from tokenspeed_bench import watched
 from tokenspeed_bench.anchors import DEVICE, GROUPS, ROWS, Row
-from tokenspeed_bench.compare import runs_of
 from tokenspeed_bench.errors import INTERRUPTED, BenchError
+from tokenspeed_bench.finish import finish
 from tokenspeed_bench.options import parse
+from tokenspeed_bench.result import runs_of
 from tokenspeed_bench.table import of_rows
+from tokenspeed_bench.telling import Voice
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("all", "--shape", "qwen3-8b"),
@@ -38,7 +39,9 @@ def measure(words: Sequence[str]) -> int:
     for group in groups:
         if group not in GROUPS:
             raise BenchError(f"--groups {group}: there is {', '.join(GROUPS)}")
-    results.check_writable(options.json, *(str(Path(options.profiles, group)) for group in groups if options.profiles))
+    traces = [str(Path(options.profiles, group)) for group in groups if options.profiles]
+    files.check_writable(options.json, options.plot, *traces)
+    voice = Voice(options.json)
     whole = results.new("anchors", "", None, {})
     del whole["runs"]
     whole["results"] = parts = []
@@ -59,9 +62,8 @@ def measure(words: Sequence[str]) -> int:
     whole["device"] = next((part["device"] for part in parts if part["device"]), None)
     found = [_value(row, parts, failures) for row in ROWS if row.group in groups]
     whole["rows"] = [_described(*each) for each in found]
-    results.write(whole, options.json)
-    print(of_rows(found), *broken(whole), sep="\n", file=sys.stderr if options.json == "-" else sys.stdout)
-    return INTERRUPTED if whole["is_interrupted"] else 1 if failures else 0
+    voice.say("\n".join((of_rows(found), *broken(whole))))
+    return finish(whole, options.json, options.plot, (), has_failed=bool(failures) or voice.is_lost)
 
 
 def measure_group(
@@ -78,7 +80,7 @@ def measure_group(
         environ = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
         with watched.start(["bench", *command, "--json", str(path)], env=environ) as child:
             status = _wait(child)
-        return (results.read(str(path)) if path.is_file() else None), status
+        return (files.read(str(path)) if path.is_file() else None), status
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

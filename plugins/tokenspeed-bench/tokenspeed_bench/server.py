@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from typing import IO, Any
 from tokenspeed_bench import watched
 from tokenspeed_bench.connection import message_of
 from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.telling import warn
 
 MOST_SECONDS = 600.0  # from the command to /health
 PATIENCE = 60.0       # seconds that a server has to end
@@ -95,7 +95,7 @@ def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, fl
                 yield api, time.perf_counter() - begin
             finally:
                 if server.poll() is not None:
-                    print(f"tokenspeed: the server {_ended(server, log)}", file=sys.stderr)
+                    warn(f"the server {_ended(server, log)}")
         finally:
             _stop(server)
 

@@ -10,10 +10,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.figures import percentile
+from tokenspeed_bench.files import write
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_CPU = frozenset({"cpu_op"})
@@ -76,7 +78,7 @@ def named(path: str, name: str) -> str:
 def record(work: Callable[[], object], path: str) -> Timeline:
     """Run some work under the profiler, write its trace, and return what it shows of the device.
 
-    Raises BenchError where torch is missing or the trace shows no work.
+    Raises BenchError where torch is missing, the trace shows no work, or it cannot be written.
     """
     try:
         from torch.cuda import is_available
@@ -86,11 +88,16 @@ def record(work: Callable[[], object], path: str) -> Timeline:
     has_device = is_available()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_device else [])]) as profiler:
         work()
-    profiler.export_chrome_trace(path)
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        with TemporaryDirectory(prefix=".trace-", dir=Path(path).parent) as folder:
+            exported = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(exported))
+            data = json.loads(exported.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # torch says of a full disk nothing that can be caught
+        raise BenchError(f"{path}: torch could not write its trace; is there room on the disk?") from error
     timeline = read(data["traceEvents"])
     data["traceEvents"] += _track(data["traceEvents"], timeline)
-    Path(path).write_text(json.dumps(data), encoding="utf-8")
+    write(path, json.dumps(data))
     return timeline
 
 

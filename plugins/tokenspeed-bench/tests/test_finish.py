@@ -1,0 +1,165 @@
+"""What a measurement leaves: whole files, what was measured before it broke, and an exit status that says so."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+from misbehaving import Exchange, good, serving
+from tokenspeed_bench import files, trace
+from tokenspeed_bench.command import bench
+from tokenspeed_bench.errors import INTERRUPTED, BenchError
+from tokenspeed_bench.offline import NUM_FIRST
+
+import tokenspeed_core
+
+BEFORE = '{"what": "was there"}'
+FIRST_REPEAT = NUM_FIRST + 1  # the number of its call of the engine
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, **traits: Any) -> None:
+    """Have `LLM` be an engine of these traits."""
+    monkeypatch.setitem(tokenspeed_core.__dict__, "LLM", lambda model=None, **settings: FakeLLM(**traits))
+
+
+class Full(io.StringIO):
+    """A standard output into a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def room(num_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond so many bytes, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_without_room_keeps_what_it_held_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(BEFORE)
+    with room(4096), pytest.raises(BenchError, match=r"x\.json: File too large"):
+        files.write(str(path), "x" * 100_000)
+    assert path.read_text() == BEFORE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_replaced_with_its_mode_behind_its_link_and_a_device_is_written_to(tmp_path: Path) -> None:
+    path, link = tmp_path / "x.json", tmp_path / "link.json"
+    path.write_text(BEFORE)
+    path.chmod(0o600)
+    link.symlink_to(path)
+    files.write(str(link), "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == ("new", 0o600, True)
+    files.check_writable("/dev/null")
+    files.write("/dev/null", "new")
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_plot_without_room_costs_neither_the_result_nor_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine(monkeypatch)
+    path = tmp_path / "x.json"
+    assert bench(["latency", "--repeats", "1", "--json", str(path), "--plot", "/dev/full"]) == 2
+    assert "latency" in path.read_text()
+    assert capsys.readouterr().err == "tokenspeed: /dev/full: No space left on device\n"
+
+
+def test_a_profile_that_fails_costs_no_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(work: Any, path: str) -> None:
+        raise BenchError("there is no room")
+
+    engine(monkeypatch)
+    monkeypatch.setattr(trace, "record", fails)
+    path = tmp_path / "x.json"
+    words = ["all", "--traffic", "latency,throughput", "--profile", str(tmp_path / "p.json"), "--json", str(path)]
+    assert bench(words) == 1
+    runs = json.loads(path.read_text())["runs"]
+    assert [run["traffic"]["name"] for run in runs] == ["start", "latency", "throughput"]
+    assert "latency has no profile: there is no room" in capsys.readouterr().err
+
+
+def test_figures_that_nobody_can_be_shown_are_still_measured_for_a_file_and_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine(monkeypatch)
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert bench(["latency", "--json", str(path)]) == 1
+    assert "latency" in path.read_text()
+    said = capsys.readouterr().err
+    assert said.count("tokenspeed:") == 1
+    assert "the figures cannot be shown (No space left on device); the measurement goes on" in said
+    with pytest.raises(BenchError, match="the standard output: No space left on device"):
+        bench(["latency"])
+    assert bench(["latency", "--json", "-"]) == 2
+    assert "the standard output: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["a good file", "no file"])
+def test_a_result_without_traffic_replaces_no_file_and_is_no_plot(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine(monkeypatch, longest=1000)
+    path, plot = tmp_path / "x.json", tmp_path / "x.svg"
+    if is_there:
+        path.write_text(BEFORE)
+    assert bench(["prefill", "--json", str(path), "--plot", str(plot)]) == 1
+    said = capsys.readouterr().err
+    assert "prefill was left out: the context is 1000" in said
+    assert ("x.json: left as it was, for no traffic was measured" in said) == is_there
+    assert "x.svg: not drawn, for no traffic was measured" in said
+    assert is_there == (path.read_text() == BEFORE)
+    assert not plot.exists()
+
+
+def test_ctrl_c_before_the_first_repeat_is_over_ends_with_130_and_says_that_nothing_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine(monkeypatch, raise_at=FIRST_REPEAT)
+    path, plot = tmp_path / "x.json", tmp_path / "x.svg"
+    assert bench(["throughput", "--json", str(path), "--plot", str(plot)]) == INTERRUPTED
+    assert json.loads(path.read_text())["is_interrupted"]
+    assert "broken off before any traffic was measured" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_engine_is_made_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def make(model: str | None = None) -> FakeLLM:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(tokenspeed_core.__dict__, "LLM", make)
+    assert bench(["throughput", "--json", str(tmp_path / "x.json")]) == INTERRUPTED
+
+
+def test_a_load_that_nobody_answers_costs_not_the_load_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def dies(exchange: Exchange) -> None:
+        if exchange.number < NUM_FIRST + 2:
+            return await good(exchange)
+        return exchange.refuse("500 Oops", "the device is gone")
+
+    path = tmp_path / "x.json"
+    with serving(dies) as fake:
+        words = ["--users", "1,2", "--requests", "2,4", "--no-client-cost", "--json", str(path)]
+        assert bench(["serve", "--url", fake.url, *words]) == 1
+    assert "no request was answered: 500 Oops: the device is gone (4 times)" in capsys.readouterr().err
+    (_, load) = json.loads(path.read_text())["runs"]
+    assert load["figures"]["answered"] == 2

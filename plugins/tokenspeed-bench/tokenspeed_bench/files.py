@@ -1,0 +1,81 @@
+"""The files of a measurement: looked at before it, written whole or not at all, and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.result import SCHEMA
+
+
+def check_writable(*paths: str | None) -> None:
+    """Refuse a file that cannot be written, before an hour is measured for it. Raises BenchError."""
+    for path in paths:
+        if path is None or path == "-":
+            continue
+        target = _target(path)
+        if not target.parent.is_dir():
+            raise BenchError(f"{path}: there is no folder {target.parent}; make it, or name another file")
+        wanted = ([target] if target.exists() else []) + ([] if _is_special(target) else [target.parent])
+        if target.is_dir() or not all(os.access(each, os.W_OK) for each in wanted):
+            raise BenchError(f"{path}: cannot be written; name another file")
+
+
+def write(path: str, text: str) -> None:
+    """Write a file whole or not at all: until then, and where it fails, what it held stays. Raises BenchError."""
+    target = _target(path)
+    part = target if _is_special(target) else target.with_name(f".{target.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        if part is not target:
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
+    except OSError as error:
+        raise BenchError(f"{path}: {error.strerror}") from error
+    finally:
+        if part is not target:
+            part.unlink(missing_ok=True)
+
+
+def write_result(result: Mapping[str, Any], path: str) -> None:
+    """Write a result as JSON; "-" is the standard output. Raises BenchError."""
+    text = json.dumps(result, ensure_ascii=False) + "\n"
+    if path != "-":
+        write(path, text)
+        return
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise BenchError(f"the standard output: {error.strerror}") from error
+
+
+def read(path: str) -> dict[str, Any]:
+    """Read a result. Raises BenchError where it is none, or of another schema."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise BenchError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, dict) or "schema" not in data or not {"runs", "results"} & data.keys():
+        raise BenchError(f"{path}: no result of `tokenspeed bench`; `tokenspeed bench ... --json FILE` writes one")
+    if data["schema"] != SCHEMA:
+        raise BenchError(f"{path}: has schema {data['schema']}, and this version reads {SCHEMA}; measure again")
+    return data
+
+
+def _target(path: str) -> Path:
+    return Path(os.path.realpath(path))  # a link stays, and what it points to is replaced
+
+
+def _is_special(target: Path) -> bool:
+    """Say whether there is something that is no file, such as a pipe: it is written to, never replaced."""
+    return target.exists() and not target.is_file()
