@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from fake_site import Site
-from tokenspeed_plugin_tools.freeze import as_toml
-from tokenspeed_plugin_tools.lock import LockError, freeze, mismatches, read_lock
+from tokenspeed_plugin_tools.lock import freeze, mismatches
+from tokenspeed_plugin_tools.lock_file import LockError, as_toml, read_lock
 
 from tokenspeed_core import TokenSpeedError
 from tokenspeed_core.cli import main
@@ -193,22 +195,50 @@ def test_processes_agree_on_the_content_of_files_where_there_is_a_lock(toy: Site
         without.verify(launcher.digest())
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, "No such file"), ("[toy", "TOMLDecodeError"), ("[toy]\nversion = '1'", "KeyError: 'entry_points'"),
-        ("[toy]\nversion = '1'\nsha256 = ''\nentry_points = []\nsigned = true", "unexpected keyword argument 'signed'"),
-    ],
-)
-def test_a_file_that_is_no_lock_is_refused_with_what_writes_one(
-    tmp_path: Path, refusal: Refusal, text: str | None, expected: str
+def test_names_in_a_lock_are_compared_as_the_index_compares_them(toy: Site, tmp_path: Path) -> None:
+    locked = lock(tmp_path / "lock")
+    text = Path(locked).read_text()
+    Path(locked).write_text(text.replace("[toy]", "[TOY]").replace("[tokenspeed-kernels]", "[Tokenspeed_Kernels]"))
+    assert found(locked) == []
+
+
+def test_what_writes_a_lock_sees_the_plugins_that_the_refused_command_saw(
+    toy: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "lock"
-    if text is not None:
-        file.write_text(text)
-    said = refusal("serve", "--plugins-lock", str(file), "--dry-run")
-    assert expected in said
-    assert said.endswith(f"`tokenspeed plugins freeze > {file}` writes one")
+    toy.install("other", {"models Other": "other:SPEC [api1]"}, files={"other.py": "SPEC = 1"})
+    locked = lock(tmp_path / "lock")
+    words = ("serve", "--plugins-lock", locked, "--dry-run")
+    for variable, flags in ((None, ["--no-plugins"]), ("-other", ["--no-plugins"]), ("-tokenspeed-chat",
+                            ["--no-plugins"]), ("-other", []), ("other", []), ("", [])):
+        monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
+        lock(tmp_path / "lock")
+        if variable is not None:
+            monkeypatch.setenv("TOKENSPEED_PLUGINS", variable)
+        assert main([*words, *flags]) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert told.startswith("where that is meant: `TOKENSPEED_PLUGINS=")
+        typed = told.removeprefix("where that is meant: `").removesuffix("`")
+        monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
+        command = typed.replace("tokenspeed plugins", f"{sys.executable} -P -m tokenspeed_core.cli plugins")
+        environ = {**os.environ, "PYTHONPATH": str(toy.path)}
+        subprocess.run(["sh", "-c", command], check=True, env=environ)
+        if variable is not None:
+            monkeypatch.setenv("TOKENSPEED_PLUGINS", variable)
+        main([*words, *flags])
+        assert "what is installed is not what was locked" not in capsys.readouterr().err
+
+
+def test_code_that_is_gone_is_not_locked_and_is_missed_where_it_was(
+    toy: Site, tmp_path: Path, refusal: Refusal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = lock(tmp_path / "lock")
+    shutil.rmtree(toy.path / "toy")
+    again = "`pip install --force-reinstall --no-deps toy==1.0`"
+    assert found(locked) == [f"toy 1.0 has lost its code, only metadata is left in {toy.path}; {again}"]
+    said = "plugins freeze: of toy only metadata is left, and there is no code to lock"
+    assert refusal("plugins", "freeze") == f"{said}; `tokenspeed plugins doctor` has what mends it"
+    assert main(["plugins", "info", "toy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sha256"] is None
 
 
 def test_without_the_tools_a_lock_is_not_passed_over(tmp_path: Path) -> None:

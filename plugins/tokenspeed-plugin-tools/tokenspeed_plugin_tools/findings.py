@@ -13,7 +13,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from tokenspeed_core.commands import DEPRECATED, VARIABLE, Entry, Selection, Status, normalise
 from tokenspeed_core.testing.distribution import build_misfit, deprecated_uses
 from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
-from tokenspeed_plugin_tools.lock import LockError, mismatches, read_lock
+from tokenspeed_plugin_tools.lock import mismatches
+from tokenspeed_plugin_tools.lock_file import LockError, read_lock
 from tokenspeed_plugin_tools.probe import Probed
 
 

@@ -40,7 +40,7 @@ def describe(entries: list[Entry]) -> dict[str, Any]:
         "is_default": first.distribution in DEFAULTS,
         "origin": first.origin,
         "is_editable": first.origin.startswith("editable "),
-        "sha256": frozen[first.distribution].sha256 if frozen else None,
+        "sha256": frozen[first.distribution].sha256 or None if frozen else None,
         "requires_core": first.requires_core,
         "import_ms": round(sum(told.seconds for told in probed.values()) * 1000, 1),
         "imports": sorted({library for told in probed.values() for library in told.heavy}),

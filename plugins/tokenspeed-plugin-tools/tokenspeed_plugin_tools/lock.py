@@ -1,43 +1,29 @@
-"""`plugins.lock`: whose plugins may be imported, at which version, with what content."""
+"""What is installed beside `plugins.lock`: whose plugins may be imported, at which version, with what content."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import os
-import tomllib
+import shlex
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import distributions
 from itertools import groupby
 from pathlib import Path
 
-from tokenspeed_core import TokenSpeedError
-from tokenspeed_core.commands import Catalog, Entry, Selection, Status
+from tokenspeed_core.commands import VARIABLE, Catalog, Entry, Selection, Status
+from tokenspeed_plugin_tools.lock_file import Locked, LockError, freezing, read_lock
 
 _OF_METADATA = ("METADATA", "entry_points.txt")  # installers write the rest of a .dist-info, each in its own way
 
 
-class LockError(TokenSpeedError):
-    """A lock that cannot be read, or that what is installed does not meet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Locked:
-    """A distribution as it was frozen: `sha256` is over its files, `entry_points` are "kind name = value".
-
-    `editable` is the folder of an editable install, "" for any other.
-    """
-
-    version: str
-    sha256: str
-    entry_points: tuple[str, ...]
-    editable: str = ""
-
-
 def freeze(entries: Iterable[Entry]) -> dict[str, Locked]:
-    """Describe the distributions of the usable entries, sorted by name. Reads all their files, imports none."""
+    """Describe the distributions of the usable entries, sorted by name. Reads all their files, imports none.
+
+    Of one whose code is gone the hash is "".
+    """
     usable = (entry for entry in entries if entry.status is Status.OK)
     return {name: _lock(list(group)) for name, group in groupby(usable, key=lambda entry: entry.distribution)}
 
@@ -53,7 +39,7 @@ def enforce(path: str, entries: Sequence[Entry]) -> dict[str, str]:
         raise LockError("\n".join([
             f"plugins lock {path}: what is installed is not what was locked, so no plugin is imported",
             *(f"  {line}" for line in lines),
-            f"where that is meant: `TOKENSPEED_PLUGINS_LOCK= tokenspeed plugins freeze > {path}`",
+            f"where that is meant: `{_selecting(entries)}{freezing(path)}`",
         ]))
     return {name: each.sha256 for name, each in locked.items()}
 
@@ -76,17 +62,13 @@ def mismatches(locked: Mapping[str, Locked], entries: Sequence[Entry]) -> list[s
     return [line for name in sorted({*locked, *found}) for line in _mismatches(name, locked, found, entries)]
 
 
-def read_lock(path: str) -> dict[str, Locked]:
-    """Read a file that `plugins freeze` wrote. Raises LockError."""
-    try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        return {
-            name: Locked(**{**table, "entry_points": tuple(table["entry_points"])})
-            for name, table in tables.items()
-        }
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise LockError(f"plugins lock {path}: {what}; `tokenspeed plugins freeze > {path}` writes one") from error
+def _selecting(entries: Iterable[Entry]) -> str:
+    """Return how a command's plugins were selected, as it is typed before another one, which then sees the same."""
+    text = os.environ.get(VARIABLE)
+    if any(entry.reason.endswith("--no-plugins") for entry in entries):  # to name a default one selects these alone
+        excluded = sorted(f"-{each}" for each in Selection.read().excluded)
+        text = ",".join(["tokenspeed-plugin-tools", *excluded] if excluded else [])
+    return "" if text is None else f"{VARIABLE}={shlex.quote(text) if text else ''} "
 
 
 def _mismatches(
@@ -106,6 +88,8 @@ def _mismatches(
     now = found[name]
     if now.version != was.version:
         yield f"{name} is {now.version}, locked is {was.version}; {again}"
+    elif not now.sha256:
+        yield f"{name} {now.version} has lost its code, only metadata is left in {mine[0].root}; {again}"
     elif now.editable != was.editable:
         yield f"{name} is {_form(now)}, locked is {_form(was)}; {again}"
     else:
@@ -136,8 +120,9 @@ def _form(locked: Locked) -> str:
 def _lock(group: Sequence[Entry]) -> Locked:
     first = group[0]
     lines = "\n".join(f"{file} {digest}" for file, digest in sorted(_contents(group).items()))
-    points = tuple(sorted(map(_point, group)))
-    return Locked(first.version, hashlib.sha256(lines.encode()).hexdigest(), points, first.editable)
+    is_gone = any(entry.source() is None for entry in group)
+    sha256 = "" if is_gone else hashlib.sha256(lines.encode()).hexdigest()
+    return Locked(first.version, sha256, tuple(sorted(map(_point, group))), first.editable)
 
 
 def _contents(group: Sequence[Entry]) -> dict[str, str]:

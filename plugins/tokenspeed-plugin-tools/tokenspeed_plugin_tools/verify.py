@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tokenspeed_plugin_tools.lock import installed_now, mismatches, read_lock
+from tokenspeed_plugin_tools.lock import installed_now, mismatches
+from tokenspeed_plugin_tools.lock_file import read_lock
 
 
 def verify(
