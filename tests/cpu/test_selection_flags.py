@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 
 from tokenspeed_core import LLM
+from tokenspeed_core.api import hookimpl
 from tokenspeed_core.cli import main
 from tokenspeed_core.config.schema import Config, flag, metadata
 from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.kernels.plan import typed
 from tokenspeed_core.kernels.preference import SHORT
 from tokenspeed_core.kernels.spec import PHASES
 from tokenspeed_core.plugins import Catalog, Selection
@@ -61,6 +67,33 @@ def test_a_flag_without_effect_is_an_error_that_says_what_there_is(
 ) -> None:
     assert main([*DRY, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_backend_that_a_hook_or_a_variable_wants_is_not_put_down_to_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "wishing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wishing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.hooks]\nwishes = wishing_hooks [api1]\n")
+    module = ModuleType("wishing_hooks")
+    module.adjust_config = hookimpl(  # type: ignore[attr-defined]
+        lambda config: {"attention_backend": "triton", "kernel_backend": {"greedy": ["triton"]}})
+    monkeypatch.setitem(sys.modules, "wishing_hooks", module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(DRY) == 2
+    said = capsys.readouterr().err
+    assert "--attention-backend (from plugin wishing:wishes) asks for triton" in said
+    assert main([*DRY, "--attention-backend", "torch"]) == 2
+    assert "--kernel-backend greedy (from plugin wishing:wishes) asks for triton" in capsys.readouterr().err
+    monkeypatch.setenv("TOKENSPEED_ATTENTION_BACKEND", "triton")
+    assert main(DRY) == 2
+    assert "--attention-backend (from TOKENSPEED_ATTENTION_BACKEND) asks for triton" in capsys.readouterr().err
+
+
+def test_what_a_person_is_to_type_in_place_of_it_is_the_flag_alone() -> None:
+    assert typed("--attention-backend.decode (from plugin acme:x)", "torch") == "--attention-backend.decode torch"
+    assert typed("--kernel-backend norm (from a.yaml)", "torch", "auto") == "--kernel-backend norm=torch,auto"
 
 
 def test_what_was_narrowed_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ class PlannedOp:
     verdicts: tuple[Verdict, ...]
     options: tuple[tuple[str, Any], ...] = ()  # of the backend, as the user set them
     wanted: tuple[str, ...] = ("auto",)  # backends in order of preference
-    asked_by: str = "auto"  # the flag that wanted them
+    asked_by: str = "auto"  # the flag that wanted them, and "(from ...)" where it was not typed
 
     def axis(self, name: str) -> Any:
         """Return an axis of the problem, None where it has none of that name."""
@@ -121,7 +121,8 @@ class NothingFitsError(SelectionError):
 
 
 def typed(flag: str, *backends: str) -> str:
-    """Return a flag that wants backends as it is typed with their names."""
+    """Return a flag that wants backends as it is typed with their names, wherever what it overrides came from."""
+    flag = flag.partition(" (")[0]
     return f"{flag}{'=' if flag.startswith('--kernel-backend') else ' '}{','.join(backends)}"
 
 
