@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -55,7 +56,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         status = app(words, prog_name="tokenspeed", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except UsageError as error:
-        return _say(_explain_usage(error, command))
+        explained = _explain_usage(error, command)
+        if "--json" in words:  # all else that is refused under it a command tells itself
+            typer.echo(json.dumps({"error": explained}, indent=2, ensure_ascii=False))
+        return _say(explained)
     except TokenSpeedError as error:
         return _say(str(error))
     except UnicodeDecodeError as error:

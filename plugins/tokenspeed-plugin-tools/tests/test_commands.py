@@ -71,6 +71,34 @@ def test_a_mistake_is_answered_in_one_line(refusal: Refusal) -> None:
     assert refusal("plugins", "why", "moe", "--zzzz") == said
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["info", "why", "list extra", "list --frob", "why attention --frob", "why attention --attention-backend.decod x"],
+)
+def test_a_mistake_in_the_options_is_an_object_for_machines_too(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", *words.split(), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"tokenspeed: {json.loads(captured.out)['error']}\n"
+
+
+@pytest.mark.parametrize("words", ["info tokenspeed-kernels", "doctor --no-plugins", "why attention --layer 0"])
+def test_on_a_terminal_lines_are_folded_but_for_those_to_type(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
+    site.install("ahead", {"models Ahead": "ahead:SPEC [api9]"})
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["plugins", *words.split()])
+    piped = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(["plugins", *words.split()])
+    folded = capsys.readouterr().out
+    assert max(map(len, piped.splitlines())) > 60
+    for line in folded.splitlines():
+        assert len(line) <= 60 or line.lstrip().startswith("->") or " " not in line.strip()
+    timed = re.compile(r"[\d.]+ ms")
+    assert timed.sub("", " ".join(folded.split())) == timed.sub("", " ".join(piped.split()))
+
+
 def test_without_a_subcommand_plugins_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins"]) == 0
     without = capsys.readouterr().out

@@ -79,6 +79,23 @@ def test_what_is_mistyped_is_refused_with_what_there_is(tmp_path: Path, refusal:
     assert (tmp_path / "mine").read_text() == "precious"
 
 
+def test_two_packages_are_not_given_one_distributions_name(
+    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugins", "new", "attention", "acme/fast"]) == 0
+    capsys.readouterr()
+    for folder in ("other", "acme-fast", f"{tmp_path}/deeper"):
+        said = refusal("plugins", "new", "moe", "acme/fast", "--path", folder)
+        assert said.startswith("acme-fast is a package acme-fast already, and pip keeps one of a name; take another: ")
+        assert said.endswith("`tokenspeed plugins new moe acme/fast-moe`")
+        assert folder == "acme-fast" or not (tmp_path / folder).exists()
+    assert main(["plugins", "new", "moe", "acme/fast-moe"]) == 0
+    assert main(["plugins", "new", "moe", "acme"]) == 0
+    capsys.readouterr()
+    assert refusal("plugins", "new", "moe", "acme").endswith("`tokenspeed plugins new moe acme/moe-2`")
+
+
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(refusal: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = refusal("plugins", "new", "attention", "acme", "--path", str(tmp_path / "file" / "below"))

@@ -15,7 +15,7 @@ from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools import findings
 from tokenspeed_plugin_tools.editables import of_editables
 from tokenspeed_plugin_tools.installed import Finding, Installed, read
-from tokenspeed_plugin_tools.layout import printable
+from tokenspeed_plugin_tools.layout import shown
 from tokenspeed_plugin_tools.probe import probe
 
 
@@ -44,7 +44,7 @@ def doctor(
     if as_json:
         print(json.dumps({"is_healthy": not problems, "findings": [asdict(each) for each in unique]}, indent=2))
     else:
-        print(printable(report(unique, len(everything), len({each.name for each in installed}))))
+        print(shown(report(unique, len(everything), len({each.name for each in installed}))))
     return 1 if problems else 0
 
 

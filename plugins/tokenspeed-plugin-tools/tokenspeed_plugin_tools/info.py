@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.commands import DEFAULTS, Catalog, Entry
-from tokenspeed_plugin_tools.layout import printable
+from tokenspeed_plugin_tools.layout import shown
 from tokenspeed_plugin_tools.lock import enforce_environment, freeze
 from tokenspeed_plugin_tools.named import entries_of
 from tokenspeed_plugin_tools.ops import contract_lines
@@ -24,7 +24,7 @@ def info(
     enforce_environment()
     entries = entries_of(Catalog.discover(check=False).all(), name, "info")
     record = describe(entries)
-    print(json.dumps(record, indent=2) if as_json else printable(as_text(record)))
+    print(json.dumps(record, indent=2) if as_json else shown(as_text(record)))
     return 0
 
 

@@ -109,6 +109,7 @@ def new(
     fields = fields_of(kind, name)
     distribution = fields["distribution"]
     folder = path or Path(distribution)
+    _refuse_twin(kind, name, distribution, folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise NewError(f"{folder} is there already; name another folder with --path")
     taken = find_spec(fields["package"])
@@ -157,6 +158,15 @@ def fields_of(kind: str, name: str) -> dict[str, str]:
     }
     said = {what: Template(getattr(recipe, what)).substitute(fields) for what in ("summary", "use")}
     return {**fields, **said}
+
+
+def _refuse_twin(kind: str, name: str, distribution: str, folder: Path) -> None:
+    """Raise NewError where a package of the name stands beside: pip would have one of the two in the other's place."""
+    for other in (Path(distribution), folder.with_name(distribution)):
+        if (other / "pyproject.toml").exists():
+            whole = name if "/" in name else f"{name}/{kind}"
+            raise NewError(f"{other} is a package {distribution} already, and pip keeps one of a name; take another: "
+                           f"`tokenspeed plugins new {kind} {whole}-{kind if '/' in name else 2}`")
 
 
 def _refuse_what_is_claimed(kind: str, name: str, entry: str) -> None:

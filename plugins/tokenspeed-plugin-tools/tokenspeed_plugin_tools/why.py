@@ -16,7 +16,7 @@ from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_core.commands.planning import KernelPlan, NothingFitsError, PlannedOp, Verdict, plan_kernels
 from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
 from tokenspeed_plugin_tools.errors import ToolsError
-from tokenspeed_plugin_tools.layout import printable
+from tokenspeed_plugin_tools.layout import shown
 
 _ARCHITECTURE = re.compile(r"sm_?(1?[1-9]|10)(\d)[af]?\Z")
 OVERVIEW = (
@@ -61,7 +61,7 @@ def _why(
         outside = _outside(catalog, {planned.family for planned in refused})
         if as_json:
             raise ToolsError(said, **_record(error.plan.platform, refused, outside)) from error
-        print(printable("\n".join(_lines(error.plan.platform, refused, outside))))
+        print(shown("\n".join(_lines(error.plan.platform, refused, outside))))
         raise ToolsError(said) from error
     found = plan.find(op, layer)
     if not found:
@@ -70,7 +70,7 @@ def _why(
     if as_json:
         print(json.dumps(_record(plan.platform, found, outside), indent=2, ensure_ascii=False))
     else:
-        print(printable("\n".join(_lines(plan.platform, found, outside))))
+        print(shown("\n".join(_lines(plan.platform, found, outside))))
     return 0
 
 
