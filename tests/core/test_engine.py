@@ -11,6 +11,7 @@ from null_world import MASKED, World, request
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.kv import hashing
+from tokenspeed_core.kv.hashing import HashChain
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.plugins.hookspecs import StepRecord
 from tokenspeed_core.step import LateInputs, OutOfMemory, Runner, StepFailed, StepPlan, StepResult
@@ -120,6 +121,19 @@ def test_a_prompt_of_several_sequences_is_hashed_once(monkeypatch: pytest.Monkey
     world.submit(request(0, [1] * 12, n=3, max_tokens=1))
     world.run()
     assert len(digests) == 1 + 3   # the root, and each block
+
+
+def test_without_prefix_caching_nothing_is_hashed_and_decoding_looks_at_no_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(prefix_caching=False)
+    asked: list[object] = []
+    monkeypatch.setattr(HashChain, "extend", lambda chain, tokens: asked.append(len(tokens) // chain.granularity))
+    world.submit(request(0, [1] * 12, n=2, max_tokens=20))
+    world.run()
+    for sequence_id in (0, 1):
+        world.check(sequence_id)
+    assert asked == [0] * (1 + 2 + 2)   # the prompt, and each sequence when it is admitted and when it ends
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -53,7 +53,8 @@ class KVManager:
         self.has_recurrent = any(group.is_recurrent for group in groups)
         self.pages_per_block = sum(not group.is_recurrent for group in groups)
         self.pool = PagePool(num_pages, self._forget)
-        self._prefix_caching = prefix_caching
+        # The tokens that a hash covers: without prefix caching more than any sequence has, and nothing gets a name.
+        self.granularity = block_size if prefix_caching else 2**31 - 1
         self._index: list[dict[bytes, int]] = [{} for _ in groups]
         self._names: dict[int, tuple[int, bytes]] = {}
         self._now: list[_Copy] = []    # copies that the plan being built carries
@@ -67,7 +68,7 @@ class KVManager:
 
     def chain(self, salt: str, adapter_id: int) -> HashChain:
         """Return an empty hash chain of the manager's granularity."""
-        return HashChain(self.block_size, salt, adapter_id)
+        return HashChain(self.granularity, salt, adapter_id)
 
     # -- asking ---------------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class KVManager:
         """Find the longest prefix shorter than `num_tokens` at which every group can resume. Changes nothing."""
         size = self.block_size
         limit = min(chain.num_tokens, (num_tokens - 1) // size * size)
-        if not self._prefix_caching or limit <= 0:
+        if limit <= 0:
             return self.no_match()
         partial: list[int] = []   # groups that need only some of the past
         for i, group in enumerate(self.groups):
@@ -171,8 +172,6 @@ class KVManager:
         `is_exact` says that a recurrent state stands at `num_computed` when the step being planned is over,
         so that a checkpoint can be copied from it by the plan after.
         """
-        if not self._prefix_caching:
-            return
         size = self.block_size
         end = min(num_computed, chain.num_tokens) // size * size
         for i, group in enumerate(self.groups):

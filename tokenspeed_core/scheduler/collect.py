@@ -33,10 +33,10 @@ class Collected:
         for i in np.flatnonzero(self.finish):
             yield int(self.slots[i]), Finish(int(self.finish[i]))
 
-    def due_for_naming(self, rows: Rows, block_size: int) -> I32:
-        """Return the slots that go on and have filled a block since their last naming."""
+    def due_for_naming(self, rows: Rows, granularity: int) -> I32:
+        """Return the slots that go on and have filled what one hash covers since their last naming."""
         slots = self.slots[self.finish == Finish.NOT] if self.finish.any() else self.slots
-        return slots[rows.num_known[slots] - 1 - rows.named_until[slots] >= block_size]
+        return slots[rows.num_known[slots] - 1 - rows.named_until[slots] >= granularity]
 
     def homeless(self) -> Iterator[tuple[int, I32]]:
         """Yield (plan row, tokens) of the rows whose sequence no longer holds its slot."""

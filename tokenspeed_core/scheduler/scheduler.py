@@ -136,7 +136,7 @@ class Scheduler:
         self.kv.retire(result.step_id)
         collected = collect(self.rows, flight, result)
         self._late_tokens(flight, collected)
-        for slot in collected.due_for_naming(self.rows, self.kv.block_size):
+        for slot in collected.due_for_naming(self.rows, self.kv.granularity):
             self.roster.name_known(int(slot))
         for slot, reason in collected.ended():
             self._end(self.roster.at(slot), reason)
