@@ -168,6 +168,16 @@ CASES = (
         "A kernel that raises in forward", (Edit(KERNEL, FORWARD, RAISE + FORWARD),),
         (NAMED, "serve --device cpu"), "As in `prepare`.",
     ),
+    Case(
+        "A kernel that would end the process", (Edit(KERNEL, PREPARE, "        raise SystemExit(4)\n"),),
+        (NAMED,), "As one that raises anything else, in `prepare`, in `forward` or in its factory.",
+    ),
+    Case(
+        "A kernel whose results are no numbers",
+        (Edit(KERNEL, FORWARD, f"        return out.fill_(float('nan'))\n{FORWARD}"),), (NAMED,),
+        "The start's own requests find it. Nothing raises, and weights that are not finite look the same: the line "
+        "says both, and names the kernels of plugins. Weights of `--load-format dummy` are noise, and end no start.",
+    ),
 )
 
 

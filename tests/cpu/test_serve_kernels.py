@@ -61,7 +61,7 @@ def test_a_kernel_that_would_end_the_process_in_prepare_is_named(tmp_path: Path)
 def test_a_kernel_that_gives_no_number_ends_the_start_and_is_named(tmp_path: Path) -> None:
     said = last_words(tmp_path, "--attention-backend.decode", "strange/empty", "--attention-backend.prefill", "torch")
     assert "none of the start's own requests got finite logits: either weights are not finite" in said
-    assert "; attention (decode) by strange/empty of strange; `--attention-backend.decode " in said
+    assert "; attention by strange/empty of strange; `--attention-backend.decode " in said
     assert "prefill" not in said
 
 

@@ -128,7 +128,7 @@ def start(
     depth = 1 if resolve_device(config.device).type == "cpu" else 2
     is_fine = rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
     if not is_fine and config.load_format != "dummy":  # of which any logits may come
-        raise EngineDeadError(f"{resolved.checkpoint.name}: {no_finite_logit(runner.kernel_plan)}")
+        raise EngineDeadError(no_finite_logit(runner.kernel_plan))
     engine = Engine(
         scheduler, runner, depth=depth, observe=hooks.observer("observe_step"), spares_decodes=not is_batch
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import takewhile
 from traceback import walk_tb
 
@@ -42,7 +43,7 @@ def blame(error: BaseException, selector: Selector) -> str:
 
 def no_finite_logit(plan: KernelPlan) -> str:
     """Say what may be to blame where no request gets finite logits: nothing raised that would single a kernel out."""
-    foreign = [each for each in plan.ops if each.backend and each.distribution not in DEFAULTS]
+    foreign = [replace(each, problem=()) for each in plan.ops if each.backend and each.distribution not in DEFAULTS]
     whose = ", or ".join(dict.fromkeys(map(name_kernel, foreign))) or "all kernels are TokenSpeed's own"
     return ("none of the start's own requests got finite logits: either weights are not finite, in the checkpoint or "
             f"in this --dtype, or what a kernel computes is not; {whose}")
