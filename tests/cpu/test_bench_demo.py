@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +28,36 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout
+
+
+def test_the_first_commands_of_the_readme_take_the_demo_well_under_a_minute(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    lines = readme.partition("## Measure")[2].splitlines()
+    commands = [line.partition("#")[0].split() for line in lines if line.startswith(".venv/bin/tokenspeed bench")][:2]
+    assert [words[2] for words in commands] == ["throughput", "serve"]
+    for words in commands:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([*BENCH, *words[2:]], cwd=tmp_path, capture_output=True, text=True, timeout=280,
+                              env=ENVIRON, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 40  # seconds of one core
+    assert {path.name for path in tmp_path.iterdir()} == {"before.json", "before.svg"}
+
+
+@pytest.mark.parametrize(
+    "words", [("prefill", "--requests", "2", "--input-len", "2048"),
+              ("agentic", "--shared-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2"),
+              ("agents", "--first-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2")],
+    ids=lambda words: words[0],
+)
+def test_the_demo_holds_no_long_traffic_until_it_is_made_shorter(words: tuple[str, ...]) -> None:
+    refused = subprocess.run([*BENCH, words[0], *SMALL], capture_output=True, text=True, timeout=200, env=ENVIRON,
+                             check=False)
+    assert (refused.returncode, f"{words[0]} was left out" in refused.stderr) == (1, True)
+    taken = subprocess.run([*BENCH, *words, "--repeats", "1", "--device", "cpu"], capture_output=True, text=True,
+                           timeout=200, env=ENVIRON, check=False)
+    assert taken.returncode == 0, taken.stderr
 
 
 def test_agents_in_process_find_their_history_in_the_cache_again_in_every_repeat(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_plot_without_room_costs_neither_the_result_nor_a_traceback(
     path = tmp_path / "x.json"
     assert bench(["latency", "--repeats", "1", "--json", str(path), "--plot", "/dev/full"]) == 2
     assert "latency" in path.read_text()
-    assert capsys.readouterr().err == "tokenspeed: /dev/full: No space left on device\n"
+    assert capsys.readouterr().err == "... latency 1 of 1\ntokenspeed: /dev/full: No space left on device\n"
 
 
 def test_a_profile_that_fails_costs_no_figures(

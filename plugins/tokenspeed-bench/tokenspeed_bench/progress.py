@@ -1,27 +1,40 @@
-"""One line on a terminal that says how far a measurement is; nothing elsewhere."""
+"""How far a measurement is: in place on a terminal, elsewhere in a line now and then."""
 
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 CLEAR = "\r\x1b[2K"
+SPARSE = 30.0  # seconds between lines where stderr is no terminal
 
 
 class Progress:
-    """Shows `say(text)` in place on stderr while it is a terminal; a context manager that leaves the line empty."""
+    """Shows `say(text)` on stderr; a context manager.
+
+    On a terminal each text replaces the one before and the last is wiped. Elsewhere the first is a line, and from then
+    on the first after so many seconds.
+    """
 
     def __init__(self) -> None:
-        self._shows = sys.stderr.isatty()
+        self._is_terminal = sys.stderr.isatty()
+        self._due = 0.0
 
     def say(self, text: str) -> None:
-        """Replace what the line says."""
-        if self._shows:
-            with suppress(OSError):  # the terminal was closed
-                sys.stderr.write(CLEAR + text)
-                sys.stderr.flush()
+        """Say how far it is."""
+        if self._is_terminal:
+            self._write(CLEAR + text)
+        elif time.monotonic() >= self._due:
+            self._due = time.monotonic() + SPARSE
+            self._write(f"... {text}\n")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # the terminal was closed, or the disk is full
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -29,4 +42,5 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.say("")
+        if self._is_terminal:
+            self._write(CLEAR)

@@ -1,0 +1,44 @@
+"""How far a measurement is said to be."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+from tokenspeed_bench.progress import CLEAR, SPARSE, Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Gone(Terminal):
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def said(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+    now = 1000.0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        patch.setattr(time, "monotonic", lambda: now)
+        with Progress() as progress:
+            for i in range(4):
+                progress.say(str(i))
+                now += SPARSE / 2
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_each_state_in_place_and_nothing_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(Terminal(), monkeypatch) == "".join(CLEAR + text for text in ("0", "1", "2", "3", ""))
+
+
+def test_elsewhere_the_first_state_is_a_line_and_then_one_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(io.StringIO(), monkeypatch) == "... 0\n... 2\n"
+
+
+def test_a_terminal_that_was_closed_costs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(Gone(), monkeypatch) == ""
