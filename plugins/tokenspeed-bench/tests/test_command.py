@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_llm import FakeLLM
 from misbehaving import Exchange, good, serving
-from tokenspeed_bench import rows, server
+from tokenspeed_bench import result as results
+from tokenspeed_bench import rows, server, watched
 from tokenspeed_bench.command import VERBS, bench
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.flags import keywords
@@ -149,6 +151,21 @@ def test_ids_that_a_server_refuses_are_made_smaller() -> None:
     assert max(fake.exchanges[-1].body["prompt"]) < 1_500
 
 
+def test_a_server_here_is_asked_directly_whatever_proxy_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with serving(good) as fake:
+        assert server.Api(fake.url).model() == "fake"
+
+
+def test_what_a_server_said_is_quoted_without_the_polls_of_its_health() -> None:
+    with tempfile.TemporaryFile() as log:
+        log.write(b"no room for the weights\n" + b'127.0.0.1:40794 - "GET /health HTTP/1.1" 503\n' * 30)
+        log.flush()
+        assert server._last_lines(log) == "no room for the weights"
+
+
 def test_a_server_that_ends_at_its_start_is_quoted() -> None:
     with pytest.raises(BenchError, match=r"ended with status 2; it said:\n(.*\n)*.*--max-num-sex: no such setting"), \
             server.started(["--max-num-sex", "3"], None):
@@ -167,6 +184,15 @@ def test_a_server_that_ends_at_its_start_is_quoted() -> None:
         (("latency", "m", "--shape", "qwen3-8b"), "the model was given too"),
         (("latency", "m", "--model", "n"), "the model was given too"),
         (("serve", "--shape", "qwen3-8b", "--model", "n"), "--model n: the model was given too, as qwen3-8b"),
+        (("latency", "--dry-run"), "`tokenspeed serve --dry-run` shows what would run"),
+        (("serve", "--dry-run"), "`tokenspeed serve --dry-run` shows what would run"),
+        (("anchors", "--dry-run"), "`tokenspeed serve --dry-run` shows what would run"),
+        (("serve", "--profile", "x"), "--profile: no option of `tokenspeed bench serve`, but of latency, throughput"),
+        (("latency", "--goodput", "ttft:3"), "--goodput: no option of `tokenspeed bench latency`, but of serve"),
+        (("latency", "--users", "3"), "--users: no option of `tokenspeed bench latency`, but of serve"),
+        (("latency", "--url=h"), "--url: no option of `tokenspeed bench latency`, but of serve"),
+        (("all", "--fixed"), "--fixed: no option of `tokenspeed bench all`, but of serve"),
+        (("anchors", "--shape", "qwen3-8b"), "--shape: no option of `tokenspeed bench anchors`, but of latency"),
         (("latency", "--config", "x.yaml"), "--config: goes with `tokenspeed bench serve`"),
         (("latency", "--shape", "gpt-9"), "invalid choice: 'gpt-9'"),
         (("latency", "--seed", "1", "--seed", "2"), "--seed: given twice"),
@@ -230,9 +256,7 @@ def test_all_gives_each_traffic_the_numbers_that_it_has() -> None:
 def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure_group(
-        group: str, repeats: int, profiles: str | None, others: list[str]
-    ) -> tuple[dict[str, Any] | None, int]:
+    def measure_group(group: str, *given: Any) -> tuple[dict[str, Any] | None, int]:
         if group == "fp8":
             return None, 2
         run = {"traffic": {"name": "latency", "in_len": 128, "out_len": 256}, "figures": {"ms_per_output": 4.1}}
@@ -285,5 +309,29 @@ def test_rows_measured_elsewhere_are_said_to_be(
 ) -> None:
     part = {"kind": "offline", "shape": "qwen3-8b", "device": "CPU (2 threads)", "runs": []}
     monkeypatch.setattr(rows, "measure_group", lambda *given: (part, 0))
+    monkeypatch.setattr(results, "_gpus", lambda: None)
     assert bench(["anchors", "--groups", "bf16"]) == 0
-    assert "not kept: measured on CPU (2 threads)" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "not kept: measured on CPU (2 threads)" in captured.out
+    assert "no H200 is here (nor any GPU that nvidia-smi knows): the figures to reach are its" in captured.err
+
+
+def test_anchors_are_one_picture_and_the_standard_output_is_the_jsons_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = (
+        "import json, sys; print('a run'); run = {'traffic': {'name': 'latency'}, 'figures': {'s': 1}};"
+        "part = {'schema': 1, 'kind': 'offline', 'shape': 's', 'device': 'H200', 'runs': [run | {'repeats_s': [1]}]};"
+        "json.dump(part, open(sys.argv[-1], 'w'))"
+    )
+    monkeypatch.setattr(watched, "start", lambda words, **more: subprocess.Popen(
+        [sys.executable, "-c", child, *words], stdin=subprocess.PIPE, env=more["env"], stdout=more["stdout"].fileno()))
+    script = tmp_path / "err"
+    with script.open("w+") as err:
+        monkeypatch.setattr(sys, "stderr", err)
+        assert bench(["anchors", "--groups", "bf16,moe", "--json", "-", "--plot", str(tmp_path / "x.svg")]) == 0
+    assert [part["group"] for part in json.loads(capsys.readouterr().out)["results"]] == ["bf16", "moe"]
+    assert script.read_text().count("a run") == 2
+    picture = (tmp_path / "x.svg").read_text()
+    assert "bf16 latency: best 1.000 s" in picture
+    assert "moe latency: best 1.000 s" in picture

@@ -20,6 +20,7 @@ from tokenspeed_bench.plot import draw
 from tokenspeed_bench.table import of_run
 from tokenspeed_bench.traffic import load, of_workload
 
+RED = "#d1495b"  # of the second curve
 PLAN = {"platform": "NVIDIA H200", "ops": [{"family": "attention", "backend": "triton"}]}
 
 
@@ -160,6 +161,20 @@ def test_other_users_are_other_traffic() -> None:
         compare(served(users=2), served(users=3), ("a", "b"))
 
 
+def test_equal_traffic_with_other_goals_is_compared_but_for_its_goodput() -> None:
+    with_goals, without = served(), served(scale=2.0)
+    without["runs"][0]["goals"] = {}
+    for name in ("good_share", "good_per_s"):
+        del without["runs"][0]["figures"][name]
+    text = compare(with_goals, without, ("a", "b"))
+    assert "ttft_p50_ms" in text
+    assert 'users 2): {"ttft": 55.0} -> {}' in text
+    other = served()
+    other["runs"][0]["goals"] = {"ttft": 60.0}
+    assert "good_share" not in compare(with_goals, other, ("a", "b"))
+    assert "good_share" in compare(with_goals, served(), ("a", "b"))
+
+
 def test_what_only_one_has_is_named_and_the_rest_compared() -> None:
     more = offline()
     results.add_run(more, of_workload("prefill").describe(), {"s": 3.0})
@@ -177,7 +192,15 @@ def test_a_load_that_was_broken_off_is_not_compared() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [("", "not JSON"), ("[]", "no result of"), ('{"a": 1}', "no result"),
-     ('{"schema": 99, "runs": []}', "has schema 99")],
+     ('{"schema": 99, "runs": []}', "has schema 99"),
+     ('{"schema": 1, "kind": "serve", "runs": null}', "no kind with a list of runs"),
+     ('{"schema": 1, "runs": []}', "no kind with a list of runs"),
+     ('{"schema": 1, "kind": "serve", "runs": [{}]}', r"a broken result, runs\[0\] has no traffic"),
+     ('{"schema": 1, "kind": "serve", "runs": [{"traffic": {"name": "x"}, "figures": {"s": "y"}}]}', "are numbers"),
+     ('{"schema": 1, "kind": "serve", "runs": [{"traffic": {"name": "x"}, "figures": {}, "pace": 3}]}', "no traffic"),
+     ('{"schema": 1, "kind": "serve", "runs": [], "versions": []}', "versions is no mapping"),
+     ('{"schema": 1, "results": {}}', "results is no list"),
+     ('{"schema": 1, "results": [{"kind": "serve", "runs": [3]}]}', "no traffic")],
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -214,6 +237,24 @@ def test_a_plot_is_svg_with_every_panel_inside(result: dict[str, Any]) -> None:
             assert all(0 <= x + float(place) <= width for place in places[::2])
             heights = [each.attrib[name] for name in ("y", "cy", "y1") if name in each.attrib]
             assert all(0 <= y + float(place) <= height for place in heights)
+
+
+def test_a_gap_that_stands_alone_in_its_time_is_drawn() -> None:
+    result = served()
+    series = result["runs"][0]["series"]
+    series["itl_p99_ms"] = [None, 73.3, None, 5.0, 6.0, *[None] * 115]
+    root = ElementTree.fromstring(draw(result))
+    panel = next(each for each in root.iter() if any("gaps between tokens" in (child.text or "") for child in each))
+    heights = [float(each.attrib["cy"]) for each in panel if each.tag.endswith("}circle") and each.get("fill") == RED]
+    assert len(heights) == 1
+    assert heights[0] < 60, "near the top of the axis, which it sets"
+
+
+def test_the_names_of_curves_do_not_touch() -> None:
+    root = ElementTree.fromstring(draw(served()))
+    panel = next(each for each in root.iter() if any("percentiles" in (child.text or "") for child in each))
+    first, second = sorted(float(each.attrib["x"]) for each in panel if each.text in ("first token", "between tokens"))
+    assert second - first > len("between tokens") * 6
 
 
 def test_a_plot_escapes_what_it_did_not_write() -> None:

@@ -101,8 +101,8 @@ def _offline(verb: str, words: Sequence[str]) -> int:
         timeline = trace.record(work, path)
         voice.say(f"profile of {name}: {path}\n{timeline.text()}")
 
-    for name in {"config", "dry_run"} & settings.keys():
-        raise BenchError(f"--{name.replace('_', '-')}: goes with `tokenspeed bench serve`; in process give settings")
+    if "config" in settings:
+        raise BenchError("--config: goes with `tokenspeed bench serve`; in process give settings")
     given.model = _the_model(given, settings.pop("model", None))
     settings = ({"load_format": "dummy"} if given.shape else {}) | settings
     result = results.new("offline", given.model or given.shape or "demo", given.shape, settings)
@@ -138,8 +138,8 @@ def _serve(words: Sequence[str]) -> int:
     model_name = _the_model(given, settings.get("model")) or given.shape or "demo"
     if given.url and (given.model or given.shape or settings):
         raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
-    for name in {"host", "port", "dry_run"} & settings.keys():
-        raise BenchError(f"--{name.replace('_', '-')}: bench starts a server on a free port; --url takes one of yours")
+    for name in {"host", "port"} & settings.keys():
+        raise BenchError(f"--{name}: bench starts a server on a free port; --url takes one of yours")
     files.check_writable(given.json, given.plot)
     voice = Voice(given.json)
     key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")

@@ -15,7 +15,8 @@ LESS_IS_BETTER = (
     "ttft_first_turn_p50_ms", "ttft_later_turn_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_p50_ms",
     "e2e_p50_ms", "e2e_p99_ms", "failed",
 )
-MORE_IS_BETTER = ("out_per_s", "prompt_per_s", "event_share", "good_share", "good_per_s")
+GOODPUT = ("good_share", "good_per_s")
+MORE_IS_BETTER = ("out_per_s", "prompt_per_s", "event_share", *GOODPUT)
 OTHERS = ("cached_tokens", "uncached_tokens")
 FACTS = ("kind", "model", "shape", "settings", "device", "machine", "commit", "environment", "backends")
 
@@ -34,12 +35,16 @@ def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
         )
     cells = [("traffic", "figure", names[0], names[1], "change", "")]
     for key in common:
-        cells += _figures(key, first[key], second[key])
+        cells += _figures(first[key], second[key])
     lines = [aligned(cells)]
     for only, keys, name in ((first, second, names[0]), (second, first, names[1])):
         missing = [key for key in only if key not in keys]
         if missing:
             lines.append(f"only in {name}: {', '.join(_name(key) for key in missing)}")
+    lines += [
+        f"differs: goals of {_name(key)}: {_text(_goals(first[key]))} -> {_text(_goals(second[key]))}"
+        for key in common if _goals(first[key]) != _goals(second[key])
+    ]
     return "\n".join([*lines, *_differences(before, after)])
 
 
@@ -50,29 +55,33 @@ def _keyed(result: Result) -> Iterator[tuple[str, Run]]:
         if run.get("is_part"):
             continue  # a load that was broken off ran a part of its traffic
         pace = {name: value for name, value in run.get("pace", {}).items() if name != "procs"}
-        key = json.dumps([part["kind"], run["traffic"], pace, run.get("goals") or {}], sort_keys=True)
+        key = json.dumps([part["kind"], run["traffic"], pace], sort_keys=True)
         seen[key] = seen.get(key, 0) + 1
         yield f"{key}\n{seen[key]}", run
 
 
 def _name(key: str) -> str:
-    _, traffic, pace, _ = json.loads(key.partition("\n")[0])
+    _, traffic, pace = json.loads(key.partition("\n")[0])
     words = [f"{name} {value}" for name, value in (traffic | pace).items() if name != "name" and value is not None]
     return f"{traffic['name']} ({', '.join(words)})" if words else str(traffic["name"])
 
 
 def _shown(runs: Mapping[str, Run]) -> str:
-    return ", ".join(_name(key) for key, run in runs.items() if is_traffic(run)) or "nothing"
+    return ", ".join(_name(key) for key, run in runs.items() if is_traffic(run)) or "none to its end"
 
 
-def _figures(key: str, before: Run, after: Run) -> list[tuple[str, str, str, str, str, str]]:
+def _goals(run: Run) -> Mapping[str, float]:
+    return run.get("goals") or {}
+
+
+def _figures(before: Run, after: Run) -> list[tuple[str, str, str, str, str, str]]:
     label = str(before["traffic"]["name"])
     users = before.get("pace", {}).get("users")
     label += f", {people(users)}" if users is not None else ""
     cells = []
     for metric in (*LESS_IS_BETTER, *MORE_IS_BETTER, *OTHERS):
         old, new = before["figures"].get(metric), after["figures"].get(metric)
-        if old is None or new is None:
+        if old is None or new is None or (metric in GOODPUT and _goals(before) != _goals(after)):
             continue
         change = "-" if not old else f"{100 * (new - old) / old:+.1f} %"
         cells.append((label, metric, f"{old:,.6g}", f"{new:,.6g}", change, _word(metric, old, new)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,37 @@ def read(path: str) -> dict[str, Any]:
         raise BenchError(f"{path}: no result of `tokenspeed bench`; `tokenspeed bench ... --json FILE` writes one")
     if data["schema"] != SCHEMA:
         raise BenchError(f"{path}: has schema {data['schema']}, and this version reads {SCHEMA}; measure again")
+    for flaw in _flaws(data):
+        raise BenchError(f"{path}: a broken result, {flaw}; measure again")
     return data
+
+
+def _flaws(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a result has not that every reader of it takes for granted."""
+    parts = data.get("results", [data])
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        yield "results is no list of results"
+        return
+    for part in parts:
+        if not isinstance(part.get("kind"), str) or not isinstance(part.get("runs"), list):
+            yield "it has no kind with a list of runs"
+            return
+        for i, run in enumerate(part["runs"]):
+            if not _is_run(run):
+                yield f"runs[{i}] has no traffic of a name with figures that are numbers"
+    if not isinstance(data.get("versions", {}), dict):
+        yield "versions is no mapping"
+
+
+def _is_run(run: object) -> bool:
+    if not isinstance(run, dict):
+        return False
+    traffic, figures = run.get("traffic"), run.get("figures")
+    return (
+        isinstance(traffic, dict) and isinstance(traffic.get("name"), str) and isinstance(figures, dict)
+        and all(isinstance(value, int | float) for value in figures.values())
+        and all(isinstance(run.get(name) or {}, dict) for name in ("pace", "goals"))
+    )
 
 
 def _target(path: str) -> Path:

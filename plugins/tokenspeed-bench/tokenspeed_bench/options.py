@@ -16,6 +16,7 @@ from tokenspeed_bench.shapes import SHAPES
 from tokenspeed_bench.traffic import WORKLOADS, AgentShape, Traffic, agents, load, of_workload
 
 OFFLINE = (*WORKLOADS, "agents")
+SERVES_TOO = ("--api-key", "--help")  # options that are flags of `tokenspeed serve` as well
 NUMBERS = {  # options of lengths and counts, by the parameter that each kind of traffic calls so
     "requests": {"throughput": "num_requests", "prefill": "num_requests", "load": "num_requests"},
     "input_len": {"latency": "in_len", "throughput": "in_len", "prefill": "in_len", "load": "in_len"},
@@ -136,16 +137,30 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
     given = list(words)
     model = given.pop(0) if given and not given[0].startswith("-") else None
     options, others = parser.parse_known_args(given)
-    own = [each for action in parser._actions for each in action.option_strings if each.startswith("--")]
     for word in others:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in NUMBERS and verb in OFFLINE:
-            raise _no_such(name, verb)
-    check_spelling(others, own, parser.prog)
+        _check_flag(word.partition("=")[0], verb)
+    check_spelling(others, _flags_of(verb), parser.prog)
     options.model = model
     if model is not None and getattr(options, "shape", None):
         raise BenchError(f"--shape {options.shape}: the model was given too, as {model}; give one")
     return options, others
+
+
+def _flags_of(verb: str) -> list[str]:
+    actions = parser_of(verb)._actions
+    return [each for action in actions for each in action.option_strings if each.startswith("--")]
+
+
+def _check_flag(flag: str, verb: str) -> None:
+    """Refuse what is no flag of serve, and would be explained as one that is mistyped. Raises BenchError."""
+    if flag == "--dry-run":
+        raise BenchError("--dry-run: would measure nothing; `tokenspeed serve --dry-run` shows what would run")
+    name = flag.removeprefix("--").replace("-", "_")
+    if flag.startswith("--") and name in NUMBERS and verb in OFFLINE:
+        raise _no_such(name, verb)
+    takers = [each for each in (*OFFLINE, "all", "serve", "anchors") if flag in _flags_of(each)]
+    if takers and flag not in SERVES_TOO:
+        raise BenchError(f"{flag}: no option of `tokenspeed bench {verb}`, but of {', '.join(takers)}")
 
 
 def traffic_of(kind: str, given: Mapping[str, int | float]) -> Traffic:

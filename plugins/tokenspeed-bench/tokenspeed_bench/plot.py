@@ -17,6 +17,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 36
 COLORS = ("#1f6feb", "#d1495b", "#2a9d8f", "#8d6a9f")
 NUM_TICKS = 5
 PANELS_A_ROW = 4
+LETTER, BETWEEN_NAMES = 6, 14     # the width of a letter, about, and the room between the names of curves
 HEAD = 56                         # above the panels
 
 Point = tuple[float, float]
@@ -63,8 +64,8 @@ def draw(result: Mapping[str, Any]) -> str:
 def _rows(result: Mapping[str, Any]) -> Iterator[list[Panel]]:
     """Yield the panels of each row: a load has one to itself, repeats share one."""
     shared: list[Panel] = []
-    for _, run in runs_of(result):
-        panels = list(_panels(run))
+    for part, run in runs_of(result):
+        panels = list(_panels(run, f"{part['group']} " if "group" in part else ""))
         if len(panels) > 1 or len(shared) == PANELS_A_ROW:
             if shared:
                 yield shared
@@ -86,8 +87,8 @@ def _subtitle(result: Mapping[str, Any]) -> str:
     return " · ".join(filter(None, (f"tokenspeed {version}", result.get("commit"), result.get("created"))))
 
 
-def _panels(run: Mapping[str, Any]) -> Iterator[Panel]:
-    name, figures = run["traffic"]["name"], run["figures"]
+def _panels(run: Mapping[str, Any], group: str) -> Iterator[Panel]:
+    name, figures = f"{group}{run['traffic']['name']}", run["figures"]
     if "series" in run:
         pace = run["pace"]
         who = people(pace["users"]) if pace["rate"] is None else f"{pace['rate']:g}/s"
@@ -144,17 +145,20 @@ def _panel(panel: Panel) -> str:
         parts.append(_text(place((value, 0))[0], bottom + 15, name, anchor="middle"))
     parts.append(_text((LEFT + right) / 2, HEIGHT - 6, panel.x_label, anchor="middle", color="#777"))
     parts.append(_text(LEFT - 6, TOP - 8, panel.y_label, anchor="end", color="#777"))
-    for i, (curve, color) in enumerate(zip(panel.curves, COLORS, strict=False)):
+    colored = list(zip(panel.curves, COLORS, strict=False))
+    for curve, color in colored:
         parts += _curve(curve, color, place, bottom)
-        if curve.name:
-            parts.append(_text(right - 90 * (len(panel.curves) - 1 - i), TOP - 8, curve.name, "end", color))
+    end = float(right)  # of the name that comes next, from the right
+    for curve, color in reversed([each for each in colored if each[0].name]):
+        parts.append(_text(end, TOP - 8, curve.name, "end", color))
+        end -= LETTER * len(curve.name) + BETWEEN_NAMES
     return "\n".join(parts)
 
 
 def _curve(curve: Curve, color: str, place: Any, bottom: float) -> Iterator[str]:
     placed = [None if point is None else place(point) for point in curve.points]
     if curve.shape == "dots":
-        yield from (f'<circle cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="1.8" fill="{color}"/>' for p in placed if p)
+        yield from (_dot(p, color) for p in placed if p)
     elif curve.shape == "bars":
         for p in placed:
             if p is not None:
@@ -162,10 +166,16 @@ def _curve(curve: Curve, color: str, place: Any, bottom: float) -> Iterator[str]
                        f'fill="{color}"/>')
     else:
         path = ""
-        for before, p in zip([None, *placed], placed, strict=False):
+        for before, p, after in zip([None, *placed], placed, [*placed[1:], None], strict=False):
             if p is not None:
                 path += f"{'M' if before is None else 'L'}{p[0]:.1f} {p[1]:.1f}"
+                if before is None and after is None:  # of which a line shows nothing
+                    yield _dot(p, color)
         yield f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.5" stroke-linecap="round"/>'
+
+
+def _dot(at: Point, color: str) -> str:
+    return f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="1.8" fill="{color}"/>'
 
 
 def _nice(value: float) -> float:

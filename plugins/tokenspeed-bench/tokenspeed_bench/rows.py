@@ -17,7 +17,7 @@ from tokenspeed_bench.finish import finish
 from tokenspeed_bench.options import parse
 from tokenspeed_bench.result import runs_of
 from tokenspeed_bench.table import of_rows
-from tokenspeed_bench.telling import Voice
+from tokenspeed_bench.telling import Voice, warn
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("all", "--shape", "qwen3-8b"),
@@ -43,12 +43,17 @@ def measure(words: Sequence[str]) -> int:
     files.check_writable(options.json, options.plot, *traces)
     voice = Voice(options.json)
     whole = results.new("anchors", "", None, {})
+    if DEVICE not in str(whole["gpus"]):
+        warn(
+            f"no {DEVICE} is here ({whole['gpus'] or 'nor any GPU that nvidia-smi knows'}): the figures to reach are "
+            "its, and the models have billions of weights; Ctrl-C stops, and `tokenspeed bench all` measures any model"
+        )
     del whole["runs"]
     whole["results"] = parts = []
     failures: dict[str, str] = {}
     for group in groups:
         try:
-            part, status = measure_group(group, options.repeats, options.profiles, others)
+            part, status = measure_group(group, options.repeats, options.profiles, others, voice)
         except KeyboardInterrupt:
             whole["is_interrupted"] = True
             break
@@ -67,18 +72,18 @@ def measure(words: Sequence[str]) -> int:
 
 
 def measure_group(
-    group: str, repeats: int, profiles: str | None, others: Sequence[str]
+    group: str, repeats: int, profiles: str | None, others: Sequence[str], voice: Voice
 ) -> tuple[dict[str, Any] | None, int]:
     """Run a group's command in a process with empty caches; return its result, if it left one, and its status."""
     command = [*COMMANDS[group], *others]
     if command[0] != "serve":
         command += ["--repeats", str(repeats)]
         command += ["--profile", str(Path(profiles, f"{group}.json"))] if profiles else []
-    print(f"== tokenspeed bench {' '.join(command)}", flush=True)
+    voice.say(f"== tokenspeed bench {' '.join(command)}")
     with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
         path = Path(folder, "result.json")
         environ = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
-        with watched.start(["bench", *command, "--json", str(path)], env=environ) as child:
+        with watched.start(["bench", *command, "--json", str(path)], env=environ, stdout=voice.stream) as child:
             status = _wait(child)
         return (files.read(str(path)) if path.is_file() else None), status
 

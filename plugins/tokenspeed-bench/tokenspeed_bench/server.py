@@ -18,12 +18,14 @@ from typing import IO, Any
 from tokenspeed_bench import watched
 from tokenspeed_bench.connection import message_of
 from tokenspeed_bench.errors import BenchError
+from tokenspeed_bench.progress import Progress
 from tokenspeed_bench.telling import warn
 
 MOST_SECONDS = 600.0  # from the command to /health
 PATIENCE = 60.0       # seconds that a server has to end
 POLL = 0.05
 NUM_LINES = 15        # of what a server said that are shown when it ends
+OUR_POLL = '"GET /health '
 
 
 class Api:
@@ -35,12 +37,13 @@ class Api:
             raise BenchError(f"--url {url}: must begin with http:// or https://")
         self.url = with_scheme.rstrip("/").removesuffix("/v1")
         self.key = key
+        self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load goes
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Return a route's JSON. Raises BenchError."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, None, headers), timeout=timeout) as got:
+            with self._direct.open(urllib.request.Request(self.url + path, None, headers), timeout=timeout) as got:
                 return json.load(got)
         except urllib.error.HTTPError as error:
             with error:
@@ -68,7 +71,7 @@ class Api:
     def is_healthy(self) -> bool:
         """Say whether `/health` answers with 200."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            with self._direct.open(f"{self.url}/health", timeout=5):
                 return True
         except (OSError, HTTPException):
             return False
@@ -101,13 +104,16 @@ def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, fl
 
 
 def _await(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
-    end = time.monotonic() + MOST_SECONDS
-    while not api.is_healthy():
-        if server.poll() is not None:
-            raise BenchError(f"the server {_ended(server, log)}")
-        if time.monotonic() > end:
-            raise BenchError(f"the server is not healthy after {MOST_SECONDS:g} s; it said:\n{_last_lines(log)}")
-        time.sleep(POLL)
+    begin = time.monotonic()
+    with Progress() as progress:
+        while not api.is_healthy():
+            seconds = time.monotonic() - begin
+            if server.poll() is not None:
+                raise BenchError(f"the server {_ended(server, log)}")
+            if seconds > MOST_SECONDS:
+                raise BenchError(f"the server is not healthy after {MOST_SECONDS:g} s; it said:\n{_last_lines(log)}")
+            progress.say(f"the server starts: {seconds:.0f} s of at most {MOST_SECONDS:.0f}")
+            time.sleep(POLL)
 
 
 def _ended(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
@@ -116,7 +122,8 @@ def _ended(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
 
 def _last_lines(log: IO[bytes]) -> str:
     said = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # where the server goes on writing stays
-    return "\n".join(said.decode(errors="replace").strip().splitlines()[-NUM_LINES:])
+    lines = said.decode(errors="replace").strip().splitlines()
+    return "\n".join([line for line in lines if OUR_POLL not in line][-NUM_LINES:])
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

@@ -17,11 +17,11 @@ def warn(text: str) -> None:
 class Voice:
     """Says on the standard output, or on stderr where that takes the JSON, what was measured.
 
-    `is_lost`: it could not be said, and the measurement went on for the JSON file.
+    `stream` is which of them. `is_lost`: it could not be said, and the measurement went on for the JSON file.
     """
 
     def __init__(self, json_path: str | None) -> None:
-        self._stream = sys.stderr if json_path == "-" else sys.stdout
+        self.stream = sys.stderr if json_path == "-" else sys.stdout
         self._file = json_path
         self.is_lost = False
 
@@ -30,7 +30,7 @@ class Voice:
         if self.is_lost:
             return
         try:
-            print(text, file=self._stream, flush=True)
+            print(text, file=self.stream, flush=True)
         except OSError as error:
             if self._file is None:
                 if isinstance(error, BrokenPipeError):
