@@ -79,7 +79,7 @@ class Roster:
         """Whether there is a slot, somebody who wants it, and more room than when the first last found none."""
         if not self._slots or not self._queue:
             return False
-        return not (0 <= self._kv.pool.num_available <= self._stuck_at and self.num_running)
+        return not self.num_running or self._kv.pool.num_available > self._stuck_at
 
     # -- the queue ------------------------------------------------------------------------------------
 
