@@ -336,3 +336,34 @@ def test_a_descriptor_that_is_no_kernel_is_left_out_and_shown_and_ends_a_strict_
     assert "is no KernelSpec of backend 'odd'" in catalog.all()[0].reason
     with pytest.raises(PluginError, match=r"no KernelSpec of backend 'odd'.*pip uninstall odd"):
         installed_kernels(discover(found, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["REFERENCE", "BESIDE, REFERENCE"])
+def test_a_kernel_that_calls_itself_the_reference_of_an_op_and_is_not_is_left_out_with_the_reason(
+    install: Install, tmp_path: Path, spec: str
+) -> None:
+    found = install("evil", "[tokenspeed.kernels.sampling]\nevil = claims:SPEC [api1]\n")
+    (tmp_path / "modules" / "claims.py").write_text(
+        "from tokenspeed_core.api import Capability, KernelSpec\n"
+        "CAN = Capability(('cpu',), ('float32',))\n"
+        "REFERENCE = KernelSpec('greedy', 'evil', CAN, 'claims:make', reference=True)\n"
+        f"BESIDE = KernelSpec('sample', 'evil', CAN, 'claims:make')\nSPEC = ({spec},)\n"
+    )
+    catalog = discover(found)
+    assert installed_kernels(catalog) == ()
+    (entry,) = catalog.all()
+    assert (entry.status, entry.reason) == (
+        Status.FAILED, "it says reference=True and loads claims:make; that of greedy is "
+        "tokenspeed_kernels.reference.sampling:greedy")
+
+
+def test_a_plugin_brings_the_reference_of_an_op_that_it_brings(install: Install, tmp_path: Path) -> None:
+    found = install("acme", "[tokenspeed.kernels.norm]\nacme = brings:SPEC [api1]\n"
+                            "[tokenspeed.ops]\nacme = brings:OP [api1]\n")
+    (tmp_path / "modules" / "brings.py").write_text(
+        "from tokenspeed_core.api import Capability, KernelSpec, OpContract\n"
+        "OP = OpContract('acme/norm', 'norm', '', {}, 'brings:make', 'brings:inputs', ())\n"
+        "SPEC = KernelSpec('acme/norm', 'acme', Capability(('cpu',), ('float32',)), 'brings:make', reference=True)\n"
+    )
+    (kernel,) = installed_kernels(discover(found))
+    assert kernel.spec.reference

@@ -173,6 +173,42 @@ def test_what_others_have_in_their_metadata_is_not_its_fault(package: Any, tmp_p
     suite.test_it_is_installed_once_and_says_its_version_truly()
 
 
+SPEC = """
+from tokenspeed_core.api import Capability, KernelSpec
+run = KernelSpec("greedy", "{backend}", Capability(("cpu",), ("float32",)), "{load}", reference={reference})
+"""
+
+
+@pytest.fixture
+def kernels(package: Any, tmp_path: Path) -> Any:
+    """Return a function that installs a package `acme` of a kernel, and returns its suite."""
+
+    def make(backend: str, load: str, *, reference: bool) -> DistributionConformance:
+        suite: DistributionConformance = package(SPEC.format(backend=backend, load=load, reference=reference))
+        (tmp_path / "site" / "acme-1.0.dist-info" / "entry_points.txt").write_text(
+            "[tokenspeed.kernels.sampling]\nacme = acme:run [api1]\n")
+        return suite
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("backend", "reference", "said"),
+    [
+        ("acme", True, "it says reference=True and loads acme:make; that of greedy is "),
+        ("other", False, "is no KernelSpec of backend 'acme'"),
+    ],
+)
+def test_a_kernel_that_every_start_leaves_out_fails(kernels: Any, backend: str, reference: bool, said: str) -> None:
+    suite = kernels(backend, "acme:make", reference=reference)
+    with pytest.raises(AssertionError, match=rf"every start leaves it out: kernels\.sampling acme: .*{said}"):
+        suite.test_its_entries_load()
+
+
+def test_a_kernel_that_a_start_takes_passes_also_as_the_reference_that_it_is(kernels: Any) -> None:
+    kernels("acme", "tokenspeed_kernels.reference.sampling:greedy", reference=True).test_its_entries_load()
+
+
 def test_a_package_made_now_works_for_two_minors() -> None:
     assert core_range("0.1.0") == "tokenspeed-core>=0.1,<0.3"
     assert core_range("1.9.2.dev1") == "tokenspeed-core>=1.9,<1.11"

@@ -19,23 +19,35 @@ _USUAL = "tokenspeed-kernels"
 def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tuple[InstalledKernel, ...]:
     """Import the descriptors of all kernel entries and return their specs, in the catalog's order.
 
-    An entry's value is a KernelSpec or a tuple of them, each with the entry's name as its backend. One that
-    is neither is left out as one whose import fails is. Raises PluginError under --strict-plugins, and for a wish
-    about a backend that is not there or was left out; ConfigError for one about no known op or format.
+    An entry's value is a KernelSpec or a tuple of them, each as `misfit` wants it. One that is neither is left out as
+    one whose import fails is. Raises PluginError under --strict-plugins, and for a wish about a backend that is not
+    there or was left out; ConfigError for one about no known op or format.
     """
     found: list[InstalledKernel] = []
+    ops = installed_ops(catalog)
     for entry in catalog.all():
         if not entry.kind.startswith(KERNELS_PREFIX) or entry.status is not Status.OK:
             continue
         value = catalog.load(entry, object)
         specs = value if isinstance(value, tuple) else (value,)
-        wrong = [s for s in specs if not isinstance(s, KernelSpec) or s.backend != entry.name]
-        if value is not None and wrong:
-            catalog.reject(entry, f"{wrong[0]!r} is no KernelSpec of backend {entry.name!r}")
+        if value is not None and (wrong := list(filter(None, (misfit(spec, entry.name, ops) for spec in specs)))):
+            catalog.reject(entry, wrong[0])
         elif value is not None:
             found += [InstalledKernel(spec, entry.distribution) for spec in specs]
-    _check_names(wishes, catalog)
+    _check_names(wishes, catalog, ops)
     return tuple(found)
+
+
+def misfit(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
+    """Return why what a kernel entry of that name holds is left out, "" where it is not.
+
+    It is a KernelSpec with that name as its backend, and it is not called the reference of an op that has another.
+    """
+    if not isinstance(spec, KernelSpec) or spec.backend != name:
+        return f"{spec!r} is no KernelSpec of backend {name!r}"
+    if spec.reference and spec.op in ops and spec.load != ops[spec.op].reference:
+        return f"it says reference=True and loads {spec.load}; that of {spec.op} is {ops[spec.op].reference}"
+    return ""
 
 
 def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
@@ -69,8 +81,7 @@ def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
     return tuple(found)
 
 
-def _check_names(wishes: Sequence[Preference], catalog: Catalog) -> None:
-    ops = installed_ops(catalog) if wishes else {}
+def _check_names(wishes: Sequence[Preference], catalog: Catalog, ops: Mapping[str, OpContract]) -> None:
     for wish in wishes:
         of = {op.name: op.family for op in ops.values() if wish.target in (op.family, op.name)}
         if not of:

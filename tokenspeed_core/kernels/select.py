@@ -8,11 +8,12 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
+from tokenspeed_core.kernels.options import described, settle
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Reason, Verdict, typed
 from tokenspeed_core.kernels.preference import Preference, flag_for
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
@@ -68,7 +69,7 @@ class Selector:
         """
         choice, planned = self._choose(self._contract(op), problem, layer)
         if choice is None:
-            raise self._refused(planned)
+            raise self._refused(planned, layer)
         return choice
 
     def select_all(self, ops: tuple[str, ...], axes: Problem, *, layer: int | None = None) -> tuple[Choice, ...]:
@@ -92,7 +93,7 @@ class Selector:
         fused, planned = self._choose(contract, problem, layer)
         wish = self._wish(contract, problem, layer)
         if fused is None and wish and wish.names_op(contract) and "auto" not in wish.backends:
-            raise self._refused(planned)
+            raise self._refused(planned, layer)
         return fused
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
@@ -101,11 +102,9 @@ class Selector:
 
     def plan(self) -> KernelPlan:
         """Return all decisions so far as a frozen plan."""
-        ops = tuple(
-            replace(planned, layers=tuple(sorted(self._layers.get(key, ()))))
-            for key, (_, planned) in self._decided.items()
-        )
-        return KernelPlan(self.platform.name or self.platform.kind, ops)
+        found = self._decided.items()
+        ops = (replace(planned, layers=tuple(sorted(self._layers.get(key, ())))) for key, (_, planned) in found)
+        return KernelPlan(self.platform.name or self.platform.kind, tuple(ops))
 
     def chosen(self) -> list[tuple[Choice, PlannedOp]]:
         """Return what was taken so far, each with its decision."""
@@ -119,14 +118,12 @@ class Selector:
                 what = f"goes beyond the last layer, {last}" if wish in self._heeded else "has no effect"
                 raise SelectionError(f"{wish.flag} {what}: {self.plan().occurrences(wish.target)}")
         chosen = [choice for choice, _ in self.chosen()]
-        known = {
-            f"{choice.spec.backend}.{key}": field.description
-            for choice in chosen if choice.options for key, field in type(choice.options).model_fields.items()
-        }
+        there = [described(choice.spec, type(choice.options)) for choice in chosen if choice.options]
+        known = {name: text for each in there for name, text in each.items()}
         for name in sorted(self.options.keys() - known):
             used = ", ".join(sorted({choice.spec.backend for choice in chosen}))
-            there = "; ".join(f"{each}: {text}" for each, text in known.items()) or "none"
-            raise SelectionError(f"--backend-option {name} has no effect: used are {used}; their options: {there}")
+            listed = "; ".join(": ".join(filter(None, each)) for each in known.items()) or "none"
+            raise SelectionError(f"--backend-option {name} has no effect: used are {used}; their options: {listed}")
 
     def _contract(self, op: str) -> OpContract:
         if op not in self.ops:
@@ -153,33 +150,38 @@ class Selector:
         candidates.sort(key=lambda kernel: _host_order(kernel, tuple(figures)))
         judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
         taken, because = _first(judged, names, source, figures)
-        while taken is not None and (failure := _load_failure(taken)):
+        while taken is not None and (failure := self._load_failure(taken)):
             judged = [(kernel, failure if kernel is taken else reasons) for kernel, reasons in judged]
             taken, because = _first(judged, names, source, figures)
-        options = self._settle(taken.spec) if taken else None
+        options = settle(taken.spec, self.options) if taken else None
+        given = options.model_dump(mode="json", by_alias=True, exclude_unset=True) if options else {}
         planned = PlannedOp(
             op=contract.name, family=contract.family, problem=tuple(sorted(problem.items())), layers=(),
             backend="" if taken is None else taken.spec.backend,
             distribution="" if taken is None else taken.distribution, because=because,
             verdicts=tuple(_verdicts(judged, taken, names, figures, flag_for(contract, problem, wish))),
-            options=tuple(options.model_dump(mode="json", exclude_unset=True).items()) if options else (),
-            wanted=names, asked_by=source,
+            options=tuple(given.items()), wanted=names, asked_by=source,
         )
         if taken is None:
             return None, planned
         return Choice(taken.spec, MappingProxyType(dict(problem)), options), planned
 
-    def _settle(self, spec: KernelSpec) -> BaseModel | None:
-        """Return the options of a kernel, the user's where there are any. Raises SelectionError."""
-        schema = spec.schema()
-        if schema is None:
-            return None
-        names = {key: f"{spec.backend}.{key}" for key in schema.model_fields}
+    def _load_failure(self, kernel: InstalledKernel) -> tuple[Reason, ...]:
+        """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
+
+        So may be what is of no default distribution. Compiled code whose metadata names another build is not loaded.
+        Options that its schema refuses are such a failure too; those that the user set raise SelectionError.
+        """
+        spec = kernel.spec
         try:
-            return schema(**{key: self.options[name] for key, name in names.items() if name in self.options})
-        except ValidationError as error:
-            wrong = (f"--backend-option {names[str(e['loc'][0])]}={e['input']}: {e['msg']}" for e in error.errors())
-            raise SelectionError("; ".join(wrong)) from error
+            if spec.requires or spec.options or kernel.distribution not in DEFAULTS:
+                check_build(kernel.distribution)
+                spec.factory(settle(spec, self.options))
+        except SelectionError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever a package raises, another kernel may serve
+            return (Reason(f"it does not load: {type(error).__name__}: {error}", spec.obtain),)
+        return ()
 
     def _figures(self, op: str, phase: str | None) -> dict[str, str]:
         """Return what was measured of the op's backends on such a device, the fastest first."""
@@ -206,7 +208,7 @@ class Selector:
         hardware = _hardware_refusals(spec.capability, self.platform)
         return (*hardware, *missing, *problem_refusals(spec.capability, problem, self.needs))
 
-    def _refused(self, planned: PlannedOp) -> SelectionError:
+    def _refused(self, planned: PlannedOp, layer: int | None) -> SelectionError:
         names, verdicts = planned.wanted, planned.verdicts
         axes = ", ".join(f"{axis}={value}" for axis, value in planned.problem)
         device = self.platform.name or self.platform.kind
@@ -219,9 +221,10 @@ class Selector:
             told = (f"{r.what} -> {r.mend}" if r.mend and v.backend in names else r.what for r in v.reasons)
             lines.append(f"  {v.backend} ({v.distribution}): {'; '.join(told) or 'fits'}")
         fitting = ", ".join(v.backend for v in verdicts if v.fits)
-        taken = f"{fitting}; `{','.join(names)},auto` takes them where what was asked for cannot"
+        taken = f"{fitting}; `{planned.without()}` takes one where what was asked for cannot"
         lines.append(f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self.hint]))}")
-        return NothingFitsError("\n".join(lines), KernelPlan(device, (planned,)))
+        layers = () if layer is None else (layer,)
+        return NothingFitsError("\n".join(lines), KernelPlan(device, (replace(planned, layers=layers),)))
 
 
 def _first(
@@ -238,21 +241,6 @@ def _first(
             if name == kernel.spec.backend:
                 return kernel, f"asked for by {source}"
     return None, "nothing fits, so its parts run one by one"
-
-
-def _load_failure(kernel: InstalledKernel) -> tuple[Reason, ...]:
-    """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
-
-    So may be what is of no default distribution. Compiled code whose metadata names another build is not loaded.
-    """
-    spec = kernel.spec
-    try:
-        if spec.requires or spec.options or kernel.distribution not in DEFAULTS:
-            check_build(kernel.distribution)
-            spec.factory()
-    except (Exception, SystemExit) as error:  # whatever a package raises, another kernel may serve
-        return (Reason(f"it does not load: {type(error).__name__}: {error}", spec.obtain),)
-    return ()
 
 
 def _verdicts(

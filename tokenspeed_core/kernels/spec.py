@@ -116,8 +116,9 @@ class KernelSpec:
     installed, and `obtain` is the line that installs them. `needs_compile` says that a fresh machine needs a
     compiler's run of minutes or a tool chain before the first call; a just-in-time compile of seconds while
     the server warms up does not count. `reference` marks the op's own reference, which is taken when nothing
-    else fits. `options` is "module:Model", a pydantic model of what users may set with `--backend-option`; the
-    factory then takes one as its keyword `options`. Raises ValueError.
+    else fits: its `load` is what the op's contract says, and another spec that is marked so is left out. `options` is
+    "module:Model", a pydantic model of what users may set with `--backend-option`; the factory then takes one as its
+    keyword `options`. Raises ValueError.
     """
 
     op: str

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import tokenspeed_core
+from tokenspeed_core.kernels.installed import installed_ops, misfit
 from tokenspeed_core.kernels.ops import OpContract
 from tokenspeed_core.kernels.spec import KernelSpec, Ranking
 from tokenspeed_core.models import Checkpoint, LoadFormat, ModelSpec, Quantization
@@ -24,6 +25,7 @@ from tokenspeed_core.parsers import ParserSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Entry, Status
+from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import normalise
 from tokenspeed_core.testing.imports import core_uses, entries_of, is_public, packages
@@ -121,8 +123,15 @@ class DistributionConformance:
     def test_its_entries_load(self) -> None:
         """What each entry names exists, and is what its kind needs, as a KernelSpec is for kernels."""
         catalog = Catalog([entry for entry in entries_of(self.distribution) if entry.status is Status.OK], strict=True)
-        misfits = [_misfit(entry, catalog.load(entry, object, required=True)) for entry in catalog.all()]
+        values = {entry: catalog.load(entry, object, required=True) for entry in catalog.all()}
+        misfits = [_misfit(entry, value) for entry, value in values.items()]
         assert not any(misfits), "; ".join(filter(None, misfits))
+        ops = installed_ops(Catalog.discover(check=False))
+        kernels = [(entry, spec) for entry, value in values.items() if entry.kind.startswith(KERNELS_PREFIX)
+                   for spec in (value if isinstance(value, tuple) else (value,))]
+        left_out = {f"{entry.kind} {entry.name}: {why}" for entry, spec in kernels
+                    if (why := misfit(spec, entry.name, ops))}
+        assert not left_out, f"every start leaves it out: {'; '.join(sorted(left_out))}"
 
 
 def _misfit(entry: Entry, value: object) -> str:

@@ -1,0 +1,209 @@
+"""What a user sets of a backend reaches it as its plugin's schema reads it, or is an error in the schema's words."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.attention import AttentionProblem
+from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
+
+PROBLEM = AttentionProblem("decode", 8, 2, 64, "bfloat16", "bfloat16", 16, 0.125, None)
+
+
+class Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tile: int = Field(16, ge=1, description="rows of a tile")
+    loud: bool = Field(False, description="whether it shouts")
+
+
+class Together(BaseModel):
+    """Each is sound alone; both are not."""
+
+    window: int = 1
+    mode: str = "wide"
+
+    @model_validator(mode="after")
+    def _fit(self) -> Together:
+        if self.mode == "narrow" and self.window > 100:
+            raise ValueError("a narrow mode takes windows of at most 100")
+        return self
+
+
+class Raising(BaseModel):
+    tile: int = 1
+
+    @field_validator("tile")
+    @classmethod
+    def _raise(cls, tile: int) -> int:
+        raise {2: RuntimeError("boom"), 3: SystemExit(4)}[tile]
+
+
+class Renamed(BaseModel):
+    win: int = Field(1, alias="window", description="tokens seen")
+    either: int = Field(1, validation_alias="other")
+
+
+class Required(BaseModel):
+    must: int
+    may: int = 1
+
+
+class Parted(BaseModel):
+    names: list[str] = []
+    sizes: tuple[int, ...] | None = None
+    weights: dict[str, float] = {}
+    text: str = ""
+
+
+def make(problem: Any, *, options: BaseModel) -> BaseModel:
+    return options
+
+
+def kernel(backend: str, options: str = "") -> InstalledKernel:
+    schema = options and (options if ":" in options else f"{__name__}:{options}")
+    can = Capability(("cpu",), ("float32", "bfloat16"))
+    return InstalledKernel(KernelSpec("attention", backend, can, f"{__name__}:make", options=schema), f"dist-{backend}")
+
+
+def asked(options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)) -> Selector:
+    """Return a selector that was asked for backends, of which `tiled` has the schema and `plain` has none."""
+    kernels = (kernel("tiled", schema), kernel("plain"))
+    return Selector(kernels, PlatformInfo("cpu"), [Preference.parse("attention", backends)], options=options)
+
+
+def refused(options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)) -> str:
+    with pytest.raises(SelectionError) as caught:
+        asked(options, schema, backends).select_attention(PROBLEM)
+    return str(caught.value)
+
+
+def test_a_selected_backend_gets_its_options_as_its_schema_reads_them() -> None:
+    selector = asked({"tiled.tile": "32", "tiled.loud": "true"})
+    choice = selector.select_attention(PROBLEM)
+    assert choice.spec.factory(choice.options)(None) == Options(tile=32, loud=True)
+    selector.check()
+    (planned,) = json.loads(selector.plan().to_json())["ops"]
+    assert planned["options"] == [["tile", 32], ["loud", True]]
+    assert "tile=32, loud=True" in selector.plan().table()
+
+
+def test_without_a_word_of_the_user_the_options_are_the_plugins_own() -> None:
+    selector = asked({})
+    choice = selector.select_attention(PROBLEM)
+    assert choice.options == choice.spec.factory()(None) == Options()
+    assert selector.plan().ops[0].options == ()
+
+
+def test_an_option_is_typed_as_its_schema_takes_it_and_shown_so() -> None:
+    selector = asked({"tiled.window": "3"}, "Renamed")
+    assert selector.select_attention(PROBLEM).options == Renamed(window=3)
+    selector.check()
+    assert selector.plan().ops[0].options == (("window", 3),)
+
+
+def test_a_key_that_its_schema_would_pass_over_is_refused() -> None:
+    selector = asked({"tiled.win": "3", "tiled.other": "4"}, "Renamed")
+    assert selector.select_attention(PROBLEM).options == Renamed(other=4)
+    there = "tiled.window: tokens seen; tiled.other"
+    with pytest.raises(SelectionError, match=rf"tiled\.win has no effect: used are tiled; their options: {there}$"):
+        selector.check()
+
+
+def test_an_option_that_must_be_set_is_told_until_it_is() -> None:
+    told = "  tiled (dist-tiled): it does not load: ValueError: its options: must: Field required\n"
+    assert told in refused({}, "Required")
+    assert refused({"tiled.may": "2"}, "Required") == "--backend-option tiled.may=2: must: Field required"
+    assert asked({"tiled.must": "3"}, "Required").select_attention(PROBLEM).options == Required(must=3)
+
+
+def test_auto_passes_over_a_backend_whose_options_must_be_set_and_says_which() -> None:
+    selector = asked({}, "Required", ("tiled", "auto"))
+    assert selector.select_attention(PROBLEM).spec.backend == "plain"
+    assert "not tiled: it does not load: ValueError: its options: must: Field required (att" in selector.plan().table()
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ({"names": '["a,b", "c"]'}, Parted(names=["a,b", "c"])),
+        ({"names": ["a", "b"]}, Parted(names=["a", "b"])),  # of Python or a file
+        ({"sizes": "[16, 32]", "names": '["a"]'}, Parted(sizes=(16, 32), names=["a"])),
+        ({"weights": '{"a": 0.5}'}, Parted(weights={"a": 0.5})),
+        ({"text": "a,b"}, Parted(text="a,b")),
+        ({"text": '"[a]"'}, Parted(text="[a]")),
+    ],
+)
+def test_what_has_parts_is_typed_as_json_and_other_text_stays(typed: dict[str, Any], read: Parted) -> None:
+    options = {f"tiled.{key}": value for key, value in typed.items()}
+    assert asked(options, "Parted").select_attention(PROBLEM).options == read
+
+
+BOTH = "--backend-option tiled.window=200 --backend-option tiled.mode=narrow"
+
+
+@pytest.mark.parametrize(
+    ("schema", "typed", "said"),
+    [
+        ("Options", {"tile": "0"}, "--backend-option tiled.tile=0: tile: Input should be greater than or equal to 1"),
+        ("Options", {"tile": "wide"}, "--backend-option tiled.tile=wide: tile: Input should be a valid integer, unable "
+         "to parse string as an integer"),
+        ("Parted", {"sizes": '[1, "b"]'}, '--backend-option tiled.sizes=[1, "b"]: sizes: 1: Input should be a valid '
+         "integer, unable to parse string as an integer"),
+        ("Parted", {"names": "a,b"}, "--backend-option tiled.names=a,b: names: Input should be a valid list"),
+        ("Parted", {"names": "[a"}, "--backend-option tiled.names=[a: JSONDecodeError: Expecting value: line 1 "
+         "column 2 (char 1)"),
+        ("Together", {"window": "200", "mode": "narrow"}, f"{BOTH}: Value error, a narrow mode takes windows "
+         "of at most 100"),
+        ("Raising", {"tile": "2"}, "--backend-option tiled.tile=2: RuntimeError: boom"),
+        ("Raising", {"tile": "3"}, "--backend-option tiled.tile=3: SystemExit: 4"),
+    ],
+)
+@pytest.mark.parametrize("backends", [("tiled",), ("tiled", "auto")])
+def test_what_the_schema_refuses_is_an_error_in_its_words_and_never_passed_over(
+    schema: str, typed: dict[str, Any], said: str, backends: tuple[str, ...]
+) -> None:
+    assert refused({f"tiled.{key}": value for key, value in typed.items()}, schema, backends) == said
+
+
+@pytest.mark.parametrize("name", ["tiled.tyle", "tile", "one.tile", "none.such", "plain.tile"])
+def test_an_option_that_no_used_backend_has_is_an_error_that_lists_those_there_are(name: str) -> None:
+    selector = asked({name: "1"})
+    selector.select_attention(PROBLEM)
+    with pytest.raises(SelectionError) as caught:
+        selector.check()
+    assert str(caught.value) == (
+        f"--backend-option {name} has no effect: used are tiled; their options: "
+        "tiled.tile: rows of a tile; tiled.loud: whether it shouts"
+    )
+
+
+def test_an_option_that_its_plugin_does_not_describe_is_listed_by_its_name() -> None:
+    selector = asked({"tiled.tile": "1"}, "Together")
+    selector.select_attention(PROBLEM)
+    with pytest.raises(SelectionError, match=r"their options: tiled\.window; tiled\.mode$"):
+        selector.check()
+
+
+def test_of_several_options_without_effect_the_first_by_name_is_told() -> None:
+    selector = asked({f"none.{letter}": "1" for letter in "qwertyuiopasdfghjkl"})
+    selector.select_attention(PROBLEM)
+    with pytest.raises(SelectionError, match=r"^--backend-option none\.a has no effect"):
+        selector.check()
+
+
+def test_the_schema_of_a_backend_that_is_not_selected_is_not_imported() -> None:
+    sys.modules.pop("this", None)
+    selector = asked({"tiled.x": "1"}, "this:Zen", ("plain",))
+    selector.select_attention(PROBLEM)
+    assert "this" not in sys.modules
+    with pytest.raises(SelectionError, match=r"tiled\.x has no effect: used are plain; their options: none"):
+        selector.check()
