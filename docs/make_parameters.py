@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenspeed_core.config.describe import bounds, default_of
+from tokenspeed_core.config.describe import as_written, bounds
 from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata
 
 
@@ -25,12 +25,13 @@ def page() -> str:
 
 
 def _row(name: str) -> str:
+    field = Config.model_fields[name]
     forms = [flag(name), *(f"{flag(name)}.{key}" for key in metadata(name)["narrow"])]
     if name.startswith("enable_"):
         forms.append(f"--no-{flag(name)[2:]}")
     takes = "" if is_switch(name) else f"`{bounds(name)}`".replace("|", "\\|")
     shown = ", ".join(f"`{form}`" for form in forms)
-    return f"| {shown} | {takes} | {default_of(name)} | {Config.model_fields[name].description} |"
+    return f"| {shown} | {takes} | {as_written(field.default)} | {field.description} |"
 
 
 if __name__ == "__main__":

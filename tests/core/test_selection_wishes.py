@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from tokenspeed_core.errors import ConfigError, SelectionError
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
+from tokenspeed_core.kernels.plan import NothingFitsError
 from tokenspeed_core.kernels.preference import Preference
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import PHASES, Capability, InstalledKernel, KernelSpec, PlatformInfo
@@ -28,14 +27,11 @@ NUM_LAYERS = 6
 
 
 class Options(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tile: int = Field(16, ge=1, description="rows of a tile")
-    loud: bool = Field(False, description="whether it shouts")
+    tile: int = 16
 
 
-def make(problem: Any, *, options: Options) -> Options:
-    return options
+def make(problem: Any, **options: Any) -> None:
+    """Stand for a factory, which is imported and not called."""
 
 
 def kernel(backend: str, op: str = "attention", **changes: Any) -> InstalledKernel:
@@ -119,6 +115,30 @@ def test_nothing_is_told_for_a_second_kernel_of_one_name_which_no_flag_takes() -
     (planned,) = selector.plan().ops
     ((reason,),) = [verdict.reasons for verdict in planned.verdicts if verdict.reasons]
     assert (reason.what, reason.mend) == ("dist-plain serves this name first", "")
+
+
+@pytest.mark.parametrize("names", [("auto", "one"), ("one", "auto", "two"), ("auto", "auto")])
+def test_a_name_after_auto_which_would_never_be_tried_is_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"^--kernel-backend attention \S+: auto takes any that fits; put it last$"):
+        wish("attention", *names)
+
+
+def test_what_is_told_where_nothing_was_taken_leaves_what_was_asked_for_to_other_ops_of_the_flag() -> None:
+    kernels = (kernel("fast", "greedy"), kernel("plain", "greedy"), kernel("plain", "sample"))
+    with pytest.raises(NothingFitsError) as caught:
+        Selector(kernels, CPU, [wish("sampling", "fast")]).select("sample", LOGITS, layer=3)
+    (planned,) = caught.value.plan.ops
+    assert (planned.without(), planned.layers) == ("--kernel-backend sampling=fast,plain,auto", (3,))
+    again = Selector(kernels, CPU, [wish("sampling", "fast", "plain", "auto")])
+    assert [again.select(op, LOGITS).spec.backend for op in ("greedy", "sample")] == ["fast", "plain"]
+
+
+@pytest.mark.parametrize(("asked", "told"), [((), "slow,auto"), (("fast", "auto"), "fast,slow,auto")])
+def test_what_auto_passes_over_is_told_by_its_name_where_nothing_else_fits(asked: tuple[str, ...], told: str) -> None:
+    kernels = (kernel("fast", "greedy", requires=("no_such_library",)), kernel("slow", "greedy", needs_compile=True))
+    with pytest.raises(NothingFitsError, match=rf"backends that fit: slow; `--kernel-backend greedy={told}` takes one"):
+        Selector(kernels, CPU, [wish("greedy", *asked)] if asked else []).select("greedy", LOGITS)
+    assert Selector(kernels, CPU, [wish("greedy", *told.split(","))]).select("greedy", LOGITS).spec.backend == "slow"
 
 
 def test_an_op_of_a_vendors_name_is_asked_for_by_it() -> None:
@@ -297,7 +317,8 @@ def test_named_backends_that_cannot_serve_are_an_error_with_every_reason_and_aut
         assert UNFIT[name][1] in line
     fitting, _, advice = message.splitlines()[-1].removeprefix("  backends that fit: ").partition("; ")
     assert set(NAMES) <= set(fitting.split(", "))
-    assert f"`{','.join(names)},auto` takes them" in advice
+    flag = f"--kernel-backend attention={','.join(names)},{fitting.partition(',')[0]},auto"
+    assert advice == f"`{flag}` takes one where what was asked for cannot"
 
 
 @given(st.permutations([*UNFIT, *NAMES]))
@@ -305,71 +326,6 @@ def test_of_a_list_the_first_that_fits_is_taken(names: list[str]) -> None:
     kernels = [*KERNELS, *(kernel(name, **UNFIT[name][0]) for name in UNFIT)]
     taken = Selector(kernels, CPU, [wish("attention", *names)]).select_attention(PROBLEM).spec.backend
     assert taken == next(name for name in names if name in NAMES)
-
-
-# -- options ------------------------------------------------------------------------------------------------
-
-WITH_OPTIONS = (*KERNELS, kernel("tiled", options=f"{__name__}:Options"))
-TILED = [wish("attention", "tiled")]
-
-
-def test_a_selected_backend_gets_its_options_as_its_schema_reads_them() -> None:
-    selector = Selector(WITH_OPTIONS, CPU, TILED, options={"tiled.tile": "32", "tiled.loud": "true"})
-    choice = selector.select_attention(PROBLEM)
-    assert choice.spec.factory(choice.options)(None) == Options(tile=32, loud=True)
-    selector.check()
-    (planned,) = json.loads(selector.plan().to_json())["ops"]
-    assert planned["options"] == [["tile", 32], ["loud", True]]
-    assert "tile=32, loud=True" in selector.plan().table()
-
-
-def test_without_a_word_of_the_user_the_options_are_the_plugins_own() -> None:
-    selector = Selector(WITH_OPTIONS, CPU, TILED)
-    assert selector.select_attention(PROBLEM).options == Options()
-    assert WITH_OPTIONS[-1].spec.factory()(None) == Options()
-    assert selector.plan().ops[0].options == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tiled.tile": "0"}, "--backend-option tiled.tile=0: Input should be greater than or equal to 1"),
-        ({"tiled.tile": "wide"}, "--backend-option tiled.tile=wide: Input should be a valid integer"),
-    ],
-)
-def test_a_value_that_the_schema_refuses_is_an_error_in_its_words(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(SelectionError) as caught:
-        Selector(WITH_OPTIONS, CPU, TILED, options=options).select_attention(PROBLEM)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["tiled.tyle", "tile", "one.tile", "none.such", "plain.tile"])
-def test_an_option_that_no_used_backend_has_is_an_error_that_lists_those_there_are(name: str) -> None:
-    selector = Selector(WITH_OPTIONS, CPU, TILED, options={name: "1"})
-    model(selector)
-    with pytest.raises(SelectionError) as caught:
-        selector.check()
-    assert str(caught.value) == (
-        f"--backend-option {name} has no effect: used are plain, tiled; their options: "
-        "tiled.tile: rows of a tile; tiled.loud: whether it shouts"
-    )
-
-
-def test_of_several_options_without_effect_the_first_by_name_is_told() -> None:
-    selector = Selector(WITH_OPTIONS, CPU, TILED, options={f"none.{letter}": "1" for letter in "qwertyuiopasdfghjkl"})
-    model(selector)
-    with pytest.raises(SelectionError, match=r"^--backend-option none\.a has no effect"):
-        selector.check()
-
-
-def test_the_schema_of_a_backend_that_is_not_selected_is_not_imported() -> None:
-    sys.modules.pop("this", None)
-    idle = kernel("idle", options="this:Zen")
-    selector = Selector((*KERNELS, idle), CPU, [wish("attention", "one")], options={"idle.x": "1"})
-    selector.select_attention(PROBLEM)
-    assert "this" not in sys.modules
-    with pytest.raises(SelectionError, match=r"idle\.x has no effect: used are one; their options: none"):
-        selector.check()
 
 
 # -- the table ----------------------------------------------------------------------------------------------
@@ -383,4 +339,20 @@ def test_the_table_fits_eighty_columns_and_a_screen_whatever_the_reasons() -> No
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert "not library-of-a-vendor: module 'no_such_library' is not installed (attention)" in lines
-    assert lines[-1].endswith("reasons more")
+    assert lines[-1] == "and 12 reasons more: `tokenspeed plugins why OP` tells all"
+
+
+def test_the_table_says_of_every_row_all_phases_layers_and_options_and_reasons_make_room() -> None:
+    options = kernel("tiled-of-a-vendor", options=f"{__name__}:Options")
+    others = [kernel(f"{name}-of-a-vendor", **UNFIT[name][0]) for name in UNFIT]
+    wishes = [wish("attention.decode.0-1", "tiled-of-a-vendor"), wish("attention.decode.3", "two")]
+    selector = Selector([*KERNELS, options, *others], CPU, wishes, options={"tiled-of-a-vendor.tile": "32"})
+    model(selector)
+    lines = selector.plan().table().splitlines()
+    rows = " ".join(" ".join(lines[2 : next(i for i, line in enumerate(lines) if line.startswith("not "))]).split())
+    assert "tiled-of-a-vendor dist-tiled-of-a-vendor decode, layers 0-1, tile=32 " in rows
+    assert "two dist-two decode, layers 3" in rows
+    assert "five dist-five prefill, decode, layers 0-5 " in rows
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 24
+

@@ -190,9 +190,43 @@ def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reas
     assert said.err.count("\n") == 1
     assert said.err.endswith("on CPU: --attention-backend asks for triton\n")
     assert "runs   nothing: --attention-backend asks for triton, and nothing of that fits\n" in said.out
-    assert "           -> --attention-backend torch\n" in said.out
+    assert "           -> --attention-backend triton,torch,auto\n" in said.out
     assert "cannot triton from tokenspeed-kernels\n           it runs on cuda, and the device is cpu" in said.out
     assert "  fits   torch from tokenspeed-kernels\n" in said.out
+
+
+UNMET = {  # what is asked for and cannot be had everywhere, of attention and of experts in eight bits
+    "blackwell": ("attention", "--attention-backend"),
+    "triton": ("moe", "--moe-backend"),
+    "blackwell for experts": ("moe", "--moe-backend"),
+}
+
+
+@pytest.mark.parametrize("asked", UNMET)
+def test_the_flag_that_is_told_for_an_unmet_wish_ends_in_an_answer(
+    asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    op, flag = UNMET[asked]
+    model = json.loads((Path(__file__).parents[2] / "tokenspeed_models/example/qwen3_moe/config.json").read_text())
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps({**model, **sizes}))
+    words = ("plugins", "why", op, *([str(tmp_path), "--quantization", "mxfp8"] if op == "moe" else []),
+             "--platform", "sm100", flag)
+    assert main([*words, asked.split()[0]]) == 2
+    said = capsys.readouterr().out
+    mend = said.partition("  runs   nothing: ")[2].splitlines()[1]
+    assert mend.startswith(f"           -> {flag} ")
+    assert main([*words, mend.split()[-1]]) == 0
+
+
+def test_no_block_size_is_advised_where_every_one_was_tried_and_the_layer_where_it_ended_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plugins", "why", "attention", "--platform", "sm100", "--attention-backend", "blackwell"]) == 2
+    said = capsys.readouterr().out
+    assert "\nattention (layer 0): block_size=64, " in said
+    blackwell = said.partition("cannot blackwell from tokenspeed-kernels-blackwell\n")[2]
+    assert blackwell.startswith("           phase decode is not among prefill\n  ")
 
 
 def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest.CaptureFixture[str]) -> None:

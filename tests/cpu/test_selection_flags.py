@@ -44,9 +44,11 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--moe-backend.mxfp8", "torch-blocks"), "--moe-backend.mxfp8 has no effect: the model asks for no moe"),
         (("--moe-backend.mxfp4", "torch"), "--moe-backend.mxfp4: no such setting; there is --moe-backend.bf16, "
          "--moe-backend.fp16, --moe-backend.fp8, --moe-backend.mxfp8, --moe-backend.nvfp4"),
-        (("--attention-backend.fp8", "torch"), "no such setting; there is --attention-backend.prefill, "
-         "--attention-backend.decode"),
-        (("--sampling-backend.bf16", "torch"), "no such setting; there is --sampling-backend alone"),
+        (("--attention-backend.0-3", "torch"), "no such setting; there is --attention-backend.prefill, "
+         "--attention-backend.decode; --kernel-backend attention[.PHASE][.DTYPE][.LAYERS]=NAME, as attention.0-3=NAME"),
+        (("--sampling-backend.bf16", "torch"), "no such setting; there is --sampling-backend alone; --kernel-backend "
+         "sampling["),
+        (("--attention-backend", "auto,torch"), "--attention-backend auto,torch: auto takes any that fits"),
         (("--kernel-backend", "moe.mxfp4=torch"), "--kernel-backend moe.mxfp4: no op of moe is named after mxfp4; "
          "it may be narrowed to bf16, fp16, fp32, fp8, mxfp8, nvfp4"),
         (("--kernel-backend", "attention.fp8=torch"), "no op of attention is named after fp8; it may be narrowed to "
@@ -58,7 +60,7 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         (("--moe-backend", "torch"), "--moe-backend has no effect: the model asks for no moe, but for add_rms_norm"),
         (("--kernel-backend", "attention=torch", "--attention-backend", "torch"),
          "--attention-backend and --kernel-backend attention both speak of attention: give one, or narrow it"),
-        (("--kernel-backend", "attention"), "--kernel-backend ['attention']: 'attention' must read NAME=VALUE"),
+        (("--kernel-backend", "attention"), "--kernel-backend attention: 'attention' must read NAME=VALUE"),
         (("--backend-option", "triton.max_splits=1"), "used are torch; their options: none"),
     ],
 )
@@ -96,10 +98,15 @@ def test_what_a_person_is_to_type_in_place_of_it_is_the_flag_alone() -> None:
     assert typed("--kernel-backend norm (from a.yaml)", "torch", "auto") == "--kernel-backend norm=torch,auto"
 
 
-def test_what_was_narrowed_is_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--kernel-backend", "attention.decode.0-1=torch", "--kernel-backend", "norm=triton,auto")
+def test_what_was_narrowed_is_in_the_report_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--kernel-backend", "attention.decode.0-1=torch", "--kernel-backend", "norm=triton,auto",
+             "--attention-backend", "torch", "--attention-backend.prefill", "torch,auto", "--enforce-eager")
     assert main([*DRY, *words]) == 0
-    table = capsys.readouterr().out.split("kernels on ")[1].splitlines()[:-1]
+    report = capsys.readouterr().out
+    assert "  kernel_backend: attention.decode.0-1=torch norm=triton,auto (--kernel-backend)\n" in report
+    assert "  attention_backend: torch prefill=torch,auto (--attention-backend" in report
+    assert "  enforce_eager: on (--enforce-eager)\n" in report
+    table = report.split("kernels on ")[1].splitlines()[:-1]
     assert max(map(len, table)) <= 80
     assert len(table) <= 24
     assert any(line.startswith("attention ") and "torch" in line for line in table)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_core.config.describe import bounds, default_of
+from tokenspeed_core.config.describe import as_written, bounds
 from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata, narrowed
 from tokenspeed_core.errors import ConfigError
 
@@ -129,7 +129,7 @@ def _option(name: str, width: int) -> list[str]:
     lines = [f"  {form}"]
     if metadata(name)["narrow"]:
         lines += textwrap.wrap(f"  {narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False)
-    text = f"{field.description}; default: {default_of(name)}"
+    text = f"{field.description}; default: {as_written(field.default)}"
     installed = _installed(name)
     if installed:
         text += f"; installed: {', '.join(installed)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.config.foreign import refuse_foreign
 from tokenspeed_core.config.schema import Config, choices, flag, narrowed
 from tokenspeed_core.errors import ConfigError, meant
@@ -89,7 +90,7 @@ def _explain(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> s
 
 
 def _as_typed(value: Any) -> str:
-    text = value if isinstance(value, str) and value else repr(value)
+    text = as_written(value) or repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

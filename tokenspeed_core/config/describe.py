@@ -1,4 +1,4 @@
-"""Settings in words: bounds and defaults."""
+"""Settings in words: bounds and values."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def _range(rules: list[Any]) -> str:
     return f"N >= {low}" if low else "N"
 
 
-def default_of(name: str) -> str:
-    """Return a setting's default as a user would write it."""
-    value = Config.model_fields[name].default
+def as_written(value: Any) -> str:
+    """Return a setting's value as a user would write it; of what is narrowed, first what is for the others."""
     if value is None or value == {}:
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ",".join(value["default"]) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        each = {key: as_written(part) for key, part in value.items()}
+        return " ".join(text if key == "default" else f"{key}={text}" for key, text in each.items())
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

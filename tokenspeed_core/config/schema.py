@@ -183,7 +183,7 @@ class Config(BaseModel):
         "attention.decode.0-3=triton; repeatable", takes="OP[.PHASE][.DTYPE][.LAYERS]=NAME[,NAME...]",
     )
     backend_option: Pairs = _setting(
-        {}, "backends", "an option of a backend that is used, as its plugin declares it; repeatable",
+        {}, "backends", "an option of a backend that is used, as its plugin declares it, a list as JSON; repeatable",
         takes="NAME.KEY=VALUE",
     )
 
@@ -289,7 +289,9 @@ def metadata(name: str) -> dict[str, Any]:
 
 def narrowed(name: str) -> str:
     """Return the flags that set a setting apart, for people."""
-    return ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"]) or f"{flag(name)} alone"
+    keys = ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"]) or f"{flag(name)} alone"
+    _, dot, family = str(metadata(name)["kind"]).partition(".")
+    return f"{keys}; --kernel-backend {family}[.PHASE][.DTYPE][.LAYERS]=NAME, as {family}.0-3=NAME" if dot else keys
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolv
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import PYTHON
+from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
@@ -165,7 +166,7 @@ def dry_run(config: Config) -> str:
     find_parsers(config, catalog)
     plan, memory = plan_only(resolved, catalog)
     changed = [
-        f"  {name}: {getattr(config, name)} ({config.origin(name)})"
+        f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
         for name in type(config).model_fields if config.origin(name) != "default" and name != "api_key"
     ]
     parts = [

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from textwrap import wrap
 from typing import Any
 
 from tokenspeed_core.errors import SelectionError
 
-_WIDTH, _MOST = 80, 8  # columns of the start-up summary, and reasons in it
+_WIDTH, _HEIGHT, _MOST = 80, 24, 8  # columns and lines of the start-up summary, and most of its reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,14 @@ class PlannedOp:
         return dict(self.problem).get(name)
 
     def without(self) -> str:
-        """Return the flag that takes the next backend that fits, "" where there is none."""
+        """Return the flag that takes the next backend that fits, "" where there is none.
+
+        Where nothing was taken what was asked for stays first, and auto last: the flag may speak of other problems.
+        """
         others = [verdict.backend for verdict in self.verdicts if verdict.fits and verdict.backend != self.backend]
         flag = f"--kernel-backend {self.op}" if self.asked_by == "auto" else self.asked_by
-        return typed(flag, others[0]) if others else ""
+        names = others[:1] if self.backend else [*(n for n in self.wanted if n != "auto"), *others[:1], "auto"]
+        return typed(flag, *names) if others else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +76,13 @@ class KernelPlan:
 
     def find(self, op: str, layer: int | None = None) -> tuple[PlannedOp, ...]:
         """Return the decisions for an op or family, of one layer if given."""
-        return tuple(
-            planned
-            for planned in self.ops
-            if op in (planned.op, planned.family) and (layer is None or layer in planned.layers)
-        )
+        found = (planned for planned in self.ops if op in (planned.op, planned.family))
+        return tuple(planned for planned in found if layer is None or layer in planned.layers)
 
     def table(self) -> str:
         """Return the start-up summary: a line per op and backend, then the first reasons against the others.
 
-        It fits a screen; `plugins why` tells the rest.
+        It fits a screen, for which reasons make room; `plugins why` tells the rest.
         """
         rows = [("op", "backend", "from", "for")]
         against: dict[tuple[str, str], dict[str, None]] = {}
@@ -89,11 +93,15 @@ class KernelPlan:
             for loser in (v for p in planned for v in p.verdicts if v.reasons and v.backend != p.backend):
                 against.setdefault((loser.backend, loser.reasons[0].what), {})[op] = None
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = ["  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows]
+        lines, indent = [f"kernels on {self.platform}"], " " * min(sum(widths) + 6, _WIDTH // 2)
+        for row in rows:
+            line = "  ".join([*map(str.ljust, row, widths), row[3]]).rstrip()
+            lines += wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         reasons = [f"not {backend}: {why} ({', '.join(ops)})" for (backend, why), ops in against.items()]
-        lines += reasons[:_MOST] + [f"and {len(reasons) - _MOST} reasons more"] * (len(reasons) > _MOST)
-        cut = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines)
-        return "\n".join([f"kernels on {self.platform}", *cut])
+        room = max(1, min(_MOST, _HEIGHT - 1 - len(lines)))
+        lines += (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in reasons[:room])
+        rest = f"and {len(reasons) - room} reasons more: `tokenspeed plugins why OP` tells all"
+        return "\n".join([*lines, *[rest] * (len(reasons) > room)])
 
     def occurrences(self, target: str) -> str:
         """Say for which phases, dtypes and layers an op or family was asked for, or what was, for people."""
@@ -127,9 +135,9 @@ def typed(flag: str, *backends: str) -> str:
 
 
 def _grouped(ops: Iterable[PlannedOp]) -> dict[tuple[str, str, str], list[PlannedOp]]:
-    groups: dict[tuple[str, str, str], list[PlannedOp]] = {}
+    groups = defaultdict(list)
     for planned in ops:
-        groups.setdefault((planned.op, planned.backend, planned.distribution), []).append(planned)
+        groups[planned.op, planned.backend, planned.distribution].append(planned)
     return groups
 
 
@@ -142,15 +150,7 @@ def _extent(group: list[PlannedOp], is_part: bool) -> str:
 
 
 def _layers(group: Iterable[PlannedOp]) -> str:
-    return _ranges(tuple(sorted({layer for planned in group for layer in planned.layers})))
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Write sorted numbers with runs shortened: (0, 1, 2, 5) is "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    """Write the layers of decisions with runs shortened: 0, 1, 2 and 5 are "0-2, 5"."""
+    numbers = sorted({layer for planned in group for layer in planned.layers})
+    runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)

@@ -40,6 +40,8 @@ class Preference:
                 f"{flag}: must read OP[.PHASE][.DTYPE][.LAYERS], such as attention.decode.bf16.0-3; the phases are "
                 f"{', '.join(PHASES)}; a dtype is one such as {', '.join(SHORT)} or fp8"
             )
+        if "auto" in backends[:-1]:
+            raise ConfigError(f"{flag} {','.join(backends)}: auto takes any that fits; put it last")
         target, phase, dtype, first, last = match.groups()
         layers = range(int(first), int(last or first) + 1) if first else None
         return cls(target, backends, flag, phase, SHORT.get(dtype, dtype), layers)

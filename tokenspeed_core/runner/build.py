@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tokenspeed_core.errors import CheckpointError, PluginError, SelectionError, TokenSpeedError
+from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
 from tokenspeed_core.kernels.ops import Problem
-from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError
 from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.kernels.spec import PHASES, KernelSpec
 from tokenspeed_core.models import Rotation
@@ -143,25 +143,27 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
     """Return the block size at which all layers and phases get the backends that stand first in their order.
 
     Among equals the smallest of 16, 32, …, since prefixes are shared in whole blocks. A `wanted` size is
-    returned as it is. `scratch` makes a selector whose decisions are forgotten. Raises SelectionError with
-    the reasons for the first size if none serves.
+    returned as it is. `scratch` makes a selector whose decisions are forgotten. Raises SelectionError; if no size
+    serves, with the reasons of the one that leads farthest: what is wrong with the others is more than their size.
     """
     if wanted is not None:
         return wanted
     found: list[tuple[int, int]] = []
-    errors: list[SelectionError] = []
+    errors: list[tuple[int, int, NothingFitsError]] = []
     for size in _BLOCK_SIZES:
         trial = scratch()
         try:
             for layer in build.layers:
                 for phase in PHASES:
                     trial.select_attention(build.problem(layer, size, phase), layer=layer.layer)
-        except SelectionError as error:
-            errors.append(error)
+        except NothingFitsError as error:
+            (ended,) = error.plan.ops
+            reasons = (each for v in ended.verdicts if v.backend in ended.wanted for each in v.reasons)
+            errors.append((len(trial.plan().ops), -sum("block_size" in each.what for each in reasons), error))
         else:
             found.append((_rank(trial.plan()), size))
     if not found:
-        raise errors[0]
+        raise max(errors, key=lambda each: each[:2])[2]
     return min(found)[1]
 
 
