@@ -18,7 +18,7 @@ class Reader:
 
     def __init__(self, parsers: Mapping[str, ReplyParser]) -> None:
         """Take the parsers, each by what it is called in errors."""
-        self._parsers = parsers
+        self._parsers = tuple(parsers.items())  # which is faster to walk, for each token
         self._num_calls = 0
         self._arguments: list[str] = []  # of the last call
 
@@ -40,18 +40,17 @@ class Reader:
         events: Sequence[ReplyEvent] = [ReplyEvent("content", text)] if text else []
         name = finder = ""
         try:
-            for name, parser in self._parsers.items():
+            for name, parser in self._parsers:
                 found = [each for event in events
                          for each in (parser.feed(event.text) if event.kind == "content" else (event,))]
                 events, finder = [*found, *parser.finish()] if is_over else found, name
-            return [self._delta(event) for event in events]
+            return [each.text if each.kind == "content" else self._delta(each) for each in events]
         except BaseException as error:  # plugin code may raise anything; Ctrl-C, which drains, does not come here
             whose = name if all(isinstance(each, ReplyEvent) for each in events) else finder
             raise PluginError(f"{whose} fails on a reply: {type(error).__name__}: {error}") from error
 
     def _delta(self, event: ReplyEvent) -> Delta:
-        if event.kind == "content":
-            return event.text
+        """Return what is no content as a delta of the message."""
         if event.kind == "reasoning":
             return {"reasoning_content": event.text}
         call: dict[str, Any] = {"function": {"arguments": event.text}}
