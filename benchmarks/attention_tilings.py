@@ -5,6 +5,7 @@ Needs a CUDA device. Prints, for each case, the tilings from fastest to slowest.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
 from itertools import product
@@ -34,6 +35,10 @@ CASES = {
 
 def main() -> None:
     """Time every tiling of every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device, and torch finds none")
     device = torch.device("cuda")
     for phase, cases in CASES.items():
         problem = AttentionProblem(phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None)

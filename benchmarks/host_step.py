@@ -1,6 +1,7 @@
 """What the host spends on a decode step: plan, launch, apply and the packed message, with a runner that does nothing.
 
-Rows cross block boundaries at different steps, as they do when requests arrive at different times. Example:
+Rows cross block boundaries at different steps, as they do when requests arrive at different times. `floor_us` is what
+packing the message takes alone, which no plan can leave out; `target_us` is the budget. Example:
 
     python benchmarks/host_step.py
     python benchmarks/host_step.py --rows 256 --profile
@@ -17,6 +18,7 @@ import statistics
 import time
 
 import numpy as np
+from tokenspeed_bench.result import machine
 
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.kv.groups import FullAttention
@@ -93,6 +95,17 @@ def step_times(engine: Engine, num_steps: int) -> list[float]:
     return times
 
 
+def floor(engine: Engine, num_steps: int) -> float:
+    """Return the median microseconds of packing the message of a step, so many times."""
+    messages, times = engine.step(), []
+    for _ in range(num_steps):
+        begin = time.perf_counter()
+        for outputs in messages:
+            pack(outputs)
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
 def main() -> None:
     """Measure every number of rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,10 +121,12 @@ def main() -> None:
             profiler.enable()
         times = sorted(step_times(engine, arguments.steps))
         profiler.disable()
+        median, least = statistics.median(times), floor(engine, arguments.steps)
         print(json.dumps({
-            "rows": num_rows, "context": arguments.context, "median_us": round(statistics.median(times), 1),
+            "rows": num_rows, "context": arguments.context, "median_us": round(median, 1),
             "p10_us": round(times[len(times) // 10], 1), "p99_us": round(times[-len(times) // 100], 1),
-            "target_us": TARGETS_US.get(num_rows), "python": platform.python_version(), "numpy": np.__version__,
+            "target_us": TARGETS_US.get(num_rows), "floor_us": round(least, 1), "over_floor": round(median / least, 1),
+            "machine": machine(), "python": platform.python_version(), "numpy": np.__version__,
         }), flush=True)
         if arguments.profile:
             pstats.Stats(profiler).sort_stats("tottime").print_stats(25)

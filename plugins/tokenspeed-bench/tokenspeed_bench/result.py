@@ -31,7 +31,7 @@ def new(kind: str, model: str, shape: str | None, settings: Mapping[str, Any]) -
         "schema": SCHEMA, "kind": kind, "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["tokenspeed", *_without_key(sys.argv[1:])], "model": model, "shape": shape,
         "settings": {name: value for name, value in settings.items() if name not in SECRETS},
-        "device": None, "gpus": _gpus(), "machine": _machine(), "versions": versions(), "commit": _commit(),
+        "device": None, "gpus": _gpus(), "machine": machine(), "versions": versions(), "commit": _commit(),
         "environment": _environment(),
         "kernel_plan": None, "backends": None, "is_interrupted": False, "runs": [],
     }
@@ -89,7 +89,8 @@ def versions() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Return how many CPUs of what name there are, and the system."""
     model = platform.machine()
     cpus = Path("/proc/cpuinfo")
     if cpus.is_file():

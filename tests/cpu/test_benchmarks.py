@@ -1,0 +1,34 @@
+"""Scripts of `benchmarks/` on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end."""
+    return subprocess.run([sys.executable, str(FOLDER / name), *words], capture_output=True, text=True, timeout=200,
+                          env=ENVIRON, check=False)
+
+
+def test_the_hosts_share_of_a_step_is_told_with_its_budget_its_floor_and_the_cpu() -> None:
+    done = script("host_step.py", "--rows", "1", "--steps", "100", "--context", "64")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["target_us"] == 100
+    assert 0 < told["floor_us"] < told["median_us"]
+    assert "CPUs, " in told["machine"]
+
+
+def test_what_needs_a_gpu_explains_itself_without_one() -> None:
+    assert "Times the Triton attention" in script("attention_tilings.py", "--help").stdout
+    done = script("attention_tilings.py")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2, "attention_tilings.py: error: needs a CUDA device, and torch finds none")
