@@ -55,10 +55,15 @@ def rebuild(config: Config, changes: Mapping[str, Any], origin: str) -> Config:
     return build({**kept, **{name: (value, origin) for name, value in changes.items()}})
 
 
+def called(name: str, origin: str) -> tuple[str, str]:
+    """Return what a person calls a setting, and " (from ORIGIN)" where that was not typed."""
+    is_typed = origin == PYTHON or origin.startswith("--")
+    return name if origin == PYTHON else flag(name), "" if is_typed else f" (from {origin})"
+
+
 def unknown(name: str, origin: str, flags: Sequence[str] = (), command: str = "tokenspeed serve") -> str:
     """Say that a setting does not exist, and which one is meant, or which flag of the command that it was given to."""
-    shown = name if origin == PYTHON else flag(name)
-    where = "" if origin in (PYTHON, shown) else f" (from {origin})"
+    shown, where = called(name, origin)
     foreign = refuse_foreign(name)
     if foreign is not None:
         return f"{shown}{where}: {foreign}"
@@ -82,8 +87,7 @@ def _explain(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> s
             continue
         name = str(each["loc"][0])
         value, origin = values[name]
-        shown = name if origin == PYTHON else flag(name)
-        where = "" if origin in (PYTHON, shown) else f" (from {origin})"
+        shown, where = called(name, origin)
         text = "***" if name == "api_key" else _as_typed(value)
         complaints.setdefault(name, f"{shown} {text}{where}: {message}")
     return "; ".join(complaints.values())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
-from tokenspeed_core.config.build import PYTHON
+from tokenspeed_core.config.build import called
 from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.policies import find_policy
@@ -212,21 +212,15 @@ def preferences(config: Config) -> tuple[Preference, ...]:
     """Return what the user asked of backends. Raises ConfigError."""
     found: list[Preference] = []
     for family in ("attention", "moe", "sampling"):
-        where = _where(config, f"{family}_backend")
+        _, where = called(family, config.origin(f"{family}_backend"))
         for key, names in getattr(config, f"{family}_backend").items():
             scope = "" if key == "default" else f".{key}"
             if scope or names != AUTO:
                 found.append(Preference.parse(f"{family}{scope}", names, f"--{family}-backend{scope}{where}"))
-    where = _where(config, "kernel_backend")
+    _, where = called("kernel", config.origin("kernel_backend"))
     for scope, names in config.kernel_backend.items():
         found.append(Preference.parse(scope, names, f"--kernel-backend {scope}{where}"))
     return tuple(found)
-
-
-def _where(config: Config, name: str) -> str:
-    """Return where a setting came from that no flag set, to stand behind its flag."""
-    origin = config.origin(name)
-    return "" if origin.startswith("--") or origin in ("default", PYTHON) else f" (from {origin})"
 
 
 def read_kv_scales(path: str | None, num_layers: int) -> tuple[float, ...]:
