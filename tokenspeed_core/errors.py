@@ -34,6 +34,11 @@ class EngineDeadError(TokenSpeedError):
     """An engine process that ended or stopped stepping while it was needed."""
 
 
+def printable(text: str) -> str:
+    """Return a text that cannot steer a terminal: names and reasons are as plugins wrote them."""
+    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
+
+
 def meant(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name, "; did you mean NEAREST?"; "" where none is near."""
     near = get_close_matches(name, known, n=1)

@@ -259,3 +259,10 @@ def test_the_shell_completes_commands_and_flags(typed: str, expected: str) -> No
     code = "import sys; from tokenspeed_core.cli import main; sys.exit(main([]))"
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [expected]
+
+
+def test_an_error_that_quotes_what_was_typed_or_installed_cannot_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["\x1b]0;title\x07"]) == 2
+    assert capsys.readouterr().err.startswith(r"tokenspeed: \x1b]0;title\x07: no such command")

@@ -367,3 +367,14 @@ def test_a_plugin_brings_the_reference_of_an_op_that_it_brings(install: Install,
     )
     (kernel,) = installed_kernels(discover(found))
     assert kernel.spec.reference
+
+
+def test_what_a_plugin_wrote_cannot_steer_the_terminal_that_shows_the_log(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = install("odd", attention("odd/\x1b[31mred", "raising:SPEC [api1]"))
+    (tmp_path / "modules" / "raising.py").write_text("raise RuntimeError('\\x1b]0;title\\x07 caf\u00e9')\n")
+    installed_kernels(discover(found))
+    assert "\x1b" not in caplog.text
+    assert r"plugin kernels.attention odd/\x1b[31mred (odd) is left out: Traceback" in caplog.text
+    assert "RuntimeError: \\x1b]0;title\\x07 caf\u00e9" in caplog.text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenspeed_core import __version__
-from tokenspeed_core.errors import PluginError, TokenSpeedError, meant
+from tokenspeed_core.errors import PluginError, TokenSpeedError, meant, printable
 
 if TYPE_CHECKING:
     from tokenspeed_core.plugins import Catalog
@@ -189,5 +189,5 @@ def _no_such(command: str) -> str:
 
 
 def _say(message: str) -> int:
-    typer.echo(f"tokenspeed: {message}", err=True)
+    typer.echo(f"tokenspeed: {printable(message)}", err=True)
     return USAGE_STATUS

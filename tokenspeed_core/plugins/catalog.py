@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from tokenspeed_core import __version__
-from tokenspeed_core.errors import PluginError, meant
+from tokenspeed_core.errors import PluginError, meant, printable
 from tokenspeed_core.plugins.deprecations import contract, warn
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.kinds import UNUSED, kind_of
@@ -145,7 +145,7 @@ class Catalog:
         self._failures[entry] = reason
         if entry.kind != "commands":  # whoever types one reads why it is not to be had
             what = f"{entry.kind} {entry.name} ({entry.distribution})"
-            logger.warning("plugin %s is left out: %s", what, reason.rstrip())
+            logger.warning("plugin %s is left out: %s", printable(what), printable(reason.rstrip()))
         if self._is_required(entry):
             raise self._failed(entry)
 

@@ -38,8 +38,9 @@ def test_a_blackwell_device_gets_this_backend_for_prompts_and_the_portable_one_f
     capability: tuple[int, int]
 ) -> None:
     chosen = selector(capability)
-    taken = [chosen.select_attention(problem(phase)) for phase in ("prefill", "decode")]
-    assert [(choice.spec.backend, choice.distribution) for choice in taken] == [
+    for phase in ("prefill", "decode"):
+        chosen.select_attention(problem(phase))
+    assert [(planned.backend, planned.distribution) for planned in chosen.plan().ops] == [
         ("blackwell", "tokenspeed-kernels-blackwell"), ("triton", "tokenspeed-kernels"),
     ]
     assert "not blackwell from tokenspeed-kernels-blackwell: phase decode is not among prefill" in (

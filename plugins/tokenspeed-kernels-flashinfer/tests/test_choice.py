@@ -67,14 +67,17 @@ def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone(
         f"not flashinfer from {OURS}: it must be compiled before the first call, so auto passes it over" in
         explain(chosen.plan(), "attention")
     )
-    named = selector(capability, names=("flashinfer",)).select_attention(problem(phase))
-    assert (named.spec.backend, named.distribution) == ("flashinfer", OURS)
+    named = selector(capability, names=("flashinfer",))
+    named.select_attention(problem(phase))
+    assert [(planned.backend, planned.distribution) for planned in named.plan().ops] == [("flashinfer", OURS)]
 
 
 def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto(tmp_path: Path) -> None:
     modules = compile_them(tmp_path, "80", PLAIN, "cascade")
     chosen = selector((8, 0), modules)
-    assert {chosen.select_attention(problem(phase)).distribution for phase in ("prefill", "decode")} == {OURS}
+    for phase in ("prefill", "decode"):
+        chosen.select_attention(problem(phase))
+    assert {planned.distribution for planned in chosen.plan().ops} == {OURS}
     assert "must be compiled" not in explain(chosen.plan(), "attention")
     assert chosen.select_attention(problem("decode", head_size=64)).spec.backend == "triton", "not compiled for these"
     assert selector((8, 9), modules).select_attention(problem("decode")).spec.backend == "triton", "nor for this device"
