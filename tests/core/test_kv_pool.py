@@ -179,69 +179,6 @@ def test_a_held_page_stays_held_when_the_step_that_once_fenced_it_is_over() -> N
     assert audit(pool) == PageCounts(free=0, cached=0, held=1, fenced=0)
 
 
-def test_a_pinned_page_is_not_handed_out_before_every_transfer_of_it_is_over() -> None:
-    pool, _ = pool_of(1)
-    pages = pool.take(1)
-    assert pages is not None
-    pool.pin(pages)
-    pool.pin(pages)
-    pool.release(pages)
-    pool.unpin(pages)
-    assert pool.take(1) is None
-    pool.unpin(pages)
-    assert pool.take(1) == pages
-    with pytest.raises(AssertionError, match="unpinned twice"):
-        pool.unpin(pages)
-
-
-def test_a_pin_outlives_the_step_that_fenced_the_page() -> None:
-    pool, _ = pool_of(1)
-    pages = pool.take(1)
-    assert pages is not None
-    pool.launch(1)
-    pool.pin(pages)
-    pool.release(pages)
-    pool.retire(1)
-    assert pool.take(1) is None
-    pool.unpin(pages)
-    assert pool.take(1) == pages
-
-
-def test_a_pin_on_a_page_that_was_fenced_before_outlives_that_fence() -> None:
-    pool, _ = pool_of(1)
-    pages = pool.take(1)
-    assert pages is not None
-    pool.launch(1)
-    pool.release(pages)
-    pool.share(pages[0])
-    pool.pin(pages)
-    pool.release(pages)
-    pool.retire(1)
-    assert pool.take(1) is None
-    pool.unpin(pages)
-    assert pool.take(1) == pages
-
-
-def test_a_page_unpinned_while_a_step_runs_waits_for_that_step() -> None:
-    pool, _ = pool_of(1)
-    pages = pool.take(1)
-    assert pages is not None
-    pool.pin(pages)
-    pool.release(pages)
-    pool.launch(1)
-    pool.unpin(pages)
-    assert pool.take(1) is None
-    pool.retire(1)
-    assert pool.take(1) == pages
-
-
-def test_a_page_that_nobody_holds_cannot_be_pinned() -> None:
-    pool, _ = pool_of(1)
-    pages = cached(pool, 1)
-    with pytest.raises(AssertionError, match="nobody holds it"):
-        pool.pin(pages)
-
-
 # -- any history ----------------------------------------------------------------------------------
 
 
@@ -253,7 +190,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.names: set[int] = set()
         self.pool = PagePool(num_pages, self.names.remove)
         self.holds: dict[int, int] = {}
-        self.pins: list[int] = []
         self.unused: deque[int] = deque()      # named pages that may be evicted, the longest unused first
         self.let_go: dict[int, int] = {}       # page: the last step launched when its last hold ended
         self.launched = self.retired = 0
@@ -271,7 +207,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert pages[min(free, num) :] == expected, "another page than the longest unused was evicted"
         for page in pages:
             assert page not in self.holds
-            assert page not in self.pins, "a page was handed out while a transfer reads it"
             assert self.let_go.get(page, 0) <= self.retired, "a page was handed out while a step may touch it"
             self.holds[page] = 1
         self.unused = deque(page for page in self.unused if page not in pages)
@@ -309,21 +244,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.names.remove(page)
         self.unused = deque(each for each in self.unused if each != page)
 
-    @rule(which=st.integers(0, 99))
-    @precondition(lambda self: bool(self.holds))
-    def pin(self, which: int) -> None:
-        page = sorted(self.holds)[which % len(self.holds)]
-        self.pool.pin([page])
-        self.pins.append(page)
-
-    @rule(which=st.integers(0, 99))
-    @precondition(lambda self: bool(self.pins))
-    def unpin(self, which: int) -> None:
-        page = self.pins.pop(which % len(self.pins))
-        self.pool.unpin([page])
-        if page not in self.holds:
-            self._let_go(page)
-
     @rule()
     def launch(self) -> None:
         self.launched += 1
@@ -338,8 +258,6 @@ class PoolMachine(RuleBasedStateMachine):
             self._land(page)
 
     def _let_go(self, page: int) -> None:
-        if page in self.pins:
-            return
         if self.let_go.get(page) != self.launched:   # once more under the same step: its place in line stays
             self.let_go.pop(page, None)
             self.let_go[page] = self.launched
@@ -347,7 +265,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _land(self, page: int) -> None:
         """Note that a page may be evicted from now on, if nothing holds it back."""
-        if page in self.holds or page in self.pins or self.let_go[page] > self.retired or page not in self.names:
+        if page in self.holds or self.let_go[page] > self.retired or page not in self.names:
             return
         if page not in self.unused:
             self.unused.append(page)

@@ -15,7 +15,6 @@ from null_world import GROUPS, MASKED, NO_INT, World, audit, request
 from tokenspeed_core.kv.lease import ABSENT
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Sending
-from tokenspeed_core.scheduler.rows import NOBODY
 from tokenspeed_core.step import StepPlan
 
 prompts = st.builds(
@@ -49,7 +48,6 @@ class NullMachine(RuleBasedStateMachine):
         )
         self.next_id = 0
         self.transfers: dict[int, tuple[list[int], np.ndarray]] = {}
-        self.pins: list[list[int]] = []
 
     @rule(arrivals=st.lists(arrivals, min_size=1, max_size=5))
     def arrive(self, arrivals: list[dict[str, Any]]) -> None:
@@ -85,20 +83,6 @@ class NullMachine(RuleBasedStateMachine):
     def transfer_ends(self, which: int) -> None:
         sequence_id = sorted(self.transfers)[which % len(self.transfers)]
         self._end_transfer(sequence_id)
-
-    @rule(which=st.integers(0, 1000))
-    def pin(self, which: int) -> None:
-        """A tier reads a running sequence's pages, whatever becomes of the sequence meanwhile."""
-        slots = np.flatnonzero(self.world.scheduler.rows.sequence_id != NOBODY)
-        if len(slots) and len(self.pins) < 2:
-            pages = self.world.scheduler.roster.lease(int(slots[which % len(slots)])).pages()[-2:]
-            self.world.scheduler.kv.pool.pin(pages)
-            self.pins.append(pages)
-
-    @rule()
-    @precondition(lambda self: bool(self.pins))
-    def unpin(self) -> None:
-        self.world.scheduler.kv.pool.unpin(self.pins.pop())
 
     @rule()
     def reset(self) -> None:
@@ -136,8 +120,6 @@ class NullMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
-        while self.pins:
-            self.unpin()
         self.inputs_come()
         for _ in range(5000):
             self._start_transfers()

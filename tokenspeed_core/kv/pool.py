@@ -26,14 +26,13 @@ class PagePool:
     """Reference counts, fences and the order of eviction (least recently released first). All O(1) a page.
 
     Steps are fenced by their ids: a page released while step `launched` may still run becomes reusable when
-    `retire` names that step. Transfers pin the pages they touch.
+    `retire` names that step.
     """
 
     def __init__(self, num_pages: int, forget: Callable[[int], None]) -> None:
         """Start with all pages free. `forget(page)` is called when a cached page is evicted."""
         self._forget = forget
         self._refs = [0] * num_pages
-        self._pins = [0] * num_pages
         self._stamps = [0] * num_pages   # the step that fenced the page last
         self._is_named = [False] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
@@ -104,20 +103,6 @@ class PagePool:
             del self._cached[page]
             self._free.append(page)
 
-    def pin(self, pages: Iterable[int]) -> None:
-        """Fence pages for a transfer until `unpin`; they must be held when it starts."""
-        for page in pages:
-            assert self._refs[page] > 0, f"page {page} is pinned and nobody holds it"
-            self._pins[page] += 1
-
-    def unpin(self, pages: Iterable[int]) -> None:
-        """End a transfer's fence."""
-        for page in pages:
-            assert self._pins[page] > 0, f"page {page} unpinned twice"
-            self._pins[page] -= 1
-            if self._pins[page] == 0 and self._refs[page] == 0:
-                self._settle(page)
-
     def launch(self, step_id: int) -> None:
         """Note that a step is on its way: pages released from now on are fenced by it."""
         self._launched = step_id
@@ -127,14 +112,12 @@ class PagePool:
         self.retired = step_id
         while self._fences and self._fences[0][0] <= step_id:
             stamp, page = self._fences.popleft()
-            if self._refs[page] == 0 and self._stamps[page] == stamp and not self._pins[page]:
+            if self._refs[page] == 0 and self._stamps[page] == stamp:
                 self._stamps[page] = 0
                 self._land(page)
 
     def _settle(self, page: int) -> None:
-        """Decide what holds a page back that nobody holds: a transfer, a step in flight, or nothing."""
-        if self._pins[page]:
-            return
+        """Decide what holds a page back that nobody holds: a step in flight, or nothing."""
         if self._launched > self.retired:
             if self._stamps[page] != self._launched:
                 self._stamps[page] = self._launched

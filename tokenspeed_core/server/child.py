@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -20,16 +19,14 @@ import msgpack
 
 from tokenspeed_core.errors import CapacityError
 
-_PREFIX = "tokenspeed-"
 _MAX_FOLDER = 72  # characters; a socket's path may have 107
-_CLEAN = "import shutil, sys; sys.stdin.read(); [shutil.rmtree(each, ignore_errors=True) for each in sys.argv[1:]]"
+_CLEAN = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
 class PrivateFolder:
     """A folder only this user reads, for the sockets of children that are not connected yet.
 
-    A process of its own removes it should this one be killed. It holds a lock as long as this process lives, so
-    that a later start knows which folders were left behind where both were killed, and removes those.
+    A process of its own removes it should this one be killed.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -38,18 +35,13 @@ class PrivateFolder:
         base = parent or Path(os.environ.get("TMPDIR") or "/tmp")
         if parent is None and len(str(base)) > _MAX_FOLDER:
             base = Path("/tmp")
-        _sweep(base)
-        name = f"{_PREFIX}{os.getuid()}-{os.urandom(4).hex()}"
-        self.path, hidden = base / name, base / f".{name}"
+        self.path = base / f"tokenspeed-{os.getuid()}-{os.urandom(4).hex()}"
         self._cleaner = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CLEAN, str(hidden), str(self.path)], start_new_session=True,
+            [sys.executable, "-I", "-S", "-c", _CLEAN, str(self.path)], start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         try:
-            hidden.mkdir(0o700)
-            self._lock = (hidden / "lock").open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            hidden.rename(self.path)  # swept only from now on, when it is locked
+            self.path.mkdir(0o700)
         except OSError as error:
             self._cleaner.communicate()
             raise CapacityError(
@@ -60,16 +52,7 @@ class PrivateFolder:
     def remove(self) -> None:
         """Delete the folder. Safe to call twice."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
         self._cleaner.communicate()
-
-
-def _sweep(base: Path) -> None:
-    """Remove this user's folders whose processes are gone."""
-    for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
-        with contextlib.suppress(OSError), open(folder / "lock", "r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its process lives
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
