@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 
 
@@ -37,6 +38,17 @@ class EngineDeadError(TokenSpeedError):
 def printable(text: str) -> str:
     """Return a text that cannot steer a terminal: names and reasons are as plugins wrote them."""
     return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
+
+
+def told(error: BaseException) -> str:
+    """Return any exception in one line, its type and its whole message, of a very long one without the middle."""
+    text = "its message cannot be read"
+    with suppress(Exception):  # a plugin's own exception may raise when it is printed
+        text = " ".join(str(error).split())
+    if isinstance(error, SyntaxError) and error.filename:  # by itself it tells the file without its folder
+        text = f"{error.msg} ({error.filename}, line {error.lineno})"
+    short = text if len(text) <= 800 else f"{text[:400]} … {text[-400:]}"
+    return f"{type(error).__name__}: {short}".removesuffix(": ")
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -248,6 +248,44 @@ def test_a_plugins_command_that_may_not_be_used_says_why_and_one_of_ours_is_not_
         assert expected in refusal(capsys, name)
 
 
+@pytest.mark.parametrize("variable", ["TOKENSPEED_NO_PLUGINS=1", "TOKENSPEED_PLUGINS="])
+def test_a_variable_that_leaves_out_a_plugin_leaves_out_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
+) -> None:
+    write_command(tmp_path, "greeter", "greet", "greeter_left_out:run [api1]")
+    (tmp_path / "greeter_left_out.py").write_text("raise AssertionError('third party code ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(*variable.split("="))
+    assert refusal(capsys, "greet") == f"commands greet of greeter 1.0 is disabled: left out by {variable}"
+
+
+RAISES = """
+import sys
+from tokenspeed_core import TokenSpeedError
+
+def run(words):
+    if words == ["exit"]:
+        sys.exit(5)
+    if words == ["refuse"]:
+        raise TokenSpeedError("no, thank you")
+    raise ValueError("one\\ntwo")
+"""
+
+
+def test_a_command_that_raises_ends_in_one_line_that_names_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_command(tmp_path, "greeter", "greet", "greeter_raises:run [api1]")
+    (tmp_path / "greeter_raises.py").write_text(RAISES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    whose = "commands greet of greeter 1.0: greeter_raises:run fails: ValueError: one two; `pip uninstall greeter` or "
+    assert refusal(capsys, "greet").startswith(whose)
+    assert refusal(capsys, "greet", "refuse") == "no, thank you"
+    with pytest.raises(SystemExit, match="5"):
+        main(["greet", "exit"])
+    monkeypatch.delitem(sys.modules, "greeter_raises")
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [("tokenspeed ser", "serve"), ("tokenspeed serve --max-n", "--max-num-seqs"),

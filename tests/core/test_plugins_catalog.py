@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -169,6 +170,46 @@ def test_a_name_claimed_twice_stops_the_start_and_names_both_and_the_line_that_s
         assert discover(found, settled).get("kernels.attention", "x").distribution == "first"
 
 
+@pytest.mark.parametrize("text", [None, "-other", "first,second,third", "first,second,third,other,-other:models"])
+def test_the_line_that_settles_a_name_claimed_by_three_settles_it_at_once_and_keeps_what_is_set(
+    install: Install, text: str | None
+) -> None:
+    install("other", "[tokenspeed.models]\nM = m:S [api1]\n[tokenspeed.policies]\np = m:P [api1]\n")
+    install("first", attention("x"))
+    install("second", attention("x") + "y = m:S [api1]\n")
+    found = install("third", attention("x"))
+    before = {e: e.status for e in discover(found, text, check=False).all() if e.name != "x"}
+    with pytest.raises(PluginError) as caught:
+        discover(found, text)
+    said = str(caught.value)
+    assert "x is claimed by first 1.0 and second 1.0 and third 1.0; `pip uninstall second third` or " in said
+    assert said.endswith(" leaves out that of second and third")
+    (settled,) = re.findall(r"TOKENSPEED_PLUGINS=(\S+)", said)
+    catalog = discover(found, settled)
+    assert catalog.get("kernels.attention", "x").distribution == "first"
+    after = {(e.kind, e.name): e.status for e in catalog.all() if e.name != "x"}
+    assert after == {(e.kind, e.name): status for e, status in before.items()}
+
+
+@pytest.mark.parametrize("text", [None, "-other", "acme", "acme,other"])
+def test_the_line_that_goes_without_what_fails_keeps_what_is_set(
+    install: Install, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    install("other", "[tokenspeed.models]\nM = m:S [api1]\n")
+    found = install("acme", attention("x", "no_such_module:S [api1]"))
+    if text is None:
+        monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("TOKENSPEED_PLUGINS", text)
+    before = discover(found, text)
+    with pytest.raises(PluginError, match="`pip uninstall acme` or ") as caught:
+        before.need(before.get("kernels.attention", "x"), object)
+    (settled,) = re.findall(r"TOKENSPEED_PLUGINS=(\S+) goes without it", str(caught.value))
+    after = discover(found, settled)
+    assert after.names("kernels.attention") == ()
+    assert after.names("models") == before.names("models")
+
+
 def test_a_name_of_a_default_distribution_is_another_plugins_only_where_the_user_gives_it_away(
     install: Install,
 ) -> None:
@@ -217,6 +258,60 @@ def test_an_older_copy_later_on_the_path_is_shadowed(install: Install) -> None:
     assert (current.version, current.status) == ("2.0", Status.OK)
     assert (old.version, old.status) == ("1.0", Status.SHADOWED)
     assert old.reason == "twice 2.0 comes first on sys.path"
+
+
+def test_what_does_not_fit_is_named_when_a_program_starts_and_ends_a_strict_start(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("sound", attention("a"))
+    kernels = attention("b") + "c = m:S [api1]\n"
+    found = install("late", f"{kernels}[tokenspeed.models]\nM = m:S [api9]\n", requires="tokenspeed-core>=0.5,<0.7")
+    discover(found, check=False)
+    assert caplog.text == "", "what only lists shows it in its list"
+    discover(found)
+    why = "needs tokenspeed-core <0.7,>=0.5, this is 0.1.0"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"plugins of late 1.0 are left out: {why}",
+        "plugins of late 1.0 are left out: needs api 9 of models, this core has 1: upgrade tokenspeed-core",
+    ]
+    with pytest.raises(PluginError, match=rf"c of late 1\.0 is incompatible: {why}; `pip uninstall late` or "):
+        discover(found, strict=True)
+    discover(found, "-late", strict=True)
+
+
+def test_advice_where_no_kernel_fits_names_the_copy_that_hides_another(install: Install) -> None:
+    install("tokenspeed-kernels", attention("x"), version="9.0", where="a")
+    found = install("tokenspeed-kernels", attention("x") + "y = m:S [api1]\n", version="1.0", where="b")
+    expected = "tokenspeed-kernels is installed, but tokenspeed-kernels 9.0 comes first on sys.path"
+    assert how_to_get_kernels(discover(found, strict=True)) == expected
+    with pytest.raises(SelectionError, match=f"unknown op 'linear'; known: .*; {expected}$"):
+        Selector((), PlatformInfo("cpu"), hint=expected).select("linear", {})
+
+
+@pytest.mark.parametrize("name", ["--help", "-x", "a b", "a,b", "\x1b[31mred"])
+def test_a_name_that_nobody_can_type_is_refused_but_not_of_what_is_never_typed(install: Install, name: str) -> None:
+    entries = f"[tokenspeed.commands]\n{name} = m:run [api1]\n[tokenspeed.hooks]\n{name} = m [api1]\n"
+    command, hooks = discover(install("odd", entries)).all()
+    assert (command.status, hooks.status) == (Status.INCOMPATIBLE, Status.OK)
+    assert command.reason == f"the name {name!r} is none that a user can type; its author must choose another"
+    assert command.reason.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("word", "text", "only_defaults"),
+    [("1", None, True), ("True", "other", True), ("yes", "-other", True), ("0", None, False), ("off", None, False),
+     ("", None, False), ("maybe", None, True)],
+)
+def test_a_variable_leaves_out_all_but_the_default_ones_for_whatever_runs(
+    install: Install, word: str, text: str | None, only_defaults: bool
+) -> None:
+    install("tokenspeed-kernels", attention("a"))
+    found = install("other", attention("c"))
+    environ = {"TOKENSPEED_NO_PLUGINS": word} | ({} if text is None else {"TOKENSPEED_PLUGINS": text})
+    catalog = Catalog.discover(Selection.read(environ), distributions=found, check=False)
+    assert catalog.names("kernels.attention") == (("a",) if only_defaults else ("a", "c"))
+    if only_defaults and text is None:
+        assert catalog.all()[0].reason == f"left out by TOKENSPEED_NO_PLUGINS={word}"
 
 
 @pytest.mark.parametrize(
@@ -290,6 +385,29 @@ def test_a_syntax_error_is_told_with_its_file_and_line(install: Install, tmp_pat
     catalog = discover(install("some", attention("bad", "misspelt_one:SPEC [api1]")))
     with pytest.raises(PluginError, match=rf"SyntaxError: invalid syntax \({module}, line 2\); `pip uninstall some`"):
         catalog.need(catalog.get("kernels.attention", "bad"), object)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        ("RuntimeError('line1\\nline2\\n  line3')", "RuntimeError: line1 line2 line3"),
+        ("RuntimeError()", "RuntimeError"),
+        ("OSError('a' * 300 + 'z' * 300)", f"OSError: {'a' * 300}{'z' * 300}"),
+        ("OSError('a' * 5000 + 'z' * 5000)", f"OSError: {'a' * 400} … {'z' * 400}"),
+        ("type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})()", "Mute: its message cannot be read"),
+    ],
+)
+def test_the_whole_message_of_a_failure_is_told_in_one_line_and_of_a_very_long_one_its_ends(
+    install: Install, tmp_path: Path, raised: str, expected: str
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "raising_one.py").write_text(f"raise {raised}")
+    catalog = discover(install("some", attention("bad", "raising_one:S [api1]")))
+    with pytest.raises(PluginError, match=re.escape(f"failed to load: {expected}; `pip uninstall some` or ")):
+        catalog.need(catalog.get("kernels.attention", "bad"), object)
+    (entry,) = catalog.all()
+    assert entry.reason == expected
+    assert entry.traceback.startswith("Traceback")
 
 
 def test_a_descriptor_of_another_type_is_a_failure(install: Install, tmp_path: Path) -> None:
@@ -372,9 +490,57 @@ def test_a_plugin_brings_the_reference_of_an_op_that_it_brings(install: Install,
 def test_what_a_plugin_wrote_cannot_steer_the_terminal_that_shows_the_log(
     install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = install("odd", attention("odd/\x1b[31mred", "raising:SPEC [api1]"))
+    found = install("odd", attention("odd/red", "raising:SPEC [api1]"))
     (tmp_path / "modules" / "raising.py").write_text("raise RuntimeError('\\x1b]0;title\\x07 caf\u00e9')\n")
     installed_kernels(discover(found))
     assert "\x1b" not in caplog.text
-    assert r"plugin kernels.attention odd/\x1b[31mred (odd) is left out: Traceback" in caplog.text
+    assert "plugin kernels.attention odd/red of odd 1.0 is left out: Traceback" in caplog.text
     assert "RuntimeError: \\x1b]0;title\\x07 caf\u00e9" in caplog.text
+
+
+SPECS = """
+from tokenspeed_core.api import Capability, KernelSpec
+def spec(op): return KernelSpec(op, "acme/ld", Capability(("cpu",), ("float32",)), "specs_of_acme_kernel:make")
+UNKNOWN, BOTH, RAISES = spec("greeedy"), (spec("greeedy"), spec("greedy")), spec("greedy")
+"""
+
+
+def write_modules(tmp_path: Path, **modules: str) -> None:
+    (tmp_path / "modules").mkdir()
+    for name, text in modules.items():
+        (tmp_path / "modules" / f"{name}.py").write_text(text)
+
+
+def test_a_kernel_of_an_op_that_nobody_has_is_left_out_with_the_nearest_op(install: Install, tmp_path: Path) -> None:
+    write_modules(tmp_path, specs_of_acme=SPECS)
+    found = install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:UNKNOWN [api1]\n")
+    catalog = discover(found)
+    assert installed_kernels(catalog) == ()
+    assert catalog.all()[0].reason == "no plugin here has an op greeedy; did you mean greedy?"
+    for must in (discover(found, "acme"), discover(found, strict=True)):
+        with pytest.raises(PluginError, match="no plugin here has an op greeedy"):
+            installed_kernels(must)
+
+
+def test_a_kernel_beside_one_of_an_op_that_nobody_has_is_kept(install: Install, tmp_path: Path) -> None:
+    write_modules(tmp_path, specs_of_acme=SPECS)
+    catalog = discover(install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:BOTH [api1]\n"))
+    assert "greedy" in {kernel.spec.op for kernel in installed_kernels(catalog)}
+
+
+def test_a_kernel_whose_module_does_not_load_ends_the_start_where_its_plugin_must_work(
+    install: Install, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, specs_of_acme=SPECS, specs_of_acme_kernel="raise RuntimeError('boom')")
+    found = install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:RAISES [api1]\n")
+    problem = {"vocab_size": 64, "dtype": "float32"}
+
+    def select(catalog: Catalog) -> None:
+        Selector(installed_kernels(catalog), PlatformInfo("cpu")).select("greedy", problem)
+
+    with pytest.raises(SelectionError, match="it does not load: RuntimeError: boom"):
+        select(discover(found))
+    line = r"sampling acme/ld of acme 1\.0: specs_of_acme_kernel:make does not load: RuntimeError: boom; `pip uninstall"
+    for must in (discover(found, "acme"), discover(found, strict=True)):
+        with pytest.raises(PluginError, match=line):
+            select(must)

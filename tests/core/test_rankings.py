@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
 
 import pytest
 
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.kernels.installed import installed_rankings
 from tokenspeed_core.kernels.spec import Ranking
-from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.entry import Entry, Status
+from tokenspeed_core.plugins import Catalog, Selection, Status
 
 RANKINGS = (Ranking("attention", "decode", (9, 0), (("fast", "1.1 times the floor"),)),)
-OWN = Entry(
-    "rankings", "measured", f"{__name__}:RANKINGS", 1, "tokenspeed-kernels", "1.0", "installed", "", Status.OK, ""
-)
-FOREIGN = replace(OWN, name="mine", distribution="fast-kernels")
 
 
-def catalog_of(monkeypatch: pytest.MonkeyPatch, *entries: Entry, strict: bool = False) -> Catalog:
-    monkeypatch.setattr("tokenspeed_core.plugins.catalog._import", lambda entry, expected: RANKINGS)
-    return Catalog(entries, strict=strict)
+def discover(folder: Path, *names: str, strict: bool = False) -> Catalog:
+    """Return the catalog of distributions of which each says which backend is the fastest."""
+    for name in names:
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[tokenspeed.rankings]\nof-{name} = {__name__}:RANKINGS [api1]\n")
+    return Catalog.discover(Selection(), distributions=distributions(path=[str(folder)]), strict=strict)
 
 
-def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    catalog = catalog_of(monkeypatch, OWN, FOREIGN)
+@pytest.fixture(autouse=True)
+def _importable_from_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+
+
+def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    catalog = discover(tmp_path, "tokenspeed-kernels", "fast-kernels")
     assert installed_rankings(catalog) == RANKINGS
-    assert {entry.name: entry.status for entry in catalog.all()} == {"measured": Status.OK, "mine": Status.FAILED}
-    assert "say which backend comes first" in catalog.all()[1].reason
+    foreign, own = catalog.all()
+    assert (foreign.status, own.status) == (Status.INCOMPATIBLE, Status.OK)
+    assert foreign.reason == "only the default distributions have rankings"
 
 
-def test_under_strict_plugins_a_plugin_that_ranks_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_strict_plugins_a_plugin_that_ranks_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="only the default distributions"):
-        installed_rankings(catalog_of(monkeypatch, FOREIGN, strict=True))
+        discover(tmp_path, "fast-kernels", strict=True)

@@ -363,7 +363,7 @@ def test_hardware_beyond_the_bounds_is_refused_because_of_them(suite: Suite, mon
     def by_kind_alone(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
         return () if platform.kind in capability.platforms else (Reason("it runs on another"),)
 
-    monkeypatch.setattr(select, "_hardware_refusals", by_kind_alone)
+    monkeypatch.setattr(select, "hardware_refusals", by_kind_alone)
     with pytest.raises(AssertionError, match=r"'compute capability 98\.9 is …', but for nothing, and taken"):
         getattr(mine, BOUNDS)()
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import distributions, metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +17,11 @@ from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, TokenSpeedError, meant, printable
 
 if TYPE_CHECKING:
-    from tokenspeed_core.plugins import Catalog
+    from tokenspeed_core.plugins import Catalog, Entry
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer releases of typer bundle
 USAGE_STATUS = 2
+_TOLD = (UsageError, TokenSpeedError, typer.Exit, typer.Abort, BrokenPipeError, SystemExit)
 
 
 SERVE = "Serve a model over the OpenAI HTTP API."  # here, so that the list of commands imports none
@@ -79,11 +81,8 @@ def build(command: str | None) -> typer.Typer:
     completion: their values, typed or not, it checks with pydantic, whose import takes longer than most commands.
     """
     app = typer.Typer(
-        name="tokenspeed",
-        help="Fast inference of language models, built of plugins.",
-        rich_markup_mode=None,
-        add_completion=command is None,
-        pretty_exceptions_enable=False,
+        name="tokenspeed", help="Fast inference of language models, built of plugins.", rich_markup_mode=None,
+        add_completion=command is None, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"] if command is None else []},
     )
     app.callback()(_top)
@@ -104,11 +103,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _top(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
-    ] = False,
-) -> None:
+_Version = Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)]
+
+
+def _top(version: _Version = False) -> None:
     """Take the options that stand before any command."""
 
 
@@ -131,14 +129,18 @@ def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
     for entry in [entry for entry in entries if entry.name == wanted] or entries:
         summary = str(metadata(entry.distribution).json.get("summary", "From")).partition(f"{entry.name}: ")
         described = f"{summary[2] or summary[0]} ({entry.distribution} {entry.version})"
-        app.command(entry.name, help=described, context_settings=passing_all_on)(_plugin_command(catalog, entry.name))
+        app.command(entry.name, help=described, context_settings=passing_all_on)(_plugin_command(catalog, entry))
 
 
-def _plugin_command(catalog: Catalog, name: str) -> Callable[[typer.Context], int]:
-    def run(context: typer.Context) -> int:
-        command: Any = catalog.need(catalog.get("commands", name), object)
-        status = command(list(context.args))
-        return status if isinstance(status, int) else 0
+def _plugin_command(catalog: Catalog, entry: Entry) -> Callable[[typer.Context], Any]:
+    """Return what runs a command; a stranger's that raises anything but what is `_TOLD` ends in a PluginError."""
+    from tokenspeed_core.plugins.catalog import make
+    from tokenspeed_core.plugins.selection import DEFAULTS
+
+    def run(context: typer.Context) -> Any:
+        command: Any = catalog.need(entry, object)
+        call = partial(command, list(context.args))
+        return call() if entry.distribution in DEFAULTS else make(entry, entry.value, call, object, _TOLD)
 
     return run
 

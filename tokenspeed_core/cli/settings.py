@@ -112,11 +112,8 @@ def _about(topic: str) -> list[str]:
         return [each for each in Config.model_fields if metadata(each)["section"] == name]
     if name in Config.model_fields:
         return [name]
-    return [
-        each
-        for each, field in Config.model_fields.items()
-        if name in each or topic.lower() in str(field.description).lower()
-    ]
+    texts = {each: str(field.description).lower() for each, field in Config.model_fields.items()}
+    return [each for each, text in texts.items() if name in each or topic.lower() in text]
 
 
 def _option(name: str, width: int) -> list[str]:

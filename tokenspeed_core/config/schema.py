@@ -24,28 +24,16 @@ from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pair
 
 Section = Literal["model", "device", "api", "scheduler", "backends", "parsers", "observability", "running"]
 SECTIONS: dict[Section, str] = {
-    "model": "Model loading",
-    "device": "Device and precision",
-    "api": "API surface",
-    "scheduler": "Scheduler and memory",
-    "backends": "Backends",
-    "parsers": "Reasoning and tools",
-    "observability": "Observability",
-    "running": "Running",
+    "model": "Model loading", "device": "Device and precision", "api": "API surface",
+    "scheduler": "Scheduler and memory", "backends": "Backends", "parsers": "Reasoning and tools",
+    "observability": "Observability", "running": "Running",
 }
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def _setting(
-    default: Any,
-    section: Section,
-    text: str,
-    *,
-    unit: str | None = None,
-    narrow: tuple[str, ...] = (),
-    kind: str | None = None,
-    takes: str | None = None,
-    **bounds: Any,
+    default: Any, section: Section, text: str, *, unit: str | None = None, narrow: tuple[str, ...] = (),
+    kind: str | None = None, takes: str | None = None, **bounds: Any,
 ) -> Any:
     """Declare a setting. `narrow` are keys by which it may be set apart (`--flag.key`), `kind` the
     kind of plugin whose names it takes, `takes` the form of what no type tells.

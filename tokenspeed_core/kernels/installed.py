@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.errors import ConfigError, meant
 from tokenspeed_core.kernels.ops import OpContract, merge_ops
 from tokenspeed_core.kernels.preference import FORMAT, SHORT, Preference
 from tokenspeed_core.kernels.spec import DTYPES, InstalledKernel, KernelSpec, Ranking
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
-from tokenspeed_core.plugins.selection import DEFAULTS
 
 _USUAL = "tokenspeed-kernels"
 
@@ -19,9 +18,9 @@ _USUAL = "tokenspeed-kernels"
 def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tuple[InstalledKernel, ...]:
     """Import the descriptors of all kernel entries and return their specs, in the catalog's order.
 
-    An entry's value is a KernelSpec or a tuple of them, each as `misfit` wants it. One that is neither is left out as
-    one whose import fails is. Raises PluginError under --strict-plugins, and for a wish about a backend that is not
-    there or was left out; ConfigError for one about no known op or format.
+    An entry's value is a KernelSpec or a tuple of them, each as `misfit` wants it. One that is neither, or whose ops
+    have no contract here, is left out as one whose import fails is. Raises PluginError under --strict-plugins, and for
+    a wish about a backend that is not there or was left out; ConfigError for one about no known op or format.
     """
     found: list[InstalledKernel] = []
     ops = installed_ops(catalog)
@@ -29,11 +28,14 @@ def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tu
         if not entry.kind.startswith(KERNELS_PREFIX) or entry.status is not Status.OK:
             continue
         value = catalog.load(entry, object)
-        specs = value if isinstance(value, tuple) else (value,)
+        specs = value if isinstance(value, tuple) and value else (value,)
         if value is not None and (wrong := list(filter(None, (misfit(spec, entry.name, ops) for spec in specs)))):
             catalog.reject(entry, wrong[0])
+        elif value is not None and not any(spec.op in ops for spec in specs):
+            catalog.reject(entry, f"no plugin here has an op {specs[0].op}{meant(specs[0].op, ops)}")
         elif value is not None:
-            found += [InstalledKernel(spec, entry.distribution) for spec in specs]
+            required = entry if catalog.is_required(entry) else None
+            found += [InstalledKernel(spec, entry.distribution, required) for spec in specs]
     _check_names(wishes, catalog, ops)
     return tuple(found)
 
@@ -71,14 +73,8 @@ def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
 
 
 def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
-    """Return the orders of backends that benchmarks gave. Those of default distributions: no plugin ranks itself."""
-    found: list[Ranking] = []
-    for entry in catalog.entries("rankings"):
-        if entry.distribution in DEFAULTS:
-            found += catalog.load(entry, tuple) or ()
-        else:
-            catalog.reject(entry, "only the default distributions and users say which backend comes first")
-    return tuple(found)
+    """Return the orders of backends that benchmarks gave."""
+    return tuple(ranking for entry in catalog.entries("rankings") for ranking in catalog.load(entry, tuple) or ())
 
 
 def _check_names(wishes: Sequence[Preference], catalog: Catalog, ops: Mapping[str, OpContract]) -> None:
@@ -98,7 +94,7 @@ def _check_names(wishes: Sequence[Preference], catalog: Catalog, ops: Mapping[st
 def how_to_get_kernels(catalog: Catalog) -> str:
     """Return what to do where no kernel fits: what is installed and left out comes back, what is missing comes."""
     kernels = [entry for entry in catalog.all() if entry.kind.startswith(KERNELS_PREFIX)]
-    left_out = {e.distribution: e.reason for e in kernels if e.status is Status.DISABLED}
+    left_out = {e.distribution: e.reason for e in kernels if e.status in (Status.DISABLED, Status.SHADOWED)}
     if left_out:
         return "; ".join(f"{name} is installed, but {reason}" for name, reason in left_out.items())
     return "" if any(entry.distribution == _USUAL for entry in kernels) else f"pip install {_USUAL}"

@@ -10,13 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.errors import SelectionError, told
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.options import described, settle
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Reason, Verdict, typed
 from tokenspeed_core.kernels.preference import Preference, flag_for
 from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
+from tokenspeed_core.plugins.catalog import blaming
 from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import DEFAULTS
 
@@ -170,7 +171,8 @@ class Selector:
         """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
 
         So may be what is of no default distribution. Compiled code whose metadata names another build is not loaded.
-        Options that its schema refuses are such a failure too; those that the user set raise SelectionError.
+        Options that its schema refuses are such a failure too; those that the user set raise SelectionError. One of a
+        plugin that must not fail raises PluginError.
         """
         spec = kernel.spec
         try:
@@ -180,7 +182,9 @@ class Selector:
         except SelectionError:
             raise
         except (Exception, SystemExit) as error:  # whatever a package raises, another kernel may serve
-            return (Reason(f"it does not load: {type(error).__name__}: {error}", spec.obtain),)
+            if kernel.required is not None:
+                raise blaming(kernel.required, f": {spec.load} does not load: {told(error)}") from error
+            return (Reason(f"it does not load: {told(error)}", spec.obtain),)
         return ()
 
     def _figures(self, op: str, phase: str | None) -> dict[str, str]:
@@ -205,7 +209,7 @@ class Selector:
             for module in spec.requires
             if not self.module_exists(module)
         )
-        hardware = _hardware_refusals(spec.capability, self.platform)
+        hardware = hardware_refusals(spec.capability, self.platform)
         return (*hardware, *missing, *problem_refusals(spec.capability, problem, self.needs))
 
     def _refused(self, planned: PlannedOp, layer: int | None) -> SelectionError:
@@ -269,7 +273,7 @@ def _host_order(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any,
     return place, spec.reference, spec.capability.breadth(), kernel.distribution, spec.backend
 
 
-def _hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
+def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
     if platform.kind not in capability.platforms:
         wanted = " or ".join(capability.platforms)
         yield Reason(f"it runs on {wanted}, and the device is {platform.kind}", f"a {wanted} device")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.plugins.entry import Entry, load_target
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -174,10 +174,11 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class InstalledKernel:
-    """A kernel spec and the distribution that brought it."""
+    """A kernel spec and the distribution that brought it; `required`: the entry of one that must load if taken."""
 
     spec: KernelSpec
     distribution: str
+    required: Entry | None = None
 
 
 def _known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

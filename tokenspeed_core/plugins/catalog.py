@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from tokenspeed_core import __version__
-from tokenspeed_core.errors import PluginError, meant, printable
+from tokenspeed_core.errors import PluginError, meant, printable, told
 from tokenspeed_core.plugins.deprecations import contract, warn
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.kinds import UNUSED, kind_of
@@ -21,6 +21,7 @@ from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, Selection
 
 T = TypeVar("T")
 logger = logging.getLogger("tokenspeed.plugins")
+_of_metadata = logging.getLogger("tokenspeed.plugins.metadata")  # of which a server's launcher alone speaks
 
 
 class Catalog:
@@ -31,22 +32,17 @@ class Catalog:
 
     def __init__(self, entries: Sequence[Entry], selection: Selection | None = None, *, strict: bool = False) -> None:
         """`selection` is the one by which the entries were judged."""
-        self._entries = tuple(_mark_conflicts(entries))
         self._selection = selection or Selection()
+        self._entries = tuple(_mark_conflicts(entries, self._selection))
         self._pinned: Mapping[str, str] | None = None
         self.is_strict = strict  # whether a plugin that misbehaves ends the start (--strict-plugins)
         self._loaded: dict[Entry, Any] = {}
-        self._failures: dict[Entry, str] = {}
+        self._failures: dict[Entry, Entry] = {}  # each with what failed in it
 
     @classmethod
     def discover(
-        cls,
-        selection: Selection | None = None,
-        *,
-        strict: bool = False,
-        check: bool = True,
-        distributions: Iterable[importlib.metadata.Distribution] | None = None,
-        core_version: str = __version__,
+        cls, selection: Selection | None = None, *, strict: bool = False, check: bool = True,
+        distributions: Iterable[importlib.metadata.Distribution] | None = None, core_version: str = __version__,
     ) -> Catalog:
         """Read the installed plugins' metadata. `selection` is read from the environment where not given.
 
@@ -61,11 +57,21 @@ class Catalog:
         return catalog
 
     def check(self) -> None:
-        """Raise PluginError for a name claimed twice, and for what the user named or locked and cannot have."""
+        """Raise PluginError for a name claimed twice, and for what the user named or locked and cannot have.
+
+        Of the rest, the log has what does not fit, which under --strict-plugins raises too.
+        """
         for entry in self._entries:
             if entry.status is Status.FAILED:  # before anything is loaded, that is the only failure
                 raise PluginError(entry.reason)
-        usable = {scope for entry in self._usable() for scope in entry.scopes}
+        unfit = {(e.distribution, e.reason): e for e in self._entries if e.status is Status.INCOMPATIBLE}
+        for entry in unfit.values():
+            if self.is_strict:
+                raise blaming(entry, f" is incompatible: {entry.reason}")
+            _of_metadata.warning("plugins of %s %s are left out: %s", entry.distribution, entry.version, entry.reason)
+        parted = self._selection.excluded  # what a user takes from a distribution that he names is not missed
+        usable = {scope for each in self._entries for scope in each.scopes
+                  if each.status is Status.OK or not parted.isdisjoint(each.scopes[1:])}
         for name in sorted((self._selection.only or frozenset()) - usable):
             reasons = [f"{e.kind} {e.name} is {e.status}: {e.reason}" for e in self._entries if name in e.scopes]
             raise PluginError(f"{VARIABLE} names {name}, and nothing of it can be used; {'; '.join(reasons)}")
@@ -73,12 +79,7 @@ class Catalog:
 
     def all(self) -> tuple[Entry, ...]:
         """Return every entry, the unusable ones included, with what is known of failures."""
-        return tuple(
-            replace(entry, status=Status.FAILED, reason=failure.strip().splitlines()[-1], traceback=failure)
-            if (failure := self._failures.get(entry))
-            else entry
-            for entry in self._entries
-        )
+        return tuple(self._failures.get(entry, entry) for entry in self._entries)
 
     def entries(self, kind: str) -> tuple[Entry, ...]:
         """Return the usable entries of a kind, without importing any."""
@@ -118,18 +119,15 @@ class Catalog:
         Plugins are imported here alone. Where a lock is not met, a TokenSpeedError is raised before any is; only the
         plugin that reads locks is imported without that check, since it makes it.
         """
-        if entry.distribution not in {reader.distribution for reader in self._readers()}:
+        if entry.distribution not in {reader.distribution for reader in self.entries("locks")}:
             self._pins()
         if entry not in self._loaded and entry not in self._failures:
             warn(contract(entry.kind, entry.api), f"{entry.distribution} {entry.version}")
             try:
                 self._loaded[entry] = _import(entry, expected)
-            except SyntaxError as error:  # the last line of its traceback does not say where
-                where = f" ({error.filename}, line {error.lineno})" if error.filename else ""
-                self.reject(entry, f"{traceback.format_exc().rstrip()}{where}")
-            except (Exception, SystemExit):  # plugin code may raise anything; one must not take all down
-                self.reject(entry, traceback.format_exc())
-        if entry in self._failures and (required or self._is_required(entry)):
+            except (Exception, SystemExit) as error:  # plugin code may raise anything; one must not take all down
+                self.reject(entry, told(error), traceback.format_exc())
+        if entry in self._failures and (required or self.is_required(entry)):
             raise self._failed(entry)
         return self._loaded.get(entry)
 
@@ -139,15 +137,19 @@ class Catalog:
         assert descriptor is not None, "a required entry is loaded or raises"
         return descriptor
 
-    def reject(self, entry: Entry, reason: str) -> None:
+    def reject(self, entry: Entry, reason: str, trace: str = "") -> None:
         """Note that what an entry loaded is of no use. Raises PluginError where `load` would for a failure."""
         self._loaded.pop(entry, None)
-        self._failures[entry] = reason
+        reason = " ".join(reason.split())
+        self._failures[entry] = replace(entry, status=Status.FAILED, reason=reason, traceback=trace)
         if entry.kind != "commands":  # whoever types one reads why it is not to be had
-            what = f"{entry.kind} {entry.name} ({entry.distribution})"
-            logger.warning("plugin %s is left out: %s", printable(what), printable(reason.rstrip()))
-        if self._is_required(entry):
+            logger.warning("plugin %s is left out: %s", printable(str(entry)), printable(trace.rstrip() or reason))
+        if self.is_required(entry):
             raise self._failed(entry)
+
+    def is_required(self, entry: Entry) -> bool:
+        """Say whether an entry must not fail: none may, or the user named it or locked its distribution."""
+        return self.is_strict or not {*(self._selection.only or ()), *self._pins()}.isdisjoint(entry.scopes)
 
     def digest(self) -> str:
         """Return a short hash of what resolved, by which processes agree that they see the same plugins.
@@ -173,10 +175,6 @@ class Catalog:
     def _usable(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.status is Status.OK and entry not in self._failures]
 
-    def _is_required(self, entry: Entry) -> bool:
-        """Say whether an entry must not fail: none may, or the user named it or locked its distribution."""
-        return self.is_strict or not {*(self._selection.only or ()), *self._pins()}.isdisjoint(entry.scopes)
-
     def _pins(self) -> Mapping[str, str]:
         """Return the content's hash of each distribution that is locked, none without a lock.
 
@@ -185,22 +183,19 @@ class Catalog:
         path = self._selection.lock
         if path is None or self._pinned is not None:
             return self._pinned or {}
-        readers = self._readers()
+        readers = self.entries("locks")
         if not readers:
             raise PluginError(f"plugins lock {path}: what reads it is missing or left out; {VARIABLE} shows "
                               "whether, `pip install tokenspeed-plugin-tools` brings it")
         self._pinned = dict(_import(readers[0], FunctionType)(path, self._entries))
         return self._pinned
 
-    def _readers(self) -> list[Entry]:
-        return [entry for entry in self.entries("locks") if entry.distribution in DEFAULTS]
-
     def _failed(self, entry: Entry) -> PluginError:
-        return _blaming(entry, f" failed to load: {self._failures[entry].strip().splitlines()[-1]}")
+        return blaming(entry, f" failed to load: {self._failures[entry].reason}")
 
 
 def make(
-    entry: Entry, factory: str, call: Any, expected: type[T], passes: tuple[type[Exception], ...] = ()
+    entry: Entry, factory: str, call: Any, expected: type[T], passes: tuple[type[BaseException], ...] = ()
 ) -> T:
     """Return what `call` makes with the `factory` that an entry names, an `expected`.
 
@@ -211,15 +206,17 @@ def make(
     except passes:
         raise
     except (Exception, SystemExit) as error:  # plugin code may raise anything, and the user is told in one line
-        raise _blaming(entry, f": {factory} fails: {type(error).__name__}: {error}") from error
+        raise blaming(entry, f": {factory} fails: {told(error)}") from error
     if not isinstance(made, expected):
-        raise _blaming(entry, f": {factory} makes a {type(made).__name__}, which lacks what a {expected.__name__} has")
+        raise blaming(entry, f": {factory} makes a {type(made).__name__}, which lacks what a {expected.__name__} has")
     return made
 
 
-def _blaming(entry: Entry, what: str) -> PluginError:
+def blaming(entry: Entry, what: str) -> PluginError:
     """Return what says whose fault it is, and what mends it or goes on without it."""
-    mend = f"`pip uninstall {entry.distribution}` or {VARIABLE}=-{entry.distribution} goes without it"
+    selection = Selection.read()  # as whoever reads the line has it set
+    out = selection.without(entry.scopes[2] if selection.only else entry.distribution)
+    mend = f"`pip uninstall {entry.distribution}` or {out} goes without it"
     if entry.distribution in DEFAULTS:  # without which little is left
         mend = f"`pip install --force-reinstall --no-deps {entry.distribution}=={entry.version}` mends a damaged one"
     if entry.kind == "policies":  # the flag that names it would not find it any more
@@ -233,27 +230,27 @@ def _import(entry: Entry, expected: type[Any]) -> Any:
         raise ImportError(f"{module} would come from {intruder}, and {entry.distribution} is in {home}; rename the "
                           "former, or take its folder off sys.path")
     value = load_target(entry.value)
-    if not isinstance(value, expected):
+    if value is None or not isinstance(value, expected):  # None would be taken for a failure that was told
         raise TypeError(f"{entry.value} is a {type(value).__name__}, not a {expected.__name__}")
     return value
 
 
-def _mark_conflicts(entries: Sequence[Entry]) -> list[Entry]:
+def _mark_conflicts(entries: Sequence[Entry], selection: Selection) -> list[Entry]:
     """Mark the entries whose name two distributions claim as failed."""
     claims: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         kind = kind_of(entry.kind)
         if entry.status is Status.OK and kind is not None and kind.is_named:
             claims.setdefault((entry.kind, entry.name), []).append(entry)
-    clashing = {entry: _clash(rivals) for rivals in claims.values() if len(rivals) > 1 for entry in rivals}
-    return [
-        replace(entry, status=Status.FAILED, reason=clashing[entry]) if entry in clashing else entry
-        for entry in entries
-    ]
+    clashes = {each: _clash(rivals, selection) for rivals in claims.values() if len(rivals) > 1 for each in rivals}
+    return [replace(each, status=Status.FAILED, reason=clashes[each]) if each in clashes else each for each in entries]
 
 
-def _clash(rivals: Sequence[Entry]) -> str:
-    both = " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals)
-    out = max(reversed(rivals), key=lambda entry: entry.distribution not in DEFAULTS)
-    without = f"`pip uninstall {out.distribution}` or {VARIABLE}=-{out.scopes[2]}"
-    return f"{out.kind} {out.name} is claimed by {both}; {without} leaves out that of {out.distribution}"
+def _clash(rivals: Sequence[Entry], selection: Selection) -> str:
+    """Say who claims a name, and what leaves out all but one."""
+    claims = " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals)
+    stays = min(rivals, key=lambda entry: entry.distribution not in DEFAULTS)
+    out = [entry for entry in rivals if entry is not stays]
+    names, setting = [entry.distribution for entry in out], selection.without(*(entry.scopes[2] for entry in out))
+    mend = f"`pip uninstall {' '.join(names)}` or {setting} leaves out that of {' and '.join(names)}"
+    return f"{stays.kind} {stays.name} is claimed by {claims}; {mend}"

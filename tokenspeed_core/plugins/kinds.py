@@ -14,13 +14,14 @@ class Kind:
 
     `is_named`: users type the entries' names, so two distributions must not claim the same one, nor one
     that is `built_in`, unless they are default ones. `is_used`: this core asks for such plugins; kernels of a family
-    for which it has no op are used where a plugin brings `ops`.
+    for which it has no op are used where a plugin brings `ops`. `is_default_only`: no others are asked.
     """
 
     api: int
     is_named: bool = True
     is_used: bool = True
     built_in: tuple[str, ...] = ()
+    is_default_only: bool = False
 
 
 KERNELS = Kind(1)  # implementations of an op family, by backend name
@@ -37,9 +38,9 @@ KINDS: dict[str, Kind] = {
     "quantization": Kind(1),  # methods, for --quantization
     "checkpoints": Kind(1),  # names for checkpoints in packages
     "ops": Kind(1),  # op contracts
-    "rankings": Kind(1),  # which backends were measured to be the fastest, of default distributions alone
+    "rankings": Kind(1, is_default_only=True),  # which backends were measured to be the fastest
     "hooks": Kind(1, is_named=False),  # behaviour: modules of hook implementations
-    "locks": Kind(1, is_named=False),  # readers of plugins.lock, of default distributions alone
+    "locks": Kind(1, is_named=False, is_default_only=True),  # readers of plugins.lock
     "commands": Kind(1, built_in=("serve", "chat", "plugins", "env", "bench")),  # subcommands of tokenspeed
     "policies": Kind(1, built_in=("fcfs", "priority")),  # scheduling policies, for --schedule-policy
     "tool_parsers": Kind(1),  # of replies, for --tool-call-parser

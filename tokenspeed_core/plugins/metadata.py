@@ -28,9 +28,7 @@ _NO_USE = "this core does not use plugins of this kind yet"
 _MISPLACED = "it is in the working directory, from which nothing is loaded; `pip install .` installs it"
 
 
-def read_entries(
-    distributions: Iterable[Distribution], selection: Selection, core_version: str
-) -> list[Entry]:
+def read_entries(distributions: Iterable[Distribution], selection: Selection, core_version: str) -> list[Entry]:
     """Return every `tokenspeed.*` entry, by distribution name, then kind, then entry name.
 
     `distributions` come in the order of `sys.path`: a second copy of one is shadowed by the first. Those in the
@@ -111,6 +109,10 @@ def _misfit(entry: Entry, core_version: str) -> str:
         return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: {which}"
     if not SpecifierSet(entry.requires_core).contains(core_version, prereleases=True):
         return f"needs tokenspeed-core {entry.requires_core}, this is {core_version}"
+    if kind.is_default_only and entry.distribution not in DEFAULTS:
+        return f"only the default distributions have {entry.kind}"
+    if kind.is_named and (entry.name.startswith("-") or not entry.name.isprintable() or set(entry.name) & set(" ,")):
+        return f"the name {entry.name!r} is none that a user can type; its author must choose another"
     if entry.name in kind.built_in and entry.distribution not in DEFAULTS:
         return f"the name {entry.name} is built in; its author must choose another"
     return ""

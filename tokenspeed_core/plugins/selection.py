@@ -46,15 +46,17 @@ class Selection:
     ) -> Selection:
         """Read `TOKENSPEED_PLUGINS`: scopes (only these), `-scope` (all but these), empty (none).
 
-        `TOKENSPEED_PLUGINS_LOCK` names the lock where `lock` does not, for any program of this environment.
+        For any program of this environment `TOKENSPEED_NO_PLUGINS`, unless it is a no, says `no_plugins` where that
+        does not, and `TOKENSPEED_PLUGINS_LOCK` names the lock where `lock` does not.
         """
         environ = os.environ if environ is None else environ
         text, lock = environ.get(VARIABLE), lock or environ.get(f"{VARIABLE}_LOCK") or None
         words = text.replace(",", " ").split() if text is not None else []
         excluded = frozenset(_scope(word[1:]) for word in words if word.startswith("-"))
         named = frozenset(_scope(word) for word in words if not word.startswith("-"))
-        if no_plugins:
-            return cls(frozenset(), excluded, "--no-plugins", lock)
+        word = environ.get("TOKENSPEED_NO_PLUGINS", "")
+        if no_plugins or word.lower() not in ("", "0", "false", "f", "no", "n", "off"):
+            return cls(frozenset(), excluded, "--no-plugins" if no_plugins else f"TOKENSPEED_NO_PLUGINS={word}", lock)
         only = None if text is None or (excluded and not named) else named
         return cls(only, excluded, f"{VARIABLE}={text}", lock)
 
@@ -65,6 +67,11 @@ class Selection:
         if self.only is None or scopes[0] in DEFAULTS or not self.only.isdisjoint(scopes):
             return ""
         return f"left out by {self.because}"
+
+    def without(self, *scopes: str) -> str:
+        """Return what to set the variable to so that these are left out too, and all else stays as it is."""
+        out = (f"-{scope}" for scope in sorted(self.excluded.union(scopes)))
+        return f"{VARIABLE}={','.join([*sorted(self.only or ()), *out])}"
 
     def check(self, installed: Collection[str]) -> None:
         """Refuse names that no installed plugin has, of whose scopes these are all. Raises PluginError."""
