@@ -11,35 +11,20 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tokenspeed_core
-from tokenspeed_core.kernels.installed import installed_ops, misfit
-from tokenspeed_core.kernels.ops import OpContract
-from tokenspeed_core.kernels.spec import KernelSpec, Ranking
-from tokenspeed_core.models import Checkpoint, LoadFormat, ModelSpec, Quantization
-from tokenspeed_core.parsers import ParserSpec
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
-from tokenspeed_core.plugins.entry import Entry, Status
-from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.metadata import check_build
-from tokenspeed_core.plugins.selection import normalise
+from tokenspeed_core.plugins.selection import Selection, normalise
 from tokenspeed_core.testing.imports import core_uses, entries_of, is_public, packages
+from tokenspeed_core.testing.loading import judged
 
 HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
 MOST_SECONDS = 0.3  # of the processor's time, to import what an entry names beyond the core's own api
-# What an entry of a kind names; of some, a tuple of several as well. Others are called, or not read by this core.
-_DESCRIPTORS: Mapping[str, type[Any]] = {
-    "models": ModelSpec, "load_formats": LoadFormat, "quantization": Quantization, "checkpoints": Checkpoint,
-    "tool_parsers": ParserSpec, "reasoning_parsers": ParserSpec, "ops": OpContract, "rankings": Ranking,
-    "hooks": ModuleType,
-}
-_SEVERAL = (KernelSpec, OpContract, Ranking)
-_CALLED = ("commands", "locks", "policies")
 _PROBE = """
 import importlib, json, sys, time
 import tokenspeed_core.api
@@ -122,35 +107,11 @@ class DistributionConformance:
 
     def test_its_entries_load(self) -> None:
         """What each entry names exists, and is what its kind needs, as a KernelSpec is for kernels."""
-        catalog = Catalog([entry for entry in entries_of(self.distribution) if entry.status is Status.OK], strict=True)
-        values = {entry: catalog.load(entry, object, required=True) for entry in catalog.all()}
-        misfits = [_misfit(entry, value) for entry, value in values.items()]
-        assert not any(misfits), "; ".join(filter(None, misfits))
-        ops = installed_ops(Catalog.discover(check=False))
-        kernels = [(entry, spec) for entry, value in values.items() if entry.kind.startswith(KERNELS_PREFIX)
-                   for spec in (value if isinstance(value, tuple) else (value,))]
-        left_out = {f"{entry.kind} {entry.name}: {why}" for entry, spec in kernels
-                    if (why := misfit(spec, entry.name, ops))}
-        assert not left_out, f"every start leaves it out: {'; '.join(sorted(left_out))}"
-
-
-def _misfit(entry: Entry, value: object) -> str:
-    """Return what an entry's value is and what its kind needs, "" where it is that or the kind is not read."""
-    needed = KernelSpec if entry.kind.startswith("kernels.") else _DESCRIPTORS.get(entry.kind)
-    if needed is None:
-        fits, what = entry.kind not in _CALLED or callable(value), "something that is called"
-    elif needed in _SEVERAL:
-        each = value if isinstance(value, tuple) else (value,)
-        fits, what = bool(each) and all(isinstance(part, needed) for part in each), f"{_named(needed)}, or several"
-    else:
-        fits, what = isinstance(value, needed), _named(needed)
-    found = f"{entry.value} is {value!r:.60} (of type {type(value).__name__})"
-    return "" if fits else f"{entry.kind} {entry.name}: {found}, and must be {what}"
-
-
-def _named(needed: type[Any]) -> str:
-    name = "module" if needed is ModuleType else needed.__name__
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+        everything = Catalog.discover(Selection(), check=False).all()
+        usable = (each for each in entries_of(self.distribution) if each.status is Status.OK)
+        failed = [each for each in (judged(each, everything) for each in usable) if each.status is Status.FAILED]
+        told = (f"{each.kind} {each.name}: {each.reason}\n{each.traceback}".rstrip() for each in failed)
+        assert not failed, "\n".join(told)
 
 
 def deprecated_uses(distribution: str) -> list[str]:

@@ -71,6 +71,16 @@ def test_metadata_that_does_not_fit_is_found(checked: Any, wrong: dict[str, str]
     assert said in failures(verdicts)
 
 
+def test_a_kernel_of_an_op_that_nobody_has_fails_where_it_is_loaded_and_is_asked_nothing_more(checked: Any) -> None:
+    source = (
+        "from tokenspeed_core.api import Capability, KernelSpec\n"
+        "A = KernelSpec('greeedy', 'acme', Capability(('cpu',), ('float32',)), 'json:loads')\n"
+    )
+    status, verdicts = checked(source, group="kernels.sampling", value="acme:A [api1]")
+    assert status == 1
+    assert failures(verdicts) == "kernels.sampling acme: no plugin here has an op greeedy; did you mean greedy?"
+
+
 def test_what_offers_no_plugin_is_refused_with_the_nearest_name(refusal: Callable[..., str]) -> None:
     said = "no installed distribution of that name provides plugins; "
     assert refusal("plugins", "check", "tokenspeed-plugin-tool") == (
@@ -178,26 +188,32 @@ def test_of_several_families_in_a_package_each_has_its_own_example(
 
 
 @pytest.mark.parametrize(
-    ("kind", "needed"),
+    ("kind", "said"),
     [
-        ("kernels.sampling", "a KernelSpec, or several"), ("ops", "an OpContract, or several"),
-        ("policies", "something that is called"), ("tool_parsers", "a ParserSpec"),
-        ("reasoning_parsers", "a ParserSpec"), ("models", "a ModelSpec"), ("load_formats", "a LoadFormat"),
-        ("quantization", "a Quantization"), ("checkpoints", "a Checkpoint"), ("commands", "something that is called"),
-        ("hooks", "a module"),
+        ("kernels.sampling", "1 is no KernelSpec of backend 'acme'"), ("ops", "1 is no OpContract"),
+        ("policies", "acme:X is 1 (of type int), and must be something that is called"),
+        ("commands", "acme:X is 1 (of type int), and must be something that is called"),
+        ("tool_parsers", "acme:X is a int, not a ParserSpec"), ("reasoning_parsers", "a int, not a ParserSpec"),
+        ("models", "acme:X is a int, not a ModelSpec"), ("load_formats", "acme:X is a int, not a LoadFormat"),
+        ("quantization", "acme:X is a int, not a Quantization"), ("checkpoints", "acme:X is a int, not a Checkpoint"),
+        ("hooks", "acme:X is a int, not a module"),
     ],
 )
 def test_a_descriptor_of_the_wrong_type_fails_with_what_was_found_and_what_is_needed(
-    checked: Any, kind: str, needed: str
+    checked: Any, kind: str, said: str
 ) -> None:
     status, verdicts = checked("X = 1\n", group=kind, value="acme:X [api1]")
     assert status == 1
     assert verdicts["its entries load"]["verdict"] == "failed"
-    assert f"{kind} acme: acme:X is 1 (of type int), and must be {needed}" in failures(verdicts)
+    assert failures(verdicts).startswith(f"{kind} acme: ")
+    assert said in failures(verdicts)
 
 
-@pytest.mark.parametrize("value", ["()", "(1,)", "None"])
-def test_among_several_kernels_each_must_be_one(checked: Any, value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("()", "() is no KernelSpec"), ("(1,)", "1 is no KernelSpec"), ("None", "acme:X is a NoneType, not a object")],
+)
+def test_among_several_kernels_each_must_be_one(checked: Any, value: str, said: str) -> None:
     status, verdicts = checked(f"X = {value}\n", group="kernels.attention", value="acme:X [api1]")
     assert status == 1
-    assert f"acme:X is {value} " in verdicts["its entries load"]["detail"]
+    assert said in verdicts["its entries load"]["detail"]

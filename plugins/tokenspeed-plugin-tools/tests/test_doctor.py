@@ -15,7 +15,7 @@ from tokenspeed_plugin_tools.probe import probe
 
 from tokenspeed_core.cli import main
 
-POLICY = "POLICY = object()\n"
+POLICY = "POLICY = object\n"
 KERNELS = {"vendor": "SPEC", "lost": "LOST"}
 
 
@@ -83,7 +83,11 @@ def test_what_fails_and_came_from_a_folder_is_mended_there(site: Site, capsys: p
         ("odd:P [api2]", "", "needs api 2 of policies", "pip install --upgrade tokenspeed-core"),
         ("odd:P [api0]", "", "needs api 0 of policies", "pip install --upgrade odd"),
         ("odd:P", "", "names no api", "tell its author"),
-        ("odd:P [api1]", "tokenspeed-core>=99", "needs tokenspeed-core >=99", "pip install --upgrade odd"),
+        ("odd:P [api1]", "tokenspeed-core>=99", "needs tokenspeed-core >=99", "pip install --upgrade tokenspeed-core"),
+        ("odd:P [api1]", "tokenspeed-core==99.*", "needs tokenspeed-core ==99.*", "--upgrade tokenspeed-core"),
+        ("odd:P [api1]", "tokenspeed-core>0.1.0,<0.2", "needs tokenspeed-core <0.2,>0.1", "--upgrade tokenspeed-core"),
+        ("odd:P [api1]", "tokenspeed-core~=0.0.3", "needs tokenspeed-core ~=0.0.3", "pip install --upgrade odd, or"),
+        ("odd:P [api1]", "tokenspeed-core<0.1", "needs tokenspeed-core <0.1", "pip install --upgrade odd, or"),
         ("odd:POLICY [api1]", "no-such-thing>=2", "it requires no-such-thing>=2, which is not installed",
          "pip install 'no-such-thing>=2'"),
         ("odd:POLICY [api1]", "typer<0.0.1", "it requires typer<0.0.1, which is", "pip install 'typer<0.0.1'"),

@@ -17,7 +17,7 @@ from tokenspeed_core.cli import main
 from tokenspeed_core.testing.distribution import core_range
 
 Refusal = Callable[..., str]
-POLICY = "POLICY = object()\n"
+POLICY = "POLICY = object\n"
 RAISES = "raise OSError('no disk')\n"
 ROOT = Path(__file__).parents[3]
 
@@ -74,7 +74,7 @@ def test_a_plugin_whose_import_ends_the_process_or_hangs_up_harms_nobody(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.install("deadly", {"policies d": "deadly:P [api1]"}, files={"deadly.py": "import os\nos._exit(3)\n"})
-    site.install("noisy", {"policies n": "noisy:P [api1]"}, files={"noisy.py": "print('noise')\nP = 1\n"})
+    site.install("noisy", {"policies n": "noisy:P [api1]"}, files={"noisy.py": "print('noise')\nP = dict\n"})
     found = listed(capsys, "--load", "--kind", "policies")
     assert found["deadly d"]["reason"].startswith("its import ended the process with status 3")
     assert found["noisy n"]["status"] == "ok"

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.commands import Catalog
+from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_plugin_tools.installed import with_unreadable
 from tokenspeed_plugin_tools.lock import enforce_environment
 from tokenspeed_plugin_tools.named import entries_of
 
@@ -28,7 +30,10 @@ def check(
     in JSON `is_complete` is false. A kernel that ends the process is a verdict as well: the question it died in.
     """
     enforce_environment()
-    distribution = entries_of(Catalog.discover(check=False).all(), distribution, "check")[0].distribution
+    first, *_ = entries_of(with_unreadable(Catalog.discover(check=False).all()), distribution, "check")
+    if first.kind == "unknown":
+        raise ToolsError(f"check {distribution}: {first.reason}")
+    distribution = first.distribution
     verdicts = []
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(

@@ -9,13 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-from tokenspeed_core.commands import DEPRECATED, VARIABLE, Entry, Selection, Status, normalise
+from tokenspeed_core import __version__
+from tokenspeed_core.commands import DEPRECATED, Entry, Selection, Status, normalise
 from tokenspeed_core.testing.distribution import build_misfit, deprecated_uses
 from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
 from tokenspeed_plugin_tools.lock import mismatches
 from tokenspeed_plugin_tools.lock_file import LockError, read_lock
-from tokenspeed_plugin_tools.probe import Probed
+from tokenspeed_plugin_tools.probe import Probed, Stage
 
 
 def of_metadata(installed: Sequence[Installed]) -> Iterator[Finding]:
@@ -140,23 +143,31 @@ def of_lock(entries: Sequence[Entry]) -> list[Finding]:
 
 
 def _upgrade(entry: Entry) -> str:
-    if "upgrade tokenspeed-core" in entry.reason:
+    is_range = entry.reason.startswith("needs tokenspeed-core")
+    if "upgrade tokenspeed-core" in entry.reason or (is_range and _is_for_newer(entry)):
         return "pip install --upgrade tokenspeed-core"
-    if "built in" in entry.reason or "no kind" in entry.reason or "names no api" in entry.reason:
-        return f"pip uninstall {entry.distribution}, and tell its author"
-    return f"pip install --upgrade {entry.distribution}, or pip uninstall it"
+    if is_range or f"upgrade {entry.distribution}" in entry.reason:
+        return f"pip install --upgrade {entry.distribution}, or pip uninstall it"
+    return f"pip uninstall {entry.distribution}, and tell its author"
+
+
+def _is_for_newer(entry: Entry) -> bool:
+    """Say whether the core that an entry asks for is newer than the one that is here."""
+    bounds = (bound for bound in SpecifierSet(entry.requires_core) if bound.operator in (">", ">=", "~=", "=="))
+    return any(Version(bound.version.removesuffix(".*")) >= Version(__version__) for bound in bounds)
 
 
 def of_probes(probed: Mapping[Entry, Probed]) -> Iterator[Finding]:
     """Yield what importing the plugins showed."""
+    selection = Selection.read()
     for entry, told in probed.items():
         what = f"{entry.kind} {entry.name}"
-        without = f"{VARIABLE}=-{entry.distribution}"
+        without = selection.without(entry.scopes[2] if selection.only else entry.distribution)
         if told.error:
-            yield Finding(
-                entry.distribution, entry.version, f"{what} fails to import: {told.error}",
-                f"{_again(entry, told.error)}; {without} goes without it",
-            )
+            how = "fails to import" if told.failed_in is Stage.IMPORT else "cannot be used"
+            mend = _another(entry) if told.failed_in is Stage.START else _again(entry, told.error)
+            yield Finding(entry.distribution, entry.version, f"{what} {how}: {told.error}",
+                          f"{mend}; {without} goes without it")
         for target in told.dangling:
             yield Finding(entry.distribution, entry.version, f"{what} names {target}, whose module does not exist",
                           _again(entry, ""))
@@ -187,5 +198,9 @@ def _again(entry: Entry, error: str) -> str:
     if Path(entry.origin).is_dir():
         return f"mend what is in {entry.origin}, then pip install --force-reinstall {shlex.quote(entry.origin)}"
     if error.startswith(("SyntaxError:", "IndentationError:", "TabError:")):  # the same version has the same file
-        return f"pip install '{entry.distribution}!={entry.version}' for another version, or tell its authors"
+        return _another(entry)
     return f"pip install --force-reinstall {entry.distribution}=={entry.version}"
+
+
+def _another(entry: Entry) -> str:
+    return f"pip install '{entry.distribution}!={entry.version}' for another version, or tell its authors"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.commands import DEFAULTS, Catalog, Entry
+from tokenspeed_plugin_tools.installed import with_unreadable
 from tokenspeed_plugin_tools.layout import shown
 from tokenspeed_plugin_tools.lock import enforce_environment, freeze
 from tokenspeed_plugin_tools.named import entries_of
@@ -22,7 +23,7 @@ def info(
 ) -> int:
     """Print where a distribution came from, what it provides and needs, and what its import costs."""
     enforce_environment()
-    entries = entries_of(Catalog.discover(check=False).all(), name, "info")
+    entries = entries_of(with_unreadable(Catalog.discover(check=False).all()), name, "info")
     record = describe(entries)
     print(json.dumps(record, indent=2) if as_json else shown(as_text(record)))
     return 0

@@ -6,11 +6,11 @@ import json
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import Distribution
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from tokenspeed_core.commands import normalise
+from tokenspeed_core.commands import Entry, Status, normalise
 
 GROUP = "tokenspeed."
 
@@ -41,11 +41,11 @@ class Installed:
     editable: Path | None = None
 
 
-def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[Finding]]:
+def read(found: Iterable[Distribution]) -> tuple[list[Installed], list[Finding]]:
     """Return the distributions that offer plugins, and a finding for each whose metadata cannot be read."""
     good: list[Installed] = []
     bad: list[Finding] = []
-    for each in distributions:
+    for each in found:
         root = Path(str(each.locate_file("")))
         try:
             points = each.read_text("entry_points.txt") or ""
@@ -66,6 +66,16 @@ def read(distributions: Iterable[Distribution]) -> tuple[list[Installed], list[F
         else:
             good.append(Installed(each, normalise(name), number, root, editable))
     return good, bad
+
+
+def with_unreadable(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Return entries and one of kind "unknown" for each distribution whose metadata cannot be read, in their order."""
+    lost = [
+        Entry("unknown", "?", "", None, normalise(each.distribution), each.version, "installed", "", Status.FAILED,
+              f"{each.what}; `tokenspeed plugins doctor` has what mends it")
+        for each in read(distributions())[1]
+    ]
+    return tuple(sorted([*entries, *lost], key=lambda entry: entry.distribution))
 
 
 def editable_folder(distribution: Distribution) -> Path | None:

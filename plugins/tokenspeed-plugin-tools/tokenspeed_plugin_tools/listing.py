@@ -15,6 +15,7 @@ import typer
 
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.errors import ToolsError
+from tokenspeed_plugin_tools.installed import with_unreadable
 from tokenspeed_plugin_tools.layout import GAP, aligned, folded, printable
 from tokenspeed_plugin_tools.origins import notice, record_of, unread_range, where_from
 
@@ -31,7 +32,8 @@ def list_plugins(
     """Print a line per distribution, kind and status, then the reasons of what is not usable."""
     if ops and (load or kind is not None):
         raise ToolsError(f"--ops lists no plugins; leave out {'--load' if load else '--kind'}")
-    entries = _of_kind(Catalog.discover(Selection.read(no_plugins=no_plugins), check=False).all(), kind)
+    installed = Catalog.discover(Selection.read(no_plugins=no_plugins), check=False).all()
+    entries = _of_kind(with_unreadable(installed), kind)
     if ops:
         _list_ops(entries, as_json)
         return 0

@@ -19,7 +19,8 @@ CORE = "tokenspeed-core"
 
 def print_ops(entries: Iterable[Entry], *, as_json: bool) -> None:
     """Print a line per op; whole contracts for machines. Imports the descriptors of ops and kernels, elsewhere."""
-    found = known_ops(probe([entry for entry in entries if entry.kind == "ops" or entry.kind.startswith("kernels.")]))
+    found = known_ops(probe([entry for entry in entries if entry.kind == "ops" or entry.kind.startswith("kernels.")],
+                            with_kernels=False))
     if as_json:
         print(json.dumps(found, indent=2))
         return

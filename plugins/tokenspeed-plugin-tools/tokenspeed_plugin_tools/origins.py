@@ -41,8 +41,10 @@ def notice(entry: Entry) -> str:
 
 def unread_range(entry: Entry) -> str:
     """Return what of its metadata asks for a core and is no range of versions, so that any does; "" for nothing."""
+    if entry.requires_core or not entry.value:  # which what cannot be read has not
+        return ""
     try:
-        asked = [] if entry.requires_core else metadata(entry.distribution).get_all("Requires-Dist", [])
+        asked = metadata(entry.distribution).get_all("Requires-Dist", [])
     except PackageNotFoundError:  # it went since it was listed
         return ""
     for line in asked:
