@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BeforeValidator, ValidationError
 
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.messages import Ready, Submit
-from tokenspeed_core.sampling import SamplingParams
+from tokenspeed_core.sampling import SamplingParams, TokenId
 from tokenspeed_core.step import I32
 
 
@@ -23,6 +23,14 @@ class BadRequestError(TokenSpeedError, ValueError):
         self.message = message
         self.param = param
         self.code = code
+
+
+class _Generation(SamplingParams):
+    """What is read of a generation_config.json, within the bounds of a request's own parameters."""
+
+    eos_token_id: Annotated[
+        tuple[TokenId, ...], BeforeValidator(lambda given: given if isinstance(given, list) else [given])
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +50,21 @@ class Defaults:
 
         Raises CheckpointError naming the value that is out of bounds.
         """
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id")
         given = {name: generation[name] for name in names if generation.get(name) is not None}
         try:
-            SamplingParams(**given)
+            read = _Generation(**given)
         except ValidationError as error:
             first = error.errors()[0]
+            name = str(first["loc"][0])
             raise CheckpointError(
-                f"generation_config.json: {first['loc'][0]} is {first['input']!r}: {first['msg']}. "
+                f"generation_config.json: {name} is {given[name]!r}: {first['msg']}. "
                 "Mend the file or remove that key."
             ) from error
-        if "top_k" in given:
-            given["top_k"] = max(0, given["top_k"])
-        eos = generation.get("eos_token_id")
-        named = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        return cls(**given, eos_token_ids=tuple(dict.fromkeys((*eos_token_ids, *named))))
+        # As validated: 50.0 and "50" have become 50.
+        values = {name: getattr(read, name) for name in given if name != "eos_token_id"}
+        values["top_k"] = max(0, values.get("top_k", 0))
+        return cls(**values, eos_token_ids=tuple(dict.fromkeys((*eos_token_ids, *read.eos_token_id))))
 
 
 def _pick(asked: float | None, default: float) -> float:

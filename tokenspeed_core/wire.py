@@ -14,6 +14,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from tokenspeed_core.errors import TokenSpeedError
+
 _DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(name) for name in ("int32", "int64", "float32", "bool", "uint8", "uint64")
 )
@@ -21,7 +23,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _EMPTY = [msgpack.ExtType(code, b"") for code in _CODES.values()]
 
 
-class WireError(ValueError):
+class WireError(TokenSpeedError, ValueError):
     """Bytes that are no message of the expected kinds."""
 
 

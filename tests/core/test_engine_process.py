@@ -16,7 +16,7 @@ from null_world import MODEL, World, request
 
 from tokenspeed_core.engine import process
 from tokenspeed_core.engine.process import EngineLoop
-from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Ready, Refused, to_api
 from tokenspeed_core.wire import pack
 
@@ -92,7 +92,7 @@ class Serving:
         def run() -> None:
             try:
                 loop.run()
-            except EngineDeadError as error:
+            except TokenSpeedError as error:
                 served.raised.append(error)
             finally:
                 theirs.close(linger=1000)
@@ -251,3 +251,11 @@ def test_a_loop_whose_device_is_dead_raises(serve: Serving) -> None:
             served.wait(lambda: served.finish(sequence_id))  # noqa: B023
     assert serve.has_returned(served)
     assert [str(error) for error in served.raised] == ["3 steps in a row failed; the last: a step was made to fail"]
+
+
+def test_what_no_engine_can_read_ends_the_loop_with_an_error_that_is_told_in_one_line(serve: Serving) -> None:
+    served = serve()
+    served.socket.send(b"nonsense")
+    assert serve.has_returned(served)
+    (error,) = served.raised
+    assert "\n" not in str(error)

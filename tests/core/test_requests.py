@@ -67,6 +67,31 @@ def test_a_generation_config_gives_defaults_and_ends() -> None:
     assert Defaults.of({"eos_token_id": 4}, ()).eos_token_ids == (4,)
 
 
-def test_a_bad_generation_config_says_which_key() -> None:
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p is 3"):
-        Defaults.of({"top_p": 3.0}, ())
+@pytest.mark.parametrize(
+    "generation",
+    [
+        {"temperature": 1, "top_k": 50.0, "eos_token_id": 2.0},
+        {"temperature": "1", "top_k": "50", "eos_token_id": ["2"]},
+    ],
+)
+def test_numbers_of_a_generation_config_reach_the_engine_however_they_are_written(generation: dict[str, Any]) -> None:
+    submit = build_submit(4, SamplingParams(), np.array([1], np.int32), LIMITS, Defaults.of(generation, ()))
+    received = to_engine.unpack(pack(submit))
+    assert (received.temperature, received.top_k, received.stop_token_ids.tolist()) == (1.0, 50, [2])
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"top_p": 3.0}, "top_p is 3.0: "),
+        ({"top_k": 50.5}, "top_k is 50.5: "),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>': "),
+        ({"eos_token_id": [2, None]}, "eos_token_id is [2, None]: "),
+        ({"eos_token_id": 2**40}, "eos_token_id is 1099511627776: "),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}: "),
+    ],
+)
+def test_a_bad_generation_config_says_which_key(generation: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Defaults.of(generation, ())
+    assert str(caught.value).startswith(f"generation_config.json: {said}")
