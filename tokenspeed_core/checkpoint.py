@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool =
 
 def locate(name: str, config: Config, catalog: Catalog, with_weights: bool) -> tuple[Path, tuple[str, ...]]:
     """Return a checkpoint's directory and its files: a path, the name of a bundled one, or a hub id, in this order."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # pathlib's own raises for a user that there is not
     if folder.is_dir():
         return folder, _names(folder)
     if folder.is_file():
@@ -169,11 +170,19 @@ def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object that a file of a checkpoint holds. Raises CheckpointError naming the file."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file.parent} has no {file.name}: it is no checkpoint") from error
-    except (OSError, ValueError) as error:
+        content = json.loads(read_text(file))
+    except ValueError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} must hold a JSON object, found a {type(content).__name__}")
     return content
+
+
+def read_text(file: Path) -> str:
+    """Return the text that a file of a checkpoint holds. Raises CheckpointError naming the file."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file.parent} has no {file.name}: it is no checkpoint") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error

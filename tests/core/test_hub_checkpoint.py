@@ -16,6 +16,7 @@ from tokenspeed_core.checkpoint import choose_format, merged, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
+from tokenspeed_core.text import load_text
 
 HERE = "plugin_under_test"
 NOTHING = Path("/nonexistent")
@@ -73,6 +74,12 @@ def test_a_path_a_bundled_name_and_no_name_find_the_same_checkpoint(catalog: Cat
         found = resolve_checkpoint(Config(model=model), catalog)
         assert (found.path, found.info.vocab_size, found.spec) == (checkpoint, 7, TINY)
         assert found.generation == {"temperature": 0.6}
+
+
+def test_the_folder_of_a_user_that_there_is_not_is_no_folder(catalog: Catalog, checkpoint: Path) -> None:
+    assert refusal("~nobody-has-this-name/m", catalog) == "there is no directory ~nobody-has-this-name/m"
+    with pytest.raises(CheckpointError, match="--tokenizer ~nobody-has-this-name: no such directory"):
+        load_text(Config(tokenizer="~nobody-has-this-name"), checkpoint)
 
 
 def test_overrides_are_merged_key_by_key_before_the_family_reads_them(catalog: Catalog) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,15 +55,15 @@ def test_a_template_that_breaks_or_breaks_out_is_an_error(source: str) -> None:
         render(source)
 
 
-def test_a_template_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    endless = "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}{% endfor %}"
-    monkeypatch.setattr(module, "MAX_RENDER_SECONDS", 0.2)
+@pytest.mark.parametrize(("limit", "most"), [("MAX_RENDER_SECONDS", 0.0), ("MAX_RENDER_CHARS", 1000)])
+def test_a_template_that_goes_beyond_a_limit_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: float
+) -> None:
+    long = "{% for i in range(5000) %}x{% endfor %}"
+    assert len(render(long)) == 5000
+    monkeypatch.setattr(module, limit, most)
     with pytest.raises(TemplateError, match="without coming to an end"):
-        render(endless)
-    monkeypatch.setattr(module, "MAX_RENDER_SECONDS", 60.0)
-    monkeypatch.setattr(module, "MAX_RENDER_CHARS", 1000)
-    with pytest.raises(TemplateError, match="without coming to an end"):
-        render(endless)
+        render(long)
 
 
 def test_an_option_that_the_template_does_not_read_is_refused_with_those_it_does() -> None:
@@ -101,3 +102,21 @@ def test_a_bad_template_is_an_error_of_the_start_with_its_line(tmp_path: Path) -
     (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
     with pytest.raises(CheckpointError, match="line 2"):
         load_chat_template(tmp_path, {})
+
+
+@pytest.mark.parametrize("chosen", [None, "latin.jinja"])
+def test_a_template_that_is_no_utf_8_is_an_error_that_names_its_file(tmp_path: Path, chosen: str | None) -> None:
+    file = tmp_path / (chosen or "chat_template.jinja")
+    file.write_bytes("Grüße".encode("latin-1"))
+    with pytest.raises(CheckpointError) as caught:
+        load_chat_template(tmp_path, {}, chosen and str(file))
+    assert str(caught.value).startswith(f"{file} cannot be read: ")
+
+
+@pytest.mark.parametrize("entry", [{"template": "a"}, {"name": "a"}, {"name": "a", "template": None}, "a"])
+def test_a_named_template_without_a_name_or_a_text_is_an_error_that_names_its_file(tmp_path: Path, entry: Any) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": [{"name": "default", "template": "plain"}, entry]}))
+    with pytest.raises(CheckpointError) as caught:
+        load_chat_template(tmp_path, {})
+    assert str(caught.value) == f"{config}: each entry of its chat_template needs a name and a template"

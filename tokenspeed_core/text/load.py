@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
     """
     if config.skip_tokenizer_init:
         return None, None
-    folder = checkpoint if config.tokenizer is None else Path(config.tokenizer).expanduser()
+    folder = checkpoint if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))
     if not folder.is_dir():
         raise CheckpointError(f"--tokenizer {config.tokenizer}: no such directory; download it first")
     tokenizer = load_tokenizer(folder)

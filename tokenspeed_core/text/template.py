@@ -21,7 +21,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenspeed_core.checkpoint import read_json
+from tokenspeed_core.checkpoint import read_json, read_text
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 
 MAX_RENDER_SECONDS = 5.0
@@ -136,7 +136,7 @@ def load_chat_template(
                 f"--chat-template {chosen}: no such file, nor a template of that name in {folder}, "
                 f"which has: {names}"
             )
-        named = {chosen: file.read_text(encoding="utf-8")}
+        named = {chosen: read_text(file)}
     if chosen is None and "default" not in named:
         if named:
             names = ", ".join(sorted(named))
@@ -153,15 +153,20 @@ def load_chat_template(
 
 
 def _named_templates(folder: Path) -> dict[str, str]:
-    """Return the templates of a checkpoint by name; the file wins over the configuration."""
+    """Return the templates of a checkpoint by name; the file wins over the configuration. Raises CheckpointError."""
     named: dict[str, str] = {}
     config = folder / "tokenizer_config.json"
     entry = read_json(config).get("chat_template") if config.is_file() else None
     if isinstance(entry, str):
         named["default"] = entry
     elif isinstance(entry, list):
-        named |= {item["name"]: item["template"] for item in entry if isinstance(item, dict)}
+        for item in entry:
+            match item:
+                case {"name": str(name), "template": str(template)}:
+                    named[name] = template
+                case _:
+                    raise CheckpointError(f"{config}: each entry of its chat_template needs a name and a template")
     file = folder / "chat_template.jinja"
     if file.is_file():
-        named["default"] = file.read_text(encoding="utf-8")
+        named["default"] = read_text(file)
     return named
