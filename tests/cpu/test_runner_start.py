@@ -7,14 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import annotated_types
 import numpy as np
 import pytest
 import torch
 
+from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.runner import local
+from tokenspeed_core.runner import link, local
 from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.runner.graphs import StepGraphs
 from tokenspeed_core.runner.local import LocalRunner, build, plan_only
@@ -58,6 +60,15 @@ def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(catalog: 
     assert runner.block_size == 16
     assert runner.num_pages == 4096 // 16
     assert runner.page_bytes == 2 * 2 * 16 * 2 * 16 * 4
+
+
+def test_the_ids_of_the_largest_captured_step_fit_into_the_buffers_that_bring_them_to_the_host() -> None:
+    bounds = Config.model_fields["max_num_seqs"].metadata
+    (most,) = (each.le for each in bounds if isinstance(each, annotated_types.Le))
+    assert isinstance(most, int)
+    rows = max(size.num_rows for size in bucket_sizes(decode_sizes(most, most, None), most, most))
+    assert rows > most
+    assert rows * np.dtype(np.int32).itemsize <= link._SMALLEST
 
 
 def test_a_plan_without_weights_decides_the_same_kernels(

@@ -123,7 +123,7 @@ class Config(BaseModel):
     gpu_memory_utilization: float = _setting(
         0.9, "scheduler", "fraction of device memory for weights and KV cache", gt=0, le=1
     )
-    max_num_seqs: int = _setting(256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=65536)
+    max_num_seqs: int = _setting(256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=8192)
     chunked_prefill_size: Annotated[int, AfterValidator(_chunk)] = _setting(
         8192, "scheduler", "tokens that one step may compute; -1 turns chunking off", unit="tokens"
     )

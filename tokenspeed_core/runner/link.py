@@ -17,7 +17,7 @@ from tokenspeed_core.step import I32
 
 _ALIGNMENT = 16
 _DEPTH = 4  # two steps in flight, each with a plan and a late input
-_SMALLEST = 1 << 16
+_SMALLEST = 1 << 16  # bytes; the ids of the most rows fit, those of --max-num-seqs and of a bucket's chunks
 
 
 Fetch = Callable[[], list[np.ndarray[Any, Any]]]
