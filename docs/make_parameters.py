@@ -17,6 +17,8 @@ def page() -> str:
         "",
         "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, a key of the YAML",
         "file of `--config` (the first of these that has it counts), and a keyword of `tokenspeed_core.LLM`.",
+        "A setting as a whole goes before what a later one of these narrows it to: `--attention-backend a` before",
+        "the file's `attention_backend: {decode: b}`, which is the same as its `attention_backend.decode: b`.",
     ]
     for section, title in SECTIONS.items():
         lines += ["", f"## {title}", "", "| flag | takes | default | meaning |", "|---|---|---|---|"]

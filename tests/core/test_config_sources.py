@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.foreign import TABLES
-from tokenspeed_core.config.schema import flag
+from tokenspeed_core.config.schema import flag, narrowed
 from tokenspeed_core.config.sources import load, without_settings
 from tokenspeed_core.errors import ConfigError
 
@@ -133,6 +133,53 @@ def test_backends_may_be_ordered_and_narrowed_from_different_sources() -> None:
     assert only == {"default": ("auto",), "decode": ("fast",)}
 
 
+NARROWED = ["attention_backend: {decode: b}\n", "attention-backend.decode: b\n"]
+WHOLE = ["attention_backend: c\n", "attention_backend: {default: c}\n"]
+
+
+@pytest.mark.parametrize("text", [*NARROWED, WHOLE[0] + NARROWED[1], "attention_backend: {default: c, decode: b}\n"])
+def test_a_setting_goes_before_what_a_later_source_narrows_it_to_however_that_is_spelled(
+    tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    narrowed = {"TOKENSPEED_ATTENTION_BACKEND__DECODE": "v"}
+    for config in (
+        load({"attention_backend": "a"}, narrowed, str(file)),
+        load({"attention_backend": "a"}, {}, str(file)),
+    ):
+        assert config.attention_backend == {"default": ("a",)}
+        assert config.origin("attention_backend") == "--attention-backend"
+
+
+@pytest.mark.parametrize("narrowed", NARROWED)
+def test_what_a_source_narrows_joins_what_later_ones_have_and_all_of_them_are_told(
+    tmp_path: Path, narrowed: str
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(narrowed)
+    config = load({"attention_backend.prefill": "a"}, {}, str(file))
+    assert config.attention_backend == {"default": ("auto",), "prefill": ("a",), "decode": ("b",)}
+    assert config.origin("attention_backend") == f"{file}, --attention-backend.prefill"
+    file.write_text(narrowed + "attention-backend.prefill: c\n")
+    config = load({"attention_backend.decode": "a"}, {}, str(file))
+    assert config.origin("attention_backend") == f"{file}, --attention-backend.decode", "what was typed comes last"
+    config = load({"attention_backend.decode": "a"}, {"TOKENSPEED_ATTENTION_BACKEND": "v"}, str(file))
+    assert config.attention_backend == {"default": ("v",), "decode": ("a",)}
+    assert config.origin("attention_backend") == "TOKENSPEED_ATTENTION_BACKEND, --attention-backend.decode"
+
+
+def test_what_narrows_by_a_key_that_there_is_not_is_refused_with_where_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("attention_backend: {dekode: a}")
+    variable = "TOKENSPEED_ATTENTION_BACKEND__DEKODE"
+    for given, origin in ((lambda: load({}, {}, str(file)), file), (lambda: load({}, {variable: "a"}), variable)):
+        with pytest.raises(ConfigError) as caught:
+            given()
+        there_is = f"there is {narrowed('attention_backend')}"
+        assert str(caught.value) == f"--attention-backend.dekode (from {origin}): no such setting; {there_is}"
+
+
 def test_pairs_come_from_repeated_flags_a_variable_a_file_or_a_mapping(tmp_path: Path) -> None:
     expected = {"greedy": ("torch",), "attention.decode.0-3": ("a", "b")}
     words = ["greedy=torch", "attention.decode.0-3=a,b"]
@@ -193,6 +240,8 @@ def test_a_variable_of_ours_that_is_no_setting_is_ignored_aloud(caplog: pytest.L
         ("a: [", "not YAML"),
         ("- a", "must be a mapping of settings, found a list"),
         ("port: 1\n--port: 2", "--port stands there twice"),
+        ("moe_backend: {fp8: a}\nmoe-backend.fp8: b", "--moe-backend.fp8 stands there twice"),
+        ("moe_backend: {default: a}\nmoe-backend: b", "--moe-backend stands there twice"),
         ("prot: 1", "did you mean --port?"),
     ],
 )

@@ -20,12 +20,14 @@ logger = logging.getLogger("tokenspeed.config")
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None) -> Config:
     """Build the configuration of what was typed, the environment and a file, the first that has a value.
 
-    `flags` are keyed by setting (`port`) or narrowed setting (`attention_backend.decode`). Raises
-    ConfigError, which names the setting, its value, the bound that it broke and where it came from.
+    `flags` are keyed by setting (`port`) or narrowed setting (`attention_backend.decode`). A setting that a source
+    has goes before what later sources narrow it to. Raises ConfigError, which names the setting, its value, the
+    bound that it broke and where it came from.
     """
     values = from_file(file) if file is not None else {}
-    values |= from_environment(environ)
-    values |= {name: (value, flag(name)) for name, value in flags.items()}
+    for source in (from_environment(environ), {name: (value, flag(name)) for name, value in flags.items()}):
+        weaker = {name for name in values if {name, name.partition(".")[0]} & source.keys()}
+        values = {name: each for name, each in values.items() if name not in weaker} | source
     return build(_join_narrowed(values))
 
 
@@ -69,21 +71,29 @@ def from_file(path: str) -> Values:
     values: Values = {}
     for key, value in data.items():
         name = str(key).removeprefix("--").replace("-", "_")
-        if name in values:
-            raise ConfigError(f"--config {path}: {flag(name)} stands there twice")
-        values[name] = (value, path)
+        for part, each in _parts(name, value).items():
+            if part in values:
+                raise ConfigError(f"--config {path}: {flag(part)} stands there twice")
+            values[part] = (each, path)
     return values
 
 
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    """Spell a mapping of what may be narrowed as `setting.key` values, its default as the setting's own."""
+    if not isinstance(value, Mapping) or name not in Config.model_fields or not metadata(name)["narrow"]:
+        return {name: value}
+    return {name if key == "default" else f"{name}.{key}": each for key, each in value.items()}
+
+
 def _join_narrowed(values: Values) -> Values:
-    """Gather `setting.key` values under their setting."""
-    joined = {name: value for name, value in values.items() if "." not in name}
+    """Gather `setting.key` values under their setting, which then comes from all their sources."""
+    joined: Values = {name: value for name, value in values.items() if "." not in name}
     for name in [name for name in values if "." in name]:
         value, origin = values[name]
         setting, _, key = name.partition(".")
-        if setting not in Config.model_fields or not metadata(setting)["narrow"]:
+        if setting not in Config.model_fields or key not in metadata(setting)["narrow"]:
             raise ConfigError(unknown(name, origin))
-        base, _ = joined.get(setting, ("auto", origin))
-        mapping = dict(base) if isinstance(base, Mapping) else {"default": base}
-        joined[setting] = ({**mapping, key: value}, origin)
+        base, first = joined.get(setting, ({}, origin))
+        parts = base if isinstance(base, Mapping) else {"default": base}
+        joined[setting] = ({**parts, key: value}, first if origin in first.split(", ") else f"{first}, {origin}")
     return joined
