@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,24 @@ def test_a_bare_prompt_has_the_ends_that_tokenizer_json_says(
     tokenizer = load_tokenizer(write(tmp_path, config, processor))
     assert tokenizer.encode("a b a", add_special_tokens=True).tolist() == expected
     assert tokenizer.encode("a b a", add_special_tokens=False).tolist() == [1, 2, 1]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path, ENDS))
+    ticks, is_over = [0], threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.001):
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks[0]
+    tokenizer.encode("a b " * 200_000, add_special_tokens=False)
+    during = ticks[0] - before
+    is_over.set()
+    thread.join()
+    assert during > 5
 
 
 def test_special_tokens_are_known_by_role_and_left_out_of_text(tmp_path: Path) -> None:
