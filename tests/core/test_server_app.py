@@ -50,3 +50,18 @@ def test_what_breaks_is_a_500_that_tells_nothing_of_the_inside(caplog: pytest.Lo
 def test_middleware_that_would_end_the_process_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert get(Gate(leaving, None)).json()["error"]["message"].endswith("its log says why")
     assert "GET /x failed: no licence" in caplog.text
+
+
+def test_what_breaks_in_the_middle_of_an_answer_begins_no_second_one() -> None:
+    sent: list[str] = []
+
+    async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ZeroDivisionError
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(Gate(breaks_off, None)({"method": "GET", "path": "/x", "headers": []}, None, send))  # type: ignore[arg-type]
+    assert sent == ["http.response.start"]

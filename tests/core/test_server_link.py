@@ -298,3 +298,17 @@ def test_a_flood_of_messages_arrives_whole_while_requests_go_out(tmp_path: Path)
             assert reader.tokens == [i % 50 for i in range(2000)]
 
     run(test)
+
+
+def test_a_message_that_came_while_a_request_went_out_is_read_without_another(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (link, peer):
+            reader = Reader()
+            first = submit(link, reader)
+            peer.receive()
+            peer.send(outputs({first: [4]}))
+            time.sleep(0.1)  # the message is in the socket, the loop has not run
+            submit(link, Reader())
+            await until(lambda: reader.tokens)
+
+    run(test)

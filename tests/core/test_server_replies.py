@@ -100,7 +100,6 @@ def test_rows_of_any_length_and_any_interval_make_the_same_reply(
     assert "".join(part["text"] for part in parts) == answer.text
     assert parts[-1]["finish_reason"] == answer.finish_reason
     assert streamed.usage == whole.usage
-    assert not any("�" in part["text"] for part in parts[:-1]) or "�" in answer.text
     if width >= 0:
         report = json.loads(whole.dialect.body(whole.answers, whole.usage, True, False))["choices"][0]["logprobs"]
         for name, values in report.items():
@@ -229,6 +228,26 @@ def test_a_sequence_that_the_engine_gave_up_fails_the_request(finish: Finish, st
     assert choice.take([], finish, 0, None)
     assert reply.error is not None
     assert reply.error.status == status
+    assert reply.first_token_at is None
+
+
+def test_the_first_token_is_noted_once_and_not_where_there_is_none() -> None:
+    reply, choice = make(Shape(True), [])
+    choice.take([], Finish.NOT, 0, None)
+    assert reply.first_token_at is None
+    choice.take([1], Finish.NOT, 0, None)
+    first = reply.first_token_at
+    assert first is not None
+    choice.take([2], Finish.NOT, 0, None)
+    assert reply.first_token_at == first
+
+
+def test_a_sequence_with_log_probabilities_may_end_without_another_token() -> None:
+    reply, choice = make(Shape(False, 1, 0), [])
+    assert not choice.take([70], Finish.NOT, 0, TokenColumns([-0.5], [1], [[]], [[]]))
+    assert choice.take([], Finish.LENGTH, 0, TokenColumns([], [], [], []))
+    assert reply.answers[0].finish_reason == "length"
+    assert len(reply.answers[0].logprobs) == 1
 
 
 def test_only_the_first_error_counts_and_wakes_who_waits() -> None:

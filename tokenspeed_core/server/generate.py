@@ -33,6 +33,7 @@ async def generate(service: Service, kind: type[Body], scope: Scope, receive: Re
     """Answer a request of one of the two kinds. Raises ApiError where nothing was answered yet."""
     started = time.monotonic()
     try:
+        service.check_open()  # and again once the body is there: a drain waits for no client that still sends
         body = await read_body(scope, receive, service.options.max_body_bytes)
         with service.admitted():
             job = await service.read(kind, body)
@@ -92,18 +93,16 @@ async def _watch(receive: Receive, reply: Reply) -> None:
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Return the request's body. Raises ApiError (413) beyond `limit` bytes, before reading where it can."""
     length = header(scope, b"content-length")
-    parts, size = [], int(length) if length.isdigit() else 0
-    more = size <= limit
-    if more:
-        size = 0
-    while more:
+    told = int(length) if length.isdigit() else 0
+    parts, size, more = [], 0, True
+    while more and max(told, size) <= limit:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        more = message.get("more_body", False) and size <= limit
-    if size > limit:
+        more = message.get("more_body", False)
+    if max(told, size) > limit:
         raise ApiError(413, f"the body is larger than the {limit} bytes that this server takes", code="too_large")
     return b"".join(parts)
 

@@ -108,7 +108,7 @@ class Choice:
     ) -> bool:
         """Add tokens. Return whether the sequence is at its end, whatever the engine thinks."""
         reply, assembler = self._reply, self._assembler
-        if reply.first_token_at is None:
+        if reply.first_token_at is None and token_ids:
             reply.first_token_at = time.monotonic()
         if num_cached and self._is_first_of_prompt and reply.usage.num_cached is not None:
             reply.usage.num_cached += num_cached

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from tokenspeed_core.text.detokenizer import Detokenizer, NoText
 from tokenspeed_core.text.load import NamedParser, Parsers
 
 MAX_SEQUENCES_PER_REQUEST = 1024
-MAX_INLINE_BYTES = 4096   # longer bodies are rendered and tokenised off the event loop
+MAX_INLINE_BYTES = 4096   # longer bodies are parsed, rendered and tokenised off the event loop
 COMPLETION_TOKENS = 16    # OpenAI's default for completions
 PROMPT_END_TOKENS = 64    # of the prompt, that parsers are shown
 
@@ -103,15 +102,19 @@ class Service:
             return "the server is starting"
         return reason
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Hold a place until the request is answered. Raises ApiError while none are taken."""
+    def check_open(self) -> None:
+        """Raise ApiError while no requests are taken."""
         if self.link.state is State.DEAD:
             raise ApiError(503, "the engine is dead and the server exits", code="engine_dead")
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", headers={"retry-after": "5"})
         if self.serving is None:
             raise ApiError(503, "the server is starting", code="starting", headers={"retry-after": "1"})
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Hold a place until the request is answered. Raises as `check_open` does."""
+        self.check_open()
         self.num_active += 1
         self._idle.clear()
         try:
@@ -132,12 +135,9 @@ class Service:
 
     async def read(self, kind: type[Body], body: bytes) -> Job:
         """Read a request's body up to its token ids. Raises ApiError and BadRequestError."""
-        request, params, raw = parse(body, kind)
-        self._check(request)
-        work = partial(self._encode, request, raw)
         if len(body) <= MAX_INLINE_BYTES:
-            return Job(request, params, work())
-        return Job(request, params, await asyncio.get_running_loop().run_in_executor(self._pool, work))
+            return self._job(kind, body)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._job, kind, body)
 
     def start(self, job: Job) -> tuple[Reply, list[int]]:
         """Send a request to the engine. Return its reply and its sequences' ids. Raises BadRequestError."""
@@ -175,6 +175,11 @@ class Service:
     def _serving(self) -> Serving:
         assert self.serving is not None, "requests are admitted only then"
         return self.serving
+
+    def _job(self, kind: type[Body], body: bytes) -> Job:
+        request, params, raw = parse(body, kind)
+        self._check(request)
+        return Job(request, params, self._encode(request, raw))
 
     def _check(self, request: Body) -> None:
         options = self.options
