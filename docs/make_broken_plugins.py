@@ -27,7 +27,7 @@ NAMED = "serve --device cpu --attention-backend acme/flash"
 DRY = "serve --device cpu --dry-run"
 DOCTOR = "plugins doctor"
 INFO = "acme_flash-0.1.0.dist-info"
-POLICY = '\n\n[tokenspeed.policies]\nfcfs = acme_flash:ACME_FLASH [api1]\n'
+POLICY = "[tokenspeed.policies]\nfcfs = acme_flash:ACME_FLASH [api1]\n\n[tokenspeed.kernels.attention]"
 TWIN = """[tokenspeed.kernels.attention]
 acme/flash = zeta:FLASH [api1]
 """
@@ -92,7 +92,7 @@ CASES = (
         "`pip uninstall`, settles it.",
     ),
     Case(
-        "A shadowing of a name of the core", (Edit(POINTS, "\n", POLICY),), (DOCTOR, DRY),
+        "A shadowing of a name of the core", (Edit(POINTS, "[tokenspeed.kernels.attention]", POLICY),), (DOCTOR, DRY),
         "The plugin has an attention backend, and a policy by the name of the core's own `fcfs`. The policy cannot be "
         "had, `fcfs` stays the core's, and the backend works.",
     ),
@@ -148,9 +148,9 @@ CASES = (
     Case(
         "A kernel that raises when it is imported",
         (Edit(KERNEL, "import torch\n", "import torch\n\nraise RuntimeError('no licence')\n"),),
-        ("plugins why attention", NAMED),
+        (DOCTOR, "plugins why attention", NAMED, f"TOKENSPEED_PLUGINS=acme-flash {DRY}"),
         "`load` names a module that raises. `auto` passes the kernel over and says so in the plan; asked for by name, "
-        "it ends the start.",
+        "or of a plugin that was named, locked or made strict, it ends the start.",
     ),
     Case(
         "A kernel whose factory raises",

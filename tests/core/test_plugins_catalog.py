@@ -277,6 +277,9 @@ def test_what_does_not_fit_is_named_when_a_program_starts_and_ends_a_strict_star
     with pytest.raises(PluginError, match=rf"c of late 1\.0 is incompatible: {why}; `pip uninstall late` or "):
         discover(found, strict=True)
     discover(found, "-late", strict=True)
+    found = install("policy", "[tokenspeed.policies]\np = m:P [api9]\n")
+    with pytest.raises(PluginError, match="`pip uninstall policy` or TOKENSPEED_PLUGINS=-policy goes without it"):
+        discover(found, "-late", strict=True)
 
 
 def test_advice_where_no_kernel_fits_names_the_copy_that_hides_another(install: Install) -> None:

@@ -219,7 +219,7 @@ def blaming(entry: Entry, what: str) -> PluginError:
     mend = f"`pip uninstall {entry.distribution}` or {out} goes without it"
     if entry.distribution in DEFAULTS:  # without which little is left
         mend = f"`pip install --force-reinstall --no-deps {entry.distribution}=={entry.version}` mends a damaged one"
-    if entry.kind == "policies":  # the flag that names it would not find it any more
+    if entry.kind == "policies" and entry.status is Status.OK:  # the flag that names it would not find it any more
         mend = "`--schedule-policy fcfs` goes without it"
     return PluginError(f"{entry}{what}; {mend}")
 
