@@ -53,7 +53,7 @@ def measure(engine: Engine, num_rows: int, context: int, num_steps: int, waits: 
         endless = replace(request(i + 1, context, num_steps + num_rows + 4 * NUM_WARM), stop_token_ids=NO_INT)
         refused = engine.submit(endless)
         assert refused is None, refused
-    while engine.scheduler.roster.num_running < num_rows or len(engine.scheduler.rows.prefilling()):
+    while engine.scheduler.roster.num_running < num_rows or len(engine.scheduler.columns.prefilling()):
         engine.step()
     for _ in range(NUM_WARM):
         engine.step()

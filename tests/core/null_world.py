@@ -84,7 +84,7 @@ class Masks:
         self.scheduler = scheduler
 
     def _rows(self, plan: StepPlan) -> list[int]:
-        rows = self.scheduler.rows
+        rows = self.scheduler.columns
         return [i for i, slot in enumerate(plan.slots) if plan.wants_logits[i] and rows.priority[slot] == MASKED]
 
     def wants(self, plan: StepPlan) -> bool:
@@ -95,7 +95,7 @@ class Masks:
         indices = self._rows(plan)
         bits = np.zeros((len(indices), MODEL.vocab_size), np.bool_)
         for i, row in enumerate(indices):
-            last = int(self.scheduler.rows.known(int(plan.slots[row]))[-1])
+            last = int(self.scheduler.columns.known(int(plan.slots[row]))[-1])
             bits[i] = [allowed(last, token) for token in range(MODEL.vocab_size)]
         words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         return LateInputs(np.asarray(indices, np.int32), 1, words.ravel())
@@ -147,7 +147,7 @@ class World:
 
     def _drafts(self, slots: I32, room: I32) -> I32:
         drafts = np.minimum(self.rng.integers(0, self.num_drafts + 1, len(slots)), room).astype(np.int32)
-        return np.where(self.scheduler.rows.priority[slots] == MASKED, 0, drafts).astype(np.int32)
+        return np.where(self.scheduler.columns.priority[slots] == MASKED, 0, drafts).astype(np.int32)
 
     def submit(self, submit: Submit, awaits: str | None = None) -> None:
         refused = self.scheduler.submit(submit, awaits=awaits)

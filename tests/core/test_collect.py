@@ -13,8 +13,8 @@ from null_world import request
 from tokenspeed_core.kv.hashing import HashChain
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.scheduler.collect import Collected, collect
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.planning import Draft, InFlight
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.step import StepLogprobs, StepResult
 
@@ -58,9 +58,9 @@ def any_row(draw: st.DrawFn) -> Row:
     )
 
 
-def collected(plan_rows: list[Row], logprobs: StepLogprobs | None = None) -> tuple[Rows, Collected]:
+def collected(plan_rows: list[Row], logprobs: StepLogprobs | None = None) -> tuple[SlotColumns, Collected]:
     """Collect a step of these rows; row i stands in slot i and its sequence is i + 100."""
-    rows = Rows(MAX_SEQS, MAX_LEN)
+    rows = SlotColumns(MAX_SEQS, MAX_LEN)
     for slot, row in enumerate(plan_rows):
         submit = request(
             slot + 100, list(range(row.num_prompt)), max_tokens=row.max_tokens,

@@ -210,10 +210,10 @@ def test_an_aborted_sequence_is_planned_no_more_and_frees_its_blocks_a_step_late
     world.submit(request(0, [1, 2, 3], max_tokens=30))
     for _ in range(4):
         world.step()
-    slot = int(np.flatnonzero(world.scheduler.rows.sequence_id == 0)[0])
+    slot = int(np.flatnonzero(world.scheduler.columns.sequence_id == 0)[0])
     world.scheduler.abort([0])
     assert world.scheduler.roster.get(0) is None
-    assert world.scheduler.rows.sequence_id[slot] == -1
+    assert world.scheduler.columns.sequence_id[slot] == -1
     world.step()
     counts = world.scheduler.kv.counts()
     assert (counts.held, counts.fenced) == (0, 0)

@@ -122,7 +122,7 @@ def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
 
 def test_a_prompt_that_gives_one_token_is_not_a_decode_that_waits() -> None:
     world = World(chunk_size=64)
-    rows = world.scheduler.rows
+    rows = world.scheduler.columns
     world.submit(request(0, list(range(20)), max_tokens=1))
     world.step()
     assert len(rows.decoding()) == 1 and not rows.has_decodes

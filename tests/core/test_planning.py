@@ -10,9 +10,9 @@ from null_world import request
 
 from tokenspeed_core.kv.hashing import HashChain
 from tokenspeed_core.kv.lease import ABSENT, BlockLease
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.step import I32, StepPlan
 
@@ -26,8 +26,8 @@ def sequence(sequence_id: int, prompt: list[int], output: list[int], seed: int =
     return Sequence(sequence_id, submit, seed, sequence_id, HashChain(4, "", 0), ints(*prompt, *output))
 
 
-def drafted(rows: Rows | None = None, num_groups: int = 2) -> Draft:
-    return Draft(3, rows or Rows(6, 64), num_groups)
+def drafted(rows: SlotColumns | None = None, num_groups: int = 2) -> Draft:
+    return Draft(3, rows or SlotColumns(6, 64), num_groups)
 
 
 def frozen(draft: Draft) -> StepPlan:
@@ -35,7 +35,7 @@ def frozen(draft: Draft) -> StepPlan:
 
 
 def test_decodes_stand_before_chunks_whatever_was_added_first() -> None:
-    rows = Rows(6, 64)
+    rows = SlotColumns(6, 64)
     rows.tokens[4, :12] = np.arange(12)
     rows.tokens[2, :5] = np.arange(50, 55)
     draft = drafted(rows)

@@ -20,7 +20,7 @@ PROMPT = list(range(1, 17))
 
 
 def slot_of(world: World, sequence_id: int) -> int:
-    return int(np.flatnonzero(world.scheduler.rows.sequence_id == sequence_id)[0])
+    return int(np.flatnonzero(world.scheduler.columns.sequence_id == sequence_id)[0])
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])   # in the prompt, and when the first token is on its way

@@ -12,16 +12,16 @@ import torch
 from tokenspeed_core.kernels.attention import AttentionStep
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, StepInputs
 from tokenspeed_core.runner.link import HostLink
-from tokenspeed_core.runner.rows import DeviceRows, RowLayout
 from tokenspeed_core.runner.sampler import RunnerKernels
+from tokenspeed_core.runner.slots import SlotLayout, SlotState
 from tokenspeed_core.testing.plans import PlanMaker
 from tokenspeed_kernels.reference.cache import advance_rows, map_tokens
 
 BLOCK, GROUPS = 4, 2
 
 
-def make_rows() -> DeviceRows:
-    rows = DeviceRows(RowLayout(num_slots=6, num_blocks=8, num_groups=GROUPS), torch.device("cpu"))
+def make_rows() -> SlotState:
+    rows = SlotState(SlotLayout(num_slots=6, num_blocks=8, num_groups=GROUPS), torch.device("cpu"))
     rows.reset(padding_page=99)
     rows.last_token[:] = torch.arange(50, 56, dtype=torch.int32)
     return rows
@@ -77,7 +77,7 @@ def test_both_ways_give_the_same_inputs_and_leave_the_same_state(split: tuple[bo
     ):
         plan = plans.plan(decodes, chunks)
         check(host_maker.make(plan), device_maker.make(plan))
-        assert torch.equal(host.state, device.state)
+        assert torch.equal(host.words, device.words)
     assert host.seq_len.tolist() == [4, 8, 0, 0, 13, 0]
     assert host.seed[4] == -1
     assert host.temperature[4] == 0.5

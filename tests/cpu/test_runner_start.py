@@ -38,13 +38,13 @@ def bounded(max_num_seqs: int, chunk_size: int) -> SchedulerLimits:
 
 def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) -> None:
     limits = runner.resolved.limits
-    before = runner._rows.state.clone()
+    before = runner._state.words.clone()
     for trial in (largest(limits, 1), *kinds(limits, 1)):
         runner.forward(trial.plan)
         runner.sample(trial.plan.step_id, trial.late)
         runner.collect(trial.plan.step_id)
     runner.forget()
-    assert runner._rows.state.equal(before)
+    assert runner._state.words.equal(before)
 
 
 def test_the_largest_trial_has_all_tokens_and_all_rows() -> None:

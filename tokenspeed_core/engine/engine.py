@@ -75,7 +75,7 @@ class Engine:
         Raises EngineDeadError, and PluginError where the policy is a plugin's and fails.
         """
         outputs: list[Outputs] = []
-        draft = self.scheduler.plan(self._pace.max_prefill(beside_decodes=self.scheduler.rows.has_decodes))
+        draft = self.scheduler.plan(self._pace.max_prefill(beside_decodes=self.scheduler.columns.has_decodes))
         if draft is not None:
             outputs += self.launch(draft)
         if self._launched and (draft is None or len(self._launched) >= self._depth):

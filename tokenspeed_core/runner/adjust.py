@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tokenspeed_core.runner.link import Link
-from tokenspeed_core.runner.rows import DeviceRows, ragged
+from tokenspeed_core.runner.slots import SlotState, ragged
 from tokenspeed_core.sampling import MAX_LOGIT_BIAS
 from tokenspeed_core.step import I32, SlotInits
 
@@ -51,7 +51,7 @@ class TokenCounts:
         counts = self._table()
         counts[slots, ids] += 1
 
-    def penalise(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: DeviceRows) -> None:
+    def penalise(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: SlotState) -> None:
         """Change rows of float32 logits [R, V] in place; rows, slots int64 [P].
 
         Repetition divides positive and multiplies negative logits of tokens in prompt or output; frequency

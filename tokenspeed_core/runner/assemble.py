@@ -20,8 +20,8 @@ from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.runner.build import ModelBuild, solve_block_size
 from tokenspeed_core.runner.memory import PoolLimits
 from tokenspeed_core.runner.platform import describe_device, resolve_device
-from tokenspeed_core.runner.rows import most_blocks
 from tokenspeed_core.runner.sampler import RunnerKernels
+from tokenspeed_core.runner.slots import most_blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

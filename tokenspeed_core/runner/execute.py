@@ -16,16 +16,16 @@ from tokenspeed_core.runner.blame import blame
 from tokenspeed_core.runner.graphs import GraphLaunch, StepGraphs
 from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker
 from tokenspeed_core.runner.link import CudaLink, Fetch, HostLink, Link
-from tokenspeed_core.runner.rows import (
+from tokenspeed_core.runner.sampler import RawLogprobs, Sampler, SamplingRows
+from tokenspeed_core.runner.slots import (
     DRAWS,
     SPECIAL,
-    DeviceRows,
-    RowLayout,
+    SlotLayout,
+    SlotState,
     SlotTraits,
     check_supported,
     most_blocks,
 )
-from tokenspeed_core.runner.sampler import RawLogprobs, Rows, Sampler
 from tokenspeed_core.runner.staged import BucketSize
 from tokenspeed_core.step import I64, LateInputs, OutOfMemory, StepFailed, StepPlan, StepResult
 
@@ -39,7 +39,7 @@ class _Launched:
 
     plan: StepPlan
     logits: torch.Tensor | None
-    rows: Rows | None
+    rows: SamplingRows | None
     graph: GraphLaunch | None = None
     at: I64 | None = None
     fetch: Fetch | None = None
@@ -72,15 +72,15 @@ class LocalRunner:
         self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
         limits = self.resolved.limits
         self._traits = SlotTraits(limits.max_num_seqs + 1)
-        layout = RowLayout(
+        layout = SlotLayout(
             limits.max_num_seqs + 1, most_blocks(limits.max_model_len, self.block_size), len(self._groups)
         )
-        self._rows = DeviceRows(layout, self._device)
+        self._state = SlotState(layout, self._device)
         split = tuple(group.is_split for group in self._groups)
         self._inputs = (
-            HostInputMaker(self._rows, self.block_size, split)
+            HostInputMaker(self._state, self.block_size, split)
             if self._stream is None
-            else DeviceInputMaker(self._rows, assembly.kernels, split, self._link)
+            else DeviceInputMaker(self._state, assembly.kernels, split, self._link)
         )
         self._sampler = self._new_sampler()
         self._graphs: StepGraphs | None = None
@@ -106,7 +106,7 @@ class LocalRunner:
         with torch.inference_mode():
             self._use_stream()
             graphs = StepGraphs(
-                self._rows, self._groups, self._model, self._assembly.kernels, self._link,
+                self._state, self._groups, self._model, self._assembly.kernels, self._link,
                 sizes=sizes, block_size=self.block_size, max_model_len=self.resolved.limits.max_model_len,
             )
             graphs.capture(progress)
@@ -119,7 +119,7 @@ class LocalRunner:
             self._graphs.invalidate()
         with torch.inference_mode():
             self._use_stream()
-            self._rows.reset(padding_page=self.num_pages)
+            self._state.reset(padding_page=self.num_pages)
         self._traits.reset()
         self._sampler = self._new_sampler()
 
@@ -186,7 +186,7 @@ class LocalRunner:
 
     def _new_sampler(self) -> Sampler:
         vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels
-        return Sampler(self._rows, self._traits, vocab_size, kernels, self._link)
+        return Sampler(self._state, self._traits, vocab_size, kernels, self._link)
 
     def _use_stream(self) -> None:
         """Make the runner's stream this thread's current one (cheaper than a context, and harms nobody)."""
@@ -219,7 +219,7 @@ class LocalRunner:
                 src, dst = self._link.send((copy.src.astype(np.int64), copy.dst.astype(np.int64)))
                 self._arena.index_copy_(0, dst, self._arena[src])
 
-    def _sample(self, step: _Launched, rows: Rows, late: LateInputs | None) -> None:
+    def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> None:
         graph = step.graph
         if graph is not None:
             asked = self._traits.asked(rows.slots)
@@ -232,7 +232,7 @@ class LocalRunner:
             if graph.at is not None:
                 (at,) = self._link.send((graph.at,))
                 step.logits = graph.logits[at]
-                rows = Rows(rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at])
+                rows = SamplingRows(rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at])
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None

@@ -20,8 +20,8 @@ from tokenspeed_core.models import Model
 from tokenspeed_core.runner.attention import AttentionGroup
 from tokenspeed_core.runner.inputs import GroupInputs
 from tokenspeed_core.runner.link import Link, PinnedRing
-from tokenspeed_core.runner.rows import DeviceRows
-from tokenspeed_core.runner.sampler import Rows, RunnerKernels, draw
+from tokenspeed_core.runner.sampler import RunnerKernels, SamplingRows, draw
+from tokenspeed_core.runner.slots import SlotState
 from tokenspeed_core.runner.staged import BucketSize, StagedLayout
 from tokenspeed_core.step import I64, StepPlan
 
@@ -48,7 +48,7 @@ class GraphLaunch:
     of buffers that the next step overwrites (behind this one on the stream).
     """
 
-    rows: Rows
+    rows: SamplingRows
     logits: torch.Tensor
     ids: torch.Tensor
     at: I64 | None
@@ -59,11 +59,11 @@ class StepGraphs:
     """Captured steps. Runs on the stream that is current, which must not be the default one."""
 
     def __init__(
-        self, rows: DeviceRows, groups: Sequence[AttentionGroup], model: Model, kernels: RunnerKernels, link: Link,
+        self, state: SlotState, groups: Sequence[AttentionGroup], model: Model, kernels: RunnerKernels, link: Link,
         *, sizes: Sequence[BucketSize], block_size: int, max_model_len: int,
     ) -> None:
         """Allocate the buffers that all buckets share."""
-        self._rows, self._groups, self._model, self._link = rows, groups, model, link
+        self._state, self._groups, self._model, self._link = state, groups, model, link
         self._kernels = kernels
         self._block_size, self._max_model_len = block_size, max_model_len
         self.decode_sizes = sorted(size.num_decodes for size in sizes if not size.num_chunks)
@@ -73,14 +73,14 @@ class StepGraphs:
         self._layouts = {size: StagedLayout(size, self._num_words(size)) for size in sizes}
         attention = [kernel for group in groups for kernel in group.kernels.values()]
         self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in attention)
-        device, num_rows = rows.state.device, max(size.num_rows for size in sizes)
+        device, num_rows = state.words.device, max(size.num_rows for size in sizes)
         num_tokens = max(size.num_tokens for size in sizes)
         longest = max(layout.num_int64 for layout in self._layouts.values())
         self._staged = torch.zeros(longest, dtype=torch.int64, device=device)
         self._ring = PinnedRing(self._staged.nbytes)
         self._decode_start = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._tables = [torch.zeros_like(table[:1]).repeat(num_rows, 1) for table in rows.tables]
+        self._tables = [torch.zeros_like(table[:1]).repeat(num_rows, 1) for table in state.tables]
         self._mappings = [torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in groups]
         self._inputs = torch.zeros((2, self.decode_sizes[-1]), dtype=torch.int64, device=device)
         self._new_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -131,7 +131,7 @@ class StepGraphs:
         sampled = np.flatnonzero(plan.wants_logits)
         at = np.where(sampled < plan.num_decodes, sampled, sampled - plan.num_decodes + size.num_decodes)
         assert self._logits is not None, "a bucket was captured"
-        rows = Rows(sampled.astype(np.int32), plan.slots[sampled], bucket.columns["slots"], self._new_positions)
+        rows = SamplingRows(sampled.astype(np.int32), plan.slots[sampled], bucket.columns["slots"], self._new_positions)
         return GraphLaunch(rows, self._logits, bucket.ids, at, draw_them)
 
     def _decode_launch(self, bucket: _Bucket, plan: StepPlan, draw_them: Callable[[], None]) -> GraphLaunch:
@@ -143,7 +143,7 @@ class StepGraphs:
                 self._ids[:num_rows],
             )
         slots, positions, logits, ids = self._views[num_rows]
-        rows = Rows(self._plan_rows[:num_rows], plan.slots, slots, positions)
+        rows = SamplingRows(self._plan_rows[:num_rows], plan.slots, slots, positions)
         return GraphLaunch(rows, logits, ids, None, draw_them)
 
     def _num_words(self, size: BucketSize) -> int:
@@ -162,11 +162,11 @@ class StepGraphs:
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
         """Bring a plan to the device; nothing if the device has just these decodes already."""
-        layout, rows = bucket.layout, self._rows
-        words, values = rows.layout.writes(plan)
+        layout, state = bucket.layout, self._state
+        words, values = state.layout.writes(plan)
         if len(words) > layout.num_words:
             device_words, device_values = self._link.send((words, values))
-            rows.state.index_copy_(0, device_words, device_values)
+            state.words.index_copy_(0, device_words, device_values)
             words, values = words[:0], values[:0]
         uploaded = None if layout.size.num_chunks else (layout.size, plan.slots.tobytes())
         if uploaded is not None and not len(words) and uploaded == self._uploaded:
@@ -180,7 +180,7 @@ class StepGraphs:
     @property
     def _padding(self) -> tuple[int, int]:
         """The padding slot, and the word of its length, which is 0 at all times."""
-        layout = self._rows.layout
+        layout = self._state.layout
         return layout.padding_slot, layout.column("seq_len") + layout.padding_slot
 
     def _prepare(self, bucket: _Bucket) -> None:
@@ -239,17 +239,17 @@ class StepGraphs:
 
     def _begin(self, bucket: _Bucket) -> None:
         """Write the changed words, read the slots, and move their lengths on; padding stays at length 0."""
-        rows, columns, size, kernels = self._rows, bucket.columns, bucket.layout.size, self._kernels
+        state, columns, size, kernels = self._state, bucket.columns, bucket.layout.size, self._kernels
         assert kernels.advance is not None and kernels.map is not None, "they are asked for on a device"
         slots, num_rows = columns["slots"], size.num_rows
         token_ids, positions = self._token_inputs(bucket)
         kernels.advance(
-            rows.state, columns["words"], columns["values"], slots, columns["advance"], token_ids[: size.num_decodes],
+            state.words, columns["words"], columns["values"], slots, columns["advance"], token_ids[: size.num_decodes],
             positions[: size.num_decodes], self._seq_lens[:num_rows], self._new_positions[:num_rows],
-            *rows.layout.heads,
+            *state.layout.heads,
         )
         token_slots = columns["token_slots"] if size.num_chunks else slots
-        for table, gathered, mapping in zip(rows.tables, self._tables, self._mappings, strict=True):
+        for table, gathered, mapping in zip(state.tables, self._tables, self._mappings, strict=True):
             kernels.map(table, slots, token_slots, positions, gathered[:num_rows], mapping[: size.num_tokens])
 
     def _forward(self, bucket: _Bucket) -> None:
@@ -266,11 +266,11 @@ class StepGraphs:
         assert self._logits is not None, "the forward comes first"
         num_rows, slots = bucket.layout.size.num_rows, bucket.columns["slots"]
         logits = self._logits[:num_rows]
-        chosen = draw(self._rows, self._kernels.sample, logits, slots, self._new_positions[:num_rows])
+        chosen = draw(self._state, self._kernels.sample, logits, slots, self._new_positions[:num_rows])
         self._note(bucket, logits, chosen)
 
     def _note(self, bucket: _Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
-        self._kernels.note[logits.dtype](logits, chosen, bucket.columns["slots"], self._rows.last_token, bucket.ids)
+        self._kernels.note[logits.dtype](logits, chosen, bucket.columns["slots"], self._state.last_token, bucket.ids)
 
     def _token_inputs(self, bucket: _Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and positions, int64 [tokens] each: chunks' are in the upload, and decodes' come there."""

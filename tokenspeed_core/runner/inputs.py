@@ -13,8 +13,8 @@ import torch
 
 from tokenspeed_core.kernels.attention import AttentionStep
 from tokenspeed_core.runner.link import Link
-from tokenspeed_core.runner.rows import DeviceRows
-from tokenspeed_core.runner.sampler import Rows, RunnerKernels
+from tokenspeed_core.runner.sampler import RunnerKernels, SamplingRows
+from tokenspeed_core.runner.slots import SlotState
 from tokenspeed_core.step import I32, I64, StepPlan
 
 
@@ -44,7 +44,7 @@ class StepInputs:
     token_ids: torch.Tensor
     positions: torch.Tensor
     groups: tuple[GroupInputs, ...]
-    rows: Rows
+    rows: SamplingRows
     logit_index: torch.Tensor | None
 
 
@@ -113,13 +113,13 @@ class _Shape:
 class HostInputMaker:
     """Makes inputs where the state is host memory."""
 
-    def __init__(self, rows: DeviceRows, block_size: int, split: tuple[bool, ...]) -> None:
+    def __init__(self, state: SlotState, block_size: int, split: tuple[bool, ...]) -> None:
         """`split` says of each cache group whether mixed steps are needed in two parts."""
-        self._layout = rows.layout
-        self._state = rows.state.numpy()
-        self._last_token = rows.last_token.numpy()
-        self._seq_len = rows.seq_len.numpy()
-        self._tables = [table.numpy() for table in rows.tables]
+        self._layout = state.layout
+        self._words = state.words.numpy()
+        self._last_token = state.last_token.numpy()
+        self._seq_len = state.seq_len.numpy()
+        self._tables = [table.numpy() for table in state.tables]
         self._block_size = block_size
         self._split = split
 
@@ -127,7 +127,7 @@ class HostInputMaker:
         """Apply a plan's deltas, move lengths on, and return the inputs. The plan has at least one row."""
         shape = _Shape.of(plan)
         words, values = self._layout.writes(plan)
-        self._state[words] = values
+        self._words[words] = values
         slots = plan.slots
         before = self._seq_len[slots]
         seq_lens = before + plan.num_query_tokens
@@ -150,7 +150,7 @@ class HostInputMaker:
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             groups=self._groups(shape, seq_lens, positions, token_slots),
-            rows=Rows(
+            rows=SamplingRows(
                 shape.rows, sampling, torch.from_numpy(sampling.astype(np.int64)),
                 torch.from_numpy(new_positions.astype(np.int64)),
             ),
@@ -173,17 +173,17 @@ class HostInputMaker:
 class DeviceInputMaker:
     """Makes inputs where the state is the device's: one copy there, then two small kernels."""
 
-    def __init__(self, rows: DeviceRows, kernels: RunnerKernels, split: tuple[bool, ...], link: Link) -> None:
+    def __init__(self, state: SlotState, kernels: RunnerKernels, split: tuple[bool, ...], link: Link) -> None:
         """`split` says of each cache group whether mixed steps are needed in two parts."""
         assert kernels.advance is not None and kernels.map is not None, "they are asked for on a device"
-        self._rows, self._advance, self._map = rows, kernels.advance, kernels.map
+        self._state, self._advance, self._map = state, kernels.advance, kernels.map
         self._split = split
         self._link = link
 
     def make(self, plan: StepPlan) -> StepInputs:
         """Apply a plan's deltas, move lengths on, and return the inputs. The plan has at least one row."""
-        shape, rows = _Shape.of(plan), self._rows
-        words, values = rows.layout.writes(plan)
+        shape, state = _Shape.of(plan), self._state
+        words, values = state.layout.writes(plan)
         token_rows, offsets = shape.token_rows()
         slots, middle = plan.slots.astype(np.int64), plan.num_decodes
         sampling = plan.slots[shape.rows]
@@ -195,14 +195,14 @@ class DeviceInputMaker:
         *changes, device_slots, token_slots, positions, ids, advance, query_start, sampled, last = sent
         seq_lens, ends = torch.empty_like(advance), torch.empty_like(device_slots)
         self._advance(
-            rows.state, *changes, device_slots, advance, ids[:middle], positions[:middle], seq_lens, ends,
-            *rows.layout.heads,
+            state.words, *changes, device_slots, advance, ids[:middle], positions[:middle], seq_lens, ends,
+            *state.layout.heads,
         )
         return StepInputs(
             token_ids=ids,
             positions=positions,
             groups=self._groups(shape, query_start, seq_lens, device_slots, positions, token_slots),
-            rows=Rows(shape.rows, sampling, device_slots[sampled], ends[sampled]),
+            rows=SamplingRows(shape.rows, sampling, device_slots[sampled], ends[sampled]),
             logit_index=None if shape.samples_each_token else last,
         )
 
@@ -211,7 +211,7 @@ class DeviceInputMaker:
         positions: torch.Tensor, token_slots: torch.Tensor,
     ) -> tuple[GroupInputs, ...]:
         groups = []
-        for table, split in zip(self._rows.tables, self._split, strict=True):
+        for table, split in zip(self._state.tables, self._split, strict=True):
             gathered, mapping = table.new_empty((len(slots), table.shape[1])), torch.empty_like(positions)
             self._map(table, slots, token_slots, positions, gathered, mapping)
             steps = shape.steps(query_start, seq_lens, gathered, split)

@@ -11,7 +11,7 @@ import torch
 
 from tokenspeed_core.runner.adjust import Biases, TokenCounts, mask
 from tokenspeed_core.runner.link import Link
-from tokenspeed_core.runner.rows import DRAWS, SPECIAL, DeviceRows, SlotTraits
+from tokenspeed_core.runner.slots import DRAWS, SPECIAL, SlotState, SlotTraits
 from tokenspeed_core.step import I32, LateInputs, SlotInits, StepLogprobs
 
 Kernel = Callable[..., Any]
@@ -32,7 +32,7 @@ class RunnerKernels:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class SamplingRows:
     """The R rows that sample: their place in the plan, their slots, and where their new tokens will stand.
 
     `device_slots` and `new_positions` are int64 [R] on the device.
@@ -81,15 +81,15 @@ class Sampler:
     """
 
     def __init__(
-        self, state: DeviceRows, traits: SlotTraits, vocab_size: int, kernels: RunnerKernels, link: Link
+        self, state: SlotState, traits: SlotTraits, vocab_size: int, kernels: RunnerKernels, link: Link
     ) -> None:
         """Bind the kernels."""
         self._state = state
         self._traits = traits
         self._kernels = kernels
         self._link = link
-        self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.state.device)
-        self._biases = Biases(state.layout.num_slots, state.state.device)
+        self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.words.device)
+        self._biases = Biases(state.layout.num_slots, state.words.device)
 
     def begin(self, inits: SlotInits) -> None:
         """Take the sampling parameters that stand outside the slots' columns."""
@@ -101,7 +101,7 @@ class Sampler:
         if len(biased):
             self._biases.begin(inits, biased, self._link)
 
-    def __call__(self, logits: torch.Tensor, rows: Rows, late: LateInputs | None) -> Sampled:
+    def __call__(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs | None) -> Sampled:
         """Choose a token for each row of logits [R, V], and make it the last token of its slot.
 
         May write into `logits`.
@@ -133,7 +133,7 @@ class Sampler:
         plan_rows = rows.plan_rows[asking].astype(np.int32)
         return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, int(wanted.max())))
 
-    def _choose(self, logits: torch.Tensor, rows: Rows, asked: int) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, rows: SamplingRows, asked: int) -> torch.Tensor:
         """Run a kernel and note its tokens; ids int32 [R]."""
         if asked & DRAWS:
             chosen = draw(self._state, self._kernels.sample, logits, rows.device_slots, rows.new_positions)
@@ -143,7 +143,7 @@ class Sampler:
         self._kernels.note[logits.dtype](logits, chosen, rows.device_slots, self._state.last_token, ids)
         return ids
 
-    def _mask(self, logits: torch.Tensor, rows: Rows, late: LateInputs) -> None:
+    def _mask(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs) -> None:
         if late.num_positions != 1:
             raise ValueError("masks for draft positions need a drafter, and none is loaded")
         place = np.searchsorted(rows.plan_rows, late.rows)
@@ -152,7 +152,7 @@ class Sampler:
 
 
 def draw(
-    state: DeviceRows, sample: Kernel, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    state: SlotState, sample: Kernel, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Run the op `sample` with the slots' parameters; returns int64 [R]."""
     chosen: torch.Tensor = sample(

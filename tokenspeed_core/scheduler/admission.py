@@ -6,12 +6,12 @@ import numpy as np
 
 from tokenspeed_core.kv.manager import KVManager, Match
 from tokenspeed_core.messages import Refused, Submit
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.decisions import Candidate, Policy, Room
 from tokenspeed_core.scheduler.lifecycle import Preempted, Waiting
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft
 from tokenspeed_core.scheduler.roster import Entry, Roster
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.running import Running
 from tokenspeed_core.scheduler.sequence import Sequence
 
@@ -20,11 +20,12 @@ class Admission:
     """Admits the first of the queue, one after another, while the policy finds room for them."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, rows: Rows, roster: Roster, running: Running,
+        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, columns: SlotColumns, roster: Roster,
+        running: Running,
     ) -> None:
         """Share the scheduler's parts."""
         self._limits, self._kv, self._policy = limits, kv, policy
-        self._rows, self._roster, self._running = rows, roster, running
+        self._columns, self._roster, self._running = columns, roster, running
 
     def refusal(self, request: Submit) -> Refused | None:
         """Say why a request can never run or may not queue; None if it may. Changes nothing."""
@@ -91,11 +92,11 @@ class Admission:
         return Candidate(num_tokens, match.num_tokens, pages, match.num_idle)
 
     def _room(self, draft: Draft, budget: int, num_in_flight: int) -> Room:
-        rows, kv, counts = self._rows, self._kv, self._kv.counts()
-        prefilling = rows.prefilling()
-        short = rows.target[prefilling] + 1 - rows.capacity[prefilling]
+        columns, kv, counts = self._columns, self._kv, self._kv.counts()
+        prefilling = columns.prefilling()
+        short = columns.target[prefilling] + 1 - columns.capacity[prefilling]
         promised = int(np.maximum(-(-short // kv.block_size), 0).sum()) * kv.pages_per_block
-        num_decoding = len(rows.decoding())
+        num_decoding = len(columns.decoding())
         if not self._limits.is_chunking and not draft.num_chunk_tokens:
             budget = self._limits.max_model_len  # a prompt beyond the budget runs alone
         return Room(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tokenspeed_core.messages import Finish, Outputs
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.planning import InFlight
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.step import I32, I64, StepLogprobs, StepResult
 
 
@@ -33,10 +33,10 @@ class Collected:
         for i in np.flatnonzero(self.finish):
             yield int(self.slots[i]), Finish(int(self.finish[i]))
 
-    def due_for_naming(self, rows: Rows, granularity: int) -> I32:
+    def due_for_naming(self, columns: SlotColumns, granularity: int) -> I32:
         """Return the slots that go on and have filled what one hash covers since their last naming."""
         slots = self.slots[self.finish == Finish.NOT] if self.finish.any() else self.slots
-        return slots[rows.num_known[slots] - 1 - rows.named_until[slots] >= granularity]
+        return slots[columns.num_known[slots] - 1 - columns.named_until[slots] >= granularity]
 
     def homeless(self) -> Iterator[tuple[int, I32]]:
         """Yield (plan row, tokens) of the rows whose sequence no longer holds its slot."""
@@ -72,17 +72,17 @@ class Collected:
         return _with_logprobs(logprobs, outputs, plan_rows)
 
 
-def collect(rows: Rows, flight: InFlight, result: StepResult) -> Collected:
+def collect(columns: SlotColumns, flight: InFlight, result: StepResult) -> Collected:
     """Write a result's tokens into the columns and find the sequences that end.
 
     Rows of sequences that lost their slot since are left out; what a sequence got past its end is dropped.
     """
     plan, counts = flight.plan, result.num_tokens
-    holds = (rows.sequence_id[plan.slots] == flight.sequence_ids) & (flight.num_new > 0)
+    holds = (columns.sequence_id[plan.slots] == flight.sequence_ids) & (flight.num_new > 0)
     got = np.flatnonzero(holds).astype(np.int32)
     slots = plan.slots[got]
     num_tokens = counts[got]
-    rows.num_bound[slots] -= flight.num_new[got] - num_tokens
+    columns.num_bound[slots] -= flight.num_new[got] - num_tokens
     if len(got) == len(counts) and len(result.token_ids) == len(got):
         token_ids, row_of = result.token_ids, np.arange(len(got))
     else:
@@ -90,22 +90,22 @@ def collect(rows: Rows, flight: InFlight, result: StepResult) -> Collected:
         row_of = np.repeat(np.arange(len(got)), num_tokens)
         token_ids = result.token_ids[np.repeat(starts, num_tokens) + _offsets(num_tokens, len(row_of))]
     finish = np.zeros(len(got), np.int32)
-    num_tokens, token_ids, row_of = _cut(rows, slots, num_tokens, token_ids, row_of, finish)
-    rows.tokens[slots[row_of], rows.num_known[slots][row_of] + _offsets(num_tokens, len(row_of))] = token_ids
-    rows.num_known[slots] += num_tokens
-    num_cached = rows.num_cached[slots]
-    rows.num_cached[slots[num_tokens > 0]] = 0
+    num_tokens, token_ids, row_of = _cut(columns, slots, num_tokens, token_ids, row_of, finish)
+    columns.tokens[slots[row_of], columns.num_known[slots][row_of] + _offsets(num_tokens, len(row_of))] = token_ids
+    columns.num_known[slots] += num_tokens
+    num_cached = columns.num_cached[slots]
+    columns.num_cached[slots[num_tokens > 0]] = 0
     return Collected(got, slots, flight.sequence_ids[got], num_tokens, token_ids, finish, num_cached, result)
 
 
 def _cut(
-    rows: Rows, slots: I32, num_tokens: I32, token_ids: I32, row_of: I64, finish: I32,
+    columns: SlotColumns, slots: I32, num_tokens: I32, token_ids: I32, row_of: I64, finish: I32,
 ) -> tuple[I32, I32, I64]:
     """Mark the rows that end, and drop what came past the end. Writes `finish`."""
-    room = rows.max_len[slots] - rows.num_known[slots]
+    room = columns.max_len[slots] - columns.num_known[slots]
     finish[num_tokens >= room] = Finish.LENGTH
     kept = np.minimum(num_tokens, room)
-    stops = (token_ids[:, None] == rows.stop_ids[slots][row_of]).any(axis=1) | (token_ids < 0)
+    stops = (token_ids[:, None] == columns.stop_ids[slots][row_of]).any(axis=1) | (token_ids < 0)
     if stops.any():
         position = _offsets(num_tokens, len(row_of))
         for at in np.flatnonzero(stops):   # the first of a row is seen first; the rest lies behind its end

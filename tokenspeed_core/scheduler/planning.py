@@ -8,8 +8,8 @@ import numpy as np
 
 from tokenspeed_core.kv.lease import ABSENT, BlockLease
 from tokenspeed_core.kv.manager import Entries
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.inits import slot_inits
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.step import I32, I64, BlockCopy, BlockDelta, Bool, StepPlan
 
@@ -30,11 +30,11 @@ class InFlight:
 class Draft:
     """Gathers rows (decodes at once, chunks one by one), table entries and newcomers of one step."""
 
-    def __init__(self, step_id: int, rows: Rows, num_groups: int) -> None:
+    def __init__(self, step_id: int, columns: SlotColumns, num_groups: int) -> None:
         """Start without rows."""
         self.step_id = step_id
         self.num_tokens = self.num_chunk_tokens = 0  # query tokens; those of the chunk rows
-        self._rows = rows
+        self._columns = columns
         self._decodes: tuple[I32, I32, I32] = (_NONE, _NONE, _NONE)
         self._chunks: list[tuple[int, int, int, bool]] = []
         self._growth: list[list[tuple[int, int, int]]] = [[] for _ in range(num_groups)]
@@ -90,7 +90,7 @@ class Draft:
             start = np.concatenate((start, np.asarray(starts, np.int32)))
             num_query = np.concatenate((num_query, np.subtract(ends, starts, dtype=np.int32)))
             wants = np.concatenate((wants, np.asarray(lasts, np.bool_)))
-            tokens = self._rows.tokens
+            tokens = self._columns.tokens
             token_ids = np.concatenate([tokens[slot, a:b] for slot, a, b, _ in self._chunks])
         if group_num_tokens is None:
             group_num_tokens = np.asarray([self.num_tokens], np.int32)

@@ -7,6 +7,7 @@ import heapq
 from tokenspeed_core.kv.lease import BlockLease
 from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Finish
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.lifecycle import (
     Admit,
@@ -25,7 +26,6 @@ from tokenspeed_core.scheduler.lifecycle import (
     Waiting,
     advance,
 )
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.sequence import Sequence
 
 Entry = tuple[tuple[int, int], int]   # of the queue: (policy key, sequence id)
@@ -37,15 +37,15 @@ class Roster:
     Nobody else assigns a state, hands out a slot or gives a lease back.
     """
 
-    def __init__(self, rows: Rows, kv: KVManager, policy: Policy) -> None:
-        """Start empty; every slot of `rows` is free."""
+    def __init__(self, columns: SlotColumns, kv: KVManager, policy: Policy) -> None:
+        """Start empty; every slot of `columns` is free."""
         self.num_waiting = 0     # sequences without a slot that want one, now or when their input comes
         self.num_preemptions = 0
-        self._rows, self._kv, self._policy = rows, kv, policy
+        self._columns, self._kv, self._policy = columns, kv, policy
         self._states: dict[int, State] = {}
         self._queue: list[Entry] = []   # a heap
-        self._leases: list[BlockLease | None] = [None] * len(rows.sequence_id)
-        self._slots = list(range(len(rows.sequence_id) - 1, -1, -1))
+        self._leases: list[BlockLease | None] = [None] * len(columns.sequence_id)
+        self._slots = list(range(len(columns.sequence_id) - 1, -1, -1))
         self._stuck_at = -1      # pages available when the first in the queue last found no room
 
     # -- asking ---------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class Roster:
 
     def at(self, slot: int) -> State:
         """Return the state of the sequence that holds a slot."""
-        return self._states[int(self._rows.sequence_id[slot])]
+        return self._states[int(self._columns.sequence_id[slot])]
 
     def lease(self, slot: int) -> BlockLease:
         """Return the blocks of the sequence that holds a slot."""
@@ -129,7 +129,7 @@ class Roster:
         """Give a sequence a slot, with blocks that hold `num_hit` of its tokens already. Returns the slot."""
         slot = self._slots.pop()
         self._leases[slot] = lease
-        self._rows.occupy(slot, state.sequence, num_hit, lease.capacity)
+        self._columns.occupy(slot, state.sequence, num_hit, lease.capacity)
         self._stuck_at = -1
         self.num_waiting -= 1
         self.move(state, Admit(Lease(slot, lease)))
@@ -155,7 +155,7 @@ class Roster:
         """Apply an event to a sequence's state, and give back what the move frees."""
         move: Move = advance(state, event)
         if move.slot is not None:
-            self._rows.vacate(move.slot, move.state.sequence)
+            self._columns.vacate(move.slot, move.state.sequence)
             self._leases[move.slot] = None
             self._slots.append(move.slot)
         if move.blocks is not None:
@@ -169,7 +169,7 @@ class Roster:
         """Make a decoding sequence's blocks that are computed and whose tokens are known shareable."""
         state = self.at(slot)
         if isinstance(state, Decoding):
-            known = self._rows.known(slot)
+            known = self._columns.known(slot)
             state.sequence.chain.extend(known)
             self._kv.name_blocks(state.lease.blocks, state.sequence.chain, len(known) - 1, is_exact=False)
-            self._rows.named_until[slot] = state.lease.blocks.num_named
+            self._columns.named_until[slot] = state.lease.blocks.num_named

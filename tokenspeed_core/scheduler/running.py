@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 
 from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.decisions import Decision, Limits, Policy, View
 from tokenspeed_core.scheduler.lifecycle import Prefilling, PromptPlanned
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft
 from tokenspeed_core.scheduler.roster import Roster
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.step import I32
 
 Drafts = Callable[[I32, I32], I32]  # (slots, most drafts each) -> drafts each
@@ -22,11 +22,12 @@ class Running:
     """Plans decodes and chunks. A step in which all rows decode touches no Python object per sequence."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, rows: Rows, roster: Roster, drafts: Drafts | None,
+        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, columns: SlotColumns, roster: Roster,
+        drafts: Drafts | None,
     ) -> None:
         """Share the scheduler's parts. `drafts` gives decode rows drafts to verify."""
         self._limits, self._kv, self._policy = limits, kv, policy
-        self._rows, self._roster, self._drafts = rows, roster, drafts
+        self._columns, self._roster, self._drafts = columns, roster, drafts
 
     def plan(self, draft: Draft, budget: int, max_prefill: int) -> None:
         """Add the running sequences' rows to a draft and preempt whom the policy names."""
@@ -42,11 +43,11 @@ class Running:
 
     def plan_chunk(self, draft: Draft, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or as many as there are, and as there are pages for."""
-        rows, kv = self._rows, self._kv
-        start, target = int(rows.num_planned[slot]), int(rows.target[slot])
+        columns, kv = self._columns, self._kv
+        start, target = int(columns.num_planned[slot]), int(columns.target[slot])
         end = min(start + num_tokens, target)
         if kv.pages_per_block:  # what has states alone takes no page as it goes on
-            end = min(end, int(rows.capacity[slot]) + kv.pool.num_available // kv.pages_per_block * kv.block_size)
+            end = min(end, int(columns.capacity[slot]) + kv.pool.num_available // kv.pages_per_block * kv.block_size)
         aligned = end // kv.block_size * kv.block_size
         if kv.has_recurrent and aligned > start and (end < target or aligned < target):
             end = aligned  # a state can be kept only where a block ends
@@ -56,54 +57,54 @@ class Running:
         state = self._roster.at(slot)
         assert isinstance(state, Prefilling)
         draft.chunk(slot, start, end, is_last)
-        rows.num_planned[slot] = end
+        columns.num_planned[slot] = end
         kv.name_blocks(state.lease.blocks, state.sequence.chain, end, is_exact=True)
         if is_last:
-            rows.num_bound[slot] = target + 1
-            rows.named_until[slot] = state.lease.blocks.num_named
-            rows.set_decoding(slot, True)
+            columns.num_bound[slot] = target + 1
+            columns.named_until[slot] = state.lease.blocks.num_named
+            columns.set_decoding(slot, True)
             self._roster.move(state, PromptPlanned())
 
     def _view(self) -> View:
         """Gather the rows that want to run."""
-        rows, kv = self._rows, self._kv
-        decoding = rows.decoding()
-        bound = rows.num_bound[decoding]
-        room = rows.max_len[decoding] - bound
+        columns, kv = self._columns, self._kv
+        decoding = columns.decoding()
+        bound = columns.num_bound[decoding]
+        room = columns.max_len[decoding] - bound
         able = room > 0
         if not able.all():
             decoding, room, bound = decoding[able], room[able], bound[able]
         num_query = np.ones(len(decoding), np.int32)
         if self._drafts is not None and len(decoding):
             num_query += self._drafts(decoding, room - 1)
-        prefilling = rows.prefilling()
+        prefilling = columns.prefilling()
         if len(prefilling):
             slots = np.concatenate((decoding, prefilling))
-            rest = rows.target[prefilling] - rows.num_planned[prefilling]
-            end = np.concatenate((bound - 1 + num_query, rows.num_planned[prefilling] + 1))
+            rest = columns.target[prefilling] - columns.num_planned[prefilling]
+            end = np.concatenate((bound - 1 + num_query, columns.num_planned[prefilling] + 1))
             wanted = np.concatenate((num_query, rest))
         else:
             slots, wanted, end = decoding, num_query, bound - 1 + num_query
-        blocks = -((rows.capacity[slots] - end) // kv.block_size)  # that each lacks
+        blocks = -((columns.capacity[slots] - end) // kv.block_size)  # that each lacks
         pages = np.maximum(blocks, 0) * kv.pages_per_block
         held = np.zeros(len(slots), np.int32)
         if int(pages.sum()) > kv.pool.num_available:
             held = np.asarray([len(self._roster.lease(int(slot)).pages()) for slot in slots], np.int32)
-        return View(slots, len(decoding), wanted, pages, held, rows.priority[slots], rows.arrival[slots])
+        return View(slots, len(decoding), wanted, pages, held, columns.priority[slots], columns.arrival[slots])
 
     def _plan_decodes(self, draft: Draft, view: View, decision: Decision) -> None:
-        rows, num = self._rows, view.num_decodes
+        columns, num = self._columns, view.num_decodes
         slots, num_query = view.slots[:num], decision.num_query[:num]
         runs = num_query > 0
         if not runs.all():
             slots, num_query = slots[runs], num_query[runs]
-        start = rows.num_bound[slots] - 1
-        for i in np.flatnonzero(start + num_query > rows.capacity[slots]):
+        start = columns.num_bound[slots] - 1
+        for i in np.flatnonzero(start + num_query > columns.capacity[slots]):
             # Drafts may be rejected: only the tokens that the host has seen are certainly there.
-            certain = int(rows.num_known[slots[i]]) - 1
+            certain = int(columns.num_known[slots[i]]) - 1
             has_room = self._extend(draft, int(slots[i]), certain, int(start[i] + num_query[i]))
             assert has_room, "the policy let a row run without pages"
-        rows.num_bound[slots] += num_query
+        columns.num_bound[slots] += num_query
         draft.decodes(slots, num_query, start)
 
     def _extend(self, draft: Draft, slot: int, start: int, end: int) -> bool:
@@ -111,6 +112,6 @@ class Running:
         growth = self._kv.extend(lease, start, end)
         if growth is None:
             return False
-        self._rows.capacity[slot] = lease.capacity
+        self._columns.capacity[slot] = lease.capacity
         draft.grow(slot, growth)
         return True

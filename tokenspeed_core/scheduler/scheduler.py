@@ -15,12 +15,12 @@ from tokenspeed_core.kv.manager import KVManager
 from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
 from tokenspeed_core.scheduler.admission import Admission
 from tokenspeed_core.scheduler.collect import Collected, collect
+from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Preempted, Sending, State, TransferDone
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft, InFlight
 from tokenspeed_core.scheduler.roster import Roster
-from tokenspeed_core.scheduler.rows import Rows
 from tokenspeed_core.scheduler.running import Drafts, Running
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.step import I32, StepPlan, StepResult
@@ -35,10 +35,10 @@ class Scheduler:
     ) -> None:
         """Start empty. `drafts` gives decode rows drafts to verify; `sends` says whose blocks a transfer needs."""
         self.limits, self.kv, self.policy = limits, kv, policy
-        self.rows = Rows(limits.max_num_seqs, limits.max_model_len)
-        self.roster = Roster(self.rows, kv, policy)
-        self._running = Running(limits, kv, policy, self.rows, self.roster, drafts)
-        self._admission = Admission(limits, kv, policy, self.rows, self.roster, self._running)
+        self.columns = SlotColumns(limits.max_num_seqs, limits.max_model_len)
+        self.roster = Roster(self.columns, kv, policy)
+        self._running = Running(limits, kv, policy, self.columns, self.roster, drafts)
+        self._admission = Admission(limits, kv, policy, self.columns, self.roster, self._running)
         self._sends = sends
         self._in_flight: deque[InFlight] = deque()
         self._next_step = 1
@@ -114,7 +114,7 @@ class Scheduler:
 
     def empty(self) -> Draft:
         """Return a draft without rows, which the step group needs of an idle replica."""
-        draft = Draft(self._next_step, self.rows, len(self.kv.groups))
+        draft = Draft(self._next_step, self.columns, len(self.kv.groups))
         self.kv.begin(draft.step_id)
         return draft
 
@@ -122,8 +122,8 @@ class Scheduler:
         """Freeze a draft into the plan that the runner gets, and note that it is on its way."""
         plan = draft.freeze(self.kv.copies(), group_num_tokens)
         self.kv.launch(plan.step_id)
-        self.rows.last_step[plan.slots] = plan.step_id
-        self._in_flight.append(InFlight(plan, self.rows.sequence_id[plan.slots], draft.num_new()))
+        self.columns.last_step[plan.slots] = plan.step_id
+        self._in_flight.append(InFlight(plan, self.columns.sequence_id[plan.slots], draft.num_new()))
         self._next_step += 1
         return plan
 
@@ -134,9 +134,9 @@ class Scheduler:
         flight = self._in_flight.popleft()
         assert flight.plan.step_id == result.step_id, "results come in the order of the plans"
         self.kv.retire(result.step_id)
-        collected = collect(self.rows, flight, result)
+        collected = collect(self.columns, flight, result)
         self._late_tokens(flight, collected)
-        for slot in collected.due_for_naming(self.rows, self.kv.granularity):
+        for slot in collected.due_for_naming(self.columns, self.kv.granularity):
             self.roster.name_known(int(slot))
         for slot, reason in collected.ended():
             self._end(self.roster.at(slot), reason)

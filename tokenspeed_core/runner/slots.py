@@ -1,6 +1,6 @@
 """What the device knows of each slot: one flat tensor, written by one scatter per step.
 
-Every per-slot column and block table is a view of `DeviceRows.state` (int32 words), so that all deltas of a
+Every per-slot column and block table is a view of `SlotState.words` (int32), so that all deltas of a
 plan become one list of (word, value) pairs: one copy to the device and one scatter kernel there, or one
 NumPy assignment on the CPU.
 """
@@ -20,7 +20,7 @@ _COLUMNS = ("last_token", "seq_len", "top_k", *_FLOATS)
 
 
 @dataclass(frozen=True, slots=True)
-class RowLayout:
+class SlotLayout:
     """Where each column stands in the state, in words.
 
     `num_slots` counts the sequences' slots and, last, the padding slot. A table of a cache group has
@@ -89,18 +89,18 @@ _NO_WORDS: I64 = np.zeros(0, np.int64)
 _NO_VALUES: I32 = np.zeros(0, np.int32)
 
 
-class DeviceRows:
-    """The state on a device, and typed views of its columns and tables. All views share memory.
+class SlotState:
+    """The state of all slots on a device, and typed views of its columns and tables. All views share memory.
 
     Padding rows name the last slot: its length stays 0 and its tables name the padding page, whose content
     nobody reads.
     """
 
-    def __init__(self, layout: RowLayout, device: torch.device) -> None:
+    def __init__(self, layout: SlotLayout, device: torch.device) -> None:
         """Allocate."""
         self.layout = layout
-        self.state = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
-        self.seed = self.state[: 2 * layout.num_slots].view(torch.int64)
+        self.words = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+        self.seed = self.words[: 2 * layout.num_slots].view(torch.int64)
         self.last_token = self._column("last_token")
         self.seq_len = self._column("seq_len")
         self.top_k = self._column("top_k")
@@ -108,20 +108,20 @@ class DeviceRows:
             self._column(name).view(torch.float32) for name in _FLOATS
         )
         self.tables: tuple[torch.Tensor, ...] = tuple(
-            self.state[layout.table(g) : layout.table(g + 1)].view(layout.num_slots, layout.num_blocks)
+            self.words[layout.table(g) : layout.table(g + 1)].view(layout.num_slots, layout.num_blocks)
             for g in range(layout.num_groups)
         )
 
     def reset(self, padding_page: int) -> None:
         """Make all slots as new: greedy, empty, and every block the padding page."""
-        self.state.zero_()
-        self.state[self.layout.table(0) :] = padding_page
+        self.words.zero_()
+        self.words[self.layout.table(0) :] = padding_page
         self.repetition.fill_(1.0)
         self.top_p.fill_(1.0)
 
     def _column(self, name: str) -> torch.Tensor:
         start = self.layout.column(name)
-        return self.state[start : start + self.layout.num_slots]
+        return self.words[start : start + self.layout.num_slots]
 
 
 DRAWS, SPECIAL = 1, 2

@@ -10,30 +10,25 @@ from tokenspeed_core.step import I32
 NOBODY = -1
 
 
-class Rows:
-    """One entry per slot. Lengths are in tokens.
-
-    `num_known`: prompt and output that the host has seen. `num_bound`: upper bound of that once all steps in
-    flight are over. `num_planned`: tokens of the known ones whose cache entries are computed or planned
-    (prefill progress). `target`: known tokens when the slot was taken, all to be computed by chunks.
-    """
+class SlotColumns:
+    """One entry per slot. Lengths are in tokens."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         """Make empty columns. The token matrix is untouched memory until used."""
         self.sequence_id = np.full(max_num_seqs, NOBODY, np.int64)
-        self.num_known = np.zeros(max_num_seqs, np.int32)
-        self.num_bound = np.zeros(max_num_seqs, np.int32)
-        self.num_planned = np.zeros(max_num_seqs, np.int32)
-        self.target = np.zeros(max_num_seqs, np.int32)
-        self.max_len = np.zeros(max_num_seqs, np.int32)
-        self.capacity = np.zeros(max_num_seqs, np.int32)
-        self.named_until = np.zeros(max_num_seqs, np.int32)
+        self.num_known = np.zeros(max_num_seqs, np.int32)  # prompt and output that the host has seen
+        self.num_bound = np.zeros(max_num_seqs, np.int32)  # the most of them once all steps in flight are over
+        self.num_planned = np.zeros(max_num_seqs, np.int32)  # known ones whose cache entries are computed or planned
+        self.target = np.zeros(max_num_seqs, np.int32)  # known ones when the slot was taken, all to come by chunks
+        self.max_len = np.zeros(max_num_seqs, np.int32)  # at which the sequence ends
+        self.capacity = np.zeros(max_num_seqs, np.int32)  # that its blocks hold
+        self.named_until = np.zeros(max_num_seqs, np.int32)  # whose blocks others may find
         self.priority = np.zeros(max_num_seqs, np.int32)
-        self.arrival = np.zeros(max_num_seqs, np.int64)
-        self.last_step = np.zeros(max_num_seqs, np.int64)
+        self.arrival = np.zeros(max_num_seqs, np.int64)  # its place in the order of arrival
+        self.last_step = np.zeros(max_num_seqs, np.int64)  # that it was part of
         self.num_cached = np.zeros(max_num_seqs, np.int32)  # to be reported with the first token
         self.is_decoding = np.zeros(max_num_seqs, np.bool_)
-        self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)
+        self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)  # filled up with -1, as many as the most that one has
         self.tokens = np.empty((max_num_seqs, max_model_len + 1), np.int32)
         self._decoding: I32 | None = None
         self._prefilling: I32 | None = None
