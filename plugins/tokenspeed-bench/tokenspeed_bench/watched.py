@@ -7,13 +7,13 @@ the command is then told to stop, as by SIGTERM.
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.metadata import distribution
 from typing import Any
 
 PATIENCE = 90.0  # seconds that the command has to stop
@@ -35,4 +35,5 @@ def _end_with_the_starter() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_the_starter, daemon=True).start()
-    runpy.run_module("tokenspeed_core.cli", run_name="__main__", alter_sys=True)
+    (tokenspeed,) = distribution("tokenspeed-core").entry_points.select(group="console_scripts", name="tokenspeed")
+    sys.exit(tokenspeed.load()())
