@@ -176,6 +176,17 @@ def test_a_start_tells_the_tokens_that_the_cache_holds_also_where_groups_of_laye
         kv = llm._engine.scheduler.kv
         assert (len(kv.groups), kv.pool.num_pages) == (2, 2 * 512 // 16)
     assert "a KV cache of 512 tokens in blocks of 16, sequences of up to 128 tokens" in caplog.text
+    assert "has no effect" not in caplog.text
+
+
+def test_what_is_set_and_does_nothing_here_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(device="cpu", enforce_eager=True, max_prefill_tokens=100, max_total_tokens=512, max_model_len=64):
+        pass
+    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert told == [
+        "--enforce-eager has no effect on a CPU",
+        "--max-prefill-tokens has no effect unless --chunked-prefill-size is -1",
+    ]
 
 
 def test_hooks_that_failed_when_the_configuration_was_adjusted_are_asked_nothing_more(

@@ -15,6 +15,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.config.backends import AUTO
 from tokenspeed_core.config.build import called
 from tokenspeed_core.config.describe import as_written
+from tokenspeed_core.config.schema import flag
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.policies import find_policy
 from tokenspeed_core.engine.rehearsal import rehearse
@@ -118,15 +119,14 @@ def start(
 
     config, info = resolved.config, resolved.checkpoint.info
     runner = build(resolved, catalog, progress)
-    kv = KVManager(
-        info.cache_groups, runner.block_size, runner.num_pages, prefix_caching=config.enable_prefix_caching,
-    )
+    kv = KVManager(info.cache_groups, runner.block_size, runner.num_pages, prefix_caching=config.enable_prefix_caching)
     max_model_len = _fitting_len(resolved, kv.most_tokens())
     max_queued = 2**31 - 1 if is_batch else config.max_queued_requests
     limits = replace(resolved.limits, max_model_len=max_model_len, max_queued=max_queued)
     scheduler = Scheduler(limits, kv, resolved.policy)
-    # On the CPU a step is over when it is launched: there is nothing to run ahead of.
-    depth = 1 if resolve_device(config.device).type == "cpu" else 2
+    is_cpu = resolve_device(config.device).type == "cpu"
+    _tell_what_is_idle(config, is_cpu)
+    depth = 1 if is_cpu else 2  # on the CPU a step is over when it is launched: there is nothing to run ahead of
     is_fine = rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
     if not is_fine and config.load_format != "dummy":  # of which any logits may come
         raise EngineDeadError(no_finite_logit(runner.kernel_plan))
@@ -146,6 +146,17 @@ def start(
     )
     ready = Ready(max_model_len, kv.most_tokens(), info.vocab_size, json.dumps(report))
     return Started(engine, ready, runner.kernel_plan)
+
+
+def _tell_what_is_idle(config: Config, is_cpu: bool) -> None:
+    """Warn of what somebody set and what does nothing here."""
+    of_devices = ("enforce_eager", "max_cudagraph_capture_size", "cudagraph_capture_sizes", "gpu_memory_utilization")
+    idle = dict.fromkeys(of_devices, "on a CPU") if is_cpu else {}
+    if config.chunked_prefill_size > 0:
+        idle["max_prefill_tokens"] = "unless --chunked-prefill-size is -1"
+    for name, where in idle.items():
+        if config.origin(name) != "default":
+            log.warning("%s has no effect %s", flag(name), where)
 
 
 def _require_torch() -> None:
