@@ -202,30 +202,32 @@ def test_names_in_a_lock_are_compared_as_the_index_compares_them(toy: Site, tmp_
     assert found(locked) == []
 
 
+@pytest.mark.parametrize(
+    ("variable", "flags"),
+    [
+        (None, ["--no-plugins"]), ("-other", ["--no-plugins"]), ("-tokenspeed-chat", ["--no-plugins"]), ("-other", []),
+        ("other", []), ("", []),
+    ],
+)
 def test_what_writes_a_lock_sees_the_plugins_that_the_refused_command_saw(
-    toy: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    toy: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    variable: str | None, flags: list[str],
 ) -> None:
+    if variable == "-tokenspeed-chat":
+        pytest.importorskip("tokenspeed_chat")
     toy.install("other", {"models Other": "other:SPEC [api1]"}, files={"other.py": "SPEC = 1"})
-    locked = lock(tmp_path / "lock")
-    words = ("serve", "--plugins-lock", locked, "--dry-run")
-    for variable, flags in ((None, ["--no-plugins"]), ("-other", ["--no-plugins"]), ("-tokenspeed-chat",
-                            ["--no-plugins"]), ("-other", []), ("other", []), ("", [])):
-        monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
-        lock(tmp_path / "lock")
-        if variable is not None:
-            monkeypatch.setenv("TOKENSPEED_PLUGINS", variable)
-        assert main([*words, *flags]) == 2
-        told = capsys.readouterr().err.splitlines()[-1]
-        assert told.startswith("where that is meant: `TOKENSPEED_PLUGINS=")
-        typed = told.removeprefix("where that is meant: `").removesuffix("`")
-        monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
-        command = typed.replace("tokenspeed plugins", f"{sys.executable} -P -m tokenspeed_core.cli plugins")
-        environ = {**os.environ, "PYTHONPATH": str(toy.path)}
-        subprocess.run(["sh", "-c", command], check=True, env=environ)
-        if variable is not None:
-            monkeypatch.setenv("TOKENSPEED_PLUGINS", variable)
-        main([*words, *flags])
-        assert "what is installed is not what was locked" not in capsys.readouterr().err
+    words = ("serve", "--plugins-lock", lock(tmp_path / "lock"), "--dry-run", *flags)
+    if variable is not None:
+        monkeypatch.setenv("TOKENSPEED_PLUGINS", variable)
+    assert main(words) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("where that is meant: `TOKENSPEED_PLUGINS=")
+    typed = told.removeprefix("where that is meant: `").removesuffix("`")
+    command = typed.replace("tokenspeed plugins", f"{sys.executable} -P -m tokenspeed_core.cli plugins")
+    environ = {name: value for name, value in os.environ.items() if name != "TOKENSPEED_PLUGINS"}
+    subprocess.run(["sh", "-c", command], check=True, env={**environ, "PYTHONPATH": str(toy.path)})
+    main(words)
+    assert "what is installed is not what was locked" not in capsys.readouterr().err
 
 
 def test_code_that_is_gone_is_not_locked_and_is_missed_where_it_was(
