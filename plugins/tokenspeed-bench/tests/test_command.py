@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,7 @@ def test_a_server_here_is_asked_directly_whatever_proxy_there_is(monkeypatch: py
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxies of its first call
     with serving(good) as fake:
         assert server.Api(fake.url).model() == "fake"
 

@@ -1,0 +1,178 @@
+"""What becomes of a plugin whose import fails, or brings what does not fit, and what a user reads of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from made_plugins import Install, attention, discover
+
+from tokenspeed_core.errors import PluginError, SelectionError
+from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.spec import PlatformInfo
+from tokenspeed_core.plugins import Catalog, Status
+
+
+def test_an_import_that_fails_leaves_the_others_usable(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "broken_one.py").write_text("import no_such_library")
+    (tmp_path / "modules" / "fine_one.py").write_text("SPEC = 3")
+    found = install("both", attention("bad", "broken_one:S [api1]") + "good = fine_one:SPEC [api1]\n")
+    catalog = discover(found)
+    bad, good = catalog.entries("kernels.attention")
+    assert catalog.load(bad, object) is None
+    assert catalog.load(good, int) == 3
+    assert catalog.names("kernels.attention") == ("good",)
+    assert "Traceback" in caplog.text
+    with pytest.raises(PluginError, match=r"bad of both 1.0 failed to load: ModuleNotFoundError"):
+        catalog.get("kernels.attention", "bad")
+    with pytest.raises(PluginError, match="pip uninstall both"):
+        catalog.load(bad, object, required=True)
+    strict = discover(found, strict=True)
+    with pytest.raises(PluginError):
+        strict.load(strict.get("kernels.attention", "bad"), object)
+
+
+def test_a_syntax_error_is_told_with_its_file_and_line(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    module = tmp_path / "modules" / "misspelt_one.py"
+    module.write_text("SPEC = 3\ndef\n")
+    catalog = discover(install("some", attention("bad", "misspelt_one:SPEC [api1]")))
+    with pytest.raises(PluginError, match=rf"SyntaxError: invalid syntax \({module}, line 2\); `pip uninstall some`"):
+        catalog.need(catalog.get("kernels.attention", "bad"), object)
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        ("RuntimeError('line1\\nline2\\n  line3')", "RuntimeError: line1 line2 line3"),
+        ("RuntimeError()", "RuntimeError"),
+        ("OSError('a' * 300 + 'z' * 300)", f"OSError: {'a' * 300}{'z' * 300}"),
+        ("OSError('a' * 5000 + 'z' * 5000)", f"OSError: {'a' * 400} … {'z' * 400}"),
+        ("type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})()", "Mute: its message cannot be read"),
+    ],
+)
+def test_the_whole_message_of_a_failure_is_told_in_one_line_and_of_a_very_long_one_its_ends(
+    install: Install, tmp_path: Path, raised: str, expected: str
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "raising_one.py").write_text(f"raise {raised}")
+    catalog = discover(install("some", attention("bad", "raising_one:S [api1]")))
+    with pytest.raises(PluginError, match=re.escape(f"failed to load: {expected}; `pip uninstall some` or ")):
+        catalog.need(catalog.get("kernels.attention", "bad"), object)
+    (entry,) = catalog.all()
+    assert entry.reason == expected
+    assert entry.traceback.startswith("Traceback")
+
+
+def test_a_descriptor_of_another_type_is_a_failure(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wrong_type.py").write_text("SPEC = 'text'")
+    catalog = discover(install("wrong", attention("x", "wrong_type:SPEC [api1]")))
+    entry = catalog.get("kernels.attention", "x")
+    assert catalog.load(entry, int) is None
+    assert "wrong_type:SPEC is a str, not a int" in catalog.all()[0].reason
+
+
+def test_a_descriptor_that_is_no_kernel_is_left_out_and_shown_and_ends_a_strict_start(install: Install) -> None:
+    found = install("odd", attention("odd", "types:SimpleNamespace [api1]"))
+    catalog = discover(found)
+    assert installed_kernels(catalog) == ()
+    assert [entry.status for entry in catalog.all()] == [Status.FAILED]
+    assert "is no KernelSpec of backend 'odd'" in catalog.all()[0].reason
+    with pytest.raises(PluginError, match=r"no KernelSpec of backend 'odd'.*pip uninstall odd"):
+        installed_kernels(discover(found, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["REFERENCE", "BESIDE, REFERENCE"])
+def test_a_kernel_that_calls_itself_the_reference_of_an_op_and_is_not_is_left_out_with_the_reason(
+    install: Install, tmp_path: Path, spec: str
+) -> None:
+    found = install("evil", "[tokenspeed.kernels.sampling]\nevil = claims:SPEC [api1]\n")
+    (tmp_path / "modules" / "claims.py").write_text(
+        "from tokenspeed_core.api import Capability, KernelSpec\n"
+        "CAN = Capability(('cpu',), ('float32',))\n"
+        "REFERENCE = KernelSpec('greedy', 'evil', CAN, 'claims:make', reference=True)\n"
+        f"BESIDE = KernelSpec('sample', 'evil', CAN, 'claims:make')\nSPEC = ({spec},)\n"
+    )
+    catalog = discover(found)
+    assert installed_kernels(catalog) == ()
+    (entry,) = catalog.all()
+    assert (entry.status, entry.reason) == (
+        Status.FAILED, "it says reference=True and loads claims:make; that of greedy is "
+        "tokenspeed_kernels.reference.sampling:greedy")
+
+
+def test_a_plugin_brings_the_reference_of_an_op_that_it_brings(install: Install, tmp_path: Path) -> None:
+    found = install("acme", "[tokenspeed.kernels.norm]\nacme = brings:SPEC [api1]\n"
+                            "[tokenspeed.ops]\nacme = brings:OP [api1]\n")
+    (tmp_path / "modules" / "brings.py").write_text(
+        "from tokenspeed_core.api import Capability, KernelSpec, OpContract\n"
+        "OP = OpContract('acme/norm', 'norm', '', {}, 'brings:make', 'brings:inputs', ())\n"
+        "SPEC = KernelSpec('acme/norm', 'acme', Capability(('cpu',), ('float32',)), 'brings:make', reference=True)\n"
+    )
+    (kernel,) = installed_kernels(discover(found))
+    assert kernel.spec.reference
+
+
+def test_what_a_plugin_wrote_cannot_steer_the_terminal_that_shows_the_log(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = install("odd", attention("odd/red", "raising:SPEC [api1]"))
+    (tmp_path / "modules" / "raising.py").write_text("raise RuntimeError('\\x1b]0;title\\x07 caf\u00e9')\n")
+    installed_kernels(discover(found))
+    assert "\x1b" not in caplog.text
+    assert "plugin kernels.attention odd/red of odd 1.0 is left out: Traceback" in caplog.text
+    assert "RuntimeError: \\x1b]0;title\\x07 caf\u00e9" in caplog.text
+
+
+SPECS = """
+from tokenspeed_core.api import Capability, KernelSpec
+def spec(op): return KernelSpec(op, "acme/ld", Capability(("cpu",), ("float32",)), "specs_of_acme_kernel:make")
+UNKNOWN, BOTH, RAISES = spec("greeedy"), (spec("greeedy"), spec("greedy")), spec("greedy")
+"""
+
+
+def write_modules(tmp_path: Path, **modules: str) -> None:
+    (tmp_path / "modules").mkdir()
+    for name, text in modules.items():
+        (tmp_path / "modules" / f"{name}.py").write_text(text)
+
+
+def test_a_kernel_of_an_op_that_nobody_has_is_left_out_with_the_nearest_op(install: Install, tmp_path: Path) -> None:
+    write_modules(tmp_path, specs_of_acme=SPECS)
+    found = install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:UNKNOWN [api1]\n")
+    catalog = discover(found)
+    assert installed_kernels(catalog) == ()
+    assert catalog.all()[0].reason == "no plugin here has an op greeedy; did you mean greedy?"
+    for must in (discover(found, "acme"), discover(found, strict=True)):
+        with pytest.raises(PluginError, match="no plugin here has an op greeedy"):
+            installed_kernels(must)
+
+
+def test_a_kernel_beside_one_of_an_op_that_nobody_has_is_kept(install: Install, tmp_path: Path) -> None:
+    write_modules(tmp_path, specs_of_acme=SPECS)
+    catalog = discover(install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:BOTH [api1]\n"))
+    assert "greedy" in {kernel.spec.op for kernel in installed_kernels(catalog)}
+
+
+def test_a_kernel_whose_module_does_not_load_ends_the_start_where_its_plugin_must_work(
+    install: Install, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, specs_of_acme=SPECS, specs_of_acme_kernel="raise RuntimeError('boom')")
+    found = install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:RAISES [api1]\n")
+    problem = {"vocab_size": 64, "dtype": "float32"}
+
+    def select(catalog: Catalog) -> None:
+        Selector(installed_kernels(catalog), PlatformInfo("cpu")).select("greedy", problem)
+
+    with pytest.raises(SelectionError, match="it does not load: RuntimeError: boom"):
+        select(discover(found))
+    line = r"sampling acme/ld of acme 1\.0: specs_of_acme_kernel:make does not load: RuntimeError: boom; `pip uninstall"
+    for must in (discover(found, "acme"), discover(found, strict=True)):
+        with pytest.raises(PluginError, match=line):
+            select(must)
