@@ -81,11 +81,11 @@ class KVManager:
         partial: list[int] = []   # groups that need only some of the past
         for i, group in enumerate(self.groups):
             if not group.is_recurrent and group.first_needed(limit) == 0:
-                limit = self._run_length(chain, self._index[i], limit)
+                limit = self._reach((i,), chain, limit)
             else:
                 partial.append(i)
-        while limit > 0 and (hole := self._first_hole(partial, chain, limit)) is not None:
-            limit = hole - size   # every length from the hole to `limit` needs the block that is missing
+        while limit > 0 and (reach := self._reach(partial, chain, limit)) < limit:
+            limit = reach   # every length between the two needs the block that is missing
         if limit <= 0:
             return self.no_match()
         pages = tuple(self._resume_pages(i, chain, limit) for i in range(len(self.groups)))
@@ -241,20 +241,14 @@ class KVManager:
 
     # -- the index ------------------------------------------------------------------------------------
 
-    def _run_length(self, chain: HashChain, index: dict[bytes, int], limit: int) -> int:
-        length = 0
-        while length < limit and chain.at(length + self.block_size) in index:
-            length += self.block_size
-        return length
-
-    def _first_hole(self, groups: list[int], chain: HashChain, length: int) -> int | None:
-        """Return the end of the first block that some group lacks to resume at `length`; None: it can resume."""
+    def _reach(self, groups: Sequence[int], chain: HashChain, length: int) -> int:
+        """Return where the first block begins that a group lacks to resume at `length`; `length`: all can resume."""
         for group in groups:
             index = self._index[group]
-            for n in self._resume_lengths(group, length):
-                if chain.at(n) not in index:
-                    return n
-        return None
+            for end in self._resume_lengths(group, length):
+                if chain.at(end) not in index:
+                    return end - self.block_size
+        return length
 
     def _resume_pages(self, group: int, chain: HashChain, length: int) -> tuple[tuple[int, int], ...]:
         index = self._index[group]

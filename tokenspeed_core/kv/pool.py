@@ -88,9 +88,14 @@ class PagePool:
         for page in pages:
             assert self._refs[page] > 0, f"page {page} released twice"
             self._refs[page] -= 1
-            if self._refs[page] == 0:
-                self._num_fenced += 1
-                self._settle(page)
+            if self._refs[page]:
+                continue
+            self._num_fenced += 1
+            if self._launched <= self.retired:   # nothing is in flight
+                self._land(page)
+            elif self._stamps[page] != self._launched:
+                self._stamps[page] = self._launched
+                self._fences.append((self._launched, page))
 
     def name(self, page: int) -> None:
         """Mark a held page's content as known: when released it is cached, not free."""
@@ -115,15 +120,6 @@ class PagePool:
             if self._refs[page] == 0 and self._stamps[page] == stamp:
                 self._stamps[page] = 0
                 self._land(page)
-
-    def _settle(self, page: int) -> None:
-        """Decide what holds a page back that nobody holds: a step in flight, or nothing."""
-        if self._launched > self.retired:
-            if self._stamps[page] != self._launched:
-                self._stamps[page] = self._launched
-                self._fences.append((self._launched, page))
-        else:
-            self._land(page)
 
     def _land(self, page: int) -> None:
         self._num_fenced -= 1
