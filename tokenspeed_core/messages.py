@@ -69,12 +69,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """Log-probabilities of one sequence's new tokens: one entry per token, alternatives as lists."""
+    """Log-probabilities of one sequence's new tokens, one entry per token; `top` are alternatives, likeliest first."""
 
     chosen: Sequence[float]
     ranks: Sequence[int]
-    top_ids: Sequence[Sequence[int]]
-    top_values: Sequence[Sequence[float]]
+    top: Sequence[Sequence[tuple[int, float]]]   # ids and values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,10 +123,12 @@ class Outputs:
         chosen, ranks = self.logprob_chosen.tolist(), self.logprob_ranks.tolist()
         top_ids = self.logprob_top_ids.reshape(len(chosen), self.logprob_width).tolist()
         top_values = self.logprob_top_values.reshape(len(chosen), self.logprob_width).tolist()
+        tops = (zip(*each, strict=True) for each in zip(top_ids, top_values, strict=True))
+        top = [[(other, value) for other, value in each if other >= 0] for each in tops]
         rows, start = {}, 0
         for row in self.logprob_rows.tolist():
             its = slice(start, start + int(self.num_tokens[row]))
-            rows[row] = TokenColumns(chosen[its], ranks[its], top_ids[its], top_values[its])
+            rows[row] = TokenColumns(chosen[its], ranks[its], top[its])
             start = its.stop
         return rows
 

@@ -143,8 +143,8 @@ def test_each_reader_gets_its_own_tokens_and_log_probabilities(tmp_path: Path) -
             assert [reader.tokens for reader in readers] == [[8], [], [5, 6, 7]]
             assert readers[1].logprobs == [None]
             columns = readers[2].logprobs[0]
-            values = [[-5, -6], [-6, -7], [-7, -8]]
-            assert columns == TokenColumns([-5, -6, -7], [1, 1, 1], [[5, 6], [6, 7], [7, 8]], values)
+            top = [[(5, -5), (6, -6)], [(6, -6), (7, -7)], [(7, -7), (8, -8)]]
+            assert columns == TokenColumns([-5, -6, -7], [1, 1, 1], top)
 
     run(test)
 

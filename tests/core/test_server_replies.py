@@ -67,7 +67,7 @@ def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1
     for start, end in itertools.pairwise([0, *cuts, len(ids)]):
         num = end - start
         columns = TokenColumns(
-            [-0.5] * num, [1] * num, [[i] * 3 for i in ids[start:end]], [[-0.5, -1.0, float("-inf")]] * num
+            [-0.5] * num, [1] * num, [[(i, value) for value in (-0.5, -1.0, float("-inf"))] for i in ids[start:end]],
         )
         finish = Finish.LENGTH if end == len(ids) else Finish.NOT
         if choice.take(ids[start:end], finish, 0, columns if num_logprobs >= 0 else None):
@@ -244,8 +244,8 @@ def test_the_first_token_is_noted_once_and_not_where_there_is_none() -> None:
 
 def test_a_sequence_with_log_probabilities_may_end_without_another_token() -> None:
     reply, choice = make(Shape(False, 1, 0), [])
-    assert not choice.take([70], Finish.NOT, 0, TokenColumns([-0.5], [1], [[]], [[]]))
-    assert choice.take([], Finish.LENGTH, 0, TokenColumns([], [], [], []))
+    assert not choice.take([70], Finish.NOT, 0, TokenColumns([-0.5], [1], [[]]))
+    assert choice.take([], Finish.LENGTH, 0, TokenColumns([], [], []))
     assert reply.answers[0].finish_reason == "length"
     assert len(reply.answers[0].logprobs) == 1
 

@@ -252,8 +252,6 @@ def _per_prompt(
 
 def _entries(token_ids: Sequence[int], columns: TokenColumns, width: int) -> Iterator[dict[int, Logprob]]:
     """Yield what is reported of each token: its first `width` alternatives, and itself."""
-    alternatives = zip(columns.top_ids, columns.top_values, strict=True)
-    for token, value, rank, (ids, values) in zip(token_ids, columns.chosen, columns.ranks, alternatives, strict=True):
-        others = enumerate(zip(ids[:width], values[:width], strict=True), 1)
-        entry = {other: Logprob(its, place) for place, (other, its) in others if other >= 0}
+    for token, value, rank, top in zip(token_ids, columns.chosen, columns.ranks, columns.top, strict=True):
+        entry = {other: Logprob(its, place) for place, (other, its) in enumerate(top[:width], 1)}
         yield {**entry, token: Logprob(value, rank)}

@@ -23,8 +23,7 @@ class TokenLogprob:
 
     token_id: int
     value: float
-    top_ids: Sequence[int]
-    top_values: Sequence[float]
+    top: Sequence[tuple[int, float]]   # ids and values
     text_offset: int
 
 
@@ -132,7 +131,7 @@ class Completion(_Dialect):
         tops = []
         for entry in entries:
             top: dict[str, float] = {}
-            for token_id, value in zip(entry.top_ids, entry.top_values, strict=True):
+            for token_id, value in entry.top:
                 top.setdefault(self._token(token_id)[0], value)
             top.setdefault(self._token(entry.token_id)[0], entry.value)
             tops.append(top)
@@ -174,10 +173,7 @@ class Chat(_Dialect):
         return {"content": [
             {
                 **self._entry(entry.token_id, entry.value),
-                "top_logprobs": [
-                    self._entry(token_id, value)
-                    for token_id, value in zip(entry.top_ids, entry.top_values, strict=True)
-                ],
+                "top_logprobs": [self._entry(token_id, value) for token_id, value in entry.top],
             }
             for entry in entries
         ], "refusal": None}

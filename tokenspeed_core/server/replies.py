@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenspeed_core.messages import Finish, TokenColumns
 from tokenspeed_core.server.chat_reply import Delta, Reader
@@ -46,7 +46,7 @@ class Reply:
         index = len(self.answers)
         self.answers.append(Answer())
         self.num_open += 1
-        return Choice(self, index, assembler, reader, is_first_of_prompt)
+        return Choice(self, index, assembler, reader, is_first_of_prompt, self.shape.interval - 1)
 
     def push(self, event: bytes) -> None:
         """Make an event ready to be sent."""
@@ -83,34 +83,28 @@ class Reply:
             self._waiter.set_result(None)
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """One sequence's place in a reply: the engine link hands its tokens to `take`."""
 
-    __slots__ = (
-        "_answer", "_assembler", "_index", "_is_first_of_prompt", "_logprobs", "_num_waiting", "_reader", "_reply",
-        "_text", "_token_ids",
-    )
-
-    def __init__(self, reply: Reply, index: int, assembler: Assembler, reader: Reader, is_first: bool) -> None:
-        self._reply = reply
-        self._index = index
-        self._assembler = assembler
-        self._reader = reader
-        self._is_first_of_prompt = is_first
-        self._answer = reply.answers[index]
-        self._num_waiting = reply.shape.interval - 1  # tokens since the last event: the first goes out at once
-        self._text: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._token_ids: list[int] = []
+    reply: Reply
+    index: int
+    assembler: Assembler
+    reader: Reader
+    is_first_of_prompt: bool
+    num_waiting: int   # tokens since the last event; one short of the interval at first: the first goes out at once
+    _text: list[str] = field(default_factory=list)
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
 
     def take(
         self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenColumns | None
     ) -> bool:
         """Add tokens. Return whether the sequence is at its end, whatever the engine thinks."""
-        reply, assembler = self._reply, self._assembler
+        reply, assembler = self.reply, self.assembler
         if reply.first_token_at is None and token_ids:
             reply.first_token_at = time.monotonic()
-        if num_cached and self._is_first_of_prompt and reply.usage.num_cached is not None:
+        if num_cached and self.is_first_of_prompt and reply.usage.num_cached is not None:
             reply.usage.num_cached += num_cached
         num_before = assembler.num_tokens
         if logprobs is not None and reply.shape.num_logprobs >= 0:
@@ -132,24 +126,24 @@ class Choice:
 
     def fail(self, error: ApiError) -> None:
         """End the whole request with an error."""
-        self._reply.fail(error)
+        self.reply.fail(error)
 
     def _stream(self, text: str, num_tokens: int) -> None:
-        self._num_waiting += num_tokens
-        if self._num_waiting < self._reply.shape.interval:
+        self.num_waiting += num_tokens
+        if self.num_waiting < self.reply.shape.interval:
             self._text.append(text)
             return
         if self._text:
             text = "".join(self._text) + text
             self._text.clear()
-        deltas = self._reader.read(text, is_over=False)
+        deltas = self.reader.read(text, is_over=False)
         if deltas or self._token_ids:
             self._emit(deltas, None)
-            self._num_waiting = 0
+            self.num_waiting = 0
         # Otherwise a character, a stop string or a parser's mark is half here: the next token decides.
 
     def _emit(self, deltas: Sequence[Delta], reason: str | None) -> None:
-        reply = self._reply
+        reply = self.reply
         extra: dict[str, object] = {}
         if self._logprobs:
             extra["logprobs"] = reply.dialect.logprobs(self._logprobs)
@@ -158,19 +152,19 @@ class Choice:
             extra["token_ids"] = self._token_ids
             self._token_ids = []
         for delta in deltas[:-1]:
-            reply.push(reply.dialect.event(self._index, delta, None, {}))
-        reply.push(reply.dialect.event(self._index, deltas[-1] if deltas else "", reason, extra))
+            reply.push(reply.dialect.event(self.index, delta, None, {}))
+        reply.push(reply.dialect.event(self.index, deltas[-1] if deltas else "", reason, extra))
 
     def _end(self, text: str, reason: str) -> None:
-        reply = self._reply
+        reply = self.reply
         if reason in ("abort", "error"):
             status = 500 if reason == "error" else 503
             reply.fail(ApiError(status, "the engine could not finish this request; its log says why", code=reason))
             return
         text = "".join(self._text) + text
-        deltas = self._reader.read(text, is_over=True)
-        reason = "tool_calls" if reason == "stop" and self._reader.has_called else reason
-        answer = self._answer
+        deltas = self.reader.read(text, is_over=True)
+        reason = "tool_calls" if reason == "stop" and self.reader.has_called else reason
+        answer = reply.answers[self.index]
         answer.finish_reason = reason
         if reply.shape.is_stream:
             self._emit(deltas, reason)
@@ -181,19 +175,14 @@ class Choice:
 
     def _feed_with_logprobs(self, token_ids: Sequence[int], finish: int, columns: TokenColumns) -> str:
         """Feed token by token, since each one's place in the text is reported."""
-        assembler, text = self._assembler, []
-        width = self._reply.shape.num_logprobs
+        assembler, text = self.assembler, []
+        width = self.reply.shape.num_logprobs
         for position, token_id in enumerate(token_ids):
             offset = assembler.num_chars
             is_last = position == len(token_ids) - 1
             text.append(assembler.feed((token_id,), finish if is_last else Finish.NOT))
-            ids = columns.top_ids[position][:width]
-            values = columns.top_values[position][:width]
-            top = [(i, max(LEAST_LOGPROB, v)) for i, v in zip(ids, values, strict=True) if i >= 0]
-            self._logprobs.append(TokenLogprob(
-                token_id, max(LEAST_LOGPROB, columns.chosen[position]),
-                [i for i, _ in top], [v for _, v in top], offset,
-            ))
+            top = [(other, max(LEAST_LOGPROB, value)) for other, value in columns.top[position][:width]]
+            self._logprobs.append(TokenLogprob(token_id, max(LEAST_LOGPROB, columns.chosen[position]), top, offset))
             if assembler.finish_reason is not None:
                 break
         if not token_ids:
