@@ -83,7 +83,7 @@ def launch(bound: Socket) -> Launch:
     text = ModelText(None, None, Defaults())
     return Launch(
         bound, Options("canned"), lambda: text, log_level="warning",
-        on_ready=lambda service: print("ready", flush=True),
+        on_ready=lambda text: print("ready", flush=True),
     )
 
 

@@ -28,7 +28,7 @@ from tokenspeed_core.server.crew import Chief, Crew
 from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
-from tokenspeed_core.server.service import ModelText, Options, Service
+from tokenspeed_core.server.service import ModelText, Options
 from tokenspeed_core.text import ChatTemplate, Tokenizer
 
 HERE = Path(__file__).parent
@@ -158,7 +158,7 @@ def launch(setup: Setup, bound: socket.socket) -> Launch:
             raise CheckpointError("no tokenizer")
         return text
 
-    def ready(service: Service) -> None:
+    def ready(text: ModelText) -> None:
         print("ready", flush=True)
 
     options = Options(**{"model_name": "fake", "observers": (log_request,), **setup.options})

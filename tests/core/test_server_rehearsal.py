@@ -158,7 +158,7 @@ class Silent:
 def test_a_worker_says_that_it_can_serve_when_it_has_rehearsed(answers: list[tuple[str, int, bytes]]) -> None:
     async def main() -> None:
         service = Service(options(), Silent())  # type: ignore[arg-type]
-        launch = Launch(None, service.options, model_text, on_ready=lambda service: heard.append("ready"))  # type: ignore[arg-type]
+        launch = Launch(None, service.options, model_text, on_ready=lambda text: heard.append("ready"))  # type: ignore[arg-type]
         await _Life(launch, None)._open(service)  # type: ignore[arg-type]
         service.close()
 

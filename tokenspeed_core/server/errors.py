@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.messages import Refused
-from tokenspeed_core.requests import BadRequestError
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
@@ -29,11 +28,6 @@ class ApiError(TokenSpeedError):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
-
-    @classmethod
-    def of(cls, error: BadRequestError) -> ApiError:
-        """Return the 400 for a request that cannot be served as asked."""
-        return cls(400, error.message, error.param, error.code)
 
     @classmethod
     def refused(cls, message: Refused) -> ApiError:

@@ -49,7 +49,7 @@ async def generate(service: Service, kind: type[Body], scope: Scope, receive: Re
     except ClientGoneError:
         return
     except BadRequestError as error:
-        raise ApiError.of(error) from error
+        raise ApiError(400, error.message, error.param, error.code) from error
 
 
 async def _stream(reply: Reply, job: Job, send: Send) -> None:

@@ -38,7 +38,7 @@ class Launch:
     options: Options
     load_text: Callable[[], ModelText]
     log_level: str = "info"
-    on_ready: Callable[[Service], None] = lambda service: None
+    on_ready: Callable[[ModelText], None] = lambda text: None
     wrap: Callable[[AsgiApp], AsgiApp] = lambda app: app  # plugins' middleware, behind the key's check
 
 
@@ -125,7 +125,7 @@ class _Life:
         gc.collect()
         gc.freeze()  # what was made so far stays: no collection during a stream need look at it again
         service.open(text, ready)
-        self._launch.on_ready(service)
+        self._launch.on_ready(text)
 
     async def _drain(self, service: Service) -> bool:
         """Take no more requests, finish those that run, let the engine go. Return whether all that worked."""

@@ -24,7 +24,7 @@ from tokenspeed_core.server.crew import Chief, Crew
 from tokenspeed_core.server.generate import log_request
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
-from tokenspeed_core.server.service import ModelText, Options, Service
+from tokenspeed_core.server.service import ModelText, Options
 from tokenspeed_core.text.load import find_parsers, load_text
 
 ENGINE = "tokenspeed_core.engine.process"
@@ -45,7 +45,7 @@ def run(config: Config) -> int:
         settled = config.resolved(
             model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
         )
-        launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound))
+        launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled))
         engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
         return serve(launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others]))
     finally:
@@ -66,7 +66,7 @@ def main() -> int:
         config, catalog = rediscover(told)
         launch = _launch(
             config, catalog, Hooks.load(catalog), socket.socket(fileno=told["listen_fds"][0]),
-            resolve_checkpoint(config, catalog), lambda service: logging.disable(logging.NOTSET),
+            resolve_checkpoint(config, catalog), lambda text: logging.disable(logging.NOTSET),
         )
         return serve(launch, Crew(told["worker"], told["addresses"][told["worker"]], pipe))
     except EngineDeadError:
@@ -78,7 +78,7 @@ def main() -> int:
 
 def _launch(
     config: Config, catalog: Catalog, hooks: Hooks, bound: socket.socket, checkpoint: ResolvedCheckpoint,
-    on_ready: Callable[[Service], None],
+    on_ready: Callable[[ModelText], None],
 ) -> Launch:
     assert config.served_model_name is not None
     observers = (log_request if config.enable_log_requests else None, hooks.observer("observe_request"))
@@ -99,21 +99,18 @@ def _load_text(config: Config, checkpoint: ResolvedCheckpoint) -> ModelText:
     return ModelText(*load_text(config, checkpoint.path), defaults)
 
 
-def _announce(bound: socket.socket, service: Service) -> None:
+def _announce(bound: socket.socket, config: Config, text: ModelText) -> None:
     """Say where the server is and how to try it, in a line that can be pasted."""
-    base, options = url(bound), service.options
-    serving = service.serving
-    is_chat = serving is not None and serving.text.template is not None
-    has_text = serving is not None and serving.text.tokenizer is not None
-    body = {"model": options.model_name} | (
+    base, name, is_chat = url(bound), config.served_model_name, text.template is not None
+    body = {"model": name} | (
         {"messages": [{"role": "user", "content": "Hello!"}]} if is_chat
-        else {"prompt": "Hello" if has_text else [1, 2, 3]}
+        else {"prompt": [1, 2, 3] if text.tokenizer is None else "Hello"}
     )
     route = "chat/completions" if is_chat else "completions"
-    key = "" if options.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
+    key = "" if config.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
     with suppress(OSError):  # who reads this may have gone, or the disk may be full; the server stays
         print(
-            f"TokenSpeed serves {options.model_name} at {base}\n"
+            f"TokenSpeed serves {name} at {base}\n"
             f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}",
             flush=True,
         )
