@@ -44,7 +44,6 @@ class Roster:
         self._columns, self._kv, self._policy = columns, kv, policy
         self._states: dict[int, State] = {}
         self._queue: list[Entry] = []   # a heap
-        self._leases: list[BlockLease | None] = [None] * len(columns.sequence_id)
         self._slots = list(range(len(columns.sequence_id) - 1, -1, -1))
         self._stuck_at = -1      # pages available when the first in the queue last found no room
 
@@ -60,14 +59,14 @@ class Roster:
 
     def lease(self, slot: int) -> BlockLease:
         """Return the blocks of the sequence that holds a slot."""
-        lease = self._leases[slot]
-        assert lease is not None, f"nobody holds slot {slot}"
-        return lease
+        state = self.at(slot)
+        assert isinstance(state, Prefilling | Decoding), f"nobody holds slot {slot}"
+        return state.lease.blocks
 
     @property
     def num_running(self) -> int:
         """Sequences that hold a slot."""
-        return len(self._leases) - len(self._slots)
+        return len(self._columns.sequence_id) - len(self._slots)
 
     @property
     def has_candidates(self) -> bool:
@@ -128,7 +127,6 @@ class Roster:
     def admit(self, state: Waiting | Preempted, lease: BlockLease, num_hit: int) -> int:
         """Give a sequence a slot, with blocks that hold `num_hit` of its tokens already. Returns the slot."""
         slot = self._slots.pop()
-        self._leases[slot] = lease
         self._columns.occupy(slot, state.sequence, num_hit, lease.capacity)
         self._stuck_at = -1
         self.num_waiting -= 1
@@ -156,7 +154,6 @@ class Roster:
         move: Move = advance(state, event)
         if move.slot is not None:
             self._columns.vacate(move.slot, move.state.sequence)
-            self._leases[move.slot] = None
             self._slots.append(move.slot)
         if move.blocks is not None:
             self._kv.release(move.blocks)
