@@ -83,7 +83,7 @@ class Catalog:
 
     def entries(self, kind: str) -> tuple[Entry, ...]:
         """Return the usable entries of a kind, without importing any."""
-        return tuple(entry for entry in self._usable() if entry.kind == kind)
+        return tuple(entry for entry in self.all() if entry.kind == kind and entry.status is Status.OK)
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Return the names that a user may type for a kind, the built-in ones included, sorted."""
@@ -171,9 +171,6 @@ class Catalog:
                 f"this process resolved other plugins than the launcher ({self.digest()}, not {digest}); "
                 "run both in the same environment; `tokenspeed plugins list` shows what each sees"
             )
-
-    def _usable(self) -> list[Entry]:
-        return [entry for entry in self._entries if entry.status is Status.OK and entry not in self._failures]
 
     def _pins(self) -> Mapping[str, str]:
         """Return the content's hash of each distribution that is locked, none without a lock.

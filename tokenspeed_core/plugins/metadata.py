@@ -120,10 +120,8 @@ def _misfit(entry: Entry, core_version: str) -> str:
 
 def _api(point: EntryPoint) -> int | None:
     """Return the number in the extra `[api1]`."""
-    for extra in point.extras:
-        if extra.startswith("api") and extra[3:].isdecimal():
-            return int(extra[3:])
-    return None
+    named = (extra.removeprefix("api") for extra in point.extras if extra.startswith("api"))
+    return next((int(number) for number in named if number.isdecimal()), None)
 
 
 def _requirements(lines: Iterable[str] | None) -> Iterator[Requirement]:
