@@ -7,6 +7,7 @@ the device's. Neither waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -78,19 +79,14 @@ class _Shape:
         rows = np.repeat(np.arange(self.plan.num_rows), self.plan.num_query_tokens)
         return rows, np.arange(self.host_query_start[-1]) - self.query_start[rows]
 
-    def steps(
-        self, query_start: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, split: bool
-    ) -> tuple[AttentionStep, AttentionStep | None, AttentionStep | None]:
-        """Return the whole step and, of a mixed one to `split`, its decodes and its prefills."""
-        whole = self._part(query_start, seq_lens, table, 0, self.plan.num_rows)
-        middle = self.plan.num_decodes
-        if not split or middle in (0, self.plan.num_rows):
-            return whole, None, None
-        return (
-            whole,
-            self._part(query_start, seq_lens, table, 0, middle),
-            self._part(query_start, seq_lens, table, middle, self.plan.num_rows),
-        )
+    def group(
+        self, mapping: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, split: bool
+    ) -> GroupInputs:
+        """Return the inputs of a group, with both parts of a mixed step where that is to be `split`."""
+        part = partial(self._part, query_start, seq_lens, table)
+        middle, end = self.plan.num_decodes, self.plan.num_rows
+        parts = (part(0, middle), part(middle, end)) if split and 0 < middle < end else (None, None)
+        return GroupInputs(mapping, part(0, end), middle, *parts)
 
     def _part(
         self, query_start: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, start: int, end: int
@@ -165,8 +161,8 @@ class HostInputMaker:
         groups = []
         for table, split in zip(self._tables, self._split, strict=True):
             mapping = table[token_slots, block].astype(np.int64) * size + offset
-            steps = shape.steps(query_start, lengths, torch.from_numpy(table[:, :width][shape.plan.slots]), split)
-            groups.append(GroupInputs(torch.from_numpy(mapping), steps[0], shape.plan.num_decodes, *steps[1:]))
+            rows = torch.from_numpy(table[:, :width][shape.plan.slots])
+            groups.append(shape.group(torch.from_numpy(mapping), query_start, lengths, rows, split))
         return tuple(groups)
 
 
@@ -214,6 +210,5 @@ class DeviceInputMaker:
         for table, split in zip(self._state.tables, self._split, strict=True):
             gathered, mapping = table.new_empty((len(slots), table.shape[1])), torch.empty_like(positions)
             self._map(table, slots, token_slots, positions, gathered, mapping)
-            steps = shape.steps(query_start, seq_lens, gathered, split)
-            groups.append(GroupInputs(mapping, steps[0], shape.plan.num_decodes, *steps[1:]))
+            groups.append(shape.group(mapping, query_start, seq_lens, gathered, split))
         return tuple(groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -143,8 +144,5 @@ _NUMPY = {dtype: name for name, dtype in _TORCH.items()}
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return where parts of these sizes stand in one buffer, each aligned, and the buffer's size."""
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    *offsets, total = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     return offsets, max(total, _ALIGNMENT)
