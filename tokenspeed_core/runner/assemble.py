@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,16 +67,11 @@ def assemble(
     """
     config, checkpoint = resolved.config, resolved.checkpoint
     kernels = installed_kernels(catalog, resolved.preferences)
-    rankings, ops = installed_rankings(catalog), installed_ops(catalog)
-    hint = how_to_get_kernels(catalog)
     needs = frozenset({"graph_safe"} if device.type == "cuda" and not config.enforce_eager else ())
-
-    def selector() -> Selector:
-        return Selector(
-            kernels, platform or describe_device(device), resolved.preferences, options=config.backend_option,
-            rankings=rankings, ops=ops, needs=needs, hint=hint,
-        )
-
+    selector = partial(
+        Selector, kernels, platform or describe_device(device), resolved.preferences, options=config.backend_option,
+        rankings=installed_rankings(catalog), ops=installed_ops(catalog), needs=needs, hint=how_to_get_kernels(catalog),
+    )
     chosen = selector()
     build = ModelBuild(resolved, torch.device("meta") if only_plan else device, chosen)
     spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)

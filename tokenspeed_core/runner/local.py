@@ -43,7 +43,12 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
         torch.cuda.set_device(device)
     if resolved.num_threads is not None:
         torch.set_num_threads(resolved.num_threads)
-    assembly = _assemble_and_load(resolved, catalog, device, progress)
+    dtype, num_parameters = resolved.config.dtype, resolved.checkpoint.info.num_parameters
+    what = f"the model, whose weights are {num_parameters * getattr(torch, dtype).itemsize / GIB:.2f} GiB as {dtype},"
+    with _room_for(what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"):
+        assembly = assemble(resolved, catalog, device)
+        assembly.build.bind_attention(assembly.limits)  # before the weights: kernels may compile while they load
+        _load_weights(assembly.model, resolved, catalog, progress)
     if device.type == "cpu":
         return LocalRunner(assembly, _host_pages(assembly))
     return _start_on_device(assembly, device, progress)
@@ -71,17 +76,6 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         "num_pages": pages,
         **left,  # on the CPU the pool is not what is left
     }
-
-
-def _assemble_and_load(resolved: Resolved, catalog: Catalog, device: torch.device, progress: Progress) -> Assembly:
-    dtype = resolved.config.dtype
-    needed = resolved.checkpoint.info.num_parameters * getattr(torch, dtype).itemsize
-    what = f"the model, whose weights are {needed / GIB:.2f} GiB as {dtype},"
-    with _room_for(what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"):
-        assembly = assemble(resolved, catalog, device)
-        assembly.build.bind_attention(assembly.limits)  # before the weights: kernels may compile while they load
-        _load_weights(assembly.model, resolved, catalog, progress)
-    return assembly
 
 
 @contextmanager
