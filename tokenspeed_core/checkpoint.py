@@ -19,7 +19,6 @@ from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry, load_target
 
 DEFAULT = "demo"  # the bundled checkpoint that is served where none is named
-_PREFERRED = ("safetensors",)  # the order of `auto` where a checkpoint is there in several formats
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.\w+\Z")
@@ -120,17 +119,16 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
     )
 
 
-def choose_format(names: Iterable[str], load_format: str, catalog: Catalog) -> LoadFormat:
-    """Return the load format of a name, or for "auto" the preferred one of those whose files are there.
+def choose_format(files: Sequence[str], load_format: str, catalog: Catalog) -> LoadFormat:
+    """Return the load format of a name, for "auto" that of the files: safetensors first, then by name.
 
     Raises PluginError on an unknown name and CheckpointError if no installed format fits the files.
     """
     if load_format != "auto":
         return catalog.need(catalog.get("load_formats", load_format), LoadFormat)
-    files = list(names)
     loaded = [catalog.load(entry, LoadFormat) for entry in catalog.entries("load_formats")]
     formats = {each.name: each for each in loaded if each is not None}
-    for name in sorted(formats, key=lambda name: (_PREFERRED.index(name) if name in _PREFERRED else 9, name)):
+    for name in sorted(formats, key=lambda name: (name != "safetensors", name)):
         if _weights(files, formats[name]) and not formats[name].by_name_only:
             return formats[name]
     unasked = [name for name, each in formats.items() if each.by_name_only and _weights(files, each)]

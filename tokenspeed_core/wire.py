@@ -113,16 +113,10 @@ def _checker(hint: Any) -> Any:
         return lambda value: None if value is None else inner[0](value)
     if origin is tuple:
         each = _checker(args[0])
-        return lambda value: tuple(each(item) for item in _as_list(value))
+        return lambda value: tuple(map(each, _scalar(value, list)))
     if dataclasses.is_dataclass(hint):
         return _Builder(typing.cast(type[Any], hint))
     return lambda value: _scalar(value, hint)
-
-
-def _as_list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {type(value).__name__}")
-    return value
 
 
 def _column(value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

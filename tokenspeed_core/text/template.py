@@ -120,13 +120,12 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    directory: str | Path, special_tokens: Mapping[str, str], chosen: str | None = None
+    folder: Path, special_tokens: Mapping[str, str], chosen: str | None = None
 ) -> ChatTemplate | None:
     """Load a model's chat template, or the `chosen` file or name. None: the model has none.
 
     Raises CheckpointError on a file that is missing or no template.
     """
-    folder = Path(directory)
     named = _named_templates(folder)
     if chosen is not None and chosen not in named:
         file = Path(chosen)

@@ -142,9 +142,8 @@ def _add_missing(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
 
 
-def load_tokenizer(directory: str | Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint directory. Raises CheckpointError saying what to do."""
-    folder = Path(directory)
     file = folder / "tokenizer.json"
     if not file.is_file():
         old = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
