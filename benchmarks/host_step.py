@@ -76,7 +76,7 @@ def decoding(num_rows: int, context: int, num_steps: int) -> Engine:
     max_len = context + BLOCK_SIZE + num_steps + SLACK
     kv = KVManager((FullAttention("full", 1, 1, 1),), BLOCK_SIZE, (num_rows + 1) * (max_len // BLOCK_SIZE + 2))
     limits = SchedulerLimits(num_rows, max_len, 1 << 20, 1 << 20, 1 << 20, VOCAB_SIZE)
-    engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]()), IdleRunner())
+    engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), IdleRunner())
     for i in range(num_rows):
         engine.submit(request(i + 1, context + i % BLOCK_SIZE, num_steps + SLACK))
     while engine.scheduler.roster.num_running < num_rows or len(engine.scheduler.columns.prefilling()):

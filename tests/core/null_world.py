@@ -128,7 +128,7 @@ class World:
         limits = SchedulerLimits(
             self.max_num_seqs, self.max_model_len, self.chunk_size, 16, self.max_queued, MODEL.vocab_size,
         )
-        policy = POLICIES[self.policy]() if isinstance(self.policy, str) else self.policy
+        policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         self.model = MODEL if kv.pages_per_block else NullModel(window=0)   # states alone keep no tokens to read
         self.rng = np.random.default_rng(0)
         self.scheduler = Scheduler(

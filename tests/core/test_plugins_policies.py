@@ -69,7 +69,7 @@ def test_a_plugins_policy_is_what_the_name_resolves_to(catalog: Catalog, tmp_pat
     policy = resolve(Config(model=str(tmp_path), schedule_policy="lifo"), catalog).policy
     assert isinstance(policy, PluginPolicy)
     assert isinstance(policy.policy, LastFirst)
-    assert resolve(Config(model=str(tmp_path)), catalog).policy == POLICIES["fcfs"]()
+    assert resolve(Config(model=str(tmp_path)), catalog).policy == POLICIES["fcfs"]
     with pytest.raises(PluginError, match="did you mean priority"):
         resolve(Config(model=str(tmp_path), schedule_policy="prioritty"), catalog)
 

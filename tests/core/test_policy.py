@@ -15,7 +15,7 @@ from tokenspeed_core.scheduler.policy import POLICIES
 MANY = 10_000
 PAGE = 4   # tokens, in the simulation
 
-policies = st.sampled_from([POLICIES["fcfs"](), POLICIES["priority"]()])
+policies = st.sampled_from([POLICIES["fcfs"], POLICIES["priority"]])
 
 
 @st.composite
@@ -242,7 +242,7 @@ def test_a_candidate_that_is_alone_and_fits_is_admitted(policy: Policy, candidat
 
 @pytest.mark.parametrize(("name", "first"), [("fcfs", (9, 1)), ("priority", (0, 2))])
 def test_first_come_is_first_served_unless_priorities_count(name: str, first: tuple[int, int]) -> None:
-    policy = POLICIES[name]()
+    policy = POLICIES[name]
     assert min([(9, 1), (0, 2), (0, 3)], key=lambda each: policy.key(*each)) == first
 
 
@@ -340,7 +340,7 @@ simulated = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(policies, simulated, st.integers(0, 20), st.integers(1, 40), st.booleans())
-@example(POLICIES["fcfs"](), [Row(0, 0, 3, 25) for _ in range(8)], 0, 8, True)
+@example(POLICIES["fcfs"], [Row(0, 0, 3, 25) for _ in range(8)], 0, 8, True)
 def test_everybody_finishes_however_small_the_pool(
     policy: Policy, rows: list[Row], spare: int, budget: int, is_chunking: bool,
 ) -> None:
@@ -362,7 +362,7 @@ def test_the_first_to_come_ends_as_if_it_were_alone(rows: list[Row], budget: int
     least = max(-(-(row.num_prompt + row.num_output) // PAGE) for row in rows)
 
     def steps_until_first_ends(rows: list[Row]) -> int:
-        world = Simulation(POLICIES["fcfs"](), [replace(row) for row in rows], least, budget, is_chunking=True)
+        world = Simulation(POLICIES["fcfs"], [replace(row) for row in rows], least, budget, is_chunking=True)
         for count in range(1000):
             if any(row.arrival == 0 for row in world.finished):
                 return count

@@ -18,7 +18,7 @@ def find_policy(name: str, catalog: Catalog) -> Policy:
     Raises PluginError, in one line, on an unknown name, and where the plugin makes no policy.
     """
     if name in POLICIES:
-        return POLICIES[name]()
+        return POLICIES[name]
     entry = catalog.get("policies", name)
     policy = make(entry, entry.value, catalog.need(entry, object), Policy)  # type: ignore[type-abstract]
     return PluginPolicy(entry, policy)

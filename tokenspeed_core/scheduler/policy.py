@@ -5,7 +5,7 @@ Nothing here changes anything. The same view gives the same decision; `scheduler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,7 +86,4 @@ class Ordered:
         return wanted, np.asarray(victims, np.int32)
 
 
-POLICIES: Mapping[str, Callable[[], Policy]] = {
-    "fcfs": lambda: Ordered(by_priority=False),
-    "priority": lambda: Ordered(by_priority=True),
-}
+POLICIES: Mapping[str, Policy] = {"fcfs": Ordered(by_priority=False), "priority": Ordered(by_priority=True)}
