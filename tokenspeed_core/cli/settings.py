@@ -27,7 +27,7 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
     """
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "flags"]
     names = {p.name for p in own}
-    settings = {name: each for name, each in _parameters() if name not in names}
+    settings = {each.name: each for each in _parameters() if each.name not in names}
 
     def command(**given: Any) -> int:
         flags = {name.replace(DOT, "."): given.pop(name) for name in settings}
@@ -40,25 +40,22 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:
+def _parameters() -> Iterable[inspect.Parameter]:
     for name, field in Config.model_fields.items():
         if is_switch(name):
             form = f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
-            yield _parameter(name, Annotated[bool | None, _option_of(form, field.description)])
+            yield _parameter(name, bool, form, field.description)
             continue
         takes = list[str] if "=" in str(metadata(name)["takes"]) else str  # pairs, of several flags
-        yield _parameter(name, Annotated[takes | None, _option_of(flag(name), field.description)])
+        yield _parameter(name, takes, flag(name), field.description)
         for key in metadata(name)["narrow"]:
-            narrowed = _option_of(f"{flag(name)}.{key}", f"{flag(name)} for {key}")
-            yield _parameter(f"{name}{DOT}{key}", Annotated[str | None, narrowed])
+            yield _parameter(f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", f"{flag(name)} for {key}")
 
 
-def _option_of(form: str, text: str | None) -> Any:
-    return typer.Option(form, help=text, show_default=False)
-
-
-def _parameter(name: str, annotation: Any) -> tuple[str, inspect.Parameter]:
-    return name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _parameter(name: str, takes: Any, form: str, text: str | None) -> inspect.Parameter:
+    """Return the parameter of one flag."""
+    option = Annotated[takes | None, typer.Option(form, help=text, show_default=False)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
 
 
 def print_help(command: Overview, topic: str) -> None:
