@@ -9,16 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
 from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
 
@@ -196,7 +187,7 @@ class Config(BaseModel):
     strict_plugins: bool = _setting(False, "running", "end when any plugin fails to load")
     plugins_lock: str | None = _setting(None, "running", "end unless plugins are as this file of plugins freeze says")
 
-    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _origins: dict[str, str] = {}  # of which pydantic gives each configuration its own
 
     @model_validator(mode="before")
     @classmethod
