@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 
-class StartProgress:
+class StartProgress(AbstractContextManager["StartProgress"]):
     """Shows `report(what, done, total)` calls on stderr, one stage after the other; a context manager."""
 
     def __init__(self) -> None:
@@ -25,9 +25,6 @@ class StartProgress:
             self._shown = text
             with suppress(OSError):  # a log on a full disk, or closed, is no reason not to start
                 print(text, end="", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> StartProgress:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if not self._shown.endswith("\n"):

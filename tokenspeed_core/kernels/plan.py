@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -86,7 +85,9 @@ class KernelPlan:
         """
         rows = [("op", "backend", "from", "for")]
         against: dict[tuple[str, str], dict[str, None]] = {}
-        grouped = _grouped(self.ops)
+        grouped: dict[tuple[str, str, str], list[PlannedOp]] = {}
+        for each in self.ops:
+            grouped.setdefault((each.op, each.backend, each.distribution), []).append(each)
         for (op, backend, distribution), planned in grouped.items():
             is_part = sum(other == op for other, *_ in grouped) > 1
             rows.append((op, backend or "its parts", distribution or "-", _extent(planned, is_part)))
@@ -132,13 +133,6 @@ def typed(flag: str, *backends: str) -> str:
     """Return a flag that wants backends as it is typed with their names, wherever what it overrides came from."""
     flag = flag.partition(" (")[0]
     return f"{flag}{'=' if flag.startswith('--kernel-backend') else ' '}{','.join(backends)}"
-
-
-def _grouped(ops: Iterable[PlannedOp]) -> dict[tuple[str, str, str], list[PlannedOp]]:
-    groups = defaultdict(list)
-    for planned in ops:
-        groups[planned.op, planned.backend, planned.distribution].append(planned)
-    return groups
 
 
 def _extent(group: list[PlannedOp], is_part: bool) -> str:

@@ -18,7 +18,6 @@ from tokenspeed_core.scheduler.lifecycle import (
     Finished,
     InputReady,
     Lease,
-    Move,
     Preempt,
     Preempted,
     Prefilling,
@@ -151,7 +150,7 @@ class Roster:
 
     def move(self, state: State, event: Event) -> None:
         """Apply an event to a sequence's state, and give back what the move frees."""
-        move: Move = advance(state, event)
+        move = advance(state, event)
         if move.slot is not None:
             self._columns.vacate(move.slot, move.state.sequence)
             self._slots.append(move.slot)

@@ -190,24 +190,18 @@ class EngineLink:
             sink = sinks.get(sequence_id)
             if sink is None:
                 continue
-            is_over = _take(sink, token_ids, finish, num_cached, logprobs)
+            try:
+                is_over = sink.take(token_ids, finish, num_cached, logprobs)
+            except Exception as error:  # a fault in one request's text must not end the other requests of the step
+                log.exception("a request failed while its tokens were turned into text: %s", error)
+                sink.fail(ApiError(500, "the server failed on this request's output; its log says why"))
+                is_over = True
             if finish != Finish.NOT:
                 del sinks[sequence_id]
             elif is_over:
                 ended.append(sequence_id)
         if ended:
             self.abort(ended)
-
-
-def _take(
-    sink: Sink, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenColumns | None
-) -> bool:
-    try:
-        return sink.take(token_ids, finish, num_cached, logprobs)
-    except Exception as error:  # a fault in one request's text must not end the other requests of the step
-        log.exception("a request failed while its tokens were turned into text: %s", error)
-        sink.fail(ApiError(500, "the server failed on this request's output; its log says why"))
-        return True
 
 
 def dead_error() -> ApiError:
