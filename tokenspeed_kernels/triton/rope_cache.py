@@ -32,10 +32,14 @@ def _rope_write_kv(
     HEADS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """One program rotates HEADS query heads of a token in place, or as many key heads into the cache."""
+    """One program rotates HEADS query heads of a token in place, or as many key heads into the cache.
+
+    EARLY: see `early`. The many programs of attention, which come behind, start when the kernel ahead has ended: before
+    that they would wait where it leaves room, which is not evenly.
+    """
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
