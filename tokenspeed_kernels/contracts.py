@@ -121,7 +121,7 @@ DENSE = (
         mutates=("residual",), rows=("x", "residual"),
         parts=("linear", "add_rms_norm_linear_silu_mul", "linear", "add_rms_norm_linear"),
         cases=(
-            {"in_size": 128, "hidden_size": 64, "intermediate_size": 192, "out_size": 256, "min_rows": 2048},
+            {"in_size": 128, "hidden_size": 64, "intermediate_size": 192, "out_size": 256, "min_rows": 512},
             {"in_size": 512, "hidden_size": 320, "intermediate_size": 448, "out_size": 640, "min_rows": 4096},
         ),
     ),

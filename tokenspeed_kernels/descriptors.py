@@ -150,7 +150,7 @@ TRITON_ACTIVATION = (
 )
 TRITON_LINEAR = (
     _between("between_attention", AxisLimit("max_rows", 1, 64), most_hidden=4096),
-    _between("between_attention_in_place", AxisLimit("min_rows", 2048), most_hidden=16384),
+    _between("between_attention_in_place", AxisLimit("min_rows", 512), most_hidden=16384),
     _one_row("linear"),
     _one_row("add_rms_norm_linear"),
     _one_row("add_rms_norm_linear_silu_mul"),

@@ -17,7 +17,7 @@ from tokenspeed_models.placement import Boundary
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
 FEW_ROWS = 64  # so many rows are bound by reading weights and by the waits between kernels; one has its own kernels
-MANY_ROWS = 2048  # so many are bound by the matrix units, and by what else takes power beside them
+MANY_ROWS = 512  # so many are bound by the matrix units, and by what else takes power beside them
 
 Fused = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
