@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,23 +136,25 @@ def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
 ) -> None:
     monkeypatch.setattr("tokenspeed_kernels.triton.attention.FALLBACK_MULTIPROCESSORS", 132)
     problem = AttentionProblem(phase, num_heads, 8, 128, "bfloat16", kv_dtype, 16, 0.1, None)
-    limits = AttentionLimits(65, 2048, 4096, 256)
+    limits = AttentionLimits(65, 2048, 8192, 512)
     backend = attention(problem, limits, CPU)
     settle()
     ahead_of_it = compiler.names()
     k_cache, v_cache = torch.zeros(4, 6, 2, 16, 8, 128).to(getattr(torch, kv_dtype))[:, 2].unbind(1)
     chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
-    for counts in [[1], [1] * 2, [1] * 8, [1] * 20, [1] * 33, [1] * 64, *chunks]:
+    rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
+    forms = ((True, 8192, False), (True, 4000, False), (False, 4096, False), (False, 4096, True))
+    for counts, (shares, longest, is_beside) in product([*rows, *chunks], forms):
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         qkv = torch.zeros(starts[-1], num_heads + 16, 128, dtype=torch.bfloat16)
         backend.prepare(AttentionStep(
-            len(counts), starts[-1], max(counts), 4000, torch.tensor(starts, dtype=torch.int32),
-            torch.tensor(counts, dtype=torch.int32), torch.zeros(len(counts), 256, dtype=torch.int32),
-            tuple(starts), None,
+            len(counts), starts[-1], max(counts), longest, torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(counts, dtype=torch.int32), torch.zeros(len(counts), 512, dtype=torch.int32),
+            tuple(starts), None, shares, is_beside,
         ))
         for layer in (0, 1):
             backend.forward(qkv[:, :num_heads], k_cache, v_cache, torch.empty_like(qkv[:, :num_heads]))
-            assert compiler.names() == ahead_of_it, f"launched and not compiled ahead: {counts}, layer {layer}"
+            assert compiler.names() == ahead_of_it, f"not compiled ahead: {counts}, {shares}, layer {layer}"
     assert "attend" in ahead_of_it
 
 

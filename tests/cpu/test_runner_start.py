@@ -121,35 +121,49 @@ def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny: Make) -
 def test_every_step_of_few_prompts_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
     sizes = [size for size in bucket_sizes((1, 2, 4, 256), 8192, 300) if size.num_chunks]
     assert max(size.num_chunk_tokens for size in sizes) == 8192
-    for decodes, tokens in ((0, 1), (256, 8192), (17, 500), (65, 33), (1, 5000)):
+    for decodes, tokens in ((0, 1), (256, 7936), (17, 500), (65, 33), (1, 5000), (100, 8092), (0, 8192)):
         fitting = [
             size.num_chunk_tokens for size in sizes
             if size.num_decodes >= decodes and size.num_chunk_tokens >= tokens and size.num_chunks >= min(tokens, 16)
         ]
         assert min(fitting) <= max(32, 2 * tokens)
-    many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 4096})
-    assert many == [4096, 5120, 6144, 7168, 8192]
+    many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 3584 and not size.num_decodes})
+    assert many == [3584, 4096, 5120, 6144, 7168, 8192]
     few = [size.num_chunks for size in sizes if size.num_chunk_tokens <= 256]
     assert set(few) == {16}, "rows that few prompts of few tokens leave empty"
     assert {size.num_chunks for size in sizes if size.num_chunk_tokens == 8192} == {64}
+    full = [(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.num_chunk_tokens > 7168]
+    assert full == [(0, 8192), (64, 8192), (128, 8128), (192, 8064), (256, 8000)], "no more together than a step has"
     assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
 
 
 @pytest.mark.parametrize(
     ("decodes", "chunks", "tokens", "expected"),
     [
-        (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 20, 320)), (1, 33, 33, BucketSize(256, 48, 768)),
-        (0, 64, 64, BucketSize(0, 64, 1024)), (256, 1, 8192, BucketSize(256, 64, 8192)),
+        (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 20, 320)), (1, 33, 33, BucketSize(64, 40, 640)),
+        (0, 64, 64, BucketSize(0, 64, 1024)), (200, 1, 7992, BucketSize(256, 64, 8000)), (0, 1, 8193, None),
+        (0, 65, 65, None), (257, 1, 1, None),
     ],
 )
 def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
-    decodes: int, chunks: int, tokens: int, expected: BucketSize
+    decodes: int, chunks: int, tokens: int, expected: BucketSize | None
 ) -> None:
     graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
-    graphs._mixed_sizes = [size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks]
+    graphs._decode_sizes = [1, 256]
+    sizes = [size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks and not size.is_plain]
+    graphs._mixed_sizes = sorted(sizes, key=lambda size: (size.num_chunk_tokens, size.num_decodes))
     plan = replace(largest(bounded(max_num_seqs=300, chunk_size=8192), 1).plan, token_ids=np.zeros(tokens, np.int32),
                    slots=np.zeros(decodes + chunks, np.int32), num_decodes=decodes)
     assert graphs._size(plan) == expected
+
+
+def test_many_decodes_have_a_plain_bucket_besides() -> None:
+    sizes = bucket_sizes((1, 8, 16, 64, 256), 8192, 256)
+    plain = {(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.is_plain}
+    tokens = (32, 64, 128, 192, 256, 320, 384, 448, 512)
+    assert plain == {(16, 0), (64, 0), (256, 0), *((decodes, count) for decodes in (64, 256) for count in tokens)}
+    assert len(set(sizes)) == len(sizes)
+    assert {replace(size, is_plain=True) for size in sizes if not size.is_plain} > set(sizes[-len(plain):])
 
 
 def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows() -> None:

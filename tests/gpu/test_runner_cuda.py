@@ -153,6 +153,37 @@ def overlapped(runner: LocalRunner, num_rows: int, count: int, params: list[dict
     return [maker.sequences[name].output for name in names]
 
 
+@pytest.mark.parametrize("num_shared", [0, 320])
+def test_decodes_that_share_a_prefix_and_those_that_do_not_get_the_tokens_of_eager_steps(
+    graphs: LocalRunner, eager: LocalRunner, num_shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[bool] = []
+    are_plain = graphs._traits.are_plain
+
+    def note(plan: StepPlan) -> bool:
+        said.append(are_plain(plan))
+        return said[-1]
+
+    monkeypatch.setattr(graphs._traits, "are_plain", note)
+    outputs = []
+    for runner in (graphs, eager):
+        maker = PlanMaker(runner.block_size)
+        names = [f"s{slot}" for slot in range(18)]
+        prefix = [(5 * i) % 983 for i in range(320)]
+        maker.add("s0", [*prefix, 1], 0)
+        maker.step(runner, chunks={"s0": 321})
+        for slot, name in enumerate(names[1:], start=1):
+            prompt = [*prefix, *range(slot, slot + 4)] if num_shared else list(range(slot, slot + 20))
+            maker.add(name, prompt, slot, shared=("s0", num_shared) if num_shared else None)
+        rest = {name: maker.sequences[name].num_prompt - num_shared for name in names[1:]}
+        maker.step(runner, ["s0"], rest)
+        for _ in range(12):
+            maker.step(runner, names)
+        outputs.append([maker.sequences[name].output for name in names])
+    assert outputs[0] == outputs[1]
+    assert said == [num_shared == 0] * 12
+
+
 @pytest.mark.parametrize("params", [[{}], PARAMS])
 def test_two_steps_in_flight_give_the_tokens_of_one_after_another(
     graphs: LocalRunner, params: list[dict[str, Any]]

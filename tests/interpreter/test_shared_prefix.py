@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_core.runner.slots import SHARED_PREFIX
 from tokenspeed_core.testing.attention import Rows, attend, attends, limits_of, make_scene
 from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton.attention import TritonAttention
@@ -96,6 +97,19 @@ def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
     kernel = TritonAttention(problem, limits_of(scene), CPU)
     for _ in range(2):  # programs count each other's results, and leave the counts as they found them
         attends(kernel, problem, scene, rows)
+
+
+def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none() -> None:
+    assert SHARED_PREFIX <= LEAST_KEYS
+    scene = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    kernel.shared.found.fill_(320)  # of a step before
+    kernel.prepare(replace(scene.step, shares_prefix=False))
+    assert [launch.shared for launch in kernel._launches] == [None]
+    out = torch.empty(scene.q.shape)
+    kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
+    torch.testing.assert_close(out, scene.expected, rtol=1e-4, atol=1e-4)
+    assert int(kernel.shared.found[0]) == 320
 
 
 def test_rows_of_several_query_tokens_share_nothing() -> None:

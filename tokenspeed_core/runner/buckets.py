@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.runner.staged import BucketSize
 
 _STEP, _LONG_STEP = 8, 16
+_CROWD = 16  # decodes, from which on plain ones have a bucket of their own
 _MANY_DECODES = 64  # from here on rows of padding cost less than a graph more does
 _MOST_DECODES = 256
 _MOST_CHUNKS = 64
 _FEW_TOKENS = 512  # up to here, padding decodes costs as much as the chunk itself
-_MANY_TOKENS = 4096  # from here on, padding costs more than a graph more does
 _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 _TOKENS_OF_A_CHUNK = 16  # of a bucket, so that prompts find rows: a row that none takes costs its kernels time too
 _FEW_CHUNKS = 16
@@ -39,19 +41,24 @@ def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | No
 def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int) -> tuple[BucketSize, ...]:
     """Return the buckets of decodes alone, then those with chunks, in which tokens ascend.
 
-    Steps are of 64 tokens up to 512, then of half the last power of two, and from 4096 on of a quarter of it.
+    Steps are of 64 tokens up to 512, then of a quarter of the last power of two. A full step, which is what crowds
+    have, holds decodes and chunks together: the more of the ones, the fewer of the others. Last come the plain
+    ones, for decodes that are many and not lost among chunks.
     """
     tokens = [_SMALLEST_CHUNK]
     while tokens[-1] < max_num_tokens:
         power = 1 << (tokens[-1].bit_length() - 1)
-        half_or_quarter = power // (2 if power < _MANY_TOKENS else 4)
-        tokens.append(tokens[-1] + (min(power, _CHUNK_STEP) if power < _FEW_TOKENS else half_or_quarter))
+        tokens.append(tokens[-1] + (min(power, _CHUNK_STEP) if power < _FEW_TOKENS else power // 4))
     most, chunks = decodes[-1], min(_MOST_CHUNKS, max_num_seqs)
-    few = sorted({0, *(size for size in (16, 64) if size < most), most})
-    rows = [min(chunks, max(_FEW_CHUNKS, count // _TOKENS_OF_A_CHUNK)) for count in tokens[:-1]]
+    middle = [size for size in (16, 64) if size < most]
     mixed = [
-        BucketSize(each, num_chunks, min(count, max_num_tokens))
-        for count, num_chunks in zip(tokens, (*rows, chunks), strict=True)
-        for each in (few if count <= _FEW_TOKENS else (0, most))
+        BucketSize(each, min(chunks, max(_FEW_CHUNKS, count // _TOKENS_OF_A_CHUNK)), count)
+        for count in tokens[:-1] for each in (0, *(middle if count <= _FEW_TOKENS else middle[1:]), most)
     ]
-    return (*(BucketSize(each, 0, 0) for each in decodes), *mixed)
+    full = (0, 0, *range(_MANY_DECODES, most, _MANY_DECODES), most)
+    mixed += [BucketSize(each, chunks, max_num_tokens - fewer) for fewer, each in pairwise(full)]
+    sizes = (*(BucketSize(each, 0, 0) for each in decodes), *mixed)
+    return sizes + tuple(
+        replace(size, is_plain=True) for size in sizes
+        if size.num_decodes >= (_MANY_DECODES if size.num_chunks else _CROWD) and size.num_chunk_tokens <= _FEW_TOKENS
+    )

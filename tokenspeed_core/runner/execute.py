@@ -71,7 +71,7 @@ class LocalRunner:
         self._groups = tuple(assembly.build.groups.values())
         self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
         limits = self.resolved.limits
-        self._traits = SlotTraits(limits.max_num_seqs + 1)
+        self._traits = SlotTraits(limits.max_num_seqs + 1, len(self._groups), self.block_size)
         layout = SlotLayout(
             limits.max_num_seqs + 1, most_blocks(limits.max_model_len, self.block_size), len(self._groups)
         )
@@ -106,7 +106,7 @@ class LocalRunner:
         with torch.inference_mode():
             self._use_stream()
             graphs = StepGraphs(
-                self._state, self._groups, self._model, self._assembly.kernels, self._link,
+                self._state, self._traits, self._groups, self._model, self._assembly.kernels, self._link,
                 sizes=sizes, block_size=self.block_size, max_model_len=self.resolved.limits.max_model_len,
             )
             graphs.capture(progress)
@@ -196,12 +196,13 @@ class LocalRunner:
     def _forward(self, plan: StepPlan) -> _Launched:
         if plan.slot_inits is not None:
             self._sampler.begin(plan.slot_inits)
+        self._traits.note_blocks(plan.block_deltas)
         self._copy_blocks(plan)
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
         if self._graphs is not None:
-            if self._graphs.fits(plan):
-                graph = self._graphs.run(plan)
+            graph = self._graphs.run(plan)
+            if graph is not None:
                 return _Launched(plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph)
             self._graphs.invalidate()
         inputs = self._inputs.make(plan)
@@ -228,10 +229,11 @@ class LocalRunner:
                     graph.draw()
                 step.fetch, step.at = self._link.fetch_ids(graph.ids), graph.at
                 return
-            step.logits = graph.logits
+            logits = graph.logits()
+            step.logits = logits[: len(rows.plan_rows)]
             if graph.at is not None:
                 (at,) = self._link.send((graph.at,))
-                step.logits = graph.logits[at]
+                step.logits = logits[at]
                 rows = SamplingRows(rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at])
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)

@@ -2,14 +2,15 @@
 
 Launching a forward kernel by kernel takes the host longer than the device takes to run it, up to thousands of
 tokens. So per bucket there is one graph, or two where attention backends prepare between them (outside graphs,
-with the step's lengths on the device), and per number of rows one more that draws tokens from the logits.
+with the step's lengths on the device), one that keeps the logits for draws, and per number of rows one that draws.
+Buckets of many decodes have a plain form besides, for short rows that share no prefix.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tokenspeed_core.runner.attention import AttentionGroup
 from tokenspeed_core.runner.inputs import GroupInputs
 from tokenspeed_core.runner.link import Link, PinnedRing
 from tokenspeed_core.runner.sampler import RunnerKernels, SamplingRows, draw
-from tokenspeed_core.runner.slots import SlotState
+from tokenspeed_core.runner.slots import SHORT, SlotState, SlotTraits
 from tokenspeed_core.runner.staged import BucketSize, StagedLayout
 from tokenspeed_core.step import I64, StepPlan
 
@@ -30,7 +31,10 @@ _WORDS_OF_CHUNK = 16  # its length, its sampling parameters, and a few blocks mo
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """A captured step: its part of the upload, its inputs (views of shared buffers), and its graphs."""
+    """A captured step: its part of the upload, its inputs (views of shared buffers), and its graphs.
+
+    `own_logits` are where the forward leaves them, for as long as it takes to capture what reads them.
+    """
 
     layout: StagedLayout
     staged: torch.Tensor
@@ -38,20 +42,35 @@ class _Bucket:
     inputs: tuple[GroupInputs, ...]
     ids: torch.Tensor
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    own_logits: torch.Tensor = field(init=False)
+    kept_logits: torch.Tensor = field(init=False)
+    keeping: torch.cuda.CUDAGraph = field(init=False)
+    drawing: torch.cuda.CUDAGraph = field(init=False)
+    plain: _Bucket | None = None
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits of the step launched last, if it was this one: a view, as of a launch's ids."""
+        self.keeping.replay()
+        return self.kept_logits
+
+    def draw(self) -> None:
+        """Replace the greedy tokens of the step launched last, if it was this one."""
+        self.keeping.replay()
+        self.drawing.replay()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphLaunch:
-    """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called.
+    """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called; `logits` returns theirs.
 
     `at` says where the R rows that sample stand among them, None if they are the first. All tensors are views
-    of buffers that the next step overwrites (behind this one on the stream).
+    of buffers that the next step overwrites (behind this one on the stream), before which both are to be called.
     """
 
     rows: SamplingRows
-    logits: torch.Tensor
     ids: torch.Tensor
     at: I64 | None
+    logits: Callable[[], torch.Tensor]
     draw: Callable[[], None]
 
 
@@ -59,20 +78,23 @@ class StepGraphs:
     """Captured steps. Runs on the stream that is current, which must not be the default one."""
 
     def __init__(
-        self, state: SlotState, groups: Sequence[AttentionGroup], model: Model, kernels: RunnerKernels, link: Link,
-        *, sizes: Sequence[BucketSize], block_size: int, max_model_len: int,
+        self, state: SlotState, traits: SlotTraits, groups: Sequence[AttentionGroup], model: Model,
+        kernels: RunnerKernels, link: Link, *, sizes: Sequence[BucketSize], block_size: int, max_model_len: int,
     ) -> None:
         """Allocate the buffers that all buckets share."""
-        self._state, self._groups, self._model, self._link = state, groups, model, link
+        self._state, self._traits, self._groups, self._model, self._link = state, traits, groups, model, link
         self._kernels = kernels
         self._block_size, self._max_model_len = block_size, max_model_len
-        self.decode_sizes = sorted(size.num_decodes for size in sizes if not size.num_chunks)
-        self._mixed_sizes = sorted(
-            (size for size in sizes if size.num_chunks), key=lambda size: (size.num_chunk_tokens, size.num_decodes)
-        )
-        self._layouts = {size: StagedLayout(size, self._num_words(size)) for size in sizes}
         attention = [kernel for group in groups for kernel in group.kernels.values()]
         self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in attention)
+        usual = [size for size in sizes if not size.is_plain]
+        self._decode_sizes = sorted(size.num_decodes for size in usual if not size.num_chunks)
+        self._mixed_sizes = sorted(
+            (size for size in usual if size.num_chunks), key=lambda size: (size.num_chunk_tokens, size.num_decodes)
+        )
+        self._layouts = {
+            size: StagedLayout(size, self._num_words(size)) for size in (usual if self._needs_prepare else sizes)
+        }
         device, num_rows = state.words.device, max(size.num_rows for size in sizes)
         num_tokens = max(size.num_tokens for size in sizes)
         longest = max(layout.num_int64 for layout in self._layouts.values())
@@ -82,7 +104,7 @@ class StepGraphs:
         self._seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._tables = [torch.zeros_like(table[:1]).repeat(num_rows, 1) for table in state.tables]
         self._mappings = [torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in groups]
-        self._inputs = torch.zeros((2, self.decode_sizes[-1]), dtype=torch.int64, device=device)
+        self._inputs = torch.zeros((2, self._decode_sizes[-1]), dtype=torch.int64, device=device)
         self._new_positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._logits: torch.Tensor | None = None
@@ -99,66 +121,58 @@ class StepGraphs:
         for done, size in enumerate(ordered):
             progress(done, len(ordered))
             self._buckets[size] = self._capture(size, pool)
+        for size, bucket in self._buckets.items():
+            bucket.plain = None if size.is_plain else self._buckets.get(replace(size, is_plain=True))
         progress(len(ordered), len(ordered))
-
-    def fits(self, plan: StepPlan) -> bool:
-        """Say whether a bucket holds a step. Decodes without chunks must all sample."""
-        chunks = plan.num_rows - plan.num_decodes
-        if chunks == 0:
-            return plan.num_rows <= self.decode_sizes[-1] and bool(plan.wants_logits.all())
-        largest = self._mixed_sizes[-1]
-        return (
-            chunks <= largest.num_chunks and plan.num_decodes <= largest.num_decodes
-            and len(plan.token_ids) <= largest.num_chunk_tokens
-        )
 
     def invalidate(self) -> None:
         """Note that the slots' state changed by another way, so that nothing uploaded may be assumed."""
         self._uploaded = None
 
-    def run(self, plan: StepPlan) -> GraphLaunch:
-        """Launch a step that fits."""
+    def run(self, plan: StepPlan) -> GraphLaunch | None:
+        """Launch a step, or return None where no bucket holds it. Decodes without chunks must all sample."""
         size = self._size(plan)
+        if size is None:
+            return None
         bucket = self._buckets[size]
+        if bucket.plain is not None and self._traits.are_plain(plan):
+            bucket = bucket.plain
         self._upload(bucket, plan)
         bucket.graphs[0].replay()
         if self._needs_prepare:
             self._prepare(bucket)
             bucket.graphs[1].replay()
-        draw_them = self._draws[size.num_rows].replay
         if not size.num_chunks:
-            return self._decode_launch(bucket, plan, draw_them)
+            return self._decode_launch(bucket, plan)
         sampled = np.flatnonzero(plan.wants_logits)
         at = np.where(sampled < plan.num_decodes, sampled, sampled - plan.num_decodes + size.num_decodes)
-        assert self._logits is not None, "a bucket was captured"
         rows = SamplingRows(sampled.astype(np.int32), plan.slots[sampled], bucket.columns["slots"], self._new_positions)
-        return GraphLaunch(rows, self._logits, bucket.ids, at, draw_them)
+        return GraphLaunch(rows, bucket.ids, at, bucket.logits, bucket.draw)
 
-    def _decode_launch(self, bucket: _Bucket, plan: StepPlan, draw_them: Callable[[], None]) -> GraphLaunch:
+    def _decode_launch(self, bucket: _Bucket, plan: StepPlan) -> GraphLaunch:
         num_rows = plan.num_rows
         if num_rows not in self._views:
-            assert self._logits is not None, "a bucket was captured"
-            self._views[num_rows] = (
-                bucket.columns["slots"][:num_rows], self._new_positions[:num_rows], self._logits[:num_rows],
-                self._ids[:num_rows],
-            )
-        slots, positions, logits, ids = self._views[num_rows]
+            slots = bucket.columns["slots"][:num_rows]
+            self._views[num_rows] = (slots, self._new_positions[:num_rows], self._ids[:num_rows])
+        slots, positions, ids = self._views[num_rows]
         rows = SamplingRows(self._plan_rows[:num_rows], plan.slots, slots, positions)
-        return GraphLaunch(rows, logits, ids, None, draw_them)
+        return GraphLaunch(rows, ids, None, bucket.logits, bucket.draw)
 
     def _num_words(self, size: BucketSize) -> int:
         """Return how many changed words a bucket's upload holds; steps with more scatter them before it."""
         per_group = size.num_decodes + size.num_chunks + size.num_chunk_tokens // self._block_size
         return per_group * len(self._groups) + _WORDS_OF_CHUNK * size.num_chunks
 
-    def _size(self, plan: StepPlan) -> BucketSize:
+    def _size(self, plan: StepPlan) -> BucketSize | None:
         """Return the bucket with the fewest chunk tokens, then decodes, that holds a step."""
         if plan.num_decodes == plan.num_rows:
-            return BucketSize(self.decode_sizes[bisect_left(self.decode_sizes, plan.num_rows)], 0, 0)
+            place = bisect_left(self._decode_sizes, plan.num_rows)
+            fits = place < len(self._decode_sizes) and plan.wants_logits.all()
+            return BucketSize(self._decode_sizes[place], 0, 0) if fits else None
         first = bisect_left(self._mixed_sizes, len(plan.token_ids), key=lambda size: size.num_chunk_tokens)
         decodes, chunks = plan.num_decodes, plan.num_rows - plan.num_decodes
         sizes = self._mixed_sizes[first:]
-        return next(size for size in sizes if size.num_decodes >= decodes and size.num_chunks >= chunks)
+        return next((size for size in sizes if size.num_decodes >= decodes and size.num_chunks >= chunks), None)
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
         """Bring a plan to the device; nothing if the device has just these decodes already."""
@@ -194,15 +208,18 @@ class StepGraphs:
         if size.num_chunks:
             nothing[bucket.layout.wide["token_slots"]] = self._padding[0]
         bucket.staged.copy_(torch.from_numpy(nothing))
-        stages: list[Callable[[_Bucket], None]] = [self._begin, self._forward, self._draw]
+        stages: list[Callable[[_Bucket], None]] = [self._begin, self._forward, self._keep, self._draw]
         for stage in stages:  # compiles, and lets libraries allocate, what a capture must not
             self._prepare(bucket)
             stage(bucket)
         torch.cuda.synchronize()
         for captured in [stages[:1], stages[1:2]] if self._needs_prepare else [stages[:2]]:
             bucket.graphs.append(_record(pool, bucket, captured))
+        bucket.keeping = _record(pool, bucket, stages[2:3])
+        del bucket.own_logits
         if size.num_rows not in self._draws:
-            self._draws[size.num_rows] = _record(pool, bucket, stages[2:])
+            self._draws[size.num_rows] = _record(pool, bucket, stages[3:])
+        bucket.drawing = self._draws[size.num_rows]
         return bucket
 
     def _bucket(self, size: BucketSize) -> _Bucket:
@@ -220,19 +237,22 @@ class StepGraphs:
     def _group_inputs(
         self, size: BucketSize, columns: Mapping[str, torch.Tensor], table: torch.Tensor, mapping: torch.Tensor
     ) -> GroupInputs:
-        def part(first: int, num_rows: int, num_tokens: int, most: int, start: torch.Tensor) -> AttentionStep:
+        def part(
+            first: int, num_rows: int, num_tokens: int, most: int, longest: int, start: torch.Tensor
+        ) -> AttentionStep:
             rows = slice(first, first + num_rows)
             return AttentionStep(
-                num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=self._max_model_len,
-                query_start=start, seq_lens=self._seq_lens[rows], block_table=table[rows], host_query_start=None,
-                host_seq_lens=None,
+                num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=longest, query_start=start,
+                seq_lens=self._seq_lens[rows], block_table=table[rows], host_query_start=None, host_seq_lens=None,
+                shares_prefix=not size.is_plain, is_beside=bool(size.num_chunks) and not first,
             )
 
-        decodes = part(0, size.num_decodes, size.num_decodes, 1, self._decode_start[: size.num_decodes + 1])
+        num, longest = size.num_decodes, self._max_model_len
+        decodes = part(0, num, num, 1, min(SHORT, longest) if size.is_plain else longest, self._decode_start[: num + 1])
         if not size.num_chunks:
             return GroupInputs(mapping, decodes, size.num_decodes, None, None)
         most = size.num_chunk_tokens
-        chunks = part(size.num_decodes, size.num_chunks, most, most, columns["query_start"])
+        chunks = part(size.num_decodes, size.num_chunks, most, most, longest, columns["query_start"])
         if not size.num_decodes:
             return GroupInputs(mapping, chunks, 0, None, None)
         return GroupInputs(mapping, chunks, size.num_decodes, decodes, chunks)
@@ -256,17 +276,19 @@ class StepGraphs:
         size = bucket.layout.size
         token_ids, positions = self._token_inputs(bucket)
         wanted = bucket.columns["last"] if size.num_chunks else None
-        logits = self._model.logits(self._model.forward(token_ids, positions, wanted))
-        if self._logits is None:
-            self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
-        self._logits[: size.num_rows].copy_(logits)
+        bucket.own_logits = logits = self._model.logits(self._model.forward(token_ids, positions, wanted))
         self._note(bucket, logits, self._kernels.greedy[logits.dtype](logits))
 
+    def _keep(self, bucket: _Bucket) -> None:
+        logits = bucket.own_logits
+        if self._logits is None:
+            self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
+        bucket.kept_logits = self._logits[: len(logits)]
+        bucket.kept_logits.copy_(logits)
+
     def _draw(self, bucket: _Bucket) -> None:
-        assert self._logits is not None, "the forward comes first"
-        num_rows, slots = bucket.layout.size.num_rows, bucket.columns["slots"]
-        logits = self._logits[:num_rows]
-        chosen = draw(self._state, self._kernels.sample, logits, slots, self._new_positions[:num_rows])
+        slots, logits = bucket.columns["slots"], bucket.kept_logits
+        chosen = draw(self._state, self._kernels.sample, logits, slots, self._new_positions[: len(logits)])
         self._note(bucket, logits, chosen)
 
     def _note(self, bucket: _Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenspeed_core.step import I32, I64, SlotInits, StepPlan
+from tokenspeed_core.step import I32, I64, BlockDelta, SlotInits, StepPlan
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _COLUMNS = ("last_token", "seq_len", "top_k", *_FLOATS)
@@ -124,15 +124,18 @@ class SlotState:
         return self.words[start : start + self.layout.num_slots]
 
 
+SHARED_PREFIX, SHORT = 256, 4096  # tokens: fewer are read sooner than found to be shared; most of a plain row
 DRAWS, SPECIAL = 1, 2
 """What a slot's sequence asks of sampling: a random draw; anything that is done to single rows."""
 
 
 class SlotTraits:
-    """What the host remembers of each slot, to choose the sampling path without asking the device."""
+    """What the host remembers of each slot, to choose how a step is run without asking the device."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_groups: int, block_size: int) -> None:
         """Start with slots that are greedy and plain."""
+        self._last = (SHARED_PREFIX - 1) // block_size  # block of a prefix that counts as shared
+        self._prefix_ends = np.zeros((num_groups, num_slots), np.int32)
         self.asks = np.zeros(num_slots, np.uint8)
         self.penalised = np.zeros(num_slots, bool)
         self.biased = np.zeros(num_slots, bool)
@@ -154,6 +157,20 @@ class SlotTraits:
         self.num_logprobs[slots] = inits.logprobs
         special = self.penalised[slots] | self.biased[slots] | (inits.logprobs >= 0)
         self.asks[slots] = DRAWS * (inits.temperature > 0) + SPECIAL * special
+        self._prefix_ends[:, slots] = -1 - slots  # until there is such a block, what no other slot has
+
+    def note_blocks(self, deltas: Sequence[BlockDelta]) -> None:
+        """Take a step's new blocks, after the sequences that get a slot."""
+        for ends, delta in zip(self._prefix_ends, deltas, strict=True):
+            at = delta.indices == self._last
+            ends[delta.slots[at]] = delta.blocks[at]
+
+    def are_plain(self, plan: StepPlan) -> bool:
+        """Say whether a step's decodes, one at least, are short, and not all lead with the same `SHARED_PREFIX`."""
+        num = plan.num_decodes
+        ends = self._prefix_ends[:, plan.slots[:num]]
+        shares = bool((ends == ends[:, :1]).all(axis=1).any())
+        return not shares and int(plan.num_computed_tokens[:num].max()) < SHORT
 
     def asked(self, slots: I32) -> int:
         """Return DRAWS and SPECIAL, or'ed over some slots."""

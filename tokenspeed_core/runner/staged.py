@@ -16,11 +16,15 @@ from tokenspeed_core.step import I32, I64, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """The most that a captured step holds: decode rows, chunk rows, and tokens of all chunks."""
+    """The most that a captured step holds: decode rows, chunk rows, and tokens of all chunks.
+
+    Where it `is_plain`, its decodes are short and share no prefix, and attention is spared what others need.
+    """
 
     num_decodes: int
     num_chunks: int
     num_chunk_tokens: int
+    is_plain: bool = False
 
     @property
     def num_rows(self) -> int:

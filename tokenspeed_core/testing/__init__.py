@@ -8,6 +8,6 @@ signatures. The other modules are what these are made of: provisional, and whate
 
 from __future__ import annotations
 
-TESTING_API = 4
+TESTING_API = 5
 
 __all__ = ["TESTING_API"]

@@ -23,6 +23,7 @@ from tokenspeed_core.testing.scenes import Rows, Scene, limits_of, make_scene
 
 MANY_ROWS, FEW_ROWS = BucketSize(11, 0, 0), BucketSize(4, 0, 0)
 MIXED, PROMPTS = BucketSize(10, 4, 48), BucketSize(0, 3, 16)
+PLAIN, PLAIN_MIXED = replace(MANY_ROWS, is_plain=True), replace(MIXED, is_plain=True)
 NUM_CALLS = 2  # of layers in a step, for which the backend prepares once
 
 
@@ -56,12 +57,16 @@ DECODES = (
     Replay(FEW_ROWS, (20, 3, 40)),
     Replay(MANY_ROWS, (200, 90, 70, 610, *_OTHERS)),
     Replay(FEW_ROWS, (200, 90, 1, 33)),
+    Replay(PLAIN, (61, 5, 340)),
+    Replay(PLAIN, (300, 90, 70, 610, *_OTHERS)),
     Replay(MANY_ROWS, (500, 399, 720, 641, *_OTHERS, 410), num_shared=384),
 )
 CHUNKS = (
     Replay(MIXED, (400, 341, 322, 350, 399, 321, 330, 385, 360, 337), ((17, 340), (30, 350)), num_shared=320),
     Replay(PROMPTS, chunks=((9, 20), (5, 5), (2, 40))),
+    Replay(PLAIN_MIXED, (400, 341, 22, 350, 399, 321, 330, 385, 360), ((17, 340), (30, 350))),
     Replay(MIXED, chunks=((1, 1), (40, 40), (1, 300), (3, 90))),
+    Replay(PLAIN_MIXED, (64, 1, 200, 18), ((7, 9),)),
     Replay(PROMPTS, chunks=((12, 200),)),
     Replay(MIXED, (64, 1, 200, 17), ((5, 5),)),
 )
@@ -180,7 +185,8 @@ class _Step:
         return AttentionStep(
             num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=whole.max_seq_len,
             query_start=start, seq_lens=whole.seq_lens[rows], block_table=whole.block_table[rows],
-            host_query_start=None, host_seq_lens=None,
+            host_query_start=None, host_seq_lens=None, shares_prefix=not self._size.is_plain,
+            is_beside=bool(self._size.num_chunks) and not first,
         )
 
     def _prepare(self) -> None:

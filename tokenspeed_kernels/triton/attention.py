@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from tokenspeed_kernels.triton.shared import MERGED_PARTS, SharedLaunch, SharedP
 
 LEAST_SPLIT = 64  # keys of a split where rows are too few to fill the device
 LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
-CROWD = 8  # programs of a multiprocessor that small tiles keep busiest
+CROWD, SHARING_CROWD = 3, 8  # programs of a multiprocessor that small tiles keep busiest; where rows may share keys
 FULL = 2  # programs of a multiprocessor that keep it busy
 WANTED = 4  # programs of a multiprocessor that splitting aims at
 NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles of all splits, by phase of the problem
@@ -84,10 +84,11 @@ class TritonAttention:
         wide = problem.dtype == "float32" or self._block_d > 128
         self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
         self._crowd = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3))
+        self._beside = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3))
         self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
         self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
         self._early = can_start_early()
-        self._num_multiprocessors = _num_multiprocessors(device)
+        self.num_multiprocessors = _num_multiprocessors(device)
         self._max_model_len = limits.max_model_len
         self._max_decode_rows = MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
         num_slots = NUM_SLOTS[problem.phase]
@@ -115,7 +116,7 @@ class TritonAttention:
             launches.append(self._prefill_launch(num_decodes, step))
         if num_decodes:
             max_num_query = step.max_num_query if num_decodes == step.num_rows else 1
-            launches.append(self._decode_launch(num_decodes, max_num_query))
+            launches.append(self._decode_launch(num_decodes, max_num_query, step))
         self._launches = tuple(launches)
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
@@ -134,20 +135,29 @@ class TritonAttention:
             self._attend(launch, q, k_cache, v_cache, out, is_first=is_first)
             is_first = False
 
-    def _decode_launch(self, num_rows: int, max_num_query: int) -> _Launch:
+    def _decode_launch(self, num_rows: int, max_num_query: int, step: AttentionStep) -> _Launch:
         block_m = self._decode_rows(max_num_query)
         programs = num_rows * self._problem.num_kv_heads
-        decode = self._crowd if programs >= CROWD * self._num_multiprocessors else self._decode
-        tiling = Tiling(block_m, decode.block_n, decode.num_warps, decode.num_stages)
-        if programs >= FULL * self._num_multiprocessors:
-            least, splits = LONG_SPLIT, MAX_SPLITS
-        else:
-            least, splits = LEAST_SPLIT, WANTED * self._num_multiprocessors // programs
         room = self._lse.shape[0] // (programs * block_m)
-        splits = max(1, min(splits, -(-self._max_model_len // least), room, self._options.max_splits))
-        is_shared = self._options.shared_prefix and max_num_query == 1 and room
-        shared = self.shared.launch(num_rows) if is_shared else None
+        may_share = self._options.shared_prefix and step.shares_prefix and max_num_query == 1 and room
+        shared = self.shared.launch(num_rows) if may_share else None
+        tiling = replace(self._decode_tiling(programs, step, is_shared=shared is not None), block_m=block_m)
+        if programs >= FULL * self.num_multiprocessors:
+            least, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)  # a part that is empty takes time too
+        else:
+            least, splits = LEAST_SPLIT, WANTED * self.num_multiprocessors // programs
+        most = min(MAX_SPLITS, -(-self._max_model_len // least), room, self._options.max_splits)
+        splits = max(1, min(splits, most))
         return _Launch(0, num_rows, num_rows, max_num_query, splits, least, True, tiling, shared)
+
+    def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
+        """Return the tiling that was measured to be fastest for so many programs, but for its rows."""
+        crowd = programs // self.num_multiprocessors
+        if crowd >= SHARING_CROWD:
+            return self._crowd
+        if is_shared or crowd < CROWD:
+            return self._decode
+        return self._beside if step.is_beside else self._crowd
 
     def _prefill_launch(self, first_row: int, step: AttentionStep) -> _Launch:
         num_rows = step.num_rows - first_row
@@ -197,19 +207,24 @@ def _attend_to_blanks(backend: TritonAttention, problem: AttentionProblem, limit
     num_heads, num_kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_size
     k_cache, v_cache = ahead.blank(problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size).unbind(1)
     most = min(limits.max_num_rows, limits.max_num_tokens)
-    for counts in _num_queries(problem.phase, most, limits.max_num_tokens):
+    short = min(LONG_SPLIT, limits.max_model_len)
+    forms = ((True, limits.max_model_len, False), (False, short, False), (False, short, True))
+    edges = (-(-each * backend.num_multiprocessors // num_kv_heads) for each in (FULL, CROWD, SHARING_CROWD))
+    some = sorted({min(num_rows, most) for num_rows in (1, 2, 4, 8, 16, 17, *edges, most)})
+    steps = _num_queries(problem.phase, some, limits.max_num_tokens)
+    for counts, (shares, longest, is_beside) in product(steps, forms):
         starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
         q = ahead.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[:, :num_heads]
         backend.prepare(AttentionStep(
-            num_rows, starts[-1], max(counts), limits.max_model_len, ahead.blank("int32", num_rows + 1),
+            num_rows, starts[-1], max(counts), longest, ahead.blank("int32", num_rows + 1),
             ahead.blank("int32", num_rows), ahead.blank("int32", num_rows, limits.max_num_blocks), starts, None,
+            shares, is_beside,
         ))
         backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
 
 
-def _num_queries(phase: str, most_rows: int, most_tokens: int) -> Iterator[list[int]]:
-    """Yield the query tokens of each row, of steps that differ in what is launched."""
-    some = sorted({min(num_rows, most_rows) for num_rows in (1, 2, 4, 8, 16, 17, most_rows)})
+def _num_queries(phase: str, some: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Yield the query tokens of each row, of steps of `some` rows that differ in what is launched."""
     for num_rows in some:
         yield [1] * num_rows
     if phase == "prefill":

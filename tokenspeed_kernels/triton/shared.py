@@ -22,7 +22,7 @@ from tokenspeed_kernels.triton.attention_kernels import _attend_keys, _fit_keys,
 from tokenspeed_kernels.triton.early import can_start_early
 
 LEAST_ROWS = 9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
-LEAST_KEYS = 256  # that must be shared
+LEAST_KEYS = 256  # that must be shared, no fewer than a step's `shares_prefix` is about
 MERGED_PARTS = 8  # results that a program merges at once: no more splits of the shared keys are made
 MOST_SLOTS = 65536  # results of one query head of a row from one split
 LOG2_E = 1.4426950408889634

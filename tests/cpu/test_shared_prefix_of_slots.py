@@ -1,0 +1,88 @@
+"""What the host remembers of leading blocks, beside whole block tables: no prefix that slots share is missed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.kv.groups import FullAttention
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.messages import Submit
+from tokenspeed_core.runner.slots import SHARED_PREFIX, SHORT, SlotTraits
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.step import LateInputs, StepPlan, StepResult
+
+NUM_SEQS, MAX_LEN = 6, 1024
+NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+class TableKeeper:
+    """A runner that keeps the whole block table of each slot, and compares."""
+
+    def __init__(self, block_size: int) -> None:
+        self.traits = SlotTraits(NUM_SEQS, 1, block_size)
+        self.said: list[bool] = []
+        self._num_leading = -(-SHARED_PREFIX // block_size)
+        self._tables: list[dict[int, int]] = [{} for _ in range(NUM_SEQS)]
+        self._results: dict[int, StepResult] = {}
+
+    def forward(self, plan: StepPlan) -> None:
+        if plan.slot_inits is not None:
+            self.traits.update(plan.slot_inits)
+            for slot in plan.slot_inits.slots:
+                self._tables[slot] = {}
+        self.traits.note_blocks(plan.block_deltas)
+        (delta,) = plan.block_deltas
+        for slot, index, block in zip(delta.slots, delta.indices, delta.blocks, strict=True):
+            self._tables[slot][int(index)] = int(block)
+        decodes = plan.slots[: plan.num_decodes]
+        if len(decodes) > 1:
+            heads = [[self._tables[slot].get(i) for i in range(self._num_leading)] for slot in decodes]
+            shares = all(head == heads[0] for head in heads) and None not in heads[0]
+            said = self.traits.are_plain(plan)
+            assert said == (not shares and max(plan.num_computed_tokens[: plan.num_decodes]) < SHORT)
+            self.said.append(said)
+        num_tokens = plan.wants_logits.astype(np.int32)
+        tokens = np.full(int(num_tokens.sum()), 7, np.int32)
+        self._results[plan.step_id] = StepResult(plan.step_id, num_tokens, tokens, None)
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        pass
+
+    def collect(self, step_id: int) -> StepResult:
+        return self._results.pop(step_id)
+
+    def close(self) -> None:
+        pass
+
+
+def request(request_id: int, prompt: list[int], max_tokens: int) -> Submit:
+    return Submit(
+        request_id=request_id, prompt=np.asarray(prompt, np.int32), n=1, max_tokens=max_tokens, temperature=0.0,
+        top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, seed=None,
+        logprobs=-1, bias_ids=NO_INT, bias_values=NO_FLOAT, stop_token_ids=NO_INT, priority=0, cache_salt="",
+    )
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 512])
+def test_whether_decodes_share_a_prefix_is_what_their_block_tables_say(block_size: int) -> None:
+    rng = np.random.default_rng(block_size)
+    kv = KVManager((FullAttention("full", 1, 1, 1),), block_size, 400)
+    limits = SchedulerLimits(NUM_SEQS, MAX_LEN, 600, 600, 1000, 1000)
+    runner = TableKeeper(block_size)
+    engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]()), runner, spares_decodes=False)
+    prefixes = [rng.integers(0, 999, 600).tolist() for _ in range(2)]
+    number = 0
+    for few in (True, False, True, False):  # turns of one prefix, which may share, and of two with short prompts
+        for _ in range(12):
+            number += 1
+            prefix = prefixes[0 if few else int(rng.integers(2))]
+            length = 560 if few else int(rng.choice([0, 100, SHARED_PREFIX - 16, SHARED_PREFIX, 560]))
+            prompt = prefix[:length] + rng.integers(0, 999, int(rng.integers(1, 40))).tolist()
+            engine.submit(request(number, prompt, int(rng.integers(2, 60))))
+        while engine.has_work:
+            engine.step()
+    assert set(runner.said) == {True, False}
