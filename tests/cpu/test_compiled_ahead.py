@@ -130,12 +130,13 @@ def test_the_gated_product_of_many_rows_is_compiled_ahead_for_any_number_of_them
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("num_heads", [8, 32])
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("kv_dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", None), ("bfloat16", 512)])
 def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
-    monkeypatch: pytest.MonkeyPatch, compiler: Compiler, phase: str, num_heads: int, kv_dtype: str
+    monkeypatch: pytest.MonkeyPatch, compiler: Compiler, phase: str, num_heads: int, kv_dtype: str,
+    window: int | None,
 ) -> None:
     monkeypatch.setattr("tokenspeed_kernels.triton.attention.FALLBACK_MULTIPROCESSORS", 132)
-    problem = AttentionProblem(phase, num_heads, 8, 128, "bfloat16", kv_dtype, 16, 0.1, None)
+    problem = AttentionProblem(phase, num_heads, 8, 128, "bfloat16", kv_dtype, 16, 0.1, window)
     limits = AttentionLimits(65, 2048, 8192, 512)
     backend = attention(problem, limits, CPU)
     settle()
@@ -143,7 +144,7 @@ def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
     k_cache, v_cache = torch.zeros(4, 6, 2, 16, 8, 128).to(getattr(torch, kv_dtype))[:, 2].unbind(1)
     chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
     rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
-    forms = ((True, 8192, False), (True, 4000, False), (False, 4096, False), (False, 4096, True))
+    forms = [(*bound, beside) for bound in ((True, 8192), (True, 4000), (False, 4096)) for beside in (False, True)]
     for counts, (shares, longest, is_beside) in product([*rows, *chunks], forms):
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         qkv = torch.zeros(starts[-1], num_heads + 16, 128, dtype=torch.bfloat16)

@@ -142,6 +142,7 @@ def test_every_step_of_few_prompts_within_the_budget_has_a_bucket_of_at_most_twi
     [
         (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 20, 320)), (1, 33, 33, BucketSize(64, 40, 640)),
         (0, 64, 64, BucketSize(0, 64, 1024)), (200, 1, 7992, BucketSize(256, 64, 8000)), (0, 1, 8193, None),
+        (0, 1, 7500, BucketSize(0, 64, 8192)),
         (0, 65, 65, None), (257, 1, 1, None),
     ],
 )
@@ -151,10 +152,29 @@ def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
     graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
     graphs._decode_sizes = [1, 256]
     sizes = [size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks and not size.is_plain]
-    graphs._mixed_sizes = sorted(sizes, key=lambda size: (size.num_chunk_tokens, size.num_decodes))
+    graphs._mixed_sizes = sorted(sizes, key=lambda size: (size.num_tokens, size.num_decodes))
     plan = replace(largest(bounded(max_num_seqs=300, chunk_size=8192), 1).plan, token_ids=np.zeros(tokens, np.int32),
                    slots=np.zeros(decodes + chunks, np.int32), num_decodes=decodes)
     assert graphs._size(plan) == expected
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(is_plain: bool) -> None:
+    graphs = StepGraphs.__new__(StepGraphs)
+    graphs._max_model_len = 10_000
+    graphs._seq_lens, graphs._decode_start = torch.zeros(80, dtype=torch.int32), torch.arange(81, dtype=torch.int32)
+    table, starts = torch.zeros((80, 4), dtype=torch.int32), {"query_start": torch.zeros(17, dtype=torch.int32)}
+    for num_chunks in (0, 16):
+        size = BucketSize(64, num_chunks, 32 if num_chunks else 0, is_plain)
+        inputs = graphs._group_inputs(size, starts, table, torch.zeros(96, dtype=torch.int64))
+        decodes = inputs.decodes or inputs.step
+        assert (decodes.shares_prefix, decodes.is_beside) == (not is_plain, num_chunks > 0)
+        assert (decodes.num_rows, decodes.max_seq_len) == (64, 4096 if is_plain else 10_000)
+        if inputs.prefills is not None:
+            prompts = inputs.prefills
+            assert (prompts.shares_prefix, prompts.is_beside, prompts.max_seq_len) == (True, False, 10_000)
+            assert (prompts.num_rows, prompts.num_tokens, prompts.block_table.shape[0]) == (16, 32, 16)
+        assert (inputs.prefills is None) == (num_chunks == 0)
 
 
 def test_many_decodes_have_a_plain_bucket_besides() -> None:

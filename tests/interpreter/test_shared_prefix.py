@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem, AttentionStep
-from tokenspeed_core.runner.slots import SHARED_PREFIX
+from tokenspeed_core.runner.slots import SHARED_PREFIX, SHORT
 from tokenspeed_core.testing.attention import Rows, attend, attends, limits_of, make_scene
 from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
-from tokenspeed_kernels.triton.attention import TritonAttention
+from tokenspeed_kernels.triton.attention import LONG_SPLIT, TritonAttention
 from tokenspeed_kernels.triton.shared import BLOCK_N, LEAST_KEYS, LEAST_ROWS, MERGED_PARTS, SharedPrefix
 
 pytestmark = [
@@ -101,6 +101,7 @@ def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
 
 def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none() -> None:
     assert SHARED_PREFIX <= LEAST_KEYS
+    assert SHORT <= LONG_SPLIT, "a plain step has no parts"
     scene = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     kernel.shared.found.fill_(320)  # of a step before

@@ -50,9 +50,7 @@ class AttentionStep:
     bounds (in a captured graph: the graph's own). Query token t of row i stands at position
     `seq_lens[i] - (query_start[i + 1] - query_start[i]) + (t - query_start[i])` and attends to positions up
     to its own. A padding row has `seq_lens` 0 and may be written with anything but NaN. `num_tokens` may
-    exceed `query_start[num_rows]` in a padded graph. Without `shares_prefix` the host knows that not all rows lead
-    with the same 256 tokens: a backend that reads shared keys once need not look for them. `is_beside` prompts: the
-    other part of a mixed step may take its share of the device meanwhile.
+    exceed `query_start[num_rows]` in a padded graph. The last two are hints, given to captured steps alone.
     """
 
     num_rows: int
@@ -64,8 +62,8 @@ class AttentionStep:
     block_table: torch.Tensor  # int32 [S, max_num_blocks]
     host_query_start: tuple[int, ...] | None  # exact on the host, outside graphs
     host_seq_lens: tuple[int, ...] | None     # upper bounds on the host (exact unless drafts), outside graphs
-    shares_prefix: bool = True
-    is_beside: bool = False
+    shares_prefix: bool = True  # False: not all rows lead with the same 256 tokens, so none need be looked for
+    is_beside: bool = False     # decodes of a mixed step, beside whose prompts they may run
 
 
 class AttentionKernel(Protocol):

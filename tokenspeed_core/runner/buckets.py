@@ -10,7 +10,7 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.runner.staged import BucketSize
 
 _STEP, _LONG_STEP = 8, 16
-_CROWD = 16  # decodes, from which on plain ones have a bucket of their own
+_PLAIN_DECODES = 16  # from here on plain ones have a bucket of their own
 _MANY_DECODES = 64  # from here on rows of padding cost less than a graph more does
 _MOST_DECODES = 256
 _MOST_CHUNKS = 64
@@ -55,10 +55,11 @@ def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int)
         BucketSize(each, min(chunks, max(_FEW_CHUNKS, count // _TOKENS_OF_A_CHUNK)), count)
         for count in tokens[:-1] for each in (0, *(middle if count <= _FEW_TOKENS else middle[1:]), most)
     ]
-    full = (0, 0, *range(_MANY_DECODES, most, _MANY_DECODES), most)
+    step = max(_MANY_DECODES, -(-most // 4))
+    full = (0, 0, *range(step, most, step), most)
     mixed += [BucketSize(each, chunks, max_num_tokens - fewer) for fewer, each in pairwise(full)]
     sizes = (*(BucketSize(each, 0, 0) for each in decodes), *mixed)
     return sizes + tuple(
-        replace(size, is_plain=True) for size in sizes
-        if size.num_decodes >= (_MANY_DECODES if size.num_chunks else _CROWD) and size.num_chunk_tokens <= _FEW_TOKENS
+        replace(size, is_plain=True) for size in sizes if size.num_chunk_tokens <= _FEW_TOKENS
+        and size.num_decodes >= (_MANY_DECODES if size.num_chunks else _PLAIN_DECODES)
     )

@@ -230,8 +230,9 @@ class LocalRunner:
                 step.fetch, step.at = self._link.fetch_ids(graph.ids), graph.at
                 return
             logits = graph.logits()
-            step.logits = logits[: len(rows.plan_rows)]
-            if graph.at is not None:
+            if graph.at is None:
+                step.logits = logits[: len(rows.plan_rows)]
+            else:
                 (at,) = self._link.send((graph.at,))
                 step.logits = logits[at]
                 rows = SamplingRows(rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at])

@@ -3,7 +3,8 @@
 Launching a forward kernel by kernel takes the host longer than the device takes to run it, up to thousands of
 tokens. So per bucket there is one graph, or two where attention backends prepare between them (outside graphs,
 with the step's lengths on the device), one that keeps the logits for draws, and per number of rows one that draws.
-Buckets of many decodes have a plain form besides, for short rows that share no prefix.
+Buckets of many decodes have a plain form besides, for short rows that share no prefix, where attention prepares on the
+host.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class _Bucket:
 class GraphLaunch:
     """A launched step. `ids` int32 [rows of the bucket] are greedy until `draw` is called; `logits` returns theirs.
 
-    `at` says where the R rows that sample stand among them, None if they are the first. All tensors are views
-    of buffers that the next step overwrites (behind this one on the stream), before which both are to be called.
+    `at` says where the R rows that sample stand among them, None if they are the first. All tensors are views of
+    buffers that the next step overwrites (behind this one on the stream); before it one of the two may be called, once.
     """
 
     rows: SamplingRows
@@ -90,7 +91,7 @@ class StepGraphs:
         usual = [size for size in sizes if not size.is_plain]
         self._decode_sizes = sorted(size.num_decodes for size in usual if not size.num_chunks)
         self._mixed_sizes = sorted(
-            (size for size in usual if size.num_chunks), key=lambda size: (size.num_chunk_tokens, size.num_decodes)
+            (size for size in usual if size.num_chunks), key=lambda size: (size.num_tokens, size.num_decodes)
         )
         self._layouts = {
             size: StagedLayout(size, self._num_words(size)) for size in (usual if self._needs_prepare else sizes)
@@ -164,15 +165,16 @@ class StepGraphs:
         return per_group * len(self._groups) + _WORDS_OF_CHUNK * size.num_chunks
 
     def _size(self, plan: StepPlan) -> BucketSize | None:
-        """Return the bucket with the fewest chunk tokens, then decodes, that holds a step."""
+        """Return the bucket with the fewest tokens, then decodes, that holds a step."""
         if plan.num_decodes == plan.num_rows:
             place = bisect_left(self._decode_sizes, plan.num_rows)
             fits = place < len(self._decode_sizes) and plan.wants_logits.all()
             return BucketSize(self._decode_sizes[place], 0, 0) if fits else None
-        first = bisect_left(self._mixed_sizes, len(plan.token_ids), key=lambda size: size.num_chunk_tokens)
-        decodes, chunks = plan.num_decodes, plan.num_rows - plan.num_decodes
-        sizes = self._mixed_sizes[first:]
-        return next((size for size in sizes if size.num_decodes >= decodes and size.num_chunks >= chunks), None)
+        decodes, chunks, tokens = plan.num_decodes, plan.num_rows - plan.num_decodes, len(plan.token_ids)
+        return next((
+            size for size in self._mixed_sizes
+            if size.num_chunk_tokens >= tokens and size.num_decodes >= decodes and size.num_chunks >= chunks
+        ), None)
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
         """Bring a plan to the device; nothing if the device has just these decodes already."""
@@ -237,22 +239,22 @@ class StepGraphs:
     def _group_inputs(
         self, size: BucketSize, columns: Mapping[str, torch.Tensor], table: torch.Tensor, mapping: torch.Tensor
     ) -> GroupInputs:
-        def part(
-            first: int, num_rows: int, num_tokens: int, most: int, longest: int, start: torch.Tensor
-        ) -> AttentionStep:
+        def part(first: int, num_rows: int, num_tokens: int, most: int, start: torch.Tensor) -> AttentionStep:
             rows = slice(first, first + num_rows)
             return AttentionStep(
-                num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=longest, query_start=start,
-                seq_lens=self._seq_lens[rows], block_table=table[rows], host_query_start=None, host_seq_lens=None,
-                shares_prefix=not size.is_plain, is_beside=bool(size.num_chunks) and not first,
+                num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=self._max_model_len,
+                query_start=start, seq_lens=self._seq_lens[rows], block_table=table[rows], host_query_start=None,
+                host_seq_lens=None,
             )
 
-        num, longest = size.num_decodes, self._max_model_len
-        decodes = part(0, num, num, 1, min(SHORT, longest) if size.is_plain else longest, self._decode_start[: num + 1])
+        decodes = part(0, size.num_decodes, size.num_decodes, 1, self._decode_start[: size.num_decodes + 1])
+        decodes = replace(decodes, is_beside=size.num_chunks > 0)
+        if size.is_plain:
+            decodes = replace(decodes, shares_prefix=False, max_seq_len=min(SHORT, self._max_model_len))
         if not size.num_chunks:
             return GroupInputs(mapping, decodes, size.num_decodes, None, None)
         most = size.num_chunk_tokens
-        chunks = part(size.num_decodes, size.num_chunks, most, most, longest, columns["query_start"])
+        chunks = part(size.num_decodes, size.num_chunks, most, most, columns["query_start"])
         if not size.num_decodes:
             return GroupInputs(mapping, chunks, 0, None, None)
         return GroupInputs(mapping, chunks, size.num_decodes, decodes, chunks)

@@ -133,7 +133,7 @@ class SlotTraits:
     """What the host remembers of each slot, to choose how a step is run without asking the device."""
 
     def __init__(self, num_slots: int, num_groups: int, block_size: int) -> None:
-        """Start with slots that are greedy and plain."""
+        """Start with slots that are greedy, with nothing special."""
         self._last = (SHARED_PREFIX - 1) // block_size  # block of a prefix that counts as shared
         self._prefix_ends = np.zeros((num_groups, num_slots), np.int32)
         self.asks = np.zeros(num_slots, np.uint8)
@@ -142,7 +142,7 @@ class SlotTraits:
         self.num_logprobs = np.full(num_slots, -1, np.int32)
 
     def reset(self) -> None:
-        """Make all slots greedy and plain."""
+        """Make all slots greedy, with nothing special."""
         self.asks[:] = 0
         self.penalised[:] = self.biased[:] = False
         self.num_logprobs[:] = -1
@@ -166,7 +166,7 @@ class SlotTraits:
             ends[delta.slots[at]] = delta.blocks[at]
 
     def are_plain(self, plan: StepPlan) -> bool:
-        """Say whether a step's decodes, one at least, are short, and not all lead with the same `SHARED_PREFIX`."""
+        """Say whether a step's decodes are short and not all lead with the same `SHARED_PREFIX`; False without any."""
         num = plan.num_decodes
         ends = self._prefix_ends[:, plan.slots[:num]]
         shares = bool((ends == ends[:, :1]).all(axis=1).any())

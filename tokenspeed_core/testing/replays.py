@@ -185,8 +185,8 @@ class _Step:
         return AttentionStep(
             num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=whole.max_seq_len,
             query_start=start, seq_lens=whole.seq_lens[rows], block_table=whole.block_table[rows],
-            host_query_start=None, host_seq_lens=None, shares_prefix=not self._size.is_plain,
-            is_beside=bool(self._size.num_chunks) and not first,
+            host_query_start=None, host_seq_lens=None, shares_prefix=bool(first) or not self._size.is_plain,
+            is_beside=self._size.num_chunks > 0 and not first,
         )
 
     def _prepare(self) -> None:

@@ -208,11 +208,11 @@ def _attend_to_blanks(backend: TritonAttention, problem: AttentionProblem, limit
     k_cache, v_cache = ahead.blank(problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size).unbind(1)
     most = min(limits.max_num_rows, limits.max_num_tokens)
     short = min(LONG_SPLIT, limits.max_model_len)
-    forms = ((True, limits.max_model_len, False), (False, short, False), (False, short, True))
+    bounds = ((True, limits.max_model_len), (False, short))
     edges = (-(-each * backend.num_multiprocessors // num_kv_heads) for each in (FULL, CROWD, SHARING_CROWD))
     some = sorted({min(num_rows, most) for num_rows in (1, 2, 4, 8, 16, 17, *edges, most)})
     steps = _num_queries(problem.phase, some, limits.max_num_tokens)
-    for counts, (shares, longest, is_beside) in product(steps, forms):
+    for counts, (shares, longest), is_beside in product(steps, bounds, (False, True)):
         starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
         q = ahead.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[:, :num_heads]
         backend.prepare(AttentionStep(
