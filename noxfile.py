@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,8 @@ VENDORS = {  # tests that compare ours with a vendor's wheel, and its versions: 
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
 WORKERS = min(4, os.cpu_count() or 1)  # processes that run tests beside each other; each may hold torch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it, as do tests
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "core", "cpu", "interpreter", "wheels"]
