@@ -136,6 +136,62 @@ def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
     assert named(tmp_path) == []
 
 
+def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_said_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = subprocess.run(
+        [*BENCH, "serve", "--users", "1,4", "--requests", "1,8", "--input-len", "16", "--output-len", "1,24", "--fixed",
+         "--no-client-cost", *SMALL, "--json", str(path), "--profile", str(tmp_path / "trace.json"),
+         "--served-model-name", str(tmp_path)],
+        capture_output=True, text=True, timeout=200, env=ENVIRON, check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "load, 1 user: no profile: the load was over in fewer than 3 steps" in done.stderr
+    assert "Traceback" not in done.stderr
+    result = json.loads(path.read_text())
+    assert [run["traffic"]["name"] for run in result["runs"]] == ["start", "first", "load", "load"]
+    trace = tmp_path / "trace-2-users-4.json"
+    assert f"profile of load, 4 users: {trace}\n  operators on the CPU: busy" in done.stdout
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(str(event["name"]).startswith("step ") for event in events) == 24
+    assert "TokenSpeed: launches and gaps" in {event.get("args", {}).get("name") for event in events}
+    assert set(tmp_path.iterdir()) == {path, trace}
+    assert named(tmp_path) == []
+
+
+def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_path: Path) -> None:
+    path, left_out = tmp_path / "result.json", "-tokenspeed-bench:hooks"
+    done = subprocess.run(
+        [*BENCH, "serve", "--users", "1", "--requests", "2", "--output-len", "8", "--no-client-cost", *SMALL,
+         "--json", str(path), "--profile", str(tmp_path / "trace.json")],
+        capture_output=True, text=True, timeout=200, env={**ENVIRON, "TOKENSPEED_PLUGINS": left_out}, check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"which record the steps, are disabled: left out by TOKENSPEED_PLUGINS={left_out}" in done.stderr
+    assert json.loads(path.read_text())["runs"][-1]["figures"]["answered"] == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    child = subprocess.Popen(
+        [*BENCH, "serve", "--users", "1", "--requests", "4", "--output-len", "200", "--no-client-cost", *SMALL,
+         "--json", str(path), "--profile", str(tmp_path / "trace.json"), "--served-model-name", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON, start_new_session=True,
+    )
+    assert child.stderr is not None
+    while "profile of load" not in child.stderr.readline():
+        assert child.poll() is None
+    os.killpg(child.pid, signal.SIGINT)
+    _, said = child.communicate(timeout=120)
+    assert child.returncode == 130, said
+    assert "what was measured is kept" in said
+    (run,) = (run for run in json.loads(path.read_text())["runs"] if run["traffic"]["name"] == "load")
+    assert run["figures"]["answered"] == 4
+    assert "is_part" not in run
+    assert list(tmp_path.iterdir()) == [path]
+    assert named(tmp_path) == []
+
+
 def named(folder: Path) -> list[psutil.Process]:
     """Return the processes whose command names a folder."""
     return [process for process in psutil.process_iter(["cmdline"])

@@ -60,9 +60,13 @@ class _Shared:
 
 
 def run(
-    target: Target, sessions: Sequence[Session], pace: Pace, report: Callable[[int, int], None] | None = None
+    target: Target, sessions: Sequence[Session], pace: Pace, report: Callable[[int, int], None] | None = None,
+    is_enough: Callable[[], bool] | None = None,
 ) -> Answers:
-    """Send the sessions and return what came of them; Ctrl-C returns what came so far. `report(done, total)`."""
+    """Send the sessions and return what came of them; Ctrl-C, or a true `is_enough()`, returns what came so far.
+
+    `report(done, total)` hears how far it is.
+    """
     context = multiprocessing.get_context("fork")
     shared = _Shared(context.Event(), context.Event(), context.Value("i", 0), context.Queue(), os.getpid())
     arrivals = _arrivals(len(sessions), pace.rate)
@@ -80,7 +84,7 @@ def run(
     time.sleep(START_SECONDS)
     shared.go.set()
     total = sum(len(session.turns) for session in sessions)
-    return _gather(clients, shared, total, report or (lambda done, total: None))
+    return _gather(clients, shared, total, report or (lambda done, total: None), is_enough or (lambda: False))
 
 
 def _arrivals(num: int, rate: float | None) -> list[float | None]:
@@ -96,7 +100,8 @@ def _arrivals(num: int, rate: float | None) -> list[float | None]:
 
 
 def _gather(
-    clients: Sequence[ForkProcess], shared: _Shared, total: int, report: Callable[[int, int], None]
+    clients: Sequence[ForkProcess], shared: _Shared, total: int, report: Callable[[int, int], None],
+    is_enough: Callable[[], bool],
 ) -> Answers:
     """Wait for every client's part."""
     answers, num_parts, deadline = Answers(), 0, float("inf")
@@ -110,6 +115,9 @@ def _gather(
             report(shared.num_done.value, total)
             if time.monotonic() > deadline:
                 break
+            if not shared.stop.is_set() and is_enough():
+                shared.stop.set()
+                deadline = time.monotonic() + PATIENCE
         except KeyboardInterrupt:
             answers.is_interrupted = True
             shared.stop.set()

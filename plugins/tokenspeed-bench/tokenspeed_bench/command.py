@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_bench.errors import BenchError
 
 if TYPE_CHECKING:
+    from tokenspeed_bench.online import Load
     from tokenspeed_bench.telling import Voice
+    from tokenspeed_bench.trace import Timeline
     from tokenspeed_bench.traffic import Traffic
 
 HELP = """Usage: tokenspeed bench COMMAND [MODEL] [OPTIONS] [any flag of tokenspeed serve]
@@ -133,6 +135,9 @@ def _serve(words: Sequence[str]) -> int:
     from tokenspeed_bench.telling import Voice
 
     given, others = options.parse("serve", words)
+    if given.url and given.profile:
+        raise BenchError("--profile: the recorder is in the engine's process, so only a server that bench starts has "
+                         "it; leave --url out, and give the model and flags of that server")
     settings = keywords(others)
     loads = options.loads_of(given)
     model_name = _the_model(given, settings.get("model")) or given.shape or "demo"
@@ -140,7 +145,7 @@ def _serve(words: Sequence[str]) -> int:
         raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
     for name in {"host", "port"} & settings.keys():
         raise BenchError(f"--{name}: bench starts a server on a free port; --url takes one of yours")
-    files.check_writable(given.json, given.plot)
+    files.check_writable(given.json, given.plot, given.profile)
     voice = Voice(given.json)
     key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")
     result = results.new("serve", model_name, given.shape, settings)
@@ -167,11 +172,31 @@ def _serve(words: Sequence[str]) -> int:
                 dummy = ["--load-format", "dummy"] if given.shape and "load_format" not in settings else []
                 is_named = given.shape is None or "served_model_name" in settings
                 named = [] if is_named else ["--served-model-name", given.shape]
-                with started([*([model] if model else []), *dummy, *named, *others], key) as (api, seconds):
+                arguments = [*([model] if model else []), *dummy, *named, *others]
+                with started(arguments, key) as (api, seconds):
                     measure(api, seconds)
+                if given.profile and not result["is_interrupted"]:
+                    problems += _profile(arguments, key, given, loads, result, voice)
     _say_where(result, voice)
     failed = any(run.get("failures") for run in result["runs"])
     return finish(result, given.json, given.plot, problems, has_failed=failed or voice.is_lost)
+
+
+def _profile(
+    arguments: Sequence[str], key: str | None, given: Any, loads: Sequence[Load], result: Mapping[str, Any],
+    voice: Voice,
+) -> list[str]:
+    """Profile the loads on a server of their own; return why one has no trace."""
+    from tokenspeed_bench import profiled
+
+    def tell(name: str, path: str, timeline: Timeline) -> None:
+        voice.say(f"profile of {name}: {path}\n{timeline.text()}")
+
+    try:
+        profiled.check_recorder(result.get("plugins"))
+    except BenchError as error:
+        return [f"no profile: {error}"]
+    return profiled.take(arguments, key, profiled.Profile(loads, given.profile, given.timeout), tell)
 
 
 def _the_model(given: Any, flag: str | None) -> str | None:

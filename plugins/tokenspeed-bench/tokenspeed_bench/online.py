@@ -77,7 +77,7 @@ def _send(
         if not answers.records:
             if answers.is_interrupted:
                 return answers
-            raise BenchError(f"no request was answered: {_most_common(answers.failures)}")
+            raise BenchError(f"no request was answered: {most_common(answers.failures)}")
         figures = of_records(answers.records, plan.goals, _num_failed(each, answers))
         figures |= first_turns_apart(answers.records)
         if plan.measures_client and not answers.is_interrupted:
@@ -120,7 +120,7 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
             continue
         rest = run(target, sessions[1:], Pace(1, None, 1))
         if not rest.records:
-            raise BenchError(f"only the first request was answered: {_most_common(rest.failures)}")
+            raise BenchError(f"only the first request was answered: {most_common(rest.failures)}")
         first, median = answers.records[0].first(), statistics.median(r.first() for r in rest.records)
         return end_id, {
             "first_request_ms": round(1e3 * first, 3), "ttft_p50_ms": round(1e3 * median, 3),
@@ -134,6 +134,7 @@ def _different(failures: Sequence[str]) -> dict[str, int]:
     return {message: failures.count(message) for message in sorted(set(failures))}
 
 
-def _most_common(failures: Sequence[str]) -> str:
+def most_common(failures: Sequence[str]) -> str:
+    """Return the failures that most requests met, in words."""
     counts = sorted(_different(failures).items(), key=lambda item: -item[1])[:MOST_MESSAGES]
     return "; ".join(f"{message} ({count} times)" if count > 1 else message for message, count in counts)

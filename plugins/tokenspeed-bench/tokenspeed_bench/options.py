@@ -90,8 +90,12 @@ def parser_of(verb: str) -> Parser:
     if verb in OFFLINE or verb == "all":
         files.add_argument("--profile", metavar="FILE", help="run once more and write a Chrome trace of it; of several "
                            "kinds of traffic, one each: FILE with the kind's name in it")
+    if verb == "serve":
+        files.add_argument("--profile", metavar="FILE", help="send each load once more, to a server started for that, "
+                           "and write a Chrome trace of some of its steps; of several loads, one each: FILE with the "
+                           "load's number and users in its name")
     if verb == "anchors":
-        files.add_argument("--profiles", metavar="FOLDER", help="write Chrome traces of the rows measured in process")
+        files.add_argument("--profiles", metavar="FOLDER", help="write Chrome traces of what the rows measure")
         parser.add_argument("--groups", default="bf16,fp8,http", help=f"rows to measure, of {','.join(GROUPS)}")
     if verb == "all":
         parser.add_argument("--traffic", default=",".join(WORKLOADS), help=f"of {','.join(OFFLINE)}")

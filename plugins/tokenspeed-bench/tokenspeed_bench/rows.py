@@ -78,7 +78,8 @@ def measure_group(
     command = [*COMMANDS[group], *others]
     if command[0] != "serve":
         command += ["--repeats", str(repeats)]
-        command += ["--profile", str(Path(profiles, f"{group}.json"))] if profiles else []
+    if profiles:
+        command += ["--profile", str(Path(profiles, f"{group}.json"))]
     voice.say(f"== tokenspeed bench {' '.join(command)}")
     with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
         path = Path(folder, "result.json")

@@ -10,7 +10,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
 from typing import IO, Any
@@ -78,18 +78,22 @@ class Api:
 
 
 @contextmanager
-def started(arguments: Sequence[str], key: str | None) -> Iterator[tuple[Api, float]]:
+def started(
+    arguments: Sequence[str], key: str | None, environ: Mapping[str, str] | None = None
+) -> Iterator[tuple[Api, float]]:
     """Start `tokenspeed serve` on a free port; yield it and the seconds to `/health`; stop it at the end.
+
+    `environ` is added to this process' environment.
 
     Raises BenchError, with the last of what the server said, when it ends or is not healthy in time.
     """
     api = Api(f"http://127.0.0.1:{_free_port()}", key)
     words = ["serve", *arguments, "--port", api.url.rpartition(":")[2]]
-    environ = {**os.environ, "TOKENSPEED_API_KEY": key} if key else dict(os.environ)
+    more = {**(environ or {}), **({"TOKENSPEED_API_KEY": key} if key else {})}
     with tempfile.TemporaryFile() as log:  # without a name: nothing is left of it, however this process ends
         begin = time.perf_counter()
         server = watched.start(
-            words, stdout=log, stderr=subprocess.STDOUT, env=environ,
+            words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **more},
             start_new_session=True,  # a Ctrl-C stops the load, whose answers the server still has to end
         )
         try:

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.figures import percentile
 from tokenspeed_bench.files import write
+from tokenspeed_bench.recorder import STEPS
+
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_CPU = frozenset({"cpu_op"})
@@ -75,30 +79,59 @@ def named(path: str, name: str) -> str:
     return str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
 
 
+def activities() -> list[ProfilerActivity]:
+    """Return what torch's profiler is to record: the host, and the device where there is one."""
+    from torch.cuda import is_available
+    from torch.profiler import ProfilerActivity
+
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_available() else [])]
+
+
 def record(work: Callable[[], object], path: str) -> Timeline:
     """Run some work under the profiler, write its trace, and return what it shows of the device.
 
     Raises BenchError where torch is missing, the trace shows no work, or it cannot be written.
     """
     try:
-        from torch.cuda import is_available
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import profile
     except ImportError as error:
         raise BenchError("--profile needs torch: pip install 'tokenspeed-bench[profile]'") from error
-    has_device = is_available()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_device else [])]) as profiler:
+    with profile(activities=activities()) as profiler:
         work()
     try:
-        with TemporaryDirectory(prefix=".trace-", dir=Path(path).parent) as folder:
+        with folder_beside(path) as folder:
             exported = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(exported))
-            data = json.loads(exported.read_text(encoding="utf-8"))
+            return finished(exported, path)
+    except OSError as error:
+        raise _unwritten(path) from error
+
+
+def folder_beside(path: str) -> TemporaryDirectory[str]:
+    """Return a folder for what torch exports before it becomes a file. Raises OSError."""
+    return TemporaryDirectory(prefix=".trace-", dir=Path(path).absolute().parent)
+
+
+def finished(exported: Path, path: str) -> Timeline:
+    """Write a trace that torch exported, with our track added, and return what it shows of the device.
+
+    Raises BenchError where it shows no work, is not whole or cannot be written.
+    """
+    try:
+        data = json.loads(exported.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # torch says of a full disk nothing that can be caught
-        raise BenchError(f"{path}: torch could not write its trace; is there room on the disk?") from error
+        raise _unwritten(path) from error
+    names = data.get(STEPS, {})
+    for event in data["traceEvents"]:
+        event["name"] = names.get(event.get("name"), event.get("name"))
     timeline = read(data["traceEvents"])
     data["traceEvents"] += _track(data["traceEvents"], timeline)
     write(path, json.dumps(data))
     return timeline
+
+
+def _unwritten(path: str) -> BenchError:
+    return BenchError(f"{path}: torch could not write its trace; is there room on the disk?")
 
 
 def read(events: Sequence[Mapping[str, Any]]) -> Timeline:

@@ -1,0 +1,136 @@
+"""Records steps of an engine with torch's profiler, in the engine's own process and thread, when ordered to.
+
+Orders come from another process, as a file in a folder that both know; so do the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenspeed_core.api import StepRecord
+
+VARIABLE = "TOKENSPEED_BENCH_RECORDER"  # of the environment: the folder
+STEPS = "tokenspeed_steps"  # a trace's key of its steps by the names that torch gave them
+WARM_UP = 4  # steps for which torch's profiler runs and keeps nothing, for what its start costs
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Let `wait` steps go by, at least 1, record so many, and export the trace as `name`."""
+
+    name: str
+    wait: int
+    steps: int
+
+    def put(self, folder: Path) -> None:
+        """Hand the order to the recorder of a folder. Raises OSError."""
+        part = folder / "order.part"
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.replace(_order(folder))
+
+    def is_taken(self, folder: Path) -> bool:
+        """Say whether the recorder has read it."""
+        return not _order(folder).exists()
+
+    def trace(self, folder: Path) -> Path:
+        """Return where the trace is when it is whole."""
+        return folder / self.name
+
+    def failure(self, folder: Path) -> Path:
+        """Return where the reason is when there will be no trace."""
+        return folder / f"{self.name}.failure"
+
+    def is_answered(self, folder: Path) -> bool:
+        """Say whether more steps change nothing."""
+        return self.trace(folder).exists() or self.failure(folder).exists()
+
+
+class Recorder:
+    """Waits for orders at each step. A new one ends the recording of the one before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._order: Order | None = None  # that is carried out
+        self._profiler: Any = None
+        self._steps: dict[str, str] = {}
+
+    def observer(self) -> Callable[[StepRecord], None]:
+        """Return the function to call with each step's record; it takes marks, as a bound method does not."""
+
+        def observe_step(record: StepRecord) -> None:
+            self.observe(record)
+
+        return observe_step
+
+    def observe(self, record: StepRecord) -> None:
+        """Take note of a step that is over. What fails is written down for whoever ordered; the engine goes on."""
+        try:
+            order = self._next_order()
+            if order is not None:
+                self._order = order
+                self._give_up()
+                self._begin(order)
+            elif self._profiler is not None:
+                self._pass(record)
+        except Exception as error:  # torch may raise anything
+            assert self._order is not None
+            self._profiler = None
+            self._order.failure(self._folder).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+
+    def _next_order(self) -> Order | None:
+        path = _order(self._folder)
+        if not path.exists():
+            return None
+        order = Order(**json.loads(path.read_text(encoding="utf-8")))
+        path.unlink()
+        return order
+
+    def _begin(self, order: Order) -> None:
+        from torch.profiler import profile, schedule
+
+        from tokenspeed_bench.trace import activities
+
+        warm_up = min(WARM_UP, order.wait)
+        rhythm = schedule(wait=order.wait - warm_up, warmup=warm_up, active=order.steps, repeat=1)
+        self._steps = {}
+        self._profiler = profile(activities=activities(), schedule=rhythm, on_trace_ready=self._export)
+        self._profiler.start()
+
+    def _pass(self, record: StepRecord) -> None:
+        profiler = self._profiler
+        assert self._order is not None
+        if profiler.step_num >= self._order.wait:
+            self._steps[f"ProfilerStep#{profiler.step_num}"] = (
+                f"step {record.step_id}: {record.num_rows} rows, {record.num_tokens} tokens"
+            )
+        if len(self._steps) == self._order.steps:  # the next line ends the trace
+            profiler.add_metadata_json(STEPS, json.dumps(self._steps))
+        profiler.step()
+        if self._profiler is None:  # it was exported
+            profiler.stop()
+
+    def _export(self, profiler: Any) -> None:
+        assert self._order is not None
+        path = self._order.trace(self._folder)
+        part = path.with_name(f"{path.name}.part")
+        profiler.export_chrome_trace(str(part))
+        if not part.exists():  # torch raises nothing
+            raise OSError("torch wrote no file; is there room on the disk?")
+        os.replace(part, path)
+        self._profiler = None
+
+    def _give_up(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.on_trace_ready = None
+            profiler.stop()
+
+
+def _order(folder: Path) -> Path:
+    return folder / "order.json"
