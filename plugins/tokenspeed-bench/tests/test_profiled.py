@@ -77,7 +77,7 @@ def test_the_recorder_lets_steps_go_by_and_names_those_that_it_records(tmp_path:
     events = json.loads(path.read_text())["traceEvents"]
     assert any(event["pid"] == OUR_TRACK for event in events)
     named = [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if "rows" in event["name"]]
-    assert named == [f"step {i}: 2 rows, 9 tokens" for i in range(9, 13)]
+    assert named == [f"step {i}: rows 2, decodes 1, tokens 9" for i in range(9, 13)]
     assert {each.name for each in tmp_path.iterdir()} == {"trace.json", "mine.json"}
 
 

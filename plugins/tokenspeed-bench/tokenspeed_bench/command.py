@@ -135,16 +135,10 @@ def _serve(words: Sequence[str]) -> int:
     from tokenspeed_bench.telling import Voice
 
     given, others = options.parse("serve", words)
-    if given.url and given.profile:
-        raise BenchError("--profile: the recorder is in the engine's process, so only a server that bench starts has "
-                         "it; leave --url out, and give the model and flags of that server")
     settings = keywords(others)
     loads = options.loads_of(given)
     model_name = _the_model(given, settings.get("model")) or given.shape or "demo"
-    if given.url and (given.model or given.shape or settings):
-        raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
-    for name in {"host", "port"} & settings.keys():
-        raise BenchError(f"--{name}: bench starts a server on a free port; --url takes one of yours")
+    _check_server(given, settings)
     files.check_writable(given.json, given.plot, given.profile)
     voice = Voice(given.json)
     key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")
@@ -180,6 +174,17 @@ def _serve(words: Sequence[str]) -> int:
     _say_where(result, voice)
     failed = any(run.get("failures") for run in result["runs"])
     return finish(result, given.json, given.plot, problems, has_failed=failed or voice.is_lost)
+
+
+def _check_server(given: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse what does not go with a server of the user's, or with one of ours. Raises BenchError."""
+    if given.url and (given.model or given.shape or settings):
+        raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
+    if given.url and given.profile:
+        raise BenchError("--profile: the recorder is in the engine's process, so only a server that bench starts has "
+                         "it; leave --url out, and give the model and flags of that server")
+    for name in {"host", "port"} & settings.keys():
+        raise BenchError(f"--{name}: bench starts a server on a free port; --url takes one of yours")
 
 
 def _profile(

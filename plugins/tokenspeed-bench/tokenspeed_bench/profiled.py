@@ -72,10 +72,12 @@ def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell
             for name, path, load in profile.each():
                 fitting = Load(below(load.traffic, end_id), load.pace)
                 try:
-                    tell(name, path, _record(target, fitting, name, path, Path(folder)))
+                    timeline = _record(target, fitting, name, path, Path(folder))
                 except BenchError as error:
                     problems.append(f"{name}: no profile: {error}")
-    except (TokenSpeedError, OSError) as error:
+                else:
+                    tell(name, path, timeline)
+    except TokenSpeedError as error:
         problems.append(f"no profile: {error}")
     return problems
 
@@ -83,7 +85,10 @@ def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell
 def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> Timeline:
     """Send a load until its trace is there, and write that. Raises BenchError where there is none."""
     order = Order(Path(path).name, *window(load))
-    order.put(folder)
+    try:
+        order.put(folder)
+    except OSError as error:
+        raise BenchError(f"{path}: nothing can be written beside it: {error.strerror}") from error
     with Progress() as progress:
         answers = run(
             replace(target, salt=f"{target.salt}-{path}"), load.traffic.sessions, load.pace,

@@ -105,11 +105,12 @@ class Recorder:
     def _pass(self, record: StepRecord) -> None:
         profiler = self._profiler
         assert self._order is not None
-        if profiler.step_num >= self._order.wait:
+        if profiler.step_num >= self._order.wait:  # it is recorded, under the name that torch gives it
             self._steps[f"ProfilerStep#{profiler.step_num}"] = (
-                f"step {record.step_id}: {record.num_rows} rows, {record.num_tokens} tokens"
+                f"step {record.step_id}: rows {record.num_rows}, decodes {record.num_decodes}, "
+                f"tokens {record.num_tokens}"
             )
-        if len(self._steps) == self._order.steps:  # the next line ends the trace
+        if len(self._steps) == self._order.steps:  # `step` ends the trace, and then nothing can be added
             profiler.add_metadata_json(STEPS, json.dumps(self._steps))
         profiler.step()
         if self._profiler is None:  # it was exported

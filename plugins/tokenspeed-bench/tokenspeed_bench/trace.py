@@ -98,40 +98,37 @@ def record(work: Callable[[], object], path: str) -> Timeline:
         raise BenchError("--profile needs torch: pip install 'tokenspeed-bench[profile]'") from error
     with profile(activities=activities()) as profiler:
         work()
-    try:
-        with folder_beside(path) as folder:
-            exported = Path(folder, "trace.json")
-            profiler.export_chrome_trace(str(exported))
-            return finished(exported, path)
-    except OSError as error:
-        raise _unwritten(path) from error
+    with folder_beside(path) as folder:
+        exported = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(exported))
+        return finished(exported, path)
 
 
 def folder_beside(path: str) -> TemporaryDirectory[str]:
-    """Return a folder for what torch exports before it becomes a file. Raises OSError."""
-    return TemporaryDirectory(prefix=".trace-", dir=Path(path).absolute().parent)
+    """Return a folder for what torch exports before it becomes a file. Raises BenchError."""
+    try:
+        return TemporaryDirectory(prefix=".trace-", dir=Path(path).absolute().parent)
+    except OSError as error:
+        raise BenchError(f"{path}: no folder can be made beside it: {error.strerror}") from error
 
 
 def finished(exported: Path, path: str) -> Timeline:
-    """Write a trace that torch exported, with our track added, and return what it shows of the device.
+    """Write a trace that torch exported, with steps named and our track added; return what it shows of the device.
 
     Raises BenchError where it shows no work, is not whole or cannot be written.
     """
     try:
         data = json.loads(exported.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # torch says of a full disk nothing that can be caught
-        raise _unwritten(path) from error
+        raise BenchError(f"{path}: torch could not write its trace; is there room on the disk?") from error
     names = data.get(STEPS, {})
     for event in data["traceEvents"]:
-        event["name"] = names.get(event.get("name"), event.get("name"))
+        if event.get("name") in names:
+            event["name"] = names[event["name"]]
     timeline = read(data["traceEvents"])
     data["traceEvents"] += _track(data["traceEvents"], timeline)
     write(path, json.dumps(data))
     return timeline
-
-
-def _unwritten(path: str) -> BenchError:
-    return BenchError(f"{path}: torch could not write its trace; is there room on the disk?")
 
 
 def read(events: Sequence[Mapping[str, Any]]) -> Timeline:
