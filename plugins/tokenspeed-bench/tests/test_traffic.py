@@ -91,3 +91,8 @@ def test_a_large_vocabulary_changes_nothing() -> None:
     assert below(traffic, END_ID) is traffic
     assert isinstance(traffic.sessions[0], Session)
     assert traffic.describe() == {"name": "load", "requests": 4, "in_len": 50, "out_len": 5, "fixed": False}
+
+
+def test_no_request_asks_for_nothing_however_short_its_answer_is_to_be() -> None:
+    turns = [turn for session in load(50, 1, 1, is_fixed=False).sessions for turn in session.turns]
+    assert {(turn.end, turn.out_len) for turn in turns} == {(1, 1)}

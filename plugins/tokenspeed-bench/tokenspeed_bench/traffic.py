@@ -149,7 +149,7 @@ def load(num_requests: int, in_len: int, out_len: int, is_fixed: bool) -> Traffi
     rng = random.Random(SEED_OF_LOADS)
 
     def vary(length: int) -> int:
-        return length if is_fixed else rng.randint(length // 2, length + length // 2)
+        return length if is_fixed else rng.randint(max(1, length // 2), length + length // 2)
 
     sessions = []
     for _ in range(num_requests):
