@@ -28,6 +28,11 @@ def _scope(word: str) -> str:
     return normalise(name) + colon + rest
 
 
+def _covering(scopes: Collection[str], name: str) -> str:
+    """Return the widest of these scopes that a scope is or is a part of, "" where there is none."""
+    return min((scope for scope in scopes if f"{name}:".startswith(f"{scope}:")), key=len, default="")
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Distributions by exact normalised name, or of one a kind of plugin or a single one, as `Entry.scopes` has them.
@@ -70,11 +75,19 @@ class Selection:
 
     def without(self, *scopes: str) -> str:
         """Return what to set the variable to so that these are left out too, and all else stays as it is."""
-        out = (f"-{scope}" for scope in sorted(self.excluded.union(scopes)))
-        return f"{VARIABLE}={','.join([*sorted(self.only or ()), *out])}"
+        named = [name for name in sorted(self.only or ()) if not _covering(scopes, name)]
+        words = ",".join([*named, *(f"-{scope}" for scope in sorted(self.excluded.union(scopes)))])
+        is_none = self.only is not None and not named  # of which what is taken away alone would be all the others
+        return f"{'TOKENSPEED_NO_PLUGINS=1 ' * is_none}{VARIABLE}={words}"
 
     def check(self, installed: Collection[str]) -> None:
-        """Refuse names that no installed plugin has, of whose scopes these are all. Raises PluginError."""
+        """Refuse names that no installed plugin has, of whose scopes these are all, and those both wanted and not.
+
+        Raises PluginError.
+        """
+        for name in sorted(self.only or ()):
+            if out := _covering(self.excluded, name):
+                raise PluginError(f"{self.because} wants {name} and takes it away with -{out}; leave one of them out")
         for name in sorted((self.only or frozenset()) | self.excluded):
             if name not in installed:
                 there = ", ".join(sorted(each for each in installed if ":" not in each))
