@@ -99,9 +99,26 @@ def test_what_is_missing_surplus_or_of_another_version_is_named_with_what_mends_
     toy.install("stranger", {"models Strange": "strange:SPEC [api1]"})
     assert found(locked) == [
         "gone 1.0 is not installed; `pip install --force-reinstall --no-deps gone==1.0`",
-        "stranger 1.0 is not locked; `pip uninstall stranger` or TOKENSPEED_PLUGINS=-stranger",
+        "stranger 1.0 is not locked; `pip uninstall stranger` or TOKENSPEED_PLUGINS=-stranger goes without it",
         "toy is 1.1, locked is 1.0; `pip install --force-reinstall --no-deps toy==1.0`",
     ]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "text"), [("toy", "toy,stranger"), ("toy", "toy,stranger:models"), ("-other", "-other")],
+)
+def test_the_line_that_goes_without_what_is_not_locked_keeps_what_is_set_and_meets_the_lock(
+    toy: Site, monkeypatch: pytest.MonkeyPatch, frozen: str, text: str
+) -> None:
+    toy.install("other", {"models Other": "other:SPEC [api1]"}, files={"other.py": ""})
+    locked = freeze(Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": frozen})).all())
+    toy.install("stranger", {"models Strange": "strange:SPEC [api1]"})
+    monkeypatch.setenv("TOKENSPEED_PLUGINS", text)
+    (line,) = mismatches(locked, Catalog.discover(check=False).all())
+    mend = f"TOKENSPEED_PLUGINS={frozen},-stranger"
+    assert line == f"stranger 1.0 is not locked; `pip uninstall stranger` or {mend} goes without it"
+    monkeypatch.setenv(*mend.split("=", 1))
+    assert mismatches(locked, Catalog.discover().all()) == []
 
 
 def test_what_the_user_leaves_out_need_not_be_locked_but_what_is_locked_may_not_be_left_out(

@@ -76,7 +76,8 @@ def _mismatches(
 ) -> Iterator[str]:
     mine = [entry for entry in entries if entry.distribution == name]
     if name not in locked:
-        yield f"{name} {found[name].version} is not locked; `pip uninstall {name}` or TOKENSPEED_PLUGINS=-{name}"
+        without = Selection.read().without(name)  # as whoever reads the line has it set
+        yield f"{name} {found[name].version} is not locked; `pip uninstall {name}` or {without} goes without it"
         return
     was = locked[name]
     what = f"-e {was.editable}" if was.editable else f"{name}=={was.version}"
