@@ -78,6 +78,34 @@ def test_one_distribution_whose_metadata_is_broken_hides_no_other(
     assert caplog.text == "", "it is said once"
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "why"),
+    [
+        ("METADATA", b"Metadata-Version: 2.1\nName: odd\n", "ValueError: METADATA lacks a name or a version"),
+        ("entry_points.txt", b"[tokenspeed.models]\nx = a b c\n", "AttributeError: "),
+        ("entry_points.txt", b"[tokenspeed.models]\nx = caf\xe9:S [api1]\n", "UnicodeDecodeError: "),
+    ],
+)
+def test_metadata_that_cannot_be_read_ends_a_strict_start_unless_it_is_of_what_is_left_out(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: bytes, why: str
+) -> None:
+    install("odd", attention("x"))
+    found = install("sound", attention("y"))
+    folder = tmp_path / "modules" / "odd-1.0.dist-info"
+    (folder / file).write_bytes(content)
+    with pytest.raises(PluginError) as caught:
+        discover(found, strict=True)
+    said = str(caught.value)
+    assert said.startswith(f"{folder} cannot be read: {why}")
+    assert said.endswith("; --strict-plugins ends the start for it; remove that folder, then install odd again")
+    assert "\n" not in said
+    listing = discover(found, strict=True, check=False)
+    without = [discover(found, strict=True, no_plugins=True), discover(found, "sound", strict=True)]
+    monkeypatch.chdir(folder.parent)  # of which nothing would be used
+    for catalog in (listing, *without, discover(found, strict=True)):
+        assert [entry.name for entry in catalog.all()] == ["y"]
+
+
 def test_a_kind_nobody_knows_is_shown_with_the_nearest_one(install: Install) -> None:
     (entry,) = discover(install("odd", "[tokenspeed.model]\nx = m:S [api1]\n")).all()
     assert entry.status is Status.INCOMPATIBLE

@@ -47,11 +47,12 @@ class Catalog:
         """Read the installed plugins' metadata. `selection` is read from the environment where not given.
 
         Raises PluginError where the selection names an unknown distribution, and, unless `check` is off
-        (for commands that only list), as `check` does.
+        (for commands that only list), as `check` does, and where it is strict for metadata that cannot be read.
         """
         found = importlib.metadata.distributions() if distributions is None else distributions
         chosen = Selection.read() if selection is None else selection
-        catalog = cls(read_entries(found, chosen, core_version), chosen, strict=strict)
+        entries = read_entries(found, chosen, core_version, strict=strict and check)
+        catalog = cls(entries, chosen, strict=strict)
         if check:
             catalog.check()
         return catalog

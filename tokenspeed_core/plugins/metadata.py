@@ -18,6 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import sys_tags
 
+from tokenspeed_core.errors import PluginError, told
 from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
@@ -28,12 +29,15 @@ _NO_USE = "this core does not use plugins of this kind yet"
 _MISPLACED = "it is in the working directory, from which nothing is loaded; `pip install .` installs it"
 
 
-def read_entries(distributions: Iterable[Distribution], selection: Selection, core_version: str) -> list[Entry]:
+def read_entries(
+    distributions: Iterable[Distribution], selection: Selection, core_version: str, *, strict: bool = False
+) -> list[Entry]:
     """Return every `tokenspeed.*` entry, by distribution name, then kind, then entry name.
 
     `distributions` come in the order of `sys.path`: a second copy of one is shadowed by the first. Those in the
     working directory come last, and are not used: whoever starts a program somewhere has not installed what is there.
-    Raises PluginError where the selection names a distribution that provides no plugin.
+    Raises PluginError where the selection names a distribution that provides no plugin, and where it is `strict` for
+    metadata that cannot be read, unless it is of what is left out anyway.
     """
     entries: dict[tuple[str, str, str, str], Entry] = {}
     firsts: dict[str, tuple[Distribution, str]] = {}
@@ -41,8 +45,13 @@ def read_entries(distributions: Iterable[Distribution], selection: Selection, co
         try:
             offers = GROUP_PREFIX in (distribution.read_text("entry_points.txt") or "")
             found = list(_entries_of(distribution, selection, core_version)) if offers else []
-        except Exception:  # metadata may be anything, and one distribution's must not take all down
-            _leave_out(metadata_folder(distribution))
+        except Exception as error:  # metadata may be anything, and one distribution's must not take all down
+            folder = metadata_folder(distribution)
+            is_left_out = _is_working_directory(_root(distribution)) or selection.refusal([_name_of(folder)])
+            if strict and not is_left_out:
+                what = f"{folder} cannot be read: {told(error)}; --strict-plugins ends the start for it"
+                raise PluginError(f"{what}; remove that folder, then install {_name_of(folder)} again") from error
+            _leave_out(folder)
             continue
         for entry in found:
             first, version = firsts.setdefault(entry.distribution, (distribution, entry.version))
@@ -159,6 +168,11 @@ def _root(distribution: Distribution) -> str:
 def metadata_folder(distribution: Distribution) -> str:
     """Return the folder that holds the metadata, which tells one that cannot be read from its neighbours."""
     return str(getattr(distribution, "_path", "") or _root(distribution))  # Python has no public name for it
+
+
+def _name_of(folder: str) -> str:
+    """Return the normalised name in that of a metadata folder, `NAME-VERSION.dist-info` for one."""
+    return normalise(os.path.basename(folder).partition("-")[0].removesuffix(".egg"))
 
 
 def _is_working_directory(folder: str) -> bool:
