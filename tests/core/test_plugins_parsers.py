@@ -105,6 +105,9 @@ def test_a_parser_that_cannot_be_had_ends_the_start_in_one_line(catalog: Catalog
         find_parsers(Config(tool_call_parser=name), catalog)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "pip uninstall" not in str(caught.value), "the flag would name what is not there"
+    mend = "; where --tool-call-parser names it, name another or leave that out"
+    assert str(caught.value).endswith(mend) == (name not in ("specs", "thinks"))
 
 
 def test_a_server_without_text_takes_no_parser() -> None:

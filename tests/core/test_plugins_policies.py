@@ -22,6 +22,7 @@ from tokenspeed_core.plugins.kinds import KINDS
 from tokenspeed_core.scheduler.policy import POLICIES, Ordered
 
 HERE = "policies_under_test"
+MEND = "; where --schedule-policy names it, name another or leave that out"
 
 
 class LastFirst:
@@ -93,7 +94,7 @@ def test_a_policy_that_cannot_be_had_is_one_line(catalog: Catalog, name: str, sa
         find_policy(name, catalog)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert name == "fcsf" or str(caught.value).endswith("; `--schedule-policy fcfs` goes without it")
+    assert name == "fcsf" or str(caught.value).endswith(MEND)
 
 
 def test_a_plugins_policy_decides_who_runs(catalog: Catalog) -> None:
@@ -142,7 +143,7 @@ def test_a_policy_that_fails_ends_the_engine_in_a_line_that_names_its_plugin(
     whose, _, rest = str(caught.value).partition(f": {HERE}:")
     assert whose == "policies lifo of lifo 1.0"
     assert rest.startswith(said)
-    assert rest.endswith("; `--schedule-policy fcfs` goes without it")
+    assert rest.endswith(MEND)
     assert "\n" not in rest
 
 

@@ -230,5 +230,6 @@ def test_a_load_format_whose_reader_fails_ends_in_a_line_that_blames_its_plugin_
     said = str(caught.value)
     assert said.startswith(f"load_formats acme of acme-format 1.0: {reader} ")
     assert why in said
-    assert said.endswith("; `pip uninstall acme-format` or TOKENSPEED_PLUGINS=-acme-format goes without it")
+    named = "; where --load-format names it, name another or leave that out, else "
+    assert said.endswith(f"{named}`pip uninstall acme-format` or TOKENSPEED_PLUGINS=-acme-format goes without it")
     assert "\n" not in said

@@ -15,12 +15,13 @@ from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, meant, printable, told
 from tokenspeed_core.plugins.deprecations import contract, warn
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
-from tokenspeed_core.plugins.kinds import UNUSED, kind_of
+from tokenspeed_core.plugins.kinds import KERNELS_PREFIX, UNUSED, kind_of
 from tokenspeed_core.plugins.metadata import read_entries
 from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, Selection
 
 T = TypeVar("T")
 logger = logging.getLogger("tokenspeed.plugins")
+_TAKEN_UNASKED = (KERNELS_PREFIX, "load_formats")  # of kinds that flags name, those that auto takes from too
 _of_metadata = logging.getLogger("tokenspeed.plugins.metadata")  # of which a server's launcher alone speaks
 
 
@@ -211,14 +212,20 @@ def make(
 
 
 def blaming(entry: Entry, what: str) -> PluginError:
-    """Return what says whose fault it is, and what mends it or goes on without it."""
+    """Return what says whose fault it is, and what mends it or goes on without it.
+
+    Where a flag names the entry, to go without its distribution would only make that flag wrong.
+    """
+    from tokenspeed_core.config.schema import flag_of
+
     selection = Selection.read()  # as whoever reads the line has it set
     out = selection.without(entry.scopes[2] if selection.only else entry.distribution)
     mend = f"`pip uninstall {entry.distribution}` or {out} goes without it"
     if entry.distribution in DEFAULTS:  # without which little is left
         mend = f"`pip install --force-reinstall --no-deps {entry.distribution}=={entry.version}` mends a damaged one"
-    if entry.kind == "policies" and entry.status is Status.OK:  # the flag that names it would not find it any more
-        mend = "`--schedule-policy fcfs` goes without it"
+    elif entry.status is Status.OK and (flag := flag_of(entry.kind)):
+        instead = f"where {flag} names it, name another or leave that out"
+        mend = f"{instead}, else {mend}" if entry.kind.startswith(_TAKEN_UNASKED) else instead
     return PluginError(f"{entry}{what}; {mend}")
 
 
