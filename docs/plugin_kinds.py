@@ -91,7 +91,8 @@ ABOUT: dict[str, About] = {
     "commands": About(
         "A subcommand.", "`tokenspeed NAME`",
         {"The value is a function that takes the words after its name and returns the exit status. Only "
-         "[`tokenspeed_core.commands`](#for-commands-tokenspeed_corecommands) is there for it besides the api.": (),
+         "[`tokenspeed_core.commands`](#for-commands-tokenspeed_corecommands) is there for it besides the api. What "
+         "it raises is told in one line; `TOKENSPEED_LOG_LEVEL=debug` shows the traceback.": (),
          "`tokenspeed --help` shows the first sentence of the distribution's summary, or the one that begins with "
          "`NAME: `: of several commands write what each is, as `sing: Sing a song. dance: Dance on a table.`": ()},
     ),

@@ -280,10 +280,39 @@ def test_a_command_that_raises_ends_in_one_line_that_names_whose_it_is(
     monkeypatch.syspath_prepend(str(tmp_path))
     whose = "commands greet of greeter 1.0: greeter_raises:run fails: ValueError: one two; `pip uninstall greeter` or "
     assert refusal(capsys, "greet").startswith(whose)
+    assert refusal(capsys, "greet").endswith("; TOKENSPEED_LOG_LEVEL=debug shows its traceback")
     assert refusal(capsys, "greet", "refuse") == "no, thank you"
     with pytest.raises(SystemExit, match="5"):
         main(["greet", "exit"])
     monkeypatch.delitem(sys.modules, "greeter_raises")
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [(RAISES, 'raise ValueError("one\\ntwo")'), ("import no_such_library\n", "import no_such_library")],
+)
+def test_the_traceback_of_a_command_is_shown_where_the_level_of_the_log_is_debug(
+    tmp_path: Path, source: str, line: str
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    write_command(site, "greeter", "greet", "greeter_raises:run [api1]")
+    (site / "greeter_raises.py").write_text(source)
+
+    def said(**variables: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "tokenspeed_core.cli", "greet"], capture_output=True, text=True, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site), **variables}, check=False,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr
+
+    (told,) = said().splitlines()
+    *traced, last = said(TOKENSPEED_LOG_LEVEL="debug").splitlines()
+    assert last == told
+    assert "Traceback (most recent call last):" in traced[0] + traced[1]
+    assert any("greeter_raises.py" in each for each in traced)
+    assert line in map(str.strip, traced)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -63,6 +64,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             typer.echo(json.dumps({"error": explained}, indent=2, ensure_ascii=False))
         return _say(explained)
     except TokenSpeedError as error:
+        if os.environ.get("TOKENSPEED_LOG_LEVEL", "").lower() == "debug":
+            typer.echo(printable(traceback.format_exc()), err=True)
         return _say(str(error))
     except UnicodeDecodeError as error:
         return _say(_explain_undecodable(error))

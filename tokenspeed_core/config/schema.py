@@ -266,12 +266,6 @@ def metadata(name: str) -> dict[str, Any]:
     return extra
 
 
-def flag_of(kind: str) -> str:
-    """Return the flag that takes the names of a kind of plugin, "" where none does."""
-    flags = (flag(name) for name in Config.model_fields if metadata(name)["kind"] == kind)
-    return next(flags, "--kernel-backend" if kind.startswith("kernels.") else "")
-
-
 def narrowed(name: str) -> str:
     """Return the flags that set a setting apart, for people."""
     keys = ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"]) or f"{flag(name)} alone"

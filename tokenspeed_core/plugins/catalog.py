@@ -21,7 +21,6 @@ from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, Selection
 
 T = TypeVar("T")
 logger = logging.getLogger("tokenspeed.plugins")
-_TAKEN_UNASKED = (KERNELS_PREFIX, "load_formats")  # of kinds that flags name, those that auto takes from too
 _of_metadata = logging.getLogger("tokenspeed.plugins.metadata")  # of which a server's launcher alone speaks
 
 
@@ -52,8 +51,7 @@ class Catalog:
         """
         found = importlib.metadata.distributions() if distributions is None else distributions
         chosen = Selection.read() if selection is None else selection
-        entries = read_entries(found, chosen, core_version, strict=strict and check)
-        catalog = cls(entries, chosen, strict=strict)
+        catalog = cls(read_entries(found, chosen, core_version, strict=strict and check), chosen, strict=strict)
         if check:
             catalog.check()
         return catalog
@@ -129,6 +127,8 @@ class Catalog:
                 self._loaded[entry] = _import(entry, expected)
             except (Exception, SystemExit) as error:  # plugin code may raise anything; one must not take all down
                 self.reject(entry, told(error), traceback.format_exc())
+                if required:
+                    raise self._failed(entry) from error
         if entry in self._failures and (required or self.is_required(entry)):
             raise self._failed(entry)
         return self._loaded.get(entry)
@@ -212,20 +212,21 @@ def make(
 
 
 def blaming(entry: Entry, what: str) -> PluginError:
-    """Return what says whose fault it is, and what mends it or goes on without it.
+    """Return what says whose fault it is, and what mends it or goes on without it."""
+    from tokenspeed_core.config.schema import Config, flag, metadata
 
-    Where a flag names the entry, to go without its distribution would only make that flag wrong.
-    """
-    from tokenspeed_core.config.schema import flag_of
-
+    flags = {metadata(name)["kind"]: flag(name) for name in Config.model_fields}
     selection = Selection.read()  # as whoever reads the line has it set
     out = selection.without(entry.scopes[2] if selection.only else entry.distribution)
     mend = f"`pip uninstall {entry.distribution}` or {out} goes without it"
     if entry.distribution in DEFAULTS:  # without which little is left
         mend = f"`pip install --force-reinstall --no-deps {entry.distribution}=={entry.version}` mends a damaged one"
-    elif entry.status is Status.OK and (flag := flag_of(entry.kind)):
-        instead = f"where {flag} names it, name another or leave that out"
-        mend = f"{instead}, else {mend}" if entry.kind.startswith(_TAKEN_UNASKED) else instead
+    elif entry.status is Status.OK and (named_by := flags.get(entry.kind)):
+        # To go without its distribution would make the flag name what is not there; auto takes some unasked.
+        is_taken_unasked = entry.kind.startswith((KERNELS_PREFIX, "load_formats"))
+        mend = f"where {named_by} names it, name another or leave that out" + f", else {mend}" * is_taken_unasked
+    elif entry.status is Status.OK and entry.kind == "commands":
+        mend += "; TOKENSPEED_LOG_LEVEL=debug shows its traceback"
     return PluginError(f"{entry}{what}; {mend}")
 
 
