@@ -14,7 +14,7 @@ import pytest
 from tokenspeed_core.api import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
-from tokenspeed_core.errors import PluginError
+from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.hookspecs import hookspec
@@ -34,16 +34,21 @@ def registered(*, strict: bool = False, **plugins: SimpleNamespace) -> Hooks:
     return hooks
 
 
+def adjust(hooks: Hooks, config: Config) -> Config:
+    with hooks.adjusted(config) as adjusted:
+        return adjusted
+
+
 def test_a_plugin_changes_what_the_user_left_open_and_the_origin_names_it() -> None:
     hooks = registered(one=plugin(adjust_config=lambda config: {"max_num_seqs": 4}))
-    config = hooks.adjust(Config())
+    config = adjust(hooks, Config())
     assert config.max_num_seqs == 4
     assert config.origin("max_num_seqs") == "plugin one"
 
 
 def test_what_the_user_set_stays_and_the_plugin_is_named(caplog: pytest.LogCaptureFixture) -> None:
     hooks = registered(one=plugin(adjust_config=lambda config: {"max_num_seqs": 4, "seed": 5}))
-    config = hooks.adjust(load({"max_num_seqs": "9"}, {}))
+    config = adjust(hooks, load({"max_num_seqs": "9"}, {}))
     assert (config.max_num_seqs, config.seed) == (9, 5)
     assert caplog.messages == ["plugin one would change max_num_seqs, which --max-num-seqs sets: left"]
 
@@ -57,13 +62,13 @@ def test_each_plugin_sees_what_the_ones_before_it_decided_and_may_not_undo_it() 
 
     hooks = registered(one=plugin(adjust_config=lambda config: {"max_num_seqs": 4}),
                        two=plugin(adjust_config=second))
-    assert hooks.adjust(Config()).max_num_seqs == 4
+    assert adjust(hooks, Config()).max_num_seqs == 4
     assert seen == [4]
 
 
 def test_a_plugin_that_wants_nothing_changes_nothing() -> None:
     config = Config(max_num_seqs=3)
-    assert registered(one=plugin(adjust_config=lambda config: None)).adjust(config).model_dump() == (
+    assert adjust(registered(one=plugin(adjust_config=lambda config: None)), config).model_dump() == (
         config.model_dump()
     )
 
@@ -79,13 +84,42 @@ def test_of_a_plugin_with_a_bad_change_nothing_is_taken_and_a_strict_start_ends_
 ) -> None:
     bad, good = plugin(adjust_config=lambda config: {"seed": 5, **changes}), plugin(
         adjust_config=lambda config: {"block_size": 8})
-    config = registered(mine=bad, other=good).adjust(Config())
+    config = adjust(registered(mine=bad, other=good), Config())
     assert (config.seed, config.block_size) == (0, 8)
     assert expected in caplog.text
     assert caplog.messages == ["hooks of mine failed in adjust_config and are switched off"]
     with pytest.raises(PluginError, match=r"(hooks of|plugin) mine") as caught:
-        registered(strict=True, mine=bad).adjust(Config())
+        adjust(registered(strict=True, mine=bad), Config())
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "added"),
+    [
+        ({"max_model_len": 9}, "--max-model-len 9: toy was made for 8 tokens; give at most that", "--max-model-len"),
+        ({"tool_call_parser": "nope"}, "no tool_parsers named 'nope'; none is installed", "--tool-call-parser"),
+        ({"host": "nowhere"}, "cannot listen on nowhere:80: no; see --port and --host", "--host"),
+        ({"max_num_seqs": 3}, "--max-model-len 9: toy was made for 8 tokens", None),
+        ({"attention_backend": "x"}, "--attention-backend (from plugin acme:tune): no", None),
+    ],
+)
+@pytest.mark.parametrize("selected", [None, "acme,other"])
+def test_an_error_about_what_a_plugin_set_names_the_plugin_and_what_goes_without_its_changes(
+    changes: dict[str, Any], said: str, added: str | None, selected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
+    if selected:
+        monkeypatch.setenv("TOKENSPEED_PLUGINS", selected)
+    hooks = registered(**{"acme:tune": plugin(adjust_config=lambda config: changes)})
+    out = f"TOKENSPEED_PLUGINS={selected + ',' if selected else ''}-acme:hooks"
+    blame = f"; plugin acme:tune set {added}: give your own, or {out} goes without its changes"
+    with pytest.raises(ConfigError) as caught, hooks.adjusted(load({"port": "80"}, {})):
+        raise ConfigError(said)
+    assert str(caught.value) == said + (blame if added else "")
+    own = {name: str(value) for name, value in changes.items()}
+    with pytest.raises(ConfigError) as caught, hooks.adjusted(load(own, {})):  # what the user set is the user's
+        raise ConfigError(said)
+    assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no disk"), SystemExit(3)])
@@ -102,11 +136,11 @@ def test_a_plugin_that_raises_at_the_start_is_switched_off_and_ends_a_strict_one
         fail()
 
     config = Config()
-    assert registered(bad=plugin(adjust_config=adjust_config)).adjust(config) is config
+    assert adjust(registered(bad=plugin(adjust_config=adjust_config)), config) is config
     assert registered(bad=plugin(add_middleware=add_middleware)).add_middleware(print) is print
     assert caplog.text.count("Traceback") == 2
     with pytest.raises(PluginError, match=f"hooks of bad failed in adjust_config: {type(error).__name__}"):
-        registered(strict=True, bad=plugin(adjust_config=adjust_config)).adjust(config)
+        adjust(registered(strict=True, bad=plugin(adjust_config=adjust_config)), config)
     with pytest.raises(PluginError, match="hooks of bad failed in add_middleware"):
         registered(strict=True, bad=plugin(add_middleware=add_middleware)).add_middleware(print)
 

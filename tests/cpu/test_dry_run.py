@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from tokenspeed_core.api import hookimpl
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine import llm
-from tokenspeed_core.engine.launch import dry_run
-from tokenspeed_core.errors import CheckpointError, PluginError
+from tokenspeed_core.engine.launch import dry_run, plan_kernels
+from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
+from tokenspeed_core.server.serve import run
 
 
 def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_applies(tmp_path: Path) -> None:
@@ -43,3 +49,32 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_loaded(monk
     monkeypatch.setattr(llm, "start", lambda *arguments, **keywords: pytest.fail("the engine was started"))
     with pytest.raises(CheckpointError, match="--tokenizer /nope: no such directory"):
         llm.LLM(device="cpu", tokenizer="/nope")
+
+
+@pytest.mark.parametrize(
+    ("start", "setting", "value", "said"),
+    [
+        (dry_run, "max_model_len", 10**6, "--max-model-len 1000000: demo was made for "),
+        (dry_run, "tool_call_parser", "nope", "no tool_parsers named 'nope'; "),
+        (plan_kernels, "max_model_len", 10**6, "--max-model-len 1000000: demo was made for "),
+        (run, "tool_call_parser", "nope", "no tool_parsers named 'nope'; "),
+        (lambda config: llm.LLM(device="cpu"), "quantization", "nope", "no quantization named 'nope'; "),
+    ],
+)
+def test_whatever_starts_names_the_plugin_that_set_what_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Config], Any], setting: str, value: object,
+    said: str,
+) -> None:
+    info = tmp_path / "wishing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wishing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tokenspeed.hooks]\nwishes = wishing_hooks [api1]\n")
+    module = ModuleType("wishing_hooks")
+    module.adjust_config = hookimpl(lambda config: {setting: value})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wishing_hooks", module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(TokenSpeedError) as caught:
+        start(Config(device="cpu", port=0))
+    blame = f"; plugin wishing:wishes set --{setting.replace('_', '-')}: give your own, or "
+    assert str(caught.value).startswith(said)
+    assert str(caught.value).endswith(f"{blame}TOKENSPEED_PLUGINS=-wishing:hooks goes without its changes")

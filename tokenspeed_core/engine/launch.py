@@ -166,16 +166,17 @@ def _require_torch() -> None:
 
 def dry_run(config: Config) -> str:
     """Resolve everything and load nothing; return the report for people."""
-    catalog, resolved = _settle(config)
-    _require_torch()
-    from tokenspeed_core.runner.local import plan_only
+    catalog = discover(config)
+    with Hooks.load(catalog).adjusted(config) as adjusted:
+        resolved = resolve(adjusted, catalog, with_weights=False)
+        _require_torch()
+        from tokenspeed_core.runner.local import plan_only
 
-    config = resolved.config
-    info, checkpoint = resolved.checkpoint.info, resolved.checkpoint
-    weights = choose_format(checkpoint.files, config.load_format, catalog)
-    text = _describe_text(config, checkpoint)
-    find_parsers(config, catalog)
-    plan, memory = plan_only(resolved, catalog)
+        config, checkpoint, info = resolved.config, resolved.checkpoint, resolved.checkpoint.info
+        weights = choose_format(checkpoint.files, config.load_format, catalog)
+        text = _describe_text(config, checkpoint)
+        find_parsers(config, catalog)
+        plan, memory = plan_only(resolved, catalog)
     changed = [
         f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
         for name in type(config).model_fields if config.origin(name) != "default" and name != "api_key"
@@ -197,17 +198,13 @@ def plan_kernels(config: Config, platform: PlatformInfo | None = None) -> tuple[
 
     Raises as `resolve` does, and SelectionError.
     """
-    catalog, resolved = _settle(config)
-    _require_torch()
-    from tokenspeed_core.runner.assemble import plan_for
-
-    return catalog, plan_for(resolved, catalog, platform)
-
-
-def _settle(config: Config) -> tuple[Catalog, Resolved]:
-    """Resolve what needs no weights, with what the plugins' hooks change."""
     catalog = discover(config)
-    return catalog, resolve(Hooks.load(catalog).adjust(config), catalog, with_weights=False)
+    with Hooks.load(catalog).adjusted(config) as adjusted:
+        resolved = resolve(adjusted, catalog, with_weights=False)
+        _require_torch()
+        from tokenspeed_core.runner.assemble import plan_for
+
+        return catalog, plan_for(resolved, catalog, platform)
 
 
 def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:

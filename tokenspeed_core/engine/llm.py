@@ -76,12 +76,11 @@ class LLM(AbstractContextManager["LLM"]):
         asked = Config.from_keywords(**settings) if model is None else Config.from_keywords(model=model, **settings)
         catalog = discover(asked)
         hooks = Hooks.load(catalog)
-        config = hooks.adjust(asked)
-        resolved = resolve(config, catalog)
-        checkpoint = resolved.checkpoint
-        self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
-        self.tokenizer, self._template = load_text(config, checkpoint.path)
-        with StartProgress() as progress:
+        with hooks.adjusted(asked) as config, StartProgress() as progress:
+            resolved = resolve(config, catalog)
+            checkpoint = resolved.checkpoint
+            self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)
+            self.tokenizer, self._template = load_text(config, checkpoint.path)
             started = start(resolved, catalog, hooks, progress.report, is_batch=True)
         self._engine, self.kernel_plan = started.engine, started.kernel_plan
         self._limits = started.ready

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
-from tokenspeed_core.errors import PluginError
+from tokenspeed_core.config.build import rebuild
+from tokenspeed_core.config.schema import Config, flag, metadata
+from tokenspeed_core.errors import PluginError, TokenSpeedError
 from tokenspeed_core.plugins import hookspecs
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
-
-if TYPE_CHECKING:
-    from tokenspeed_core.config import Config
+from tokenspeed_core.plugins.selection import Selection
 
 _DECIDED = ("no_plugins", "plugins_lock", "strict_plugins")  # which plugins are used, before any of them is asked
 logger = logging.getLogger("tokenspeed.plugins")
@@ -65,21 +66,28 @@ class Hooks:
         is_wanted = any(getattr(manager.hook, hook).get_hookimpls() for manager in self._managers.values())
         return partial(self._observe, hook) if is_wanted else None
 
-    def adjust(self, config: Config) -> Config:
-        """Return the configuration with the plugins' changes to what the user left open.
+    @contextmanager
+    def adjusted(self, config: Config) -> Iterator[Config]:
+        """Give the configuration with the plugins' changes to what the user left open, for what is done with it.
 
         Of a plugin that fails, or whose change is out of bounds, nothing is taken. Raises PluginError
-        instead under --strict-plugins.
+        instead under --strict-plugins. An error about a setting that a plugin changed says that it did.
         """
         for name, manager in list(self._managers.items()):
             adjusted = config
-            try:
+            with self._apart(name, "adjust_config", is_start=True):
                 for changes in manager.hook.adjust_config(config=config):
                     adjusted = _apply(adjusted, name, changes)
                 config = adjusted
-            except (Exception, SystemExit) as error:  # plugin code may raise anything
-                self._switch_off(name, "adjust_config", error, is_start=True)
-        return config
+        try:
+            yield config
+        except TokenSpeedError as error:
+            for name in type(config).model_fields:
+                by, words = config.origin(name), {word.strip("`:;,()") for word in str(error).split()}
+                if by.startswith("plugin ") and by not in str(error) and words & {flag(name), metadata(name)["kind"]}:
+                    out = Selection.read().without(f"{by.removeprefix('plugin ').partition(':')[0]}:hooks")
+                    error.args = (f"{error}; {by} set {flag(name)}: give your own, or {out} goes without its changes",)
+            raise
 
     def add_middleware(self, app: Any) -> Any:
         """Return the server's ASGI app in the wrappings of the plugins, without those that fail.
@@ -87,34 +95,32 @@ class Hooks:
         Raises PluginError instead under --strict-plugins.
         """
         for name, manager in list(self._managers.items()):
-            try:
+            with self._apart(name, "add_middleware", is_start=True):
                 for wrapped in manager.hook.add_middleware(app=app):
                     if not callable(wrapped):
                         raise TypeError(f"a {type(wrapped).__name__} is no ASGI app")
                     app = wrapped
-            except (Exception, SystemExit) as error:  # plugin code may raise anything
-                self._switch_off(name, "add_middleware", error, is_start=True)
         return app
 
     def _observe(self, hook: str, record: RequestRecord | StepRecord) -> None:
         for name, manager in list(self._managers.items()):
-            try:
+            with self._apart(name, hook):
                 getattr(manager.hook, hook)(record=record)
-            except (Exception, SystemExit) as error:  # whatever it raises must not harm what it observes
-                self._switch_off(name, hook, error)
 
-    def _switch_off(self, name: str, hook: str, error: BaseException, *, is_start: bool = False) -> None:
+    @contextmanager
+    def _apart(self, name: str, hook: str, *, is_start: bool = False) -> Iterator[None]:
         """Log a failure and forget the plugin. Raises PluginError instead at a start that is strict."""
-        if is_start and self._strict:
-            what = f"{type(error).__name__}: {error}; --strict-plugins ends the start for it"
-            raise PluginError(f"hooks of {name} failed in {hook}: {what}") from error
-        logger.error("hooks of %s failed in %s and are switched off", name, hook, exc_info=error)
-        del self._managers[name]
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # plugin code may raise anything, and must not harm what calls it
+            if is_start and self._strict:
+                what = f"{type(error).__name__}: {error}; --strict-plugins ends the start for it"
+                raise PluginError(f"hooks of {name} failed in {hook}: {what}") from error
+            logger.error("hooks of %s failed in %s and are switched off", name, hook, exc_info=error)
+            del self._managers[name]
 
 
 def _apply(config: Config, name: str, changes: Any) -> Config:
-    from tokenspeed_core.config.build import rebuild
-
     allowed = {}
     for setting, value in dict(changes).items():
         if setting in _DECIDED:

@@ -37,20 +37,20 @@ def run(config: Config) -> int:
     """
     catalog = discover(config)
     hooks = Hooks.load(catalog)
-    config = hooks.adjust(config)
-    logging.getLogger().setLevel(config.log_level.upper())
-    bound, *others = sockets = listen(config.host, config.port, config.api_workers)
-    try:
-        checkpoint = resolve_checkpoint(config, catalog)
-        settled = config.resolved(
-            model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
-        )
-        launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled))
-        engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
-        return serve(launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others]))
-    finally:
-        for each in sockets:
-            each.close()
+    with hooks.adjusted(config) as config:
+        logging.getLogger().setLevel(config.log_level.upper())
+        bound, *others = sockets = listen(config.host, config.port, config.api_workers)
+        try:
+            checkpoint = resolve_checkpoint(config, catalog)
+            settled = config.resolved(
+                model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
+            )
+            launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled))
+            engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
+            return serve(launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others]))
+        finally:
+            for each in sockets:
+                each.close()
 
 
 def _program(module: str, config: Config, catalog: Catalog, listener: socket.socket | None = None) -> Program:
