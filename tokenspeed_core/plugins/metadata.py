@@ -29,31 +29,30 @@ _NO_USE = "this core does not use plugins of this kind yet"
 _MISPLACED = "it is in the working directory, from which nothing is loaded; `pip install .` installs it"
 
 
-def read_entries(
-    distributions: Iterable[Distribution], selection: Selection, core_version: str, *, strict: bool = False
-) -> list[Entry]:
+def read_entries(found: Iterable[Distribution], selection: Selection, core: str, *, strict: bool) -> list[Entry]:
     """Return every `tokenspeed.*` entry, by distribution name, then kind, then entry name.
 
-    `distributions` come in the order of `sys.path`: a second copy of one is shadowed by the first. Those in the
-    working directory come last, and are not used: whoever starts a program somewhere has not installed what is there.
+    `core` is this core's version. Those `found` come in the order of `sys.path`: a second copy of one is shadowed by
+    the first. Those in the working directory come last, and are not used: whoever starts a program somewhere has not
+    installed what is there.
     Raises PluginError where the selection names a distribution that provides no plugin, and where it is `strict` for
     metadata that cannot be read, unless it is of what is left out anyway.
     """
     entries: dict[tuple[str, str, str, str], Entry] = {}
     firsts: dict[str, tuple[Distribution, str]] = {}
-    for distribution in sorted(distributions, key=lambda each: _is_working_directory(_root(each))):
+    for distribution in sorted(found, key=lambda each: _is_working_directory(_root(each))):
         try:
             offers = GROUP_PREFIX in (distribution.read_text("entry_points.txt") or "")
-            found = list(_entries_of(distribution, selection, core_version)) if offers else []
+            offered = list(_entries_of(distribution, selection, core)) if offers else []
         except Exception as error:  # metadata may be anything, and one distribution's must not take all down
             folder = metadata_folder(distribution)
-            is_left_out = _is_working_directory(_root(distribution)) or selection.refusal([_name_of(folder)])
-            if strict and not is_left_out:
+            name = normalise(os.path.basename(folder).partition("-")[0])
+            if strict and not selection.refusal([name]) and not _is_working_directory(_root(distribution)):
                 what = f"{folder} cannot be read: {told(error)}; --strict-plugins ends the start for it"
-                raise PluginError(f"{what}; remove that folder, then install {_name_of(folder)} again") from error
+                raise PluginError(f"{what}; remove that folder, then install {name} again") from error
             _leave_out(folder)
             continue
-        for entry in found:
+        for entry in offered:
             first, version = firsts.setdefault(entry.distribution, (distribution, entry.version))
             key = (entry.distribution, entry.kind, entry.name, "" if first is distribution else entry.version)
             if first is not distribution:
@@ -73,8 +72,7 @@ def _mark_unused(entries: Collection[Entry]) -> Iterator[Entry]:
         kind, is_kernel = kind_of(entry.kind), entry.kind.startswith(KERNELS_PREFIX)
         is_used = (kind is not None and kind.is_used) or (is_kernel and has_ops)
         reason = _NO_USE + ": it has no op of the family, and no plugin brings ops" * is_kernel
-        is_idle = entry.status is Status.OK and not is_used
-        yield replace(entry, status=Status.UNUSED, reason=reason) if is_idle else entry
+        yield entry if is_used or entry.status is not Status.OK else replace(entry, status=Status.UNUSED, reason=reason)
 
 
 @cache
@@ -168,11 +166,6 @@ def _root(distribution: Distribution) -> str:
 def metadata_folder(distribution: Distribution) -> str:
     """Return the folder that holds the metadata, which tells one that cannot be read from its neighbours."""
     return str(getattr(distribution, "_path", "") or _root(distribution))  # Python has no public name for it
-
-
-def _name_of(folder: str) -> str:
-    """Return the normalised name in that of a metadata folder, `NAME-VERSION.dist-info` for one."""
-    return normalise(os.path.basename(folder).partition("-")[0].removesuffix(".egg"))
 
 
 def _is_working_directory(folder: str) -> bool:

@@ -77,8 +77,8 @@ class Selection:
         """Return what to set the variable to so that these are left out too, and all else stays as it is."""
         named = [name for name in sorted(self.only or ()) if not _covering(scopes, name)]
         words = ",".join([*named, *(f"-{scope}" for scope in sorted(self.excluded.union(scopes)))])
-        is_none = self.only is not None and not named  # of which what is taken away alone would be all the others
-        return f"{'TOKENSPEED_NO_PLUGINS=1 ' * is_none}{VARIABLE}={words}"
+        # Where no name is left, what is taken away would alone bring all the others back.
+        return f"{'TOKENSPEED_NO_PLUGINS=1 ' * (self.only is not None and not named)}{VARIABLE}={words}"
 
     def check(self, installed: Collection[str]) -> None:
         """Refuse names that no installed plugin has, of whose scopes these are all, and those both wanted and not.

@@ -127,10 +127,10 @@ def load_chat_template(
     Raises CheckpointError on a file that is missing or no template.
     """
     named = _named_templates(folder)
+    names = ", ".join(sorted(named)) or "none"
     if chosen is not None and chosen not in named:
         file = Path(chosen)
         if not file.is_file():
-            names = ", ".join(sorted(named)) or "none"
             raise CheckpointError(
                 f"--chat-template {chosen}: no such file, nor a template of that name in {folder}, "
                 f"which has: {names}"
@@ -138,7 +138,6 @@ def load_chat_template(
         named = {chosen: read_text(file)}
     if chosen is None and "default" not in named:
         if named:
-            names = ", ".join(sorted(named))
             raise CheckpointError(f"{folder} has chat templates by name only; choose one with --chat-template: {names}")
         return None
     source = named[chosen or "default"]
