@@ -99,6 +99,7 @@ def test_of_a_plugin_with_a_bad_change_nothing_is_taken_and_a_strict_start_ends_
         ({"max_model_len": 9}, "--max-model-len 9: toy was made for 8 tokens; give at most that", "--max-model-len"),
         ({"tool_call_parser": "nope"}, "no tool_parsers named 'nope'; none is installed", "--tool-call-parser"),
         ({"host": "nowhere"}, "cannot listen on nowhere:80: no; see --port and --host", "--host"),
+        ({"max_num_seqs": 3}, "too small; fewer --max-num-seqs, or less --chunked-prefill-size", "--max-num-seqs"),
         ({"max_num_seqs": 3}, "--max-model-len 9: toy was made for 8 tokens", None),
         ({"attention_backend": "x"}, "--attention-backend (from plugin acme:tune): no", None),
     ],
@@ -120,6 +121,15 @@ def test_an_error_about_what_a_plugin_set_names_the_plugin_and_what_goes_without
     with pytest.raises(ConfigError) as caught, hooks.adjusted(load(own, {})):  # what the user set is the user's
         raise ConfigError(said)
     assert str(caught.value) == said
+
+
+def test_of_several_settings_of_a_plugin_each_that_an_error_names_is_told() -> None:
+    hooks = registered(acme=plugin(adjust_config=lambda config: {"max_num_seqs": 3, "seed": 1, "block_size": 8}))
+    with pytest.raises(ConfigError) as caught, hooks.adjusted(Config()):
+        raise ConfigError("lower --max-num-seqs (or `--block-size`)")
+    assert "; plugin acme set --max-num-seqs: " in str(caught.value)
+    assert "; plugin acme set --block-size: " in str(caught.value)
+    assert "--seed" not in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no disk"), SystemExit(3)])

@@ -181,7 +181,7 @@ def dry_run(config: Config) -> str:
         f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
         for name in type(config).model_fields if config.origin(name) != "default" and name != "api_key"
     ]
-    parts = [
+    return "\n".join([
         f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
         f"weights {weights.name}",
         text,
@@ -189,8 +189,7 @@ def dry_run(config: Config) -> str:
         "memory", *(f"  {name}: {'known after start' if n is None else f'{n:,}'}" for name, n in memory.items()),
         plan.table(),
         "collectives: none (one process)",
-    ]
-    return "\n".join(parts)
+    ])
 
 
 def plan_kernels(config: Config, platform: PlatformInfo | None = None) -> tuple[Catalog, KernelPlan]:

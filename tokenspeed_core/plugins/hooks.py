@@ -82,9 +82,10 @@ class Hooks:
         try:
             yield config
         except TokenSpeedError as error:
+            said = str(error)
             for name in type(config).model_fields:
-                by, words = config.origin(name), {word.strip("`:;,()") for word in str(error).split()}
-                if by.startswith("plugin ") and by not in str(error) and words & {flag(name), metadata(name)["kind"]}:
+                by, words = config.origin(name), {word.strip("`:;,()") for word in said.split()}
+                if by.startswith("plugin ") and by not in said and words & {flag(name), metadata(name)["kind"]}:
                     out = Selection.read().without(f"{by.removeprefix('plugin ').partition(':')[0]}:hooks")
                     error.args = (f"{error}; {by} set {flag(name)}: give your own, or {out} goes without its changes",)
             raise
@@ -109,7 +110,7 @@ class Hooks:
 
     @contextmanager
     def _apart(self, name: str, hook: str, *, is_start: bool = False) -> Iterator[None]:
-        """Log a failure and forget the plugin. Raises PluginError instead at a start that is strict."""
+        """Log what fails of a plugin, and forget the plugin. Raises PluginError instead at a start that is strict."""
         try:
             yield
         except (Exception, SystemExit) as error:  # plugin code may raise anything, and must not harm what calls it
