@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
@@ -37,20 +37,16 @@ def run(config: Config) -> int:
     """
     catalog = discover(config)
     hooks = Hooks.load(catalog)
-    with hooks.adjusted(config) as config:
+    with hooks.adjusted(config) as config, ExitStack() as opened:
         logging.getLogger().setLevel(config.log_level.upper())
-        bound, *others = sockets = listen(config.host, config.port, config.api_workers)
-        try:
-            checkpoint = resolve_checkpoint(config, catalog)
-            settled = config.resolved(
-                model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
-            )
-            launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled))
-            engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
-            return serve(launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others]))
-        finally:
-            for each in sockets:
-                each.close()
+        bound, *others = map(opened.enter_context, listen(config.host, config.port, config.api_workers))
+        checkpoint = resolve_checkpoint(config, catalog)
+        settled = config.resolved(
+            model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
+        )
+        launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled))
+        engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
+        return serve(launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others]))
 
 
 def _program(module: str, config: Config, catalog: Catalog, listener: socket.socket | None = None) -> Program:
