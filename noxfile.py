@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -52,8 +51,6 @@ VENDORS = {  # tests that compare ours with a vendor's wheel, and its versions: 
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
 WORKERS = min(4, os.cpu_count() or 1)  # processes that run tests beside each other; each may hold torch
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what runs in the background ignore it
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "core", "cpu", "interpreter", "wheels"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from misbehaving import Exchange, serving
@@ -18,6 +19,16 @@ from tokenspeed_bench.errors import INTERRUPTED
 from tokenspeed_bench.rows import _wait
 
 
+@pytest.fixture
+def nothing_ignored() -> Iterator[None]:
+    """Not even what the tests' own caller ignores, as nohup does."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDINGS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("nothing_ignored")
 @pytest.mark.parametrize("number", ENDINGS)
 def test_an_end_is_a_ctrl_c_once_and_then_nothing_until_the_block_is_over(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in ENDINGS]
