@@ -196,7 +196,8 @@ class LocalRunner:
     def _forward(self, plan: StepPlan) -> _Launched:
         if plan.slot_inits is not None:
             self._sampler.begin(plan.slot_inits)
-        self._traits.note_blocks(plan.block_deltas)
+        if self._graphs is not None:  # who alone asks what slots share
+            self._traits.note_blocks(plan.block_deltas)
         self._copy_blocks(plan)
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
