@@ -64,6 +64,26 @@ def test_a_lock_and_what_it_finds_are_told_as_json_too(
     json.loads(capsys.readouterr().out)
 
 
+def test_a_lock_is_written_whole_or_what_is_there_stays(
+    toy: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Callable[..., str]
+) -> None:
+    path = tmp_path / "plugins.lock"
+    assert main(["plugins", "freeze", "-o", str(path)]) == 0
+    assert capsys.readouterr().out == ""
+    written = path.read_text()
+    assert main(["plugins", "freeze"]) == 0
+    assert capsys.readouterr().out == written
+    assert main(["plugins", "verify", str(path)]) == 0
+    capsys.readouterr()
+    nowhere = tmp_path / "missing" / "plugins.lock"
+    assert refusal("plugins", "freeze", "-o", str(nowhere)) == (
+        f"plugins freeze: {nowhere}: No such file or directory; nothing there was changed")
+    (tmp_path / "folder").mkdir()
+    assert "Is a directory" in refusal("plugins", "freeze", "-o", str(tmp_path / "folder"))
+    assert (tmp_path / "folder").is_dir()
+    assert list(tmp_path.glob(".*")) == []
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -377,4 +397,4 @@ def test_doctor_works_without_the_lock_that_the_environment_names(
     assert main(["plugins", "doctor"]) == 1
     said = capsys.readouterr().out
     assert f"no plugin is imported: plugins lock {missing}: No such file or directory\n" in said
-    assert f"-> `tokenspeed plugins freeze > {missing}` writes one" in said
+    assert f"-> `tokenspeed plugins freeze -o {missing}` writes one" in said

@@ -39,17 +39,17 @@ def test_a_file_that_is_no_lock_is_refused_with_what_is_wrong_in_it_and_not_writ
         file.write_text(f"{WRITTEN}\n{text}")
         said = refusal("plugins", "verify", str(file))
         assert expected in said
-        anew = f"`tokenspeed plugins freeze > '{file}'` writes it anew"
+        anew = f"`tokenspeed plugins freeze -o '{file}'` writes it anew"
         assert said.endswith(f"; restore it, or where what is installed is meant, {anew}")
 
 
 def test_a_lock_that_is_not_there_a_folder_and_an_empty_one_are_told_apart(tmp_path: Path, refusal: Refusal) -> None:
     file = tmp_path / "lock"
     assert refusal("plugins", "verify", str(file)) == (
-        f"plugins lock {file}: No such file or directory; `tokenspeed plugins freeze > {file}` writes one")
+        f"plugins lock {file}: No such file or directory; `tokenspeed plugins freeze -o {file}` writes one")
     assert refusal("plugins", "verify", str(tmp_path)) == (
         f"plugins lock {tmp_path}: Is a directory; name a file that `tokenspeed plugins freeze` wrote")
     file.touch()
     said = refusal("plugins", "verify", str(file))
     assert "it locks nothing, as a file does that a `freeze` which failed was to write" in said
-    assert said.endswith(f"`tokenspeed plugins freeze > {file}` writes it anew")
+    assert said.endswith(f"`tokenspeed plugins freeze -o {file}` writes it anew")

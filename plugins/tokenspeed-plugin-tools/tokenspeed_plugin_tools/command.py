@@ -73,7 +73,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "tokenspeed_plugin_tools.check:check", "Ask the conformance kit about a distribution.",
         "0 where nothing that was run failed, also where cells wait for another machine; 1 where something did",
     ),
-    "freeze": Subcommand("tokenspeed_plugin_tools.freeze:freeze", "Print a lock of the plugins as they are installed."),
+    "freeze": Subcommand("tokenspeed_plugin_tools.freeze:freeze", "Print or write a lock of the plugins as they are."),
     "verify": Subcommand(
         "tokenspeed_plugin_tools.verify:verify", "Compare what is installed with a lock.",
         "0 where all is as locked; 1 where anything is not",

@@ -57,7 +57,7 @@ def read_lock(path: str) -> dict[str, Locked]:
 
 def freezing(path: str) -> str:
     """Return what writes a lock, as it is typed."""
-    return f"tokenspeed plugins freeze > {shlex.quote(path)}"
+    return f"tokenspeed plugins freeze -o {shlex.quote(path)}"
 
 
 def as_toml(locked: Mapping[str, Locked]) -> str:
