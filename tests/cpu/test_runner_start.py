@@ -118,22 +118,23 @@ def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny: Make) -
         build(tiny(max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
 
 
-def test_every_step_of_few_prompts_within_the_budget_has_a_bucket_of_at_most_twice_its_tokens() -> None:
+def test_every_step_of_few_prompts_of_up_to_4096_tokens_has_a_bucket_of_at_most_twice_its_tokens() -> None:
     sizes = [size for size in bucket_sizes((1, 2, 4, 256), 8192, 300) if size.num_chunks]
-    assert max(size.num_chunk_tokens for size in sizes) == 8192
-    for decodes, tokens in ((0, 1), (256, 7936), (17, 500), (65, 33), (1, 5000), (100, 8092), (0, 8192)):
+    assert max(size.num_chunk_tokens for size in sizes) == 4096
+    assert sizes == [size for size in bucket_sizes((1, 2, 4, 256), 4096, 300) if size.num_chunks]
+    for decodes, tokens in ((0, 1), (256, 3840), (17, 500), (65, 33), (1, 3000), (100, 3996), (0, 4096)):
         fitting = [
             size.num_chunk_tokens for size in sizes
             if size.num_decodes >= decodes and size.num_chunk_tokens >= tokens and size.num_chunks >= min(tokens, 16)
         ]
         assert min(fitting) <= max(32, 2 * tokens)
-    many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 3584 and not size.num_decodes})
-    assert many == [3584, 4096, 5120, 6144, 7168, 8192]
+    many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 1792 and not size.num_decodes})
+    assert many == [1792, 2048, 2560, 3072, 3584, 4096]
     few = [size.num_chunks for size in sizes if size.num_chunk_tokens <= 256]
     assert set(few) == {16}, "rows that few prompts of few tokens leave empty"
-    assert {size.num_chunks for size in sizes if size.num_chunk_tokens == 8192} == {64}
-    full = [(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.num_chunk_tokens > 7168]
-    assert full == [(0, 8192), (64, 8192), (128, 8128), (192, 8064), (256, 8000)], "no more together than a step has"
+    assert {size.num_chunks for size in sizes if size.num_chunk_tokens == 4096} == {64}
+    full = [(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.num_chunk_tokens > 3584]
+    assert full == [(0, 4096), (64, 4096), (128, 4032), (192, 3968), (256, 3904)], "no more together than a step has"
     assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
 
 
@@ -141,8 +142,8 @@ def test_every_step_of_few_prompts_within_the_budget_has_a_bucket_of_at_most_twi
     ("decodes", "chunks", "tokens", "expected"),
     [
         (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 20, 320)), (1, 33, 33, BucketSize(64, 40, 640)),
-        (0, 64, 64, BucketSize(0, 64, 1024)), (200, 1, 7992, BucketSize(256, 64, 8000)), (0, 1, 8193, None),
-        (0, 1, 7500, BucketSize(0, 64, 8192)),
+        (0, 64, 64, BucketSize(0, 64, 1024)), (200, 1, 3896, BucketSize(256, 64, 3904)), (0, 1, 4097, None),
+        (0, 1, 3700, BucketSize(0, 64, 4096)),
         (0, 65, 65, None), (257, 1, 1, None),
     ],
 )

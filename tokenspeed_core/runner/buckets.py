@@ -14,6 +14,7 @@ _PLAIN_DECODES = 16  # from here on plain ones have a bucket of their own
 _MANY_DECODES = 64  # from here on rows of padding cost less than a graph more does
 _MOST_DECODES = 256
 _MOST_CHUNKS = 64
+_MOST_TOKENS = 4096  # more take longer to run than to launch: no padding then, and attention is told the rows' lengths
 _FEW_TOKENS = 512  # up to here, padding decodes costs as much as the chunk itself
 _SMALLEST_CHUNK, _CHUNK_STEP = 32, 64
 _TOKENS_OF_A_CHUNK = 16  # of a bucket, so that prompts find rows: a row that none takes costs its kernels time too
@@ -41,12 +42,12 @@ def decode_sizes(max_num_seqs: int, most: int | None, wanted: Sequence[int] | No
 def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int) -> tuple[BucketSize, ...]:
     """Return the buckets of decodes alone, then those with chunks, in which tokens ascend.
 
-    Steps are of 64 tokens up to 512, then of a quarter of the last power of two. A full step, which is what crowds
-    have, holds decodes and chunks together: the more of the ones, the fewer of the others. Last come the plain
-    ones, for decodes that are many and not lost among chunks.
+    Steps are of 64 tokens up to 512, then of a quarter of the last power of two, up to 4,096. The largest hold decodes
+    and chunks together: the more of the ones, the fewer of the others. Last come the plain ones, for decodes that are
+    many and not lost among chunks.
     """
-    tokens = [_SMALLEST_CHUNK]
-    while tokens[-1] < max_num_tokens:
+    tokens, largest = [_SMALLEST_CHUNK], min(max_num_tokens, _MOST_TOKENS)
+    while tokens[-1] < largest:
         power = 1 << (tokens[-1].bit_length() - 1)
         tokens.append(tokens[-1] + (min(power, _CHUNK_STEP) if power < _FEW_TOKENS else power // 4))
     most, chunks = decodes[-1], min(_MOST_CHUNKS, max_num_seqs)
@@ -57,7 +58,7 @@ def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int)
     ]
     step = max(_MANY_DECODES, -(-most // 4))
     full = (0, 0, *range(step, most, step), most)
-    mixed += [BucketSize(each, chunks, max_num_tokens - fewer) for fewer, each in pairwise(full)]
+    mixed += [BucketSize(each, chunks, largest - fewer) for fewer, each in pairwise(full)]
     sizes = (*(BucketSize(each, 0, 0) for each in decodes), *mixed)
     return sizes + tuple(
         replace(size, is_plain=True) for size in sizes if size.num_chunk_tokens <= _FEW_TOKENS

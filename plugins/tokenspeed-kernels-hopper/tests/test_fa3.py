@@ -10,15 +10,17 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import metadata
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from tokenspeed_kernels_hopper import FA3
+from tokenspeed_kernels_hopper.fa3 import LEAST_QUERIES, pays
 from torch import Tensor
 
+from tokenspeed_core.api import AttentionStep
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.errors import SelectionError
@@ -31,19 +33,21 @@ SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 
 USED = (  # the arguments that the backend gives or leaves at these defaults, in the library's order
     "Tensor q", "Tensor k", "Tensor v", "Tensor(out!)? out = None", "Tensor? cu_seqlens_q = None",
-    "Tensor? seqused_k = None", "int? max_seqlen_q = None", "Tensor? page_table = None", "float? softmax_scale = None",
-    "bool is_causal = False", "int window_size_left = -1", "int window_size_right = -1", "int num_splits = 0",
+    "Tensor? cu_seqlens_k = None", "Tensor? seqused_k = None", "int? max_seqlen_q = None", "int? max_seqlen_k = None",
+    "Tensor? page_table = None", "float? softmax_scale = None", "bool is_causal = False", "int window_size_left = -1",
+    "int window_size_right = -1", "int num_splits = 0",
 )
 RESULT = "(Tensor(out!), Tensor, Tensor, Tensor)"
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int,
-    page_table: Tensor, softmax_scale: float, is_causal: bool, window_size_left: int = -1,
-    window_size_right: int = -1, num_splits: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqused_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int | None, page_table: Tensor, softmax_scale: float, is_causal: bool,
+    window_size_left: int = -1, window_size_right: int = -1, num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do what the library's op does with these arguments, by the definition; a row without keys gets zeros."""
     assert is_causal and window_size_right == 0
+    assert cu_seqlens_k is max_seqlen_k is None, "keys are gathered on a device alone"
     assert page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1
     assert {cu_seqlens_q.dtype, seqused_k.dtype, page_table.dtype} == {torch.int32}
     assert cu_seqlens_q.is_contiguous() and seqused_k.is_contiguous() and page_table.stride(-1) == 1
@@ -78,11 +82,30 @@ def test_over_an_op_that_computes_the_definition_the_backend_conforms() -> None:
     assert check_attention(some_sizes, torch.device("cpu")) > 20
 
 
+@pytest.mark.parametrize(
+    ("num_queries", "lengths", "expected"),
+    [
+        ((4096, 4096), (4096, 4096), True), ((512,) * 16, (512,) * 16, False),
+        ((LEAST_QUERIES + 20,), (60_000,), True), ((LEAST_QUERIES - 1,), (60_000,), False),
+        ((1, 8000), (200, 50_000), True), ((1, 1, 1), (50_000, 50_000, 8), False),
+    ],
+)
+def test_keys_that_meet_many_queries_are_gathered_and_those_of_a_captured_step_never(
+    num_queries: tuple[int, ...], lengths: tuple[int, ...], expected: bool
+) -> None:
+    some, starts = torch.zeros(0, dtype=torch.int32), (0, *accumulate(num_queries))
+    step = AttentionStep(
+        len(lengths), starts[-1], max(num_queries), max(lengths), some, some, some, starts, lengths
+    )
+    assert pays(step) == expected
+    assert not pays(replace(step, host_query_start=None, host_seq_lens=None))
+
+
 def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
     about = metadata("tokenspeed-kernels-hopper")
     assert about.get_all("Provides-Extra") == ["fa3"]
     needed = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
-    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == ["tokenspeed-core", "torch"]
+    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == ["tokenspeed-core", "torch", "triton"]
 
 
 def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() -> None:
