@@ -24,7 +24,7 @@ class AttentionGroup:
     def __init__(self) -> None:
         """Start without layers."""
         self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
-        self.is_split = False  # whether mixed steps are served in two parts, since the phases have different backends
+        self.is_split = False  # whether mixed steps have two parts: where phases' backends differ, and on a device
         self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
         self.batches: list[Batch] = []
         self.side: torch.cuda.Stream | None = None  # where the second of two batches runs, beside the first

@@ -127,7 +127,7 @@ class ModelBuild:
     def bind_attention(self, limits: AttentionLimits) -> None:
         """Build the chosen backends, one per cache group and distinct problem of a kernel."""
         for group in self.groups.values() if self.device.type == "cuda" else ():
-            group.side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            group.side, group.is_split = torch.cuda.Stream(self.device), True  # type: ignore[no-untyped-call]
         for layer in self.layers:
             kernels = layer.group.kernels
             for phase, choice in layer.choices.items():

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"])  # of rows that stand behind others
 def copy_rows(
     k_ptr, v_ptr, keys_ptr, values_ptr, starts_ptr, seq_lens_ptr, table_ptr, block_stride, table_stride,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, ROOM: tl.constexpr,
