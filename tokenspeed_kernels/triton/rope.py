@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 
-HEADS = 4  # heads of one program
+HEADS, NUM_WARPS = 8, 4  # of one program: fewer heads make so many programs that starting them takes the time
 
 Rope = Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
 NormRope = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, bool], None]
@@ -131,7 +131,7 @@ def _launcher(problem: Problem) -> Callable[..., None]:
             H=num_heads, K=num_kv_heads, D=head_size, R=rotary_size, HEADS=HEADS,
             BLOCK_PAIRS=triton.next_power_of_2(rotary_size // 2),
             BLOCK_REST=triton.next_power_of_2(max(1, head_size - rotary_size)),
-            INTERLEAVED=interleaved, HAS_NORM=q_weight is not None, num_warps=2,
+            INTERLEAVED=interleaved, HAS_NORM=q_weight is not None, num_warps=NUM_WARPS,
         )
 
     return launch

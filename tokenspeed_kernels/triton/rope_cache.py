@@ -12,9 +12,7 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
-from tokenspeed_kernels.triton.rope import rotate_heads
-
-HEADS, NUM_WARPS = 4, 2  # of one program
+from tokenspeed_kernels.triton.rope import HEADS, NUM_WARPS, rotate_heads
 
 RopeWrite = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], None]
 NormRopeWrite = Callable[
