@@ -62,6 +62,7 @@ def lint(session: nox.Session) -> None:
     python = everything(session)
     run(session, python, "-m", "ruff", "check", ".")
     run(session, python, "-m", "mypy", *(f"-p{module}" for module in MODULES))
+    run(session, python, "-m", "mypy", "--allow-untyped-calls", "benchmarks")
     run(session, python, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from socket import socket as Socket
@@ -22,6 +23,7 @@ import zmq
 from tokenspeed_bench.client import Pace, run
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.figures import of_records
+from tokenspeed_bench.shapes import write
 from tokenspeed_bench.traffic import Traffic, load
 
 from tokenspeed_core.engine.orphan import begin
@@ -33,6 +35,7 @@ from tokenspeed_core.server.crew import Chief, Crew
 from tokenspeed_core.server.lifecycle import Launch, serve
 from tokenspeed_core.server.listen import listen, url
 from tokenspeed_core.server.service import ModelText, Options
+from tokenspeed_core.text.tokenizer import load_tokenizer
 
 HERE = Path(__file__)
 VOCAB_SIZE = 100_000
@@ -75,37 +78,37 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
         ))
         num_steps += 1
         for socket in sockets if num_steps % 100 == 0 else []:
-            send(socket, Pulse(num_steps, len(left), 0, 1, 1, 0, False))
+            send(socket, Pulse(num_steps, len(left), 0, is_draining=False))
 
 
-def launch(bound: Socket) -> Launch:
-    """Return a worker that serves without a tokenizer: every event has a token's id, as it would have its text."""
-    text = ModelText(None, None, Defaults())
+def launch(bound: Socket, folder: Path) -> Launch:
+    """Return a worker that serves with the tokenizer of a folder."""
+    text = ModelText(load_tokenizer(folder), None, Defaults())
     return Launch(
         bound, Options("canned"), lambda: text, log_level="warning",
         on_ready=lambda text: print("ready", flush=True),
     )
 
 
-def be_server(step_seconds: float, num_workers: int) -> int:
+def be_server(step_seconds: float, num_workers: int, folder: str) -> int:
     """Be the first worker, with an engine and the others beside it."""
     bound, *others = listen("127.0.0.1", 0, num_workers)
     print(url(bound), flush=True)
     engine = Program([sys.executable, str(HERE), "--engine"], {"step_seconds": step_seconds})
-    command = [sys.executable, str(HERE), "--worker"]
-    return serve(launch(bound), Chief(engine, [Program(command, {}, each) for each in others]))
+    command = [sys.executable, str(HERE), "--worker", folder]
+    return serve(launch(bound, Path(folder)), Chief(engine, [Program(command, {}, each) for each in others]))
 
 
-def be_worker(arguments: list[str]) -> int:
+def be_worker(folder: str, arguments: list[str]) -> int:
     """Be one of the others."""
     told, pipe = begin(arguments)
     crew = Crew(told["worker"], told["addresses"][told["worker"]], pipe)
-    return serve(launch(Socket(fileno=told["listen_fds"][0])), crew)
+    return serve(launch(Socket(fileno=told["listen_fds"][0]), Path(folder)), crew)
 
 
-def measure(traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int) -> int:
+def measure(traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int, folder: Path) -> int:
     """Run the server and a load; print the figures."""
-    command = [sys.executable, str(HERE), "--server", str(step_seconds), str(num_workers)]
+    command = [sys.executable, str(HERE), "--server", str(step_seconds), str(num_workers), str(folder)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -134,9 +137,9 @@ def main() -> int:
         hand_out_tokens(data["addresses"], data["step_seconds"])
         return 0
     if sys.argv[1:2] == ["--worker"]:
-        return be_worker(sys.argv[2:])
+        return be_worker(sys.argv[2], sys.argv[3:])
     if sys.argv[1:2] == ["--server"]:
-        return be_server(float(sys.argv[2]), int(sys.argv[3]))
+        return be_server(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("users", "requests", "in_len", "out_len"):
         parser.add_argument(name, type=int)
@@ -145,7 +148,10 @@ def main() -> int:
     parser.add_argument("--api-workers", type=int, default=1)
     given = parser.parse_args()
     traffic = load(given.requests, given.in_len, given.out_len, is_fixed=False)
-    return measure(traffic, Pace(given.users, None, given.procs), given.step_ms / 1e3, given.api_workers)
+    pace = Pace(given.users, None, given.procs)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write("qwen3-0.6b", Path(folder))
+        return measure(traffic, pace, given.step_ms / 1e3, given.api_workers, model)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -201,8 +202,7 @@ def main() -> None:
     ours, theirs = Ours(checkpoint, arguments.dtype), Theirs(checkpoint, arguments.dtype)
     figures = [
         compare(
-            f"batch {num}", ours.batch, theirs.batch, lambda seed, num=num: requests(num, 64, arguments.tokens, seed),
-            arguments.pairs,
+            f"batch {num}", ours.batch, theirs.batch, partial(requests, num, 64, arguments.tokens), arguments.pairs,
         )
         for num in (1, 16)
     ]

@@ -36,15 +36,18 @@ def write(name: str, parent: Path, longest: int | None = None) -> Path:
 
     `longest`: tokens of the longest sequence, where the shape's own length is not enough (weights do not depend on it).
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     config, folder = dict(SHAPES[name]), parent / name
     config["max_position_embeddings"] = max(longest or 0, config["max_position_embeddings"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    words = models.WordLevel({f"w{i}": i for i in range(config["vocab_size"])}, unk_token="w0")
+    space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # to tokens of bytes, which these decode as, like Qwen's own
+    words = models.WordLevel({f"{space}w{i}": i for i in range(config["vocab_size"])}, unk_token=f"{space}w0")
     tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(space)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"unk_token": "w0", "eos_token": "w2"}))
+    special = {"unk_token": f"{space}w0", "eos_token": f"{space}w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
     return folder

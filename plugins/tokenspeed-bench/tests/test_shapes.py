@@ -1,0 +1,22 @@
+"""The models of known shapes that a measurement writes itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenspeed_bench.shapes import SHAPES, write
+
+from tokenspeed_core.text.detokenizer import ByteDetokenizer
+from tokenspeed_core.text.tokenizer import load_tokenizer
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shapes_tokens_are_words_that_decode_as_bytes_as_their_families_do(shape: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(shape, tmp_path))
+    ids = [5, 151_000, 7]
+    assert tokenizer.decode(ids) == " w5 w151000 w7"
+    assert tokenizer.encode("w5 w151000 w7", add_special_tokens=False).tolist() == ids
+    detokenizer = tokenizer.detokenizer()
+    assert isinstance(detokenizer, ByteDetokenizer)
+    assert [detokenizer.push([token]) for token in ids] == [" w5", " w151000", " w7"]
