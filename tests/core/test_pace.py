@@ -36,7 +36,7 @@ def steps(measured: Pace, clock: list[float], num: int, seconds: float, decodes:
 
 
 @pytest.mark.parametrize(("microseconds_per_token", "expected"), [
-    (1000.0, LEAST_CHUNK), (24.0, 500), (2.0, 6000), (0.1, 8192),
+    (1000.0, LEAST_CHUNK), (24.0, 375), (2.0, 4500), (0.1, 8192),
 ])
 def test_a_chunk_beside_decodes_of_unknown_cost_takes_the_least_time(
     clock: list[float], microseconds_per_token: float, expected: int,
@@ -49,7 +49,7 @@ def test_a_chunk_beside_decodes_of_unknown_cost_takes_the_least_time(
     assert measured.max_prefill(beside_decodes=False) == pytest.approx(alone, abs=1)
 
 
-@pytest.mark.parametrize(("decode_ms", "step_ms"), [(1.0, 12.0), (6.0, 24.0), (12.0, 48.0), (20.0, 50.0)])
+@pytest.mark.parametrize(("decode_ms", "step_ms"), [(1.0, 9.0), (6.0, 24.0), (12.0, 48.0), (20.0, 50.0)])
 def test_a_step_may_take_four_times_as_long_as_decodes_alone_within_bounds(
     clock: list[float], decode_ms: float, step_ms: float,
 ) -> None:
@@ -81,7 +81,7 @@ def test_time_without_work_is_not_counted_as_cost(clock: list[float]) -> None:
     for _ in range(3):
         clock[0] += 3600
         measured.launched()
-        clock[0] += 0.012
+        clock[0] += 0.009
         measured.finished(1000, 1000)
     assert measured.max_prefill(beside_decodes=True) == pytest.approx(1000, abs=1)
 
@@ -89,9 +89,9 @@ def test_time_without_work_is_not_counted_as_cost(clock: list[float]) -> None:
 def test_a_pace_follows_the_steps_slowly(clock: list[float]) -> None:
     measured = Pace(8192)
     measured.launched()
-    clock[0] += 0.012
+    clock[0] += 0.009
     measured.finished(1000, 1000)
-    clock[0] += 0.024   # one step that took twice as long
+    clock[0] += 0.018   # one step that took twice as long
     measured.finished(1000, 1000)
     assert measured.max_prefill(beside_decodes=True) == pytest.approx(1000 / 1.2, abs=1)
 
@@ -104,7 +104,7 @@ def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
 
     def slow(plan: StepPlan) -> None:
         plans.append(plan)
-        clock[0] += float(plan.num_tokens) * 24e-6   # a chunk of 500 tokens fits the target
+        clock[0] += float(plan.num_tokens) * 18e-6   # a chunk of 500 tokens fits the target
         forward(plan)
 
     runner.forward = slow  # type: ignore[method-assign]

@@ -1,0 +1,122 @@
+"""Plays the scheduler and its pace against a device that is a formula, in virtual time: gaps, first tokens, tokens/s.
+
+    python benchmarks/paced_gaps.py --users 64 256 --requests 512 2048 --least-ms 12 9
+
+Steps take `--step-us` for any, `--row-us` for a decode and `--token-us` for a prompt token: by default those of
+qwen3-0.6b on an H200. Neither the API nor its client are played, whose time comes on top. Lengths vary by half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenspeed_core.engine import pace
+from tokenspeed_core.engine.engine import Engine
+from tokenspeed_core.kv.groups import FullAttention
+from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.messages import Submit
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+from tokenspeed_core.scheduler.policy import POLICIES
+from tokenspeed_core.scheduler.scheduler import Scheduler
+from tokenspeed_core.step import LateInputs, StepPlan, StepResult
+
+LAUNCH, COLLECT, CLIENT = 150e-6, 100e-6, 1e-3  # seconds before a step, behind it, and until a user asks again
+IN_LEN, OUT_LEN, VOCAB = 256, 128, 1000
+
+
+@dataclass
+class Formula:
+    """A runner whose device takes `step + row * decodes + token * prompt tokens` seconds for a step, one by one."""
+
+    step: float
+    row: float
+    token: float
+    now: float = 0.0
+    free: float = 0.0
+    flying: dict[int, tuple[float, StepPlan]] = field(default_factory=dict)
+
+    def forward(self, plan: StepPlan) -> None:
+        """Launch a step behind those before it."""
+        seconds = self.step + self.row * plan.num_decodes + self.token * len(plan.token_ids)
+        self.free = max(self.now + LAUNCH, self.free) + seconds
+        self.flying[plan.step_id] = self.free, plan
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        """Do nothing."""
+
+    def collect(self, step_id: int) -> StepResult:
+        """Wait for a step."""
+        end, plan = self.flying.pop(step_id)
+        self.now = max(self.now, end) + COLLECT
+        counts = plan.wants_logits.astype(np.int32)
+        return StepResult(step_id, counts, np.full(int(counts.sum()), 7, np.int32), None)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def request(request_id: int, rng: random.Random) -> Submit:
+    """Return a request of ids that nobody has sent before."""
+    num_prompt, num_output = (int(length * rng.uniform(0.5, 1.5)) for length in (IN_LEN, OUT_LEN))
+    none, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Submit(
+        request_id=request_id, prompt=np.array([rng.randrange(VOCAB) for _ in range(num_prompt)], np.int32), n=1,
+        max_tokens=num_output, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0,
+        frequency_penalty=0.0, repetition_penalty=1.0, seed=None, logprobs=-1, bias_ids=none, bias_values=floats,
+        stop_token_ids=none, priority=0, cache_salt="",
+    )
+
+
+def play(device: Formula, num_users: int, num_requests: int) -> str:
+    """Let users send one request after another; return the figures."""
+    pace.perf_counter = lambda: device.now  # type: ignore[attr-defined]
+    limits = SchedulerLimits(max(256, num_users), 40960, 8192, 8192, num_requests, VOCAB)
+    kv = KVManager((FullAttention("full", 1, 1, 1),), 16, 200_000, prefix_caching=True)
+    scheduler = Scheduler(limits, kv, POLICIES["fcfs"])
+    engine, rng = Engine(scheduler, device, depth=2), random.Random(0)
+    asked: list[float] = [0.0] * num_users
+    born: dict[int, float] = {}
+    last: dict[int, float] = {}
+    gaps: list[float] = []
+    firsts: list[float] = []
+    while engine.has_work or (asked and len(born) < num_requests):
+        while asked and len(born) < num_requests and (asked[0] <= device.now or not engine.has_work):
+            device.now = max(device.now, asked.pop(0))
+            born[len(born) + 1] = device.now
+            assert scheduler.submit(request(len(born), rng)) is None
+        for outputs in engine.step():
+            for name, count, finish in zip(outputs.sequence_ids, outputs.num_tokens, outputs.finish, strict=True):
+                if count:
+                    (gaps if name in last else firsts).append(device.now - last.get(name, born[name]))
+                    last[name] = device.now
+                if finish:
+                    asked.append(device.now + CLIENT)
+    rate = (len(gaps) + len(firsts)) / device.now
+    gap, first = (np.percentile(np.array(each) * 1e3, (50, 99, 100)).round(1) for each in (gaps, firsts))
+    return (f"{rate:.0f} tokens/s; between tokens p50 {gap[0]}, p99 {gap[1]}, max {gap[2]} ms; "
+            f"first token p50 {first[0]}, p99 {first[1]} ms")
+
+
+def main() -> None:
+    """Play each number of users with each bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--users", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--requests", type=int, nargs="+", default=[512, 2048], help="one number for each of --users")
+    parser.add_argument("--least-ms", type=float, nargs="+", default=[pace.LEAST_SECONDS * 1e3])
+    parser.add_argument("--step-us", type=float, default=760)
+    parser.add_argument("--row-us", type=float, default=11)
+    parser.add_argument("--token-us", type=float, default=3.3)
+    given = parser.parse_args()
+    for users, requests in zip(given.users, given.requests, strict=True):
+        for least in given.least_ms:
+            pace.LEAST_SECONDS = least / 1e3
+            device = Formula(given.step_us / 1e6, given.row_us / 1e6, given.token_us / 1e6)
+            print(f"{users} users, steps beside decodes of {least:g} ms: {play(device, users, requests)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
