@@ -33,11 +33,11 @@ def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, **changes: object) ->
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams.model_validate(fields))
 
 
-def chats(checkpoint: Path) -> list[list[int]]:
-    """Return three held-out prompts of each task that the demo was trained for: there it is sure."""
+def chats(checkpoint: Path, num_items: int = 3) -> list[list[int]]:
+    """Return held-out prompts of each task that the demo was trained for: there it is sure."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     renderer = Renderer(checkpoint / "chat_template.jinja")
-    items = [item for task in SCORED for item in held_out_set(task, 3)]
+    items = [item for task in SCORED for item in held_out_set(task, num_items)]
     return [tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids for item in items]
 
 
@@ -103,6 +103,15 @@ def test_graphs_chunks_prefix_hits_and_other_numbers_of_rows_hold_chats_together
     hold_together(first, alone)  # one row has kernels of its own, and so have up to 64
     with LLM(device="cuda", gpu_memory_utilization=0.3, enforce_eager=True, chunked_prefill_size=16) as eager:
         hold_together(first, generate(eager, prompts, logprobs=TOP, ignore_eos=False))
+
+
+def test_steps_too_large_for_a_graph_hold_chats_together(llm: LLM, checkpoint: Path) -> None:
+    prompts = chats(checkpoint, 24)
+    llm.reset_prefix_cache()
+    large = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
+    assert sum(len(each.prompt_token_ids) - each.num_cached_tokens for each in large) > 1024 + 2 * 8192, "two large steps"
+    with LLM(device="cuda", gpu_memory_utilization=0.3, chunked_prefill_size=1024) as small:
+        hold_together(large, generate(small, prompts, logprobs=TOP, ignore_eos=False))
 
 
 def test_an_engine_after_another_in_one_process_finds_the_memory_that_the_first_gave_back() -> None:
