@@ -32,3 +32,12 @@ def test_what_needs_a_gpu_explains_itself_without_one() -> None:
     done = script("attention_tilings.py")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         2, "attention_tilings.py: error: needs a CUDA device, and torch finds none")
+
+
+def test_the_pace_is_played_in_virtual_time() -> None:
+    done = script("paced_gaps.py", "--users", "8", "--requests", "32", "--least-ms", "12", "9")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        f"8 users, steps beside decodes of {least} ms" for least in (12, 9)]
+    assert all(float(line.split()[8]) > 1000 for line in lines), lines

@@ -138,6 +138,12 @@ def test_every_step_of_few_prompts_of_up_to_4096_tokens_has_a_bucket_of_at_most_
     assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
 
 
+def test_more_decodes_than_tokens_of_the_largest_captured_step_leave_no_bucket_without_tokens() -> None:
+    sizes = [size for size in bucket_sizes(decode_sizes(6000, 6000, None), 8192, 6000) if size.num_chunks]
+    assert all(size.num_chunk_tokens > 0 for size in sizes)
+    assert {size.num_chunk_tokens for size in sizes if size.num_decodes in (3000, 4500)} == {2596, 1096}
+
+
 @pytest.mark.parametrize(
     ("decodes", "chunks", "tokens", "expected"),
     [

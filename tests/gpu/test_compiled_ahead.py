@@ -65,7 +65,7 @@ for num_decodes in sorted({0, 1, 3, 16, 17, 40, 64, 100, len(crowd)}):
     decodes = crowd[:num_decodes]
     if decodes:
         maker.step(runner, decodes)
-    for lengths in ([20], [300] * 3, [1900, 150], [4100], [1500] * 3, [100] * 50, [8192]):
+    for lengths in ([20], [300] * 3, [1900, 150], [4100], [1, 4100], [1500] * 3, [100] * 50, [8192]):
         lengths, left = lengths[:most - len(crowd)], budget - len(decodes)
         if sum(lengths) <= left or len(lengths) == 1:
             names = {f"{num_decodes} {place} {length}": min(length, left) for place, length in enumerate(lengths)}

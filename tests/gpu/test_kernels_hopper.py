@@ -40,6 +40,7 @@ def test_keys_gathered_from_their_blocks_give_the_same(monkeypatch: pytest.Monke
     copy = Gathered.fill
     monkeypatch.setattr(Gathered, "fill", fill)
     monkeypatch.setattr(fa3, "LEAST_QUERIES", 0)
+    monkeypatch.setattr(fa3, "LEAST_TOKENS", 0)
     problems = [each for each in attention_problems(FA3) if each.phase == "prefill" and each.window is None]
     assert len(problems) > 2
     assert check_attention(FA3, torch.device("cuda"), cases=problems) > 10
@@ -66,6 +67,7 @@ def test_long_prompts_give_the_bits_of_their_blocks(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(fa3, "LEAST_QUERIES", least)
         kernel = fa3.attention(problem, AttentionLimits(4, 8192, 8192, 512), device)
         kernel.prepare(step)
+        assert (kernel._gathered is None) == (least == 10**9)
         found.append(torch.full_like(q, float("nan")))
         kernel.forward(q, caches[:, 0], caches[:, 1], found[-1])
     assert not found[0].isnan().any()

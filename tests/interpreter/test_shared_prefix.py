@@ -106,7 +106,7 @@ def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     kernel.shared.found.fill_(320)  # of a step before
     kernel.prepare(replace(scene.step, shares_prefix=False))
-    assert [launch.shared for launch in kernel._launches] == [None]
+    assert kernel._launch is not None and kernel._launch.shared is None
     out = torch.empty(scene.q.shape)
     kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
     torch.testing.assert_close(out, scene.expected, rtol=1e-4, atol=1e-4)
@@ -174,8 +174,9 @@ def test_an_operator_may_have_no_keys_cut_and_none_shared() -> None:
     whole = AttentionOptions(max_splits=1, shared_prefix=False)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU, options=whole)
     attends(kernel, PROBLEM, scene, rows)
-    assert [(launch.num_splits, launch.shared) for launch in kernel._launches] == [(1, None)]
+    assert kernel._launch is not None
+    assert (kernel._launch.num_splits, kernel._launch.shared) == (1, None)
     usual = TritonAttention(PROBLEM, limits_of(scene), CPU)
     usual.prepare(scene.step)
-    assert usual._launches[0].shared is not None
+    assert usual._launch is not None and usual._launch.shared is not None
     assert MAX_SPLITS == MERGED_PARTS**2

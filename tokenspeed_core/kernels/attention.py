@@ -69,8 +69,8 @@ class AttentionStep:
 class AttentionKernel(Protocol):
     """A bound attention backend: `prepare` once a step and group, `forward` once a layer.
 
-    A backend whose `prepare` touches nothing on the device may have an attribute `prepares_on_host = True`:
-    then a captured step is replayed without calling it again.
+    A backend whose `prepare` of a captured step touches nothing on the device may have an attribute
+    `prepares_on_host = True`: then the step is replayed without calling it again.
     """
 
     def prepare(self, step: AttentionStep) -> None:

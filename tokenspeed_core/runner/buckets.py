@@ -58,7 +58,7 @@ def bucket_sizes(decodes: Sequence[int], max_num_tokens: int, max_num_seqs: int)
     ]
     step = max(_MANY_DECODES, -(-most // 4))
     full = (0, 0, *range(step, most, step), most)
-    mixed += [BucketSize(each, chunks, largest - fewer) for fewer, each in pairwise(full)]
+    mixed += [BucketSize(each, chunks, largest - fewer) for fewer, each in pairwise(full) if fewer < largest]
     sizes = (*(BucketSize(each, 0, 0) for each in decodes), *mixed)
     return sizes + tuple(
         replace(size, is_plain=True) for size in sizes if size.num_chunk_tokens <= _FEW_TOKENS

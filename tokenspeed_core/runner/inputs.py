@@ -24,7 +24,7 @@ class GroupInputs:
     """What the attention of one cache group needs: where to write, and the step for the kernels.
 
     `slot_mapping` int64 [T]: block * block_size + offset. `decodes` and `prefills` are the two parts of a
-    mixed step, for groups whose phases have different backends; None where there is one part only.
+    mixed step, for groups that are served in two; None where there is one part only.
     """
 
     slot_mapping: torch.Tensor

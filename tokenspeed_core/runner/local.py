@@ -131,7 +131,7 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
 def _measure(
     runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, sizes: Sequence[BucketSize]
 ) -> DeviceBudget:
-    """Run the largest step and see what it took. Graphs of `sizes` take as much again: their memory is their own."""
+    """Run the largest step and see what it took. Graphs of `sizes` take at most as much again, of their own."""
     config, limits = assembly.resolved.config, assembly.resolved.limits
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -44,12 +44,9 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """One launch over rows [first_row, first_row + num_rows)."""
+    """The launch over all rows of a step."""
 
-    first_row: int
-    num_rows: int
     num_tiles: int
-    max_num_query: int
     num_splits: int
     least: int
     one_tile: bool
@@ -65,8 +62,7 @@ class _Launch:
 class TritonAttention:
     """Paged attention for any mix of rows. `prepare` does host arithmetic only, so graphs may replay it.
 
-    Where the host knows the rows, the leading ones of one token go through the decode launch. Keys that all
-    rows of it share are read once; the first layer of each pass finds how many.
+    Keys that all rows of a decode launch share are read once; the first layer of each pass finds how many.
     """
 
     prepares_on_host = True
@@ -98,49 +94,35 @@ class TritonAttention:
         self._arrived = torch.zeros(num_counts, dtype=torch.int32, device=device)
         self.shared = SharedPrefix(problem, limits, device, self._block_d)
         self._first_layer: int | None = None  # the address of its keys
-        self._launches: tuple[_Launch, ...] = ()
+        self._launch: _Launch | None = None
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Decide the launches of a step from host-side numbers."""
+        """Decide the launch of a step from host-side numbers."""
         self._step = step
         self._first_layer = None
-        num_decodes = 0
-        if self._decode_rows(step.max_num_query) <= self._max_decode_rows:
-            num_decodes = step.num_rows
-        elif step.host_query_start is not None:
-            starts = step.host_query_start
-            num_decodes = next((i for i in range(step.num_rows) if starts[i + 1] != i + 1), step.num_rows)
-        launches = []
-        if num_decodes < step.num_rows:  # first: a few long programs, beside which the many of decodes find room
-            launches.append(self._prefill_launch(num_decodes, step))
-        if num_decodes:
-            max_num_query = step.max_num_query if num_decodes == step.num_rows else 1
-            launches.append(self._decode_launch(num_decodes, max_num_query, step))
-        self._launches = tuple(launches)
+        is_decode = self._decode_rows(step.max_num_query) <= self._max_decode_rows
+        self._launch = self._decode_launch(step) if is_decode else self._prefill_launch(step)
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
         assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
-        assert self._step is not None, "forward before prepare"
+        assert self._step is not None and self._launch is not None, "forward before prepare"
         if self._first_layer is None:
             self._first_layer = k_cache.data_ptr()
-        shared = self._launches[-1].shared if self._launches else None
-        if shared is not None:  # first: where nothing is shared it leaves at once, and the others run beside each other
+        shared = self._launch.shared
+        if shared is not None:  # first: where nothing is shared it leaves at once, and the other runs beside it
             if k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any
                 self.shared.find(self._step, shared)
             self.shared.attend(self._step, shared, q, k_cache, v_cache)
-        is_first = shared is None
-        for launch in self._launches:
-            self._attend(launch, q, k_cache, v_cache, out, is_first=is_first)
-            is_first = False
+        self._attend(self._step, self._launch, q, k_cache, v_cache, out)
 
-    def _decode_launch(self, num_rows: int, max_num_query: int, step: AttentionStep) -> _Launch:
-        block_m = self._decode_rows(max_num_query)
-        programs = num_rows * self._problem.num_kv_heads
+    def _decode_launch(self, step: AttentionStep) -> _Launch:
+        block_m = self._decode_rows(step.max_num_query)
+        programs = step.num_rows * self._problem.num_kv_heads
         room = self._lse.shape[0] // (programs * block_m)
-        may_share = self._options.shared_prefix and step.shares_prefix and max_num_query == 1 and room
-        shared = self.shared.launch(num_rows) if may_share else None
+        may_share = self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
+        shared = self.shared.launch(step.num_rows) if may_share else None
         tiling = replace(self._decode_tiling(programs, step, is_shared=shared is not None), block_m=block_m)
         if programs >= FULL * self.num_multiprocessors:
             least, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)  # a part that is empty takes time too
@@ -148,7 +130,7 @@ class TritonAttention:
             least, splits = LEAST_SPLIT, WANTED * self.num_multiprocessors // programs
         most = min(MAX_SPLITS, -(-self._max_model_len // least), room, self._options.max_splits)
         splits = max(1, min(splits, most))
-        return _Launch(0, num_rows, num_rows, max_num_query, splits, least, True, tiling, shared)
+        return _Launch(step.num_rows, splits, least, True, tiling, shared)
 
     def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
         """Return the tiling that was measured to be fastest for so many programs, but for its rows."""
@@ -159,27 +141,23 @@ class TritonAttention:
             return self._decode
         return self._beside if step.is_beside else self._crowd
 
-    def _prefill_launch(self, first_row: int, step: AttentionStep) -> _Launch:
-        num_rows = step.num_rows - first_row
-        tiling = self._small if step.num_tokens - first_row <= SMALL_STEP else self._prefill
-        tokens = tiling.block_m // self._num_groups
-        num_tiles = (step.num_tokens - first_row) // tokens + num_rows
-        return _Launch(first_row, num_rows, num_tiles, step.max_num_query, 1, 0, False, tiling, None)
+    def _prefill_launch(self, step: AttentionStep) -> _Launch:
+        tiling = self._small if step.num_tokens <= SMALL_STEP else self._prefill
+        num_tiles = step.num_tokens // (tiling.block_m // self._num_groups) + step.num_rows
+        return _Launch(num_tiles, 1, 0, False, tiling, None)
 
     def _decode_rows(self, num_query: int) -> int:
         """Return the rows of a tile that holds all queries of a row."""
         return max(self._decode.block_m, triton.next_power_of_2(num_query * self._num_groups))
 
     def _attend(
-        self, launch: _Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, is_first: bool
+        self, step: AttentionStep, launch: _Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
     ) -> None:
-        """Launch one kernel; unless it is the first of the layer, beside what that launched before."""
-        problem, step, tiling, shared = self._problem, self._step, launch.tiling, self.shared
-        assert step is not None, "forward before prepare"
+        problem, tiling, shared = self._problem, launch.tiling, self.shared
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
             q, k_cache, v_cache, out, self._partial, self._lse, self._arrived, shared.partial, shared.lse, shared.found,
             step.query_start, step.seq_lens, step.block_table,
-            launch.first_row, launch.num_rows, launch.num_splits,
+            0, step.num_rows, launch.num_splits,
             launch.shared.num_shared_splits if launch.shared else 0,
             launch.least, problem.window or 0, problem.scale * LOG2_E,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
@@ -188,7 +166,8 @@ class TritonAttention:
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.is_merged,
             ONE_TILE=launch.one_tile, HAS_WINDOW=problem.window is not None,
             PRECISION="ieee" if problem.dtype == "float32" else "tf32", SHARED=launch.shared is not None,
-            SHARED_BLOCK_N=SHARED_BLOCK_N, EARLY=self._early, FIRST=is_first, MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
+            SHARED_BLOCK_N=SHARED_BLOCK_N, EARLY=self._early, FIRST=launch.shared is None,
+            MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
         )
 
@@ -229,7 +208,6 @@ def _num_queries(phase: str, some: Sequence[int], most_tokens: int) -> Iterator[
         yield [1] * num_rows
     if phase == "prefill":
         yield from ([min(num_tokens, most_tokens)] for num_tokens in (SMALL_STEP, most_tokens))
-        yield from ([1] * (num_rows - 1) + [5] for num_rows in some if num_rows > 1 and num_rows + 4 <= most_tokens)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

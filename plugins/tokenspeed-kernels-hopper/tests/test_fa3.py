@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from tokenspeed_kernels_hopper import FA3
-from tokenspeed_kernels_hopper.fa3 import LEAST_QUERIES, pays
+from tokenspeed_kernels_hopper.fa3 import LEAST_QUERIES, LEAST_TOKENS, pays
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionStep
@@ -86,7 +86,8 @@ def test_over_an_op_that_computes_the_definition_the_backend_conforms() -> None:
     ("num_queries", "lengths", "expected"),
     [
         ((4096, 4096), (4096, 4096), True), ((512,) * 16, (512,) * 16, False),
-        ((LEAST_QUERIES + 20,), (60_000,), True), ((LEAST_QUERIES - 1,), (60_000,), False),
+        ((LEAST_TOKENS,), (LEAST_TOKENS,), True), ((LEAST_TOKENS - 1,), (60_000,), False),
+        ((LEAST_QUERIES,) * 3, (60_000,) * 3, False), ((LEAST_QUERIES + 20,) * 3, (60_000,) * 3, True),
         ((1, 8000), (200, 50_000), True), ((1, 1, 1), (50_000, 50_000, 8), False),
     ],
 )

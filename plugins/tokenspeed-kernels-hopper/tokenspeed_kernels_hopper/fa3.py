@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LIBRARY = "flash_attn_interface"  # whatever distribution brought it; importing it registers the op
 MOST_GATHERED = 65536  # tokens of a step's rows
 LEAST_QUERIES = 1024  # that must meet a key, on average, for a copy of all keys to take less time than it spares
+LEAST_TOKENS = 2 * LEAST_QUERIES  # of a step: one prompt of so many pays, so that a start compiles what requests use
 
 
 class Fa3Attention:
@@ -64,8 +65,9 @@ class Fa3Attention:
 
 
 def _memory(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> Gathered | None:
-    """Allocate for keys of prompts without a window, on a device."""
-    if device.type != "cuda" or problem.phase != "prefill" or problem.window is not None:
+    """Allocate for keys of prompts without a window, on a device, where steps can have as many tokens as pay."""
+    is_long = problem.phase == "prefill" and problem.window is None and limits.max_num_tokens >= LEAST_TOKENS
+    if device.type != "cuda" or not is_long:
         return None
     from tokenspeed_kernels_hopper.gather import ROOM, Gathered
 
@@ -77,7 +79,7 @@ def _memory(problem: AttentionProblem, limits: AttentionLimits, device: torch.de
 
 def pays(step: AttentionStep) -> bool:
     """Say whether copying a step's keys first is known to take less time than it spares."""
-    if step.host_query_start is None or step.host_seq_lens is None:
+    if step.host_query_start is None or step.host_seq_lens is None or step.num_tokens < LEAST_TOKENS:
         return False
     counts = [last - first for first, last in pairwise(step.host_query_start)]
     pairs = sum(count * (length - count // 2) for count, length in zip(counts, step.host_seq_lens, strict=True))

@@ -34,7 +34,8 @@ class Gathered:
 
     def holds(self, step: AttentionStep) -> bool:
         """Say whether the rows of a step fit, whose lengths the host knows."""
-        return sum(step.host_seq_lens or ()) + step.num_rows * ROOM <= len(self.keys)
+        assert step.host_seq_lens is not None, "of steps that are not captured"
+        return sum(step.host_seq_lens) + step.num_rows * ROOM <= len(self.keys)
 
     def place(self, step: AttentionStep) -> None:
         """Find where the rows of a step start. Waits for nothing."""
@@ -43,6 +44,7 @@ class Gathered:
 
     def fill(self, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> None:
         """Copy what the rows of a step have in one layer's caches [B, block_size, K, D], strided alike on B."""
+        assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
         size = k_cache.shape[2] * k_cache.shape[3]
         copy_rows[(triton.cdiv(step.max_seq_len + ROOM, TOKENS), step.num_rows)](
             k_cache, v_cache, self.keys, self.values, self.starts, step.seq_lens, step.block_table,
