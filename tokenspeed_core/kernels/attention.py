@@ -57,7 +57,7 @@ class AttentionStep:
     num_tokens: int
     max_num_query: int
     max_seq_len: int
-    query_start: torch.Tensor  # int32 [S + 1]
+    query_start: torch.Tensor  # int32 [S + 1], the first 0
     seq_lens: torch.Tensor     # int32 [S]
     block_table: torch.Tensor  # int32 [S, max_num_blocks]
     host_query_start: tuple[int, ...] | None  # exact on the host, outside graphs

@@ -157,8 +157,7 @@ class TritonAttention:
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
             q, k_cache, v_cache, out, self._partial, self._lse, self._arrived, shared.partial, shared.lse, shared.found,
             step.query_start, step.seq_lens, step.block_table,
-            0, step.num_rows, launch.num_splits,
-            launch.shared.num_shared_splits if launch.shared else 0,
+            step.num_rows, launch.num_splits, launch.shared.num_shared_splits if launch.shared else 0,
             launch.least, problem.window or 0, problem.scale * LOG2_E,
             q.stride(0), q.stride(1), out.stride(0), out.stride(1),
             *k_cache.stride()[:3], step.block_table.stride(0),
@@ -166,8 +165,7 @@ class TritonAttention:
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.is_merged,
             ONE_TILE=launch.one_tile, HAS_WINDOW=problem.window is not None,
             PRECISION="ieee" if problem.dtype == "float32" else "tf32", SHARED=launch.shared is not None,
-            SHARED_BLOCK_N=SHARED_BLOCK_N, EARLY=self._early, FIRST=launch.shared is None,
-            MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
+            SHARED_BLOCK_N=SHARED_BLOCK_N, EARLY=self._early, MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
             num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
         )
 

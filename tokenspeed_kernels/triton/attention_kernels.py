@@ -152,57 +152,54 @@ def _merge(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < D)[None, :])
 
 
-_VARYING = ["num_rows", "first_row", "num_splits", "num_shared_splits", "least", "window"]
+_VARYING = ["num_rows", "num_splits", "num_shared_splits", "least", "window"]
 _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 
 @ahead.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, shared_partial_ptr, shared_lse_ptr, found_ptr,
-    query_start_ptr, seq_lens_ptr, table_ptr, first_row, num_rows, num_splits, num_shared_splits, least, window,
+    query_start_ptr, seq_lens_ptr, table_ptr, num_rows, num_splits, num_shared_splits, least, window,
     log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_s, stride_h, table_stride,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, SHARED_BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr, FIRST: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
 ):
     """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
 
-    Row i's tiles start at query_start[i] // TOKENS + i, counted from `first_row`; the few surplus tiles
-    leave at once. k and v have the same strides. With SPLIT, which ONE_TILE must go with, a row is cut into up to
-    `num_splits` parts of no fewer than `least` keys. Unless the row is one part, results go to `partial` and `lse`,
-    a program's own slice of each, and programs count in `arrived`, all zeros before and after: the last one of
-    PARTS neighbours merges theirs, the last of those all. With SHARED the first `found[0]` keys are left out:
-    their results are in `shared_partial` when the launch ahead ends. EARLY: it starts before the kernel ahead has
-    ended, and so may the one behind it (see `early`). Unless it is the FIRST of its layer, that ahead has waited for
-    all that this reads and leaves alone what this writes: it is waited for last, or where its results are merged.
+    Row i's tiles start at query_start[i] // TOKENS + i; the few surplus tiles leave at once. k and v have the same
+    strides. With SPLIT, which ONE_TILE must go with, a row is cut into up to `num_splits` parts of no fewer than
+    `least` keys. Unless the row is one part, results go to `partial` and `lse`, a program's own slice of each, and
+    programs count in `arrived`, all zeros before and after: the last one of PARTS neighbours merges theirs, the
+    last of those all. With SHARED the first `found[0]` keys are left out: their results are in `shared_partial`
+    when the launch ahead ends. EARLY: it starts before the kernel ahead has ended, and so may the one behind it
+    (see `early`). With SHARED that ahead is the launch for shared keys, which has waited for all that this reads
+    and leaves alone what this writes: it is waited for last, or where its results are merged.
     """
     if EARLY:
-        if FIRST:
+        if not SHARED:
             gdc_wait()
         gdc_launch_dependents()
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     if ONE_TILE:
-        row = first_row + tl.program_id(0)
+        row = tl.program_id(0)
         tile = 0
     else:
         wanted = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles see more keys: heavy ones first
-        origin = tl.load(query_start_ptr + first_row)
-        num_tokens = tl.load(query_start_ptr + first_row + num_rows) - origin
-        low = tl.minimum(tl.maximum(wanted - num_tokens // TOKENS, 0), num_rows - 1)
-        is_padding = tl.load(query_start_ptr + first_row + low) - origin == num_tokens  # rows without queries come last
-        high = tl.where(is_padding, low + 1, tl.minimum(num_rows, wanted + 1))
-        while high - low > 1:
-            middle = (low + high) // 2
-            begin = tl.load(query_start_ptr + first_row + middle) - origin
-            if begin // TOKENS + middle <= wanted:
-                low = middle
+        num_tokens = tl.load(query_start_ptr + num_rows)
+        row = tl.minimum(tl.maximum(wanted - num_tokens // TOKENS, 0), num_rows - 1)
+        is_padding = tl.load(query_start_ptr + row) == num_tokens  # rows without queries come last
+        high = tl.where(is_padding, row + 1, tl.minimum(num_rows, wanted + 1))
+        while high - row > 1:
+            middle = (row + high) // 2
+            if tl.load(query_start_ptr + middle) // TOKENS + middle <= wanted:
+                row = middle
             else:
                 high = middle
-        row = first_row + low
-        tile = wanted - ((tl.load(query_start_ptr + row) - origin) // TOKENS + low)
+        tile = wanted - (tl.load(query_start_ptr + row) // TOKENS + row)
     start_token = tl.load(query_start_ptr + row)
     num_queries = tl.load(query_start_ptr + row + 1) - start_token
     seq_len = tl.load(seq_lens_ptr + row)
@@ -296,5 +293,5 @@ def attend(
                         num_shared_splits, num_shared, row, kv_head, start_token, num_queries * G,
                         out_stride_t, out_stride_h, G, D, BLOCK_D, MEMBERS, PARTS,
                     )
-    if EARLY and not FIRST:
+    if EARLY and SHARED:
         gdc_wait()  # so that the kernel behind, which waits for this one alone, finds the results of both
