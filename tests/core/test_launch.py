@@ -1,4 +1,4 @@
-"""Starting an engine where something that it stands on is not installed."""
+"""What a start settles first: how many processes serve HTTP, and that what it stands on is installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from tokenspeed_core.config import Config
 from tokenspeed_core.engine import launch
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.hooks import Hooks
@@ -15,3 +16,14 @@ def test_without_torch_a_start_ends_in_one_line_that_says_what_to_install(monkey
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"torch, which is not installed: `pip install 'tokenspeed-core\[default\]'`"):
         launch.start(cast(Any, None), cast(Any, None), Hooks(), lambda stage, done, total: None)
+
+
+@pytest.mark.parametrize(
+    ("num_processors", "asked", "expected"),
+    [(16, None, 2), (15, None, 1), (1, None, 1), (256, None, 2), (64, 1, 1), (2, 3, 3)],
+)
+def test_two_workers_serve_http_where_processors_are_many_unless_somebody_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, num_processors: int, asked: int | None, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_processors)))
+    assert launch.num_workers(Config.from_keywords(api_workers=asked)) == expected

@@ -89,6 +89,16 @@ def in_background(clients: list[httpx.Client], body: dict[str, Any]) -> tuple[th
     return thread, answers
 
 
+def connection_to(worker: int, server: Running, clients: list[httpx.Client]) -> httpx.Client:
+    """Return the first of the connections that this worker has."""
+    for client in clients:
+        before = owners(server)
+        assert client.post("/v1/completions", json={"prompt": [70], "max_tokens": 1}).status_code == 200
+        if owners(server)[worker] > before[worker]:
+            return client
+    raise AssertionError(f"no connection of {len(clients)} is to worker {worker}")
+
+
 def test_requests_are_spread_and_answered_as_by_one_worker(tmp_path: Path) -> None:
     body = {"prompt": "hello world, how are you", "max_tokens": 30, "temperature": 0, "logprobs": 2}
     with running(tmp_path) as alone, alone.client() as client:
@@ -181,6 +191,34 @@ def test_a_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> 
         assert all('"finish_reason":"length"' in each.text for each in answers)
         assert "drained" in server.notes()
         assert server.complaints().count("draining") == 1
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_drain_says_that_it_waits_whichever_worker_has_the_requests(tmp_path: Path, worker: int) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        client, others = connection_to(worker, server, clients), workers(server)
+        thread, answers = in_background([client], ENDLESS | {"max_tokens": 60})
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+        assert all_ended(server, others) == 0
+        thread.join()
+        assert '"finish_reason":"length"' in answers[0].text
+        assert server.complaints().count("draining; interrupt again to stop at once") == 1
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_an_engine_that_dies_while_one_worker_drains_ends_the_server(tmp_path: Path, worker: int) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        client, others = connection_to(worker, server, clients), workers(server)
+        thread, answers = in_background([client], ENDLESS)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # the other one has nothing to finish
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert all_ended(server, others) == 1
+        thread.join()
+        assert '"code": "engine_dead"' in answers[0].text
+        assert "the engine died: its process was killed by SIGKILL" in server.complaints()
 
 
 @pytest.mark.parametrize("worker_seconds", [0, 30])

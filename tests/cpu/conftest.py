@@ -45,6 +45,14 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelConformance]:
     return make
 
 
+@pytest.fixture
+def many_processors(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the Python processes that a test starts believe that they may use sixteen processors."""
+    folder = tmp_path_factory.mktemp("many")
+    (folder / "sitecustomize.py").write_text("import os\nos.sched_getaffinity = lambda pid: set(range(16))\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
 @pytest.fixture(scope="session")
 def catalog() -> Catalog:
     return Catalog.discover()

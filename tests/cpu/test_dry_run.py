@@ -29,6 +29,14 @@ def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_app
     assert "tokenizer none" in dry_run(Config(device="cpu", skip_tokenizer_init=True))
 
 
+@pytest.mark.parametrize(("asked", "said"), [({}, "2 (auto)"), ({"api_workers": 1}, "1 (Python)")])
+def test_a_dry_run_says_how_many_processes_serve_http_and_who_chose(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], said: str
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    assert f"  api_workers: {said}\n" in dry_run(Config.from_keywords(device="cpu", **asked))
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "error", "said"),
     [

@@ -326,7 +326,9 @@ def test_ctrl_c_ends_an_idle_server_whose_port_another_could_not_take(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_chat_that_is_ended_takes_the_server_it_started_along(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_chat_that_is_ended_takes_the_server_it_started_along(
+    tmp_path: Path, many_processors: None, number: signal.Signals
+) -> None:
     chat = subprocess.Popen(
         [*COMMAND, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env=environment(tmp_path),
@@ -337,7 +339,7 @@ def test_a_chat_that_is_ended_takes_the_server_it_started_along(tmp_path: Path, 
     chat.stdin.flush()
     assert chat.stdout.readline()
     started = psutil.Process(chat.pid).children(recursive=True)
-    assert len(started) == 2
+    assert len(started) == 2, "one user needs one API worker"
     chat.send_signal(number)
     assert chat.wait(60) == (128 + number if number != signal.SIGKILL else -number)
     _, alive = psutil.wait_procs(started, 30)

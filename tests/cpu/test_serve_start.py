@@ -117,6 +117,18 @@ def test_a_hook_sets_what_the_first_process_does_before_the_engine_starts(
         assert "INFO" not in running.said()
 
 
+@pytest.mark.parametrize(("flags", "expected"), [("", ["process", "serve"]), ("--api-workers 1", ["process"])])
+def test_two_processes_serve_http_where_processors_are_many_unless_a_flag_says_how_many(
+    tmp_path: Path, many_processors: None, flags: str, expected: list[str]
+) -> None:
+    with served(tmp_path, *flags.split()) as running, running.http() as http:
+        commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
+        assert sorted(command[3].rpartition(".")[2] for command in commands) == expected
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(60) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_start_that_is_broken_off_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     starting = subprocess.Popen(

@@ -10,7 +10,7 @@ from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.kinds import KINDS, kind_of
 from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, normalise
 
-COMMANDS_API = 3
+COMMANDS_API = 4
 
 __all__ = [
     "COMMANDS_API", "DEFAULTS", "DEPRECATED", "KINDS", "VARIABLE", "Catalog", "Entry", "Selection", "Status",

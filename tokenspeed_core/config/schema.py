@@ -180,8 +180,9 @@ class Config(BaseModel):
     enable_log_requests: bool = _setting(False, "observability", "log a line for each request that ended")
     enable_cache_report: bool = _setting(True, "observability", "report cached tokens in usage")
 
-    api_workers: int = _setting(
-        1, "running", "processes that serve HTTP, where one takes a whole core", unit="processes", ge=1, le=64
+    api_workers: int | None = _setting(
+        None, "running", "processes that serve HTTP; none: 2 where 16 processors may be used, else 1",
+        unit="processes", ge=1, le=64,
     )
     no_plugins: bool = _setting(False, "running", "no plugins but those of tokenspeed-core[default]")
     strict_plugins: bool = _setting(False, "running", "end when any plugin fails to load")

@@ -117,7 +117,7 @@ def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> N
     config, catalog = rediscover(told)
     hooks = Hooks.load(catalog)
     with StartProgress() as progress:
-        resolved = resolve(config, catalog, num_threads=_num_threads(config.api_workers))
+        resolved = resolve(config, catalog, num_threads=_num_threads(len(sockets)))
         started = start(resolved, catalog, hooks, progress.report)
     gc.collect()
     gc.freeze()  # what was made so far stays: no collection need look at it again
@@ -127,10 +127,10 @@ def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> N
         started.engine.close()
 
 
-def _num_threads(api_workers: int) -> int:
+def _num_threads(num_workers: int) -> int:
     """Return the threads for a model on the CPU, a core being left to each API worker."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number per level
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) - api_workers)
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) - num_workers)
 
 
 if __name__ == "__main__":

@@ -59,4 +59,4 @@ def observe_step(record: StepRecord) -> None:
 
 @hookspec
 def add_middleware(app: Any) -> Any:
-    """Return an ASGI app that wraps the server's own (`app`), or None to leave it as it is."""
+    """Return an ASGI app that wraps the server's own (`app`), or None to leave it. Called in each API worker."""

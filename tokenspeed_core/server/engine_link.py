@@ -86,6 +86,11 @@ class EngineLink:
         """Sequences that the engine still works on."""
         return len(self._sinks)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine had work when it was last heard of, for whichever worker."""
+        return self.pulse is not None and self.pulse.num_running + self.pulse.num_waiting > 0
+
     def take_ids(self, count: int) -> int:
         """Return the first of `count` fresh sequence ids."""
         first = self._next_id
@@ -177,11 +182,9 @@ class EngineLink:
                 self.die(message.message)
 
     def _note_pulse(self, pulse: Pulse) -> None:
-        now = self._pulse_at = self._clock()
-        has_work = pulse.num_running + pulse.num_waiting > 0
-        if self.pulse is None or pulse.num_steps != self.pulse.num_steps or not has_work:
-            self._progress_at = now
-        self.pulse = pulse
+        self._pulse_at, before, self.pulse = self._clock(), self.pulse, pulse
+        if before is None or pulse.num_steps != before.num_steps or not self.has_work:
+            self._progress_at = self._pulse_at
 
     def _hand_out(self, outputs: Outputs) -> None:
         """Give each sequence its tokens; abort those that their readers ended."""

@@ -130,7 +130,7 @@ class _Life:
     async def _drain(self, service: Service) -> bool:
         """Take no more requests, finish those that run, let the engine go. Return whether all that worked."""
         self._crew.ask_to_stop(signal.SIGTERM)
-        if service.num_active and not self._crew.worker:
+        if (service.num_active or service.link.has_work) and not self._crew.worker:
             with suppress(OSError):  # the disk that the log is on may be full
                 print("draining; interrupt again to stop at once", file=sys.stderr, flush=True)
         drained = asyncio.create_task(service.drained())
@@ -142,9 +142,10 @@ class _Life:
             if not unread.done():
                 return False
             log.warning("%d clients do not read their answers; they are left", service.num_active)
-        if service.serving is not None:
-            await _first(self._crew.retire(service.link), self._asked_twice.wait())
-        return True
+        if service.serving is None:
+            return True
+        await _first(self._crew.retire(service.link), service.link.dead, self._asked_twice.wait())
+        return all(watch.done() for watch in self._crew.watches)  # if not, the engine died before what they finish
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)

@@ -13,7 +13,7 @@ from functools import partial
 
 from tokenspeed_core.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import discover, rediscover
+from tokenspeed_core.engine.launch import discover, num_workers, rediscover
 from tokenspeed_core.engine.orphan import begin
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.plugins import Catalog
@@ -39,10 +39,11 @@ def run(config: Config) -> int:
     hooks = Hooks.load(catalog)
     with hooks.adjusted(config) as config, ExitStack() as opened:
         logging.getLogger().setLevel(config.log_level.upper())
-        bound, *others = map(opened.enter_context, listen(config.host, config.port, config.api_workers))
+        bound, *others = map(opened.enter_context, listen(config.host, config.port, num_workers(config)))
         checkpoint = resolve_checkpoint(config, catalog)
         settled = config.resolved(
-            model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name
+            model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name,
+            api_workers=1 + len(others),
         )
         launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled))
         engine = _program(ENGINE, settled.resolved(api_key=None), catalog)

@@ -37,7 +37,8 @@ def started_server(config: Config) -> Iterator[str]:
     port = _free_port()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    values = config.model_dump(mode="json", exclude_unset=True) | {"host": "127.0.0.1", "port": port}
+    asked = config.model_dump(mode="json", exclude_unset=True)
+    values = {"api_workers": 1, **asked, "host": "127.0.0.1", "port": port}  # one user needs one worker
     server = subprocess.Popen(
         [sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", "--config", "/dev/stdin"],
         stdin=subprocess.PIPE,
