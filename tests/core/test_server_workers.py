@@ -206,6 +206,22 @@ def test_a_drain_says_that_it_waits_whichever_worker_has_the_requests(tmp_path: 
         assert server.complaints().count("draining; interrupt again to stop at once") == 1
 
 
+def test_a_worker_killed_in_a_drain_is_told_and_the_others_finish_theirs(tmp_path: Path) -> None:
+    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+        client, others = connection_to(0, server, clients), workers(server)
+        lost = connection_to(1, server, clients)
+        thread, answers = in_background([client, lost], ENDLESS | {"max_tokens": 60})
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        others[0].kill()
+        assert all_ended(server, others) == 1
+        thread.join()
+        assert '"finish_reason":"length"' in answers[0].text
+        assert isinstance(answers[1], httpx.HTTPError)
+        assert "API worker 1 of 2 was killed by SIGKILL" in server.complaints()
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 def test_an_engine_that_dies_while_one_worker_drains_ends_the_server(tmp_path: Path, worker: int) -> None:
     with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:

@@ -101,7 +101,7 @@ def test_graphs_chunks_prefix_hits_and_other_numbers_of_rows_hold_chats_together
     hold_together(first, again)
     alone = [generate(llm, [prompt], logprobs=TOP, ignore_eos=False)[0] for prompt in prompts]
     hold_together(first, alone)  # one row has kernels of its own, and so have up to 64
-    with LLM(device="cuda", gpu_memory_utilization=0.3, enforce_eager=True, chunked_prefill_size=16) as eager:
+    with LLM(device="cuda", gpu_memory_utilization=0.6, enforce_eager=True, chunked_prefill_size=16) as eager:
         hold_together(first, generate(eager, prompts, logprobs=TOP, ignore_eos=False))
 
 
@@ -111,7 +111,7 @@ def test_steps_too_large_for_a_graph_hold_chats_together(llm: LLM, checkpoint: P
     large = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
     computed = sum(len(each.prompt_token_ids) - each.num_cached_tokens for each in large)
     assert computed > 1024 + 2 * 8192, "two large steps"
-    with LLM(device="cuda", gpu_memory_utilization=0.3, chunked_prefill_size=1024) as small:
+    with LLM(device="cuda", gpu_memory_utilization=0.6, chunked_prefill_size=1024) as small:
         hold_together(large, generate(small, prompts, logprobs=TOP, ignore_eos=False))
 
 

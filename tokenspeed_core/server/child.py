@@ -94,6 +94,11 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process, pipe: int) -> None:
         self._process, self._pipe = process, pipe
 
+    @property
+    def has_crashed(self) -> bool:
+        """Whether a signal ended it, other than the one that asks a process to end."""
+        return (self._process.returncode or 0) < 0 and self._process.returncode != -signal.SIGTERM
+
     async def wait(self) -> str:
         """Wait for its end and return how it ended, as part of a sentence."""
         code = await self._process.wait()

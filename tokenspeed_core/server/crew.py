@@ -58,7 +58,7 @@ class Chief(Crew):
         self._addresses = [f"ipc://{self._folder.path / str(worker)}" for worker in range(len(self._programs))]
         super().__init__(0, self._addresses[0], -1)
         self._children: list[Child] = []   # the engine, then the workers from number 1 on
-        self._is_stopping = False
+        self._is_draining = self._is_stopping = False
 
     async def start(self, link: EngineLink) -> None:
         """Start the engine and the others."""
@@ -70,7 +70,7 @@ class Chief(Crew):
 
     async def _watch(self, number: int) -> None:
         how = await self._children[number].wait()
-        if not self._is_stopping:
+        if not (self._is_stopping or (self._is_draining and not self._children[number].has_crashed)):
             told = f"API worker {number} of {len(self._children)} {how}"
             log.error("%s; the others finish what they have, then the server ends", told)
             raise EngineDeadError(told)
@@ -81,7 +81,7 @@ class Chief(Crew):
 
     def ask_to_stop(self, by: signal.Signals) -> None:
         """Have the others drain, by SIGTERM, or end at once, by SIGINT."""
-        self._is_stopping = True
+        self._is_draining, self._is_stopping = True, self._is_stopping or by is signal.SIGINT
         for child in self._children[1:]:
             child.send(by)
 
