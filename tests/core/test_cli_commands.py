@@ -315,6 +315,19 @@ def test_the_traceback_of_a_command_is_shown_where_the_level_of_the_log_is_debug
     assert line in map(str.strip, traced)
 
 
+def test_serve_shows_the_traceback_behind_its_refusal_where_its_own_flag_says_debug(tmp_path: Path) -> None:
+    def said(*flags: str) -> list[str]:
+        words = [sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", str(tmp_path / "missing"), *flags]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        return done.stderr.splitlines()
+
+    (told,) = said()
+    *traced, last = said("--log-level", "debug")
+    assert last == told
+    assert "Traceback (most recent call last):" in traced
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [("tokenspeed ser", "serve"), ("tokenspeed serve --max-n", "--max-num-seqs"),

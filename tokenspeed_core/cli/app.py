@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -64,7 +65,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             typer.echo(json.dumps({"error": explained}, indent=2, ensure_ascii=False))
         return _say(explained)
     except TokenSpeedError as error:
-        if os.environ.get("TOKENSPEED_LOG_LEVEL", "").lower() == "debug":
+        if logging.root.isEnabledFor(logging.DEBUG) or os.environ.get("TOKENSPEED_LOG_LEVEL", "").lower() == "debug":
             typer.echo(printable(traceback.format_exc()), err=True)
         return _say(str(error))
     except UnicodeDecodeError as error:
