@@ -77,7 +77,7 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
             ids, ones, (ids % VOCAB_SIZE).astype(np.int32), finish, zeros, none, 0, no_floats, none, none, no_floats
         ))
         num_steps += 1
-        for socket in sockets if num_steps % 100 == 0 else []:
+        for socket in sockets if num_steps % 100 == 0 or not left else []:
             send(socket, Pulse(num_steps, len(left), 0, is_draining=False))
 
 
