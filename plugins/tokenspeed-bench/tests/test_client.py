@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 from misbehaving import STREAM, Exchange, good, serving
 from tokenspeed_bench import online
@@ -39,6 +43,36 @@ def test_every_request_is_answered_and_counted() -> None:
     assert sorted(body["prompt"] for body in bodies) == sorted(session.ids for session in expected)
     assert {exchange.headers["authorization"] for exchange in fake.exchanges} == {"Bearer secret"}
     assert all(body["ignore_eos"] and body["stream"] and body["temperature"] == 0 for body in bodies)
+
+
+KILLED = """
+import os, signal, sys, time
+from tokenspeed_bench import client
+from tokenspeed_bench.connection import Target
+from tokenspeed_bench.traffic import load
+
+def killed(clients, shared, total, *others):
+    while shared.num_done.value < total:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    print(*(each.pid for each in clients), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+client._gather = killed
+client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, client.Pace(4, None, 1))
+"""
+
+
+def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(tmp_path: Path) -> None:
+    with serving(good) as fake, (tmp_path / "pids").open("w+") as out:  # a pipe would be held by those who stay
+        words = [sys.executable, "-P", "-c", KILLED, fake.url]
+        assert subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 1
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    for each in left:
+        each.kill()
+    assert left == []
 
 
 def test_events_are_counted_however_reads_cut_them() -> None:

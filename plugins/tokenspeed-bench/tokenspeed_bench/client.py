@@ -54,6 +54,7 @@ class _Shared:
 
     go: Event
     stop: Event
+    taken: Event  # the parent needs no more of the answers
     num_done: Any
     out: Queue[Answers]
     parent: int  # its process id
@@ -68,7 +69,8 @@ def run(
     `report(done, total)` hears how far it is.
     """
     context = multiprocessing.get_context("fork")
-    shared = _Shared(context.Event(), context.Event(), context.Value("i", 0), context.Queue(), os.getpid())
+    go, stop, taken = (context.Event() for _ in range(3))
+    shared = _Shared(go, stop, taken, context.Value("i", 0), context.Queue(), os.getpid())
     arrivals = _arrivals(len(sessions), pace.rate)
     num_procs = max(1, min(pace.procs, pace.users if pace.rate is None else len(sessions)))
     clients = [
@@ -124,6 +126,7 @@ def _gather(
             deadline = time.monotonic() + PATIENCE
     answers.failures += [f"a client process ended with {each.exitcode}" for each in clients if each.exitcode]
     report(shared.num_done.value, total)
+    shared.taken.set()
     for process in clients:
         process.join(LOOK)
         process.kill()
@@ -135,7 +138,10 @@ def _client(
 ) -> None:
     """Run one client process."""
     left_to_the_parent()  # which asks for what was measured
+    shared.out.cancel_join_thread()  # which would wait for ever on a parent that was killed, and hold its server's pipe
     shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
+    while not shared.taken.wait(LOOK) and os.getppid() == shared.parent:
+        pass
 
 
 async def _until_stopped(
