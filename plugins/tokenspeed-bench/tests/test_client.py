@@ -37,7 +37,7 @@ def test_every_request_is_answered_and_counted() -> None:
     for record in answers.records:
         assert len(record.events) == record.num_tokens == 4
         assert (record.num_prompt, record.num_cached) == (10, 5)
-        assert record.sent < record.events[0] < record.events[-1] <= record.done
+        assert [record.sent, *record.events, record.done] == sorted([record.sent, *record.events, record.done])
     bodies = [exchange.body for exchange in fake.exchanges]
     expected = load(10, 10, 4, is_fixed=True).sessions
     assert sorted(body["prompt"] for body in bodies) == sorted(session.ids for session in expected)
@@ -89,6 +89,17 @@ def test_events_are_counted_however_reads_cut_them() -> None:
     with serving(dribble) as fake:
         (record,) = ask(fake.url).records
     assert len(record.events) == record.num_tokens == 3
+
+
+def test_an_event_has_the_time_at_which_it_came() -> None:
+    async def pauses(exchange: Exchange) -> None:
+        exchange.writer.write(STREAM)
+        await exchange.tokens(2, 0.5)  # events that one read brings have one time
+        exchange.end(2)
+
+    with serving(pauses) as fake:
+        (record,) = ask(fake.url).records
+    assert record.sent < record.events[0] < record.events[1] < record.done
 
 
 def test_marks_without_a_blank_count_too_and_usage_may_ride_on_the_last_token() -> None:
