@@ -14,10 +14,12 @@ from tokenspeed_models.rope_config import LinearScaling, Llama3Scaling, RopeConf
 
 def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:
     """Return float32 [max_positions, size] on the device: a row is size/2 cosines, then size/2 sines."""
+    table = torch.empty(rope.max_positions, rope.size, dtype=torch.float32, device=device)
+    if table.is_meta:
+        return table  # a plan has no values, and asking torch for these would have it import its compiler
     frequencies, factor = inverse_frequencies(rope)
     positions = torch.arange(rope.max_positions, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies.to(device))
-    table = torch.empty(rope.max_positions, rope.size, dtype=torch.float32, device=device)
     cosines, sines = torch.split(table, rope.size // 2, dim=1)
     cosines.copy_(angles.cos())
     sines.copy_(angles.sin())
