@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ VENDORS = {  # tests that compare ours with a vendor's wheel, and its versions: 
     "plugins/tokenspeed-kernels-deepgemm/tests": ("sgl-deep-gemm==0.1.4", "sgl-deep-gemm==0.2.5"),
 }
 MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it, and tests send it
 WORKERS = min(4, os.cpu_count() or 1)  # processes that run tests beside each other; each may hold torch
 
 nox.options.default_venv_backend = "none"

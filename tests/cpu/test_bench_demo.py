@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ import pytest
 BENCH = (sys.executable, "-P", "-m", "tokenspeed_core.cli", "bench")
 SMALL = ("--device", "cpu", "--kv-cache-memory", "64MiB")
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test() -> Iterator[None]:
+    """End what a test that failed left: a load that goes on takes a core from all tests after it."""
+    yield
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
 
 
 def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:

@@ -69,10 +69,27 @@ def test_a_dry_run_says_what_would_be_and_loads_nothing(tmp_path: Path) -> None:
     spoil(tmp_path / "model", "cut short")   # whose weights cannot be read
     done = subprocess.run(
         [*COMMAND, "serve", str(tmp_path / "model"), "--dry-run", "--max-model-len", "512"],
-        capture_output=True, text=True, timeout=120, env=environment(tmp_path), check=True,
+        capture_output=True, text=True, timeout=120, check=True,
+        env={**environment(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"},
     )
     for part in ("Qwen3ForCausalLM", "max_model_len: 512", "num_pages", "attention", "collectives"):
         assert part in done.stdout
+    assert " torch\n" in done.stderr
+    assert "torch._dynamo" not in done.stderr, "torch's compiler doubles the time that a dry run takes"
+
+
+@pytest.mark.parametrize("asked", [None, "active"])
+def test_threads_that_wait_leave_their_cores_to_others_unless_somebody_wants_them_to_spin(
+    tmp_path: Path, asked: str | None
+) -> None:
+    environ = {**environment(tmp_path), "OMP_DISPLAY_ENV": "verbose"}  # libgomp says how long, when torch loads it
+    environ.pop("OMP_WAIT_POLICY", None)
+    done = subprocess.run(
+        [*COMMAND, "serve", "--dry-run"], capture_output=True, text=True, timeout=120, check=True,
+        env=environ if asked is None else {**environ, "OMP_WAIT_POLICY": asked},
+    )
+    (spins,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    assert (spins == "0") == (asked is None)
 
 
 @pytest.mark.parametrize(

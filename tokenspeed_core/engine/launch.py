@@ -121,7 +121,7 @@ def start(
     Raises what `resolve` does, SelectionError, CapacityError where memory is too small, and EngineDeadError where a
     request of its own fails, or none gets finite logits.
     """
-    _require_torch()
+    _prepare_for_torch()
     from tokenspeed_core.runner.local import build
     from tokenspeed_core.runner.platform import resolve_device
 
@@ -167,9 +167,13 @@ def _tell_what_is_idle(config: Config, is_cpu: bool) -> None:
             log.warning("%s has no effect %s", flag(name), where)
 
 
-def _require_torch() -> None:
+def _prepare_for_torch() -> None:
+    """Do what comes before the first import of torch. Raises ConfigError where it is not installed."""
     if find_spec("torch") is None:
         raise ConfigError("a model runs on torch, which is not installed: `pip install 'tokenspeed-core[default]'`")
+    # Read when torch is loaded. A CPU's threads that spin while they wait make a step several times as long as soon as
+    # another program keeps one core busy; where none does, sleeping costs a tenth of the demo's speed.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def dry_run(config: Config) -> str:
@@ -177,7 +181,7 @@ def dry_run(config: Config) -> str:
     catalog = discover(config)
     with Hooks.load(catalog).adjusted(config) as adjusted:
         resolved = resolve(adjusted.resolved(api_workers=num_workers(adjusted)), catalog, with_weights=False)
-        _require_torch()
+        _prepare_for_torch()
         from tokenspeed_core.runner.local import plan_only
 
         config, checkpoint, info = resolved.config, resolved.checkpoint, resolved.checkpoint.info
@@ -208,7 +212,7 @@ def plan_kernels(config: Config, platform: PlatformInfo | None = None) -> tuple[
     catalog = discover(config)
     with Hooks.load(catalog).adjusted(config) as adjusted:
         resolved = resolve(adjusted, catalog, with_weights=False)
-        _require_torch()
+        _prepare_for_torch()
         from tokenspeed_core.runner.assemble import plan_for
 
         return catalog, plan_for(resolved, catalog, platform)
