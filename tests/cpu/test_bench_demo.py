@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def _nothing_outlives_a_test() -> Iterator[None]:
     """End what a test that failed left: a load that goes on takes a core from all tests after it."""
     yield
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:

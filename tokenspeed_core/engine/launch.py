@@ -172,7 +172,7 @@ def _prepare_for_torch() -> None:
     if find_spec("torch") is None:
         raise ConfigError("a model runs on torch, which is not installed: `pip install 'tokenspeed-core[default]'`")
     # Read when torch is loaded. A CPU's threads that spin while they wait make a step several times as long as soon as
-    # another program keeps one core busy; where none does, sleeping costs a tenth of the demo's speed.
+    # another program keeps one core busy; where none does, sleeping costs about a tenth.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,15 +11,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from misbehaving import STREAM, Exchange, good, serving
-from tokenspeed_bench import online
+from tokenspeed_bench import connection, online
 from tokenspeed_bench import result as results
 from tokenspeed_bench.canned import client_cost
 from tokenspeed_bench.client import Answers, Pace, run
 from tokenspeed_bench.connection import Target
+from tokenspeed_bench.endings import heard
 from tokenspeed_bench.figures import Record
 from tokenspeed_bench.traffic import AgentShape, Session, Turn, agents, load
 
@@ -49,6 +52,7 @@ KILLED = """
 import os, signal, sys, time
 from tokenspeed_bench import client
 from tokenspeed_bench.connection import Target
+from tokenspeed_bench.endings import heard
 from tokenspeed_bench.traffic import load
 
 def killed(clients, shared, total, *others):
@@ -67,9 +71,12 @@ def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(tmp
     with serving(good) as fake, (tmp_path / "pids").open("w+") as out:  # a pipe would be held by those who stay
         words = [sys.executable, "-P", "-c", KILLED, fake.url]
         assert subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 1
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    (pid,) = (tmp_path / "pids").read_text().split()
+    try:
+        client = psutil.Process(int(pid))
+    except psutil.NoSuchProcess:
+        return  # it has ended already
+    _, left = psutil.wait_procs([client], timeout=20)
     for each in left:
         each.kill()
     assert left == []
@@ -256,6 +263,90 @@ def test_ctrl_c_keeps_what_was_answered() -> None:
     assert answers.is_interrupted
     assert len(answers.records) == 3
     assert time.monotonic() - begin < 15
+
+
+def test_ctrl_c_while_it_says_how_far_it_is_leaves_no_client() -> None:
+    async def hangs(exchange: Exchange) -> None:
+        await asyncio.sleep(60)
+
+    with serving(hangs) as fake:
+        target, sessions = Target(fake.url, "m"), load(2, 10, 4, is_fixed=True).sessions
+        answers = run(target, sessions, Pace(2, None, 2), lambda done, total: signal.raise_signal(signal.SIGINT))
+    assert answers.is_interrupted
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_before_the_clients_have_begun_is_no_failure(number: signal.Signals) -> None:
+    with serving(good) as fake, heard():
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+        answers = ask(fake.url, num=4000, pace=Pace(2, None, 2))
+    assert answers.is_interrupted
+    assert len(answers.records) < 4000
+    assert answers.failures == []
+    assert multiprocessing.active_children() == []
+
+
+def test_a_user_who_is_told_to_end_as_an_answer_comes_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answered:
+        def __init__(self) -> None:
+            self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ask(self, data: bytes) -> asyncio.Future[None]:
+            return self.answer
+
+    async def ended() -> None:
+        wire = Answered()
+
+        async def connect(target: Target) -> Answered:
+            return wire
+
+        monkeypatch.setattr(connection, "connect", connect)
+        task = asyncio.ensure_future(connection.User(Target("http://h", "m")).ask(b""))
+        await asyncio.sleep(0)
+        wire.answer.set_result(None)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(ended())
+
+
+def test_a_report_that_fails_leaves_no_client() -> None:
+    with serving(good) as fake, pytest.raises(ZeroDivisionError):
+        run(Target(fake.url, "m"), load(500, 10, 4, is_fixed=True).sessions, ONE, lambda done, total: 1 // 0)
+    assert multiprocessing.active_children() == []
+
+
+def test_ctrl_c_while_the_client_alone_is_measured_keeps_the_load_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told_to_end(pace: Pace) -> dict[str, Any]:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return client_cost(pace)
+
+    monkeypatch.setattr(online, "client_cost", told_to_end)
+    result = results.new("serve", "m", None, {})
+    plan = online.Online([online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2)
+    with serving(good) as fake:
+        online.measure(Target(fake.url, "m"), plan, result, lambda run: None)
+    first, run = result["runs"]
+    assert result["is_interrupted"]
+    assert (first["traffic"]["name"], run["figures"]["answered"]) == ("first", 2)
+    assert not run.keys() & {"is_part", "client"}
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_ctrl_c_during_the_first_requests_says_nothing_of_failures(number: int) -> None:
+    async def ended(exchange: Exchange) -> None:
+        if exchange.number >= number:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        await good(exchange)
+
+    result = results.new("serve", "m", None, {})
+    with serving(ended) as fake:
+        online.measure(Target(fake.url, "m"), online.Online([]), result, lambda run: None)
+    assert result["is_interrupted"]
+    assert result["runs"] == []
 
 
 def test_the_salt_is_sent_only_where_there_is_one() -> None:

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from misbehaving import Exchange, serving
 from tokenspeed_bench import watched
-from tokenspeed_bench.endings import ENDINGS, heard
+from tokenspeed_bench.endings import ENDINGS, heard, noted
 from tokenspeed_bench.errors import INTERRUPTED
 from tokenspeed_bench.rows import _wait
 
@@ -49,6 +50,34 @@ def test_an_end_goes_where_a_ctrl_c_goes() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert come == [signal.SIGTERM]
+
+
+@pytest.mark.usefixtures("nothing_ignored")
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+@pytest.mark.parametrize("number", ENDINGS)
+def test_an_end_that_is_noted_breaks_nothing_off(number: signal.Signals, handler: Any) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with heard(), noted() as has_come:
+            assert not has_come()
+            signal.raise_signal(number)
+            assert has_come()
+            signal.raise_signal(number)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_ctrl_c_is_noted_unless_it_is_ignored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (signal.default_int_handler, signal.SIG_IGN):
+            signal.signal(signal.SIGINT, handler)
+            with noted() as has_come:
+                signal.raise_signal(signal.SIGINT)
+                assert has_come() is (handler is signal.default_int_handler)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_is_ignored_as_under_nohup_stays_so() -> None:

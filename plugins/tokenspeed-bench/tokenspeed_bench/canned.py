@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenspeed_bench.client import Pace, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.endings import left_to_the_parent
+from tokenspeed_bench.endings import left_to_the_parent, running
 from tokenspeed_bench.figures import of_records
 from tokenspeed_bench.traffic import load
 
@@ -120,15 +120,9 @@ def canned_server(num_procs: int, seconds: float) -> Iterator[str]:
             context.Process(target=_process, args=(port, seconds, os.getpid()), daemon=True)
             for _ in range(num_procs)
         ]
-        for server in servers:
-            server.start()
-        try:
+        with running(servers):
             _await(port)
             yield f"http://127.0.0.1:{port}"
-        finally:
-            for server in servers:
-                server.kill()
-                server.join()
 
 
 def _await(port: int) -> None:
@@ -148,11 +142,14 @@ def client_cost(pace: Pace) -> dict[str, Any]:
     """Return what the client sees of a server that costs next to nothing: as many users, one request each.
 
     Its gaps beyond the beat, and its events a second below users over the beat, are the client's and the machine's own.
+    Ctrl-C raises KeyboardInterrupt.
     """
     users = min(pace.users, MOST_USERS)
     traffic = load(users, IN_LEN, OUT_LEN, is_fixed=True)
     with canned_server(max(1, min(pace.procs // 2, users)), BEAT) as url:
         answers = run(Target(url, "m"), traffic.sessions, Pace(users, None, pace.procs))
+    if answers.is_interrupted:
+        raise KeyboardInterrupt
     figures = of_records(answers.records, {})
     return {
         "users": users, "beat_ms": 1e3 * BEAT, "events_per_s": figures["events_per_s"],

@@ -20,7 +20,7 @@ from queue import Empty
 from typing import Any
 
 from tokenspeed_bench.connection import RequestFailed, Target, User
-from tokenspeed_bench.endings import left_to_the_parent
+from tokenspeed_bench.endings import left_to_the_parent, noted, running
 from tokenspeed_bench.figures import Record
 from tokenspeed_bench.traffic import Session
 
@@ -54,7 +54,6 @@ class _Shared:
 
     go: Event
     stop: Event
-    taken: Event  # the parent needs no more of the answers
     num_done: Any
     out: Queue[Answers]
     parent: int  # its process id
@@ -66,11 +65,10 @@ def run(
 ) -> Answers:
     """Send the sessions and return what came of them; Ctrl-C, or a true `is_enough()`, returns what came so far.
 
-    `report(done, total)` hears how far it is.
+    `report(done, total)` hears how far it is. No client process is left, however this ends.
     """
     context = multiprocessing.get_context("fork")
-    go, stop, taken = (context.Event() for _ in range(3))
-    shared = _Shared(go, stop, taken, context.Value("i", 0), context.Queue(), os.getpid())
+    shared = _Shared(context.Event(), context.Event(), context.Value("i", 0), context.Queue(), os.getpid())
     arrivals = _arrivals(len(sessions), pace.rate)
     num_procs = max(1, min(pace.procs, pace.users if pace.rate is None else len(sessions)))
     clients = [
@@ -81,12 +79,16 @@ def run(
         )
         for i in range(num_procs)
     ]
-    for process in clients:
-        process.start()
-    time.sleep(START_SECONDS)
-    shared.go.set()
     total = sum(len(session.turns) for session in sessions)
-    return _gather(clients, shared, total, report or (lambda done, total: None), is_enough or (lambda: False))
+    with noted() as is_told_to_end, running(clients):
+        time.sleep(START_SECONDS)
+        shared.go.set()
+        answers = _gather(
+            clients, shared, total, report or (lambda done, total: None),
+            lambda: is_told_to_end() or (is_enough is not None and is_enough()),
+        )
+        answers.is_interrupted = is_told_to_end()
+        return answers
 
 
 def _arrivals(num: int, rate: float | None) -> list[float | None]:
@@ -110,38 +112,31 @@ def _gather(
     while num_parts + sum(process.exitcode not in (None, 0) for process in clients) < len(clients):
         try:
             part = shared.out.get(timeout=LOOK)
-            num_parts += 1
-            answers.records += part.records
-            answers.failures += part.failures
         except Empty:
             report(shared.num_done.value, total)
             if time.monotonic() > deadline:
                 break
-            if not shared.stop.is_set() and is_enough():
-                shared.stop.set()
-                deadline = time.monotonic() + PATIENCE
-        except KeyboardInterrupt:
-            answers.is_interrupted = True
+        else:
+            num_parts += 1
+            answers.records += part.records
+            answers.failures += part.failures
+        if not shared.stop.is_set() and is_enough():
             shared.stop.set()
             deadline = time.monotonic() + PATIENCE
     answers.failures += [f"a client process ended with {each.exitcode}" for each in clients if each.exitcode]
     report(shared.num_done.value, total)
-    shared.taken.set()
-    for process in clients:
-        process.join(LOOK)
-        process.kill()
     return answers
 
 
 def _client(
     target: Target, sessions: Sequence[Session], arrivals: Sequence[float | None], num_users: int, shared: _Shared
 ) -> None:
-    """Run one client process."""
+    """Run one client process, until the parent has taken what it measured and kills it."""
     left_to_the_parent()  # which asks for what was measured
     shared.out.cancel_join_thread()  # which would wait for ever on a parent that was killed, and hold its server's pipe
     shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
-    while not shared.taken.wait(LOOK) and os.getppid() == shared.parent:
-        pass
+    while os.getppid() == shared.parent:
+        time.sleep(LOOK)
 
 
 async def _until_stopped(

@@ -191,7 +191,8 @@ class User:
         wire = self._wire if self._wire is not None and self._wire.is_open() else await connect(self._target)
         self._wire = wire
         try:
-            return await asyncio.wait_for(wire.ask(data), self._target.timeout)
+            async with asyncio.timeout(self._target.timeout):  # wait_for may lose the end of a load in 3.11
+                return await wire.ask(data)
         except TimeoutError as error:
             self.close()
             so_far = f"{len(wire.events)} events came" if wire.events else "nothing came"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 from types import FrameType
 
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # of a service manager, and of a terminal that closes
@@ -40,6 +41,48 @@ def heard() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def noted() -> Iterator[Callable[[], bool]]:
+    """Note a Ctrl-C while the block runs, and what `heard` makes one; neither breaks it off.
+
+    Yields a call that says whether one came. A Ctrl-C that is ignored, as in a script's background job, stays so.
+    Without effect on other threads than the main one.
+    """
+    come: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT or before is not signal.SIG_IGN:
+            come.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(come)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def running(processes: Sequence[ForkProcess]) -> Iterator[None]:
+    """Start child processes, and kill them at the end of the block, however it comes.
+
+    One that was left would hold up this process' own end: it is waited for then, and hears no SIGTERM.
+    """
+    try:
+        for each in processes:
+            each.start()
+        yield
+    finally:
+        started = [each for each in processes if each.pid is not None]
+        for each in started:
+            each.kill()
+        for each in started:
+            each.join()
 
 
 def left_to_the_parent() -> None:

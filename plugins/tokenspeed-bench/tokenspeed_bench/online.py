@@ -57,9 +57,8 @@ def measure(target: Target, plan: Online, result: dict[str, Any], tell: Callable
         tell(results.add_run(result, {"name": "first"}, first))
         for i, each in enumerate(plan.loads):
             salted = replace(target, salt=f"{salt}-{i}") if plan.salts else target
-            answers = _send(salted, Load(below(each.traffic, end_id), each.pace), plan, result, tell)
-            if answers.is_interrupted:
-                result["is_interrupted"] = True
+            _send(salted, Load(below(each.traffic, end_id), each.pace), plan, result, tell)
+            if result["is_interrupted"]:
                 return
     except KeyboardInterrupt:
         result["is_interrupted"] = True
@@ -67,31 +66,33 @@ def measure(target: Target, plan: Online, result: dict[str, Any], tell: Callable
 
 def _send(
     target: Target, each: Load, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
-) -> Answers:
-    pace, name = each.pace, each.traffic.name
+) -> None:
+    """Send a load and add its run to `result`, where Ctrl-C is noted too. Raises BenchError: nothing was answered."""
+    pace, name, client = each.pace, each.traffic.name, {}
     with Progress() as progress:
         answers = run(
             target, each.traffic.sessions, pace,
             lambda done, total: progress.say(f"{name}, {pace.users} users: {done} of {total} requests"),
         )
+        result["is_interrupted"] = answers.is_interrupted
         if not answers.records:
             if answers.is_interrupted:
-                return answers
+                return
             raise BenchError(f"no request was answered: {most_common(answers.failures)}")
         figures = of_records(answers.records, plan.goals, _num_failed(each, answers))
         figures |= first_turns_apart(answers.records)
         if plan.measures_client and not answers.is_interrupted:
             progress.say("the client alone")
-            client = {"client": client_cost(pace)}
-        else:
-            client = {}
+            try:
+                client = {"client": client_cost(pace)}
+            except KeyboardInterrupt:
+                result["is_interrupted"] = True
     tell(results.add_run(
         result, each.traffic.describe(), figures,
         pace={"users": pace.users, "rate": pace.rate, "procs": pace.procs}, goals=dict(plan.goals),
         failures=_different(answers.failures), series=over_time(answers.records), **client,
         **({"is_part": True} if answers.is_interrupted else {}),
     ))
-    return answers
 
 
 def _num_failed(each: Load, answers: Answers) -> int:
@@ -104,7 +105,7 @@ def _num_failed(each: Load, answers: Answers) -> int:
 def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
     """Time the first request that a server gets and the like of it; return the end of the ids that it takes too.
 
-    Raises BenchError where it answers none.
+    Raises BenchError where it answers none. Ctrl-C raises KeyboardInterrupt.
     """
     prompts = load(NUM_FIRST, FIRST_LEN, FIRST_OUT_LEN, is_fixed=True)
     failures: list[str] = []
@@ -119,6 +120,8 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
                 break
             continue
         rest = run(target, sessions[1:], Pace(1, None, 1))
+        if rest.is_interrupted:
+            raise KeyboardInterrupt
         if not rest.records:
             raise BenchError(f"only the first request was answered: {most_common(rest.failures)}")
         first, median = answers.records[0].first(), statistics.median(r.first() for r in rest.records)
