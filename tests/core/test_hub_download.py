@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,6 +49,7 @@ class Hub:
     stalls_at: str | None = None  # a file whose second half never comes
     drops_once: str | None = None  # a file whose connection ends at the half, once
     stalled: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -105,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             if name == self.hub.stalls_at:
                 self.hub.stalled.set()
-                time.sleep(20)
+                self.hub.goes_on.wait()
             self.hub.drops_once = None
             self.close_connection = True
             return
@@ -121,6 +121,7 @@ def hub() -> Iterator[Hub]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield state
+    state.goes_on.set()
     server.shutdown()
     server.server_close()
 
@@ -207,10 +208,8 @@ def test_ctrl_c_ends_a_download_at_once_and_the_next_one_keeps_what_is_complete(
     hub.stalls_at = "two.safetensors"
     process = start(hub.url, tmp_path)
     assert hub.stalled.wait(60)
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 15  # the server would stall for twenty
     assert process.returncode != 0
     assert "the same command goes on after the files that are complete" in err
     hub.stalls_at = None
