@@ -185,7 +185,8 @@ def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_
 def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     child = subprocess.Popen(
-        [*BENCH, "serve", "--users", "1", "--requests", "4", "--output-len", "200", "--no-client-cost", *SMALL,
+        [*BENCH, "serve", "--users", "32", "--requests", "64", "--input-len", "16", "--output-len", "200",
+         "--no-client-cost", *SMALL,
          "--json", str(path), "--profile", str(tmp_path / "trace.json"), "--served-model-name", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON, start_new_session=True,
     )
@@ -197,7 +198,7 @@ def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measure
     assert child.returncode == 130, said
     assert "what was measured is kept" in said
     (run,) = (run for run in json.loads(path.read_text())["runs"] if run["traffic"]["name"] == "load")
-    assert run["figures"]["answered"] == 4
+    assert run["figures"]["answered"] == 64
     assert "is_part" not in run
     assert list(tmp_path.iterdir()) == [path]
     assert named(tmp_path) == []
@@ -235,18 +236,33 @@ def test_who_is_broken_off_leaves_what_was_measured_and_no_server(number: signal
     assert [each for each in started if each.is_running()] == []
 
 
-@pytest.mark.parametrize("when", ["median of the next", "answered, 0 failed"], ids=["under load", "the client alone"])
-def test_a_bench_that_is_killed_takes_its_server_and_clients_along(when: str, tmp_path: Path) -> None:
+def listens(process: psutil.Process) -> bool:
+    """Say whether a process has a port on which others reach it."""
+    return any(each.status == psutil.CONN_LISTEN for each in process.net_connections())
+
+
+@pytest.mark.parametrize(("num_requests", "is_alone"), [("5000", False), ("4", True)],
+                         ids=["under load", "the client alone"])
+def test_a_bench_that_is_killed_takes_its_server_and_clients_along(
+    num_requests: str, is_alone: bool, tmp_path: Path
+) -> None:
     child = subprocess.Popen(
-        [*BENCH, "serve", "--users", "2,3", "--requests", "4,5000", "--input-len", "16", "--output-len", "16", *SMALL],
+        [*BENCH, "serve", "--users", "2", "--requests", num_requests, "--input-len", "16", "--output-len", "16",
+         *SMALL],
         stdout=subprocess.PIPE, text=True, env={**ENVIRON, "TMPDIR": str(tmp_path)}, start_new_session=True,
     )
     assert child.stdout is not None
-    while when not in child.stdout.readline():
+    while "median of the next" not in child.stdout.readline():
         assert child.poll() is None
-    time.sleep(1)
-    started = psutil.Process(child.pid).children(recursive=True)
-    assert len(started) > 3
+    bench = psutil.Process(child.pid)
+    words = bench.cmdline()
+    forks: list[psutil.Process] = []  # clients, and for them alone a server of canned events
+    while len(forks) < 2 + is_alone or any(map(listens, forks)) is not is_alone:
+        assert child.poll() is None
+        time.sleep(0.02)
+        forks = [each for each in bench.children() if each.cmdline() == words]
+    started = bench.children(recursive=True)
+    assert len(started) > len(forks) + 1
     child.kill()
     child.communicate()
     _, left = psutil.wait_procs(started, timeout=60)

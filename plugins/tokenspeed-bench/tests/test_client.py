@@ -10,19 +10,22 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from misbehaving import STREAM, Exchange, good, serving
-from tokenspeed_bench import connection, online
+from tokenspeed_bench import client, connection, online
 from tokenspeed_bench import result as results
 from tokenspeed_bench.canned import client_cost
 from tokenspeed_bench.client import Answers, Pace, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.endings import heard
-from tokenspeed_bench.figures import Record
+from tokenspeed_bench.endings import heard, running
+from tokenspeed_bench.figures import Record, of_records
 from tokenspeed_bench.traffic import AgentShape, Session, Turn, agents, load
 
 ONE = Pace(1, None, 1)
@@ -73,10 +76,10 @@ def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(tmp
         assert subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
     (pid,) = (tmp_path / "pids").read_text().split()
     try:
-        client = psutil.Process(int(pid))
+        its_client = psutil.Process(int(pid))
     except psutil.NoSuchProcess:
         return  # it has ended already
-    _, left = psutil.wait_procs([client], timeout=20)
+    _, left = psutil.wait_procs([its_client], timeout=20)
     for each in left:
         each.kill()
     assert left == []
@@ -254,12 +257,13 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
 def test_ctrl_c_keeps_what_was_answered() -> None:
     async def mostly_hangs(exchange: Exchange) -> None:
+        if exchange.number == 4:  # the users wait for it and the one before
+            os.kill(os.getpid(), signal.SIGINT)
         if exchange.number >= 3:
             await asyncio.sleep(60)
         await good(exchange)
 
     with serving(mostly_hangs) as fake:
-        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
         answers = ask(fake.url, num=8, pace=Pace(2, None, 2))
     assert answers.is_interrupted
@@ -279,14 +283,63 @@ def test_ctrl_c_while_it_says_how_far_it_is_leaves_no_client() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_before_the_clients_have_begun_is_no_failure(number: signal.Signals) -> None:
+def test_an_end_before_the_clients_have_begun_is_no_failure(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def told_to_end(clients: Sequence[ForkProcess]) -> Iterator[None]:
+        with running(clients):
+            signal.raise_signal(number)
+            yield
+
+    monkeypatch.setattr(client, "running", told_to_end)
     with serving(good) as fake, heard():
-        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
         answers = ask(fake.url, num=4000, pace=Pace(2, None, 2))
     assert answers.is_interrupted
     assert len(answers.records) < 4000
     assert answers.failures == []
     assert multiprocessing.active_children() == []
+
+
+def test_an_end_while_the_clients_are_killed_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(process: ForkProcess) -> None:
+        signal.raise_signal(signal.SIGINT)
+        whole(process)
+
+    whole = ForkProcess.join
+    monkeypatch.setattr(ForkProcess, "join", join)
+    with serving(good) as fake:
+        answers = ask(fake.url, num=2)
+    assert (answers.is_interrupted, len(answers.records)) == (True, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_after_the_last_answer_keeps_the_whole_load_and_sends_no_other(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told_to_end(*given: Any) -> dict[str, Any]:
+        signal.raise_signal(number)
+        return of_records(*given)
+
+    monkeypatch.setattr(online, "of_records", told_to_end)
+    result = results.new("serve", "m", None, {})
+    plan = online.Online([online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2, measures_client=False)
+    with serving(good) as fake, heard():
+        online.measure(Target(fake.url, "m"), plan, result, lambda run: None)
+    assert [run["traffic"]["name"] for run in result["runs"]] == ["first", "load"]
+    assert result["runs"][-1]["figures"]["answered"] == 2
+    assert result["is_interrupted"]
+    assert "is_part" not in result["runs"][-1]
+
+
+def test_a_client_that_hands_in_nothing_in_time_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stands_still(*given: Any) -> None:
+        time.sleep(60)
+
+    monkeypatch.setattr(client, "_client", stands_still)
+    monkeypatch.setattr(client, "PATIENCE", 0.2)
+    answers = run(Target("http://h", "m"), load(2, 10, 2, is_fixed=True).sessions, ONE, None, lambda: True)
+    assert answers.failures == ["a client process handed in nothing within 0 s"]
 
 
 def test_a_user_who_is_told_to_end_as_an_answer_comes_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

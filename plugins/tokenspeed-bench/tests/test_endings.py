@@ -18,6 +18,7 @@ from tokenspeed_bench import watched
 from tokenspeed_bench.endings import ENDINGS, heard, noted
 from tokenspeed_bench.errors import INTERRUPTED
 from tokenspeed_bench.rows import _wait
+from tokenspeed_bench.server import _stop
 
 
 @pytest.fixture
@@ -78,6 +79,32 @@ def test_a_ctrl_c_is_noted_unless_it_is_ignored() -> None:
                 assert has_come() is (handler is signal.default_int_handler)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_blocks_within_each_other_share_their_notes() -> None:
+    with noted() as has_come:
+        with noted() as has_come_within:
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert has_come()
+    assert has_come_within()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_ctrl_c_while_a_server_ends_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+
+    def wait(timeout: float) -> None:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(child, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        _stop(child)
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_what_is_ignored_as_under_nohup_stays_so() -> None:

@@ -87,8 +87,8 @@ def run(
             clients, shared, total, report or (lambda done, total: None),
             lambda: is_told_to_end() or (is_enough is not None and is_enough()),
         )
-        answers.is_interrupted = is_told_to_end()
-        return answers
+    answers.is_interrupted = is_told_to_end()
+    return answers
 
 
 def _arrivals(num: int, rate: float | None) -> list[float | None]:
@@ -109,7 +109,7 @@ def _gather(
 ) -> Answers:
     """Wait for every client's part."""
     answers, num_parts, deadline = Answers(), 0, float("inf")
-    while num_parts + sum(process.exitcode not in (None, 0) for process in clients) < len(clients):
+    while (num_late := len(clients) - num_parts - sum(each.exitcode not in (None, 0) for each in clients)) > 0:
         try:
             part = shared.out.get(timeout=LOOK)
         except Empty:
@@ -124,6 +124,7 @@ def _gather(
             shared.stop.set()
             deadline = time.monotonic() + PATIENCE
     answers.failures += [f"a client process ended with {each.exitcode}" for each in clients if each.exitcode]
+    answers.failures += [f"a client process handed in nothing within {PATIENCE:.0f} s"] * max(0, num_late)
     report(shared.num_done.value, total)
     return answers
 

@@ -85,6 +85,7 @@ def _compare(words: Sequence[str]) -> int:
 def _offline(verb: str, words: Sequence[str]) -> int:
     from tokenspeed_bench import files, offline, options, trace
     from tokenspeed_bench import result as results
+    from tokenspeed_bench.endings import noted
     from tokenspeed_bench.finish import finish, kept
     from tokenspeed_bench.flags import keywords
     from tokenspeed_bench.telling import Voice
@@ -119,8 +120,9 @@ def _offline(verb: str, words: Sequence[str]) -> int:
         with kept(result, problems):
             plan = offline.Offline(traffics, given.repeats)
             problems += offline.measure(make, plan, result, _teller(voice), record if profile else None)
-    _say_where(result, voice)
-    return finish(result, given.json, given.plot, problems, has_failed=voice.is_lost)
+    with noted():
+        _say_where(result, voice)
+        return finish(result, given.json, given.plot, problems, has_failed=voice.is_lost)
 
 
 def _serve(words: Sequence[str]) -> int:
@@ -129,6 +131,7 @@ def _serve(words: Sequence[str]) -> int:
     from tokenspeed_bench import files, online, options
     from tokenspeed_bench import result as results
     from tokenspeed_bench.connection import Target
+    from tokenspeed_bench.endings import noted
     from tokenspeed_bench.finish import finish, kept
     from tokenspeed_bench.flags import keywords
     from tokenspeed_bench.server import Api, started
@@ -171,9 +174,10 @@ def _serve(words: Sequence[str]) -> int:
                     measure(api, seconds)
                 if given.profile and not result["is_interrupted"]:
                     problems += _profile(arguments, key, given, loads, result, voice)
-    _say_where(result, voice)
-    failed = any(run.get("failures") for run in result["runs"])
-    return finish(result, given.json, given.plot, problems, has_failed=failed or voice.is_lost)
+    with noted():
+        _say_where(result, voice)
+        failed = any(run.get("failures") for run in result["runs"])
+        return finish(result, given.json, given.plot, problems, has_failed=failed or voice.is_lost)
 
 
 def _check_server(given: Any, settings: Mapping[str, Any]) -> None:

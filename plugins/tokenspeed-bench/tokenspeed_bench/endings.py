@@ -47,24 +47,37 @@ def heard() -> Iterator[None]:
 def noted() -> Iterator[Callable[[], bool]]:
     """Note a Ctrl-C while the block runs, and what `heard` makes one; neither breaks it off.
 
-    Yields a call that says whether one came. A Ctrl-C that is ignored, as in a script's background job, stays so.
-    Without effect on other threads than the main one.
+    Yields a call that says whether one came, to be asked after the block too; a block within another shares its notes.
+    A Ctrl-C that is ignored, as in a script's background job, stays so. Without effect on other threads than the main
+    one.
     """
-    come: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield lambda: False
-        return
+    elif isinstance(before, _Notes):
+        yield before.has_come
+    else:
+        notes = _Notes(is_deaf=before is signal.SIG_IGN)
+        signal.signal(signal.SIGINT, notes)
+        try:
+            yield notes.has_come
+        finally:
+            signal.signal(signal.SIGINT, before)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT or before is not signal.SIG_IGN:
-            come.append(number)
 
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(come)
-    finally:
-        signal.signal(signal.SIGINT, before)
+class _Notes:
+    """A handler of signals that notes them; one that is deaf, all but SIGINT."""
+
+    def __init__(self, is_deaf: bool) -> None:
+        self._is_deaf = is_deaf
+        self._num = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._num += number != signal.SIGINT or not self._is_deaf
+
+    def has_come(self) -> bool:
+        """Say whether one came."""
+        return self._num > 0
 
 
 @contextmanager

@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenspeed_bench import result as results
 from tokenspeed_bench.canned import client_cost
-from tokenspeed_bench.client import Answers, Pace, run
+from tokenspeed_bench.client import Pace, run
 from tokenspeed_bench.connection import Target
+from tokenspeed_bench.endings import noted
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.figures import first_turns_apart, of_records, over_time
 from tokenspeed_bench.offline import END_IDS, FIRST_LEN, NUM_FIRST
@@ -53,53 +55,50 @@ def measure(target: Target, plan: Online, result: dict[str, Any], tell: Callable
     """
     salt = f"bench-{time.time_ns()}" if plan.salts else None
     try:
-        end_id, first = first_tokens(replace(target, salt=salt))
-        tell(results.add_run(result, {"name": "first"}, first))
-        for i, each in enumerate(plan.loads):
-            salted = replace(target, salt=f"{salt}-{i}") if plan.salts else target
-            _send(salted, Load(below(each.traffic, end_id), each.pace), plan, result, tell)
-            if result["is_interrupted"]:
-                return
+        with noted() as is_told_to_end:
+            end_id, first = first_tokens(replace(target, salt=salt))
+            tell(results.add_run(result, {"name": "first"}, first))
+            for i, each in enumerate(plan.loads):
+                if is_told_to_end():
+                    break
+                salted = replace(target, salt=f"{salt}-{i}") if plan.salts else target
+                _send(salted, Load(below(each.traffic, end_id), each.pace), plan, result, tell)
     except KeyboardInterrupt:
         result["is_interrupted"] = True
+    else:
+        result["is_interrupted"] |= is_told_to_end()
 
 
 def _send(
     target: Target, each: Load, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
 ) -> None:
-    """Send a load and add its run to `result`, where Ctrl-C is noted too. Raises BenchError: nothing was answered."""
+    """Send a load and add its run to `result`. Raises BenchError where nothing was answered."""
     pace, name, client = each.pace, each.traffic.name, {}
+    num_requests = sum(len(session.turns) for session in each.traffic.sessions)
     with Progress() as progress:
         answers = run(
             target, each.traffic.sessions, pace,
             lambda done, total: progress.say(f"{name}, {pace.users} users: {done} of {total} requests"),
         )
-        result["is_interrupted"] = answers.is_interrupted
         if not answers.records:
             if answers.is_interrupted:
                 return
             raise BenchError(f"no request was answered: {most_common(answers.failures)}")
-        figures = of_records(answers.records, plan.goals, _num_failed(each, answers))
+        is_part = answers.is_interrupted and len(answers.records) + len(answers.failures) < num_requests
+        # of a load that ran to its end, all that have no answer failed, whoever lost them
+        num_failed = len(answers.failures) if is_part else num_requests - len(answers.records)
+        figures = of_records(answers.records, plan.goals, num_failed)
         figures |= first_turns_apart(answers.records)
         if plan.measures_client and not answers.is_interrupted:
             progress.say("the client alone")
-            try:
+            with suppress(KeyboardInterrupt):
                 client = {"client": client_cost(pace)}
-            except KeyboardInterrupt:
-                result["is_interrupted"] = True
     tell(results.add_run(
         result, each.traffic.describe(), figures,
         pace={"users": pace.users, "rate": pace.rate, "procs": pace.procs}, goals=dict(plan.goals),
         failures=_different(answers.failures), series=over_time(answers.records), **client,
-        **({"is_part": True} if answers.is_interrupted else {}),
+        **({"is_part": True} if is_part else {}),
     ))
-
-
-def _num_failed(each: Load, answers: Answers) -> int:
-    """Return the requests that failed: of a load that ran to its end, all that have no answer, whoever lost them."""
-    if answers.is_interrupted:
-        return len(answers.failures)
-    return sum(len(session.turns) for session in each.traffic.sessions) - len(answers.records)
 
 
 def first_tokens(target: Target) -> tuple[int, dict[str, float]]:

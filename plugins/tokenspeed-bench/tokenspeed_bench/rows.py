@@ -12,6 +12,7 @@ from typing import Any
 from tokenspeed_bench import files, watched
 from tokenspeed_bench import result as results
 from tokenspeed_bench.anchors import DEVICE, GROUPS, ROWS, Row
+from tokenspeed_bench.endings import noted
 from tokenspeed_bench.errors import INTERRUPTED, BenchError
 from tokenspeed_bench.finish import finish
 from tokenspeed_bench.options import parse
@@ -67,8 +68,9 @@ def measure(words: Sequence[str]) -> int:
     whole["device"] = next((part["device"] for part in parts if part["device"]), None)
     found = [_value(row, parts, failures) for row in ROWS if row.group in groups]
     whole["rows"] = [_described(*each) for each in found]
-    voice.say("\n".join((of_rows(found), *broken(whole))))
-    return finish(whole, options.json, options.plot, (), has_failed=bool(failures) or voice.is_lost)
+    with noted():
+        voice.say("\n".join((of_rows(found), *broken(whole))))
+        return finish(whole, options.json, options.plot, (), has_failed=bool(failures) or voice.is_lost)
 
 
 def measure_group(
@@ -94,9 +96,10 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
     try:
         return child.wait()
     except KeyboardInterrupt as end:
-        for number in end.args:
-            child.send_signal(number)
-        child.wait()
+        with noted():  # the child hears a second one too
+            for number in end.args:
+                child.send_signal(number)
+            child.wait()
         return INTERRUPTED
 
 

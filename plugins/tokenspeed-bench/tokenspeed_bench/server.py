@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import IO, Any
 
@@ -133,10 +133,11 @@ def _last_lines(log: IO[bytes]) -> str:
 def _stop(server: subprocess.Popen[bytes]) -> None:
     server.terminate()
     try:
-        server.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(PATIENCE)
+    finally:  # after a Ctrl-C too; to one that has ended it does nothing
         server.kill()
-    server.communicate()
+        server.communicate()
 
 
 def _free_port() -> int:
