@@ -55,7 +55,6 @@ KILLED = """
 import os, signal, sys, time
 from tokenspeed_bench import client
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.endings import heard
 from tokenspeed_bench.traffic import load
 
 def killed(clients, shared, total, *others):
@@ -71,7 +70,12 @@ client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, 
 
 
 def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(tmp_path: Path) -> None:
-    with serving(good) as fake, (tmp_path / "pids").open("w+") as out:  # a pipe would be held by those who stay
+    async def at_once(exchange: Exchange) -> None:
+        exchange.writer.write(STREAM)
+        await exchange.tokens(60)
+        exchange.end(60)
+
+    with serving(at_once) as fake, (tmp_path / "pids").open("w+") as out:  # a pipe would be held by those who stay
         words = [sys.executable, "-P", "-c", KILLED, fake.url]
         assert subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
     (pid,) = (tmp_path / "pids").read_text().split()
