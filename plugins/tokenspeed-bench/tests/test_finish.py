@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,6 +139,21 @@ def test_ctrl_c_before_the_first_repeat_is_over_ends_with_130_and_says_that_noth
     assert bench(["throughput", "--json", str(path), "--plot", str(plot)]) == INTERRUPTED
     assert json.loads(path.read_text())["is_interrupted"]
     assert "broken off before any traffic was measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_while_a_result_is_written_comes_too_late(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def told_to_end(path: str, text: str) -> None:
+        signal.raise_signal(number)
+        whole(path, text)
+
+    whole, path = files.write, tmp_path / "x.json"
+    engine(monkeypatch)
+    monkeypatch.setattr(files, "write", told_to_end)
+    assert bench(["latency", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["runs"][-1]["traffic"]["name"] == "latency"
 
 
 def test_ctrl_c_while_the_engine_is_made_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
