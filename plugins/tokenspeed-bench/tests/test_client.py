@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.context import ForkProcess
-from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from misbehaving import STREAM, Exchange, good, serving
-from tokenspeed_bench import client, connection, online
+from tokenspeed_bench import online
 from tokenspeed_bench import result as results
 from tokenspeed_bench.canned import client_cost
 from tokenspeed_bench.client import Answers, Pace, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.endings import heard, running
-from tokenspeed_bench.figures import Record, of_records
+from tokenspeed_bench.figures import Record
 from tokenspeed_bench.traffic import AgentShape, Session, Turn, agents, load
 
 ONE = Pace(1, None, 1)
@@ -49,44 +37,6 @@ def test_every_request_is_answered_and_counted() -> None:
     assert sorted(body["prompt"] for body in bodies) == sorted(session.ids for session in expected)
     assert {exchange.headers["authorization"] for exchange in fake.exchanges} == {"Bearer secret"}
     assert all(body["ignore_eos"] and body["stream"] and body["temperature"] == 0 for body in bodies)
-
-
-KILLED = """
-import os, signal, sys, time
-from tokenspeed_bench import client
-from tokenspeed_bench.connection import Target
-from tokenspeed_bench.traffic import load
-
-def killed(clients, shared, total, *others):
-    while shared.num_done.value < total:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    print(*(each.pid for each in clients), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-client._gather = killed
-client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, client.Pace(4, None, 1))
-"""
-
-
-def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(tmp_path: Path) -> None:
-    async def at_once(exchange: Exchange) -> None:
-        exchange.writer.write(STREAM)
-        await exchange.tokens(60)
-        exchange.end(60)
-
-    with serving(at_once) as fake, (tmp_path / "pids").open("w+") as out:  # a pipe would be held by those who stay
-        words = [sys.executable, "-P", "-c", KILLED, fake.url]
-        assert subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
-    (pid,) = (tmp_path / "pids").read_text().split()
-    try:
-        its_client = psutil.Process(int(pid))
-    except psutil.NoSuchProcess:
-        return  # it has ended already
-    _, left = psutil.wait_procs([its_client], timeout=20)
-    for each in left:
-        each.kill()
-    assert left == []
 
 
 def test_events_are_counted_however_reads_cut_them() -> None:
@@ -257,155 +207,6 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     with serving(answers_none_before_the_last) as fake:
         answers = ask(fake.url, num=12, pace=Pace(1, 60.0, 2))
     assert (len(answers.records), answers.failures) == (12, [])
-
-
-def test_ctrl_c_keeps_what_was_answered() -> None:
-    async def mostly_hangs(exchange: Exchange) -> None:
-        if exchange.number == 4:  # the users wait for it and the one before
-            os.kill(os.getpid(), signal.SIGINT)
-        if exchange.number >= 3:
-            await asyncio.sleep(60)
-        await good(exchange)
-
-    with serving(mostly_hangs) as fake:
-        begin = time.monotonic()
-        answers = ask(fake.url, num=8, pace=Pace(2, None, 2))
-    assert answers.is_interrupted
-    assert len(answers.records) == 3
-    assert time.monotonic() - begin < 15
-
-
-def test_ctrl_c_while_it_says_how_far_it_is_leaves_no_client() -> None:
-    async def hangs(exchange: Exchange) -> None:
-        await asyncio.sleep(60)
-
-    with serving(hangs) as fake:
-        target, sessions = Target(fake.url, "m"), load(2, 10, 4, is_fixed=True).sessions
-        answers = run(target, sessions, Pace(2, None, 2), lambda done, total: signal.raise_signal(signal.SIGINT))
-    assert answers.is_interrupted
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_before_the_clients_have_begun_is_no_failure(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def told_to_end(clients: Sequence[ForkProcess]) -> Iterator[None]:
-        with running(clients):
-            signal.raise_signal(number)
-            yield
-
-    monkeypatch.setattr(client, "running", told_to_end)
-    with serving(good) as fake, heard():
-        answers = ask(fake.url, num=4000, pace=Pace(2, None, 2))
-    assert answers.is_interrupted
-    assert len(answers.records) < 4000
-    assert answers.failures == []
-    assert multiprocessing.active_children() == []
-
-
-def test_an_end_while_the_clients_are_killed_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def join(process: ForkProcess) -> None:
-        signal.raise_signal(signal.SIGINT)
-        whole(process)
-
-    whole = ForkProcess.join
-    monkeypatch.setattr(ForkProcess, "join", join)
-    with serving(good) as fake:
-        answers = ask(fake.url, num=2)
-    assert (answers.is_interrupted, len(answers.records)) == (True, 2)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_after_the_last_answer_keeps_the_whole_load_and_sends_no_other(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def told_to_end(*given: Any) -> dict[str, Any]:
-        signal.raise_signal(number)
-        return of_records(*given)
-
-    monkeypatch.setattr(online, "of_records", told_to_end)
-    result = results.new("serve", "m", None, {})
-    plan = online.Online([online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2, measures_client=False)
-    with serving(good) as fake, heard():
-        online.measure(Target(fake.url, "m"), plan, result, lambda run: None)
-    assert [run["traffic"]["name"] for run in result["runs"]] == ["first", "load"]
-    assert result["runs"][-1]["figures"]["answered"] == 2
-    assert result["is_interrupted"]
-    assert "is_part" not in result["runs"][-1]
-
-
-def test_a_client_that_hands_in_nothing_in_time_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stands_still(*given: Any) -> None:
-        time.sleep(60)
-
-    monkeypatch.setattr(client, "_client", stands_still)
-    monkeypatch.setattr(client, "PATIENCE", 0.2)
-    answers = run(Target("http://h", "m"), load(2, 10, 2, is_fixed=True).sessions, ONE, None, lambda: True)
-    assert answers.failures == ["a client process handed in nothing within 0 s"]
-
-
-def test_a_user_who_is_told_to_end_as_an_answer_comes_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answered:
-        def __init__(self) -> None:
-            self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def ask(self, data: bytes) -> asyncio.Future[None]:
-            return self.answer
-
-    async def ended() -> None:
-        wire = Answered()
-
-        async def connect(target: Target) -> Answered:
-            return wire
-
-        monkeypatch.setattr(connection, "connect", connect)
-        task = asyncio.ensure_future(connection.User(Target("http://h", "m")).ask(b""))
-        await asyncio.sleep(0)
-        wire.answer.set_result(None)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(ended())
-
-
-def test_a_report_that_fails_leaves_no_client() -> None:
-    with serving(good) as fake, pytest.raises(ZeroDivisionError):
-        run(Target(fake.url, "m"), load(500, 10, 4, is_fixed=True).sessions, ONE, lambda done, total: 1 // 0)
-    assert multiprocessing.active_children() == []
-
-
-def test_ctrl_c_while_the_client_alone_is_measured_keeps_the_load_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told_to_end(pace: Pace) -> dict[str, Any]:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return client_cost(pace)
-
-    monkeypatch.setattr(online, "client_cost", told_to_end)
-    result = results.new("serve", "m", None, {})
-    plan = online.Online([online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2)
-    with serving(good) as fake:
-        online.measure(Target(fake.url, "m"), plan, result, lambda run: None)
-    first, run = result["runs"]
-    assert result["is_interrupted"]
-    assert (first["traffic"]["name"], run["figures"]["answered"]) == ("first", 2)
-    assert not run.keys() & {"is_part", "client"}
-
-
-@pytest.mark.parametrize("number", [0, 4])
-def test_ctrl_c_during_the_first_requests_says_nothing_of_failures(number: int) -> None:
-    async def ended(exchange: Exchange) -> None:
-        if exchange.number >= number:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(60)
-        await good(exchange)
-
-    result = results.new("serve", "m", None, {})
-    with serving(ended) as fake:
-        online.measure(Target(fake.url, "m"), online.Online([]), result, lambda run: None)
-    assert result["is_interrupted"]
-    assert result["runs"] == []
 
 
 def test_the_salt_is_sent_only_where_there_is_one() -> None:
