@@ -71,11 +71,8 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
         left = {sequence_id: count - 1 for sequence_id, count in left.items()}
         finish = np.array([2 if count == 0 else 0 for count in left.values()], np.int32)
         left = {sequence_id: count for sequence_id, count in left.items() if count}
-        none, zeros, ones = np.zeros(0, np.int32), np.zeros(len(ids), np.int32), np.ones(len(ids), np.int32)
-        no_floats = np.zeros(0, np.float32)
-        send_outputs(sockets, Outputs(
-            ids, ones, (ids % VOCAB_SIZE).astype(np.int32), finish, zeros, none, 0, no_floats, none, none, no_floats
-        ))
+        zeros, ones = np.zeros(len(ids), np.int32), np.ones(len(ids), np.int32)
+        send_outputs(sockets, Outputs(ids, ones, (ids % VOCAB_SIZE).astype(np.int32), finish, zeros))
         num_steps += 1
         for socket in sockets if num_steps % 100 == 0 or not left else []:
             send(socket, Pulse(num_steps, len(left), 0, is_draining=False))

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
-import numpy as np
-
-from tokenspeed_core.step import F32, I32, I64
+from tokenspeed_core.step import F32, I32, I64, StepLogprobs
 from tokenspeed_core.wire import Codec
 
 WORKER_SHIFT = 40  # a sequence's id, shifted right by so many bits, is the number of its API worker
-
-_NO_INT = np.zeros(0, np.int32)
-_NO_FLOAT = np.zeros(0, np.float32)
 
 
 class Finish(IntEnum):
@@ -80,9 +75,9 @@ class TokenColumns:
 class Outputs:
     """What a step gave the sequences of one API worker, as columns of N.
 
-    Sequence i got `num_tokens[i]` tokens of `token_ids`. `finish` holds `Finish` values. Log-probability
-    columns have one entry per *token* of the sequences listed in `logprob_rows` (indices into the N), in
-    order; `logprob_width` alternatives each, padded with id -1.
+    Sequence i got `num_tokens[i]` tokens of `token_ids`. `finish` holds `Finish` values. The columns of `logprobs`
+    have one entry per *token* of the sequences listed in its `rows` (indices into the N), in order; alternatives are
+    padded with id -1.
     """
 
     tag: ClassVar[str] = "outputs"
@@ -92,24 +87,12 @@ class Outputs:
     token_ids: I32
     finish: I32
     num_cached_tokens: I32   # prompt tokens found in the prefix cache, with the first token; else 0
-    logprob_rows: I32
-    logprob_width: int
-    logprob_chosen: F32
-    logprob_ranks: I32
-    logprob_top_ids: I32
-    logprob_top_values: F32
-
-    @classmethod
-    def plain(cls, sequence_ids: I64, num_tokens: I32, token_ids: I32, finish: I32, num_cached: I32) -> Outputs:
-        """Return what a step gave without log-probabilities."""
-        return cls(
-            sequence_ids, num_tokens, token_ids, finish, num_cached, _NO_INT, 0, _NO_FLOAT, _NO_INT, _NO_INT, _NO_FLOAT
-        )
+    logprobs: StepLogprobs | None = None
 
     def each(self) -> Iterator[tuple[int, list[int], int, int, TokenColumns | None]]:
         """Yield each sequence's id, new tokens, `Finish`, cached prompt tokens and log-probabilities."""
         tokens, start = self.token_ids.tolist(), 0
-        logprobs = self._logprobs() if len(self.logprob_rows) else {}
+        logprobs = {} if self.logprobs is None else self._by_row(self.logprobs)
         columns = zip(
             self.sequence_ids.tolist(), self.num_tokens.tolist(), self.finish.tolist(),
             self.num_cached_tokens.tolist(), strict=True,
@@ -118,15 +101,15 @@ class Outputs:
             yield sequence_id, tokens[start : start + num_tokens], finish, num_cached, logprobs.get(row)
             start += num_tokens
 
-    def _logprobs(self) -> dict[int, TokenColumns]:
+    def _by_row(self, logprobs: StepLogprobs) -> dict[int, TokenColumns]:
         """Return the log-probability columns of each row (of the N) that has them."""
-        chosen, ranks = self.logprob_chosen.tolist(), self.logprob_ranks.tolist()
-        top_ids = self.logprob_top_ids.reshape(len(chosen), self.logprob_width).tolist()
-        top_values = self.logprob_top_values.reshape(len(chosen), self.logprob_width).tolist()
+        chosen, ranks = logprobs.chosen.tolist(), logprobs.ranks.tolist()
+        top_ids = logprobs.top_ids.reshape(len(chosen), logprobs.width).tolist()
+        top_values = logprobs.top_values.reshape(len(chosen), logprobs.width).tolist()
         tops = (zip(*each, strict=True) for each in zip(top_ids, top_values, strict=True))
         top = [[(other, value) for other, value in each if other >= 0] for each in tops]
         rows, start = {}, 0
-        for row in self.logprob_rows.tolist():
+        for row in logprobs.rows.tolist():
             its = slice(start, start + int(self.num_tokens[row]))
             rows[row] = TokenColumns(chosen[its], ranks[its], top[its])
             start = its.stop

@@ -27,6 +27,7 @@ from tokenspeed_core.messages import (
     Submit,
     to_engine,
 )
+from tokenspeed_core.step import StepLogprobs
 from tokenspeed_core.wire import pack
 
 STALLS, DIES, ERRS, QUEUE_FULL, NEVER_ENDS = 390, 391, 392, 393, 394  # first tokens of prompts
@@ -129,10 +130,12 @@ class FakeEngine:
             np.array(ids, np.int64), np.ones(len(ids), np.int32),
             np.array([s.tokens[-1] for s in running], np.int32), np.array(finish, np.int32),
             np.array([len(s.request.prompt) - 1 if len(s.tokens) == 1 else 0 for s in running], np.int32),
-            np.array(logprob_rows, np.int32), width, np.full(len(chosen), -0.5, np.float32),
-            np.ones(len(chosen), np.int32),
-            np.array([[(i + k) % self.config["vocab_size"] for k in range(width)] for i in chosen], np.int32).ravel(),
-            np.array([[-0.5 - k for k in range(width)] for _ in chosen], np.float32).ravel(),
+            StepLogprobs(
+                np.array(logprob_rows, np.int32), width, np.full(len(chosen), -0.5, np.float32),
+                np.ones(len(chosen), np.int32),
+                np.array([(i + k) % self.config["vocab_size"] for i in chosen for k in range(width)], np.int32),
+                np.array([-0.5 - k for _ in chosen for k in range(width)], np.float32),
+            ),
         ))
         for sequence_id, end in zip(ids, finish, strict=True):
             if end != Finish.NOT:

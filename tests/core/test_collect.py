@@ -142,14 +142,16 @@ def test_log_probabilities_follow_their_sequences(is_late: bool) -> None:
     if is_late:
         outcome.add_late(2, 102, 7, Finish.NOT, 0)
     out = outcome.outputs()
+    told = out.logprobs
+    assert told is not None
     kept = [1, 2, 4] if is_late else [1, 4]
-    assert sorted(out.sequence_ids[out.logprob_rows].tolist()) == [row + 100 for row in kept]
-    rows = out.sequence_ids[out.logprob_rows] - 100
-    assert out.logprob_width == 2
-    assert out.logprob_ranks.tolist() == rows.tolist()
-    assert out.logprob_chosen.tolist() == (-rows).tolist()
-    assert out.logprob_top_ids.tolist() == np.repeat(rows, 2).tolist()
-    assert out.logprob_top_values.tolist() == np.repeat(-rows, 2).tolist()
+    assert sorted(out.sequence_ids[told.rows].tolist()) == [row + 100 for row in kept]
+    rows = out.sequence_ids[told.rows] - 100
+    assert told.width == 2
+    assert told.ranks.tolist() == rows.tolist()
+    assert told.chosen.tolist() == (-rows).tolist()
+    assert told.top_ids.tolist() == np.repeat(rows, 2).tolist()
+    assert told.top_values.tolist() == np.repeat(-rows, 2).tolist()
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.booleans())

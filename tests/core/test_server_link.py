@@ -31,6 +31,7 @@ from tokenspeed_core.requests import Defaults, build_submit
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.server.engine_link import STALL_SECONDS, EngineLink, State
 from tokenspeed_core.server.errors import ApiError
+from tokenspeed_core.step import StepLogprobs
 from tokenspeed_core.wire import pack
 
 
@@ -80,10 +81,12 @@ def outputs(rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int
     return Outputs(
         np.array(list(rows), np.int64), np.array([len(t) for t in rows.values()], np.int32),
         np.array([i for tokens in rows.values() for i in tokens], np.int32),
-        np.full(len(rows), finish, np.int32), np.zeros(len(rows), np.int32), np.array(logprob_rows, np.int32),
-        width, np.array([-i for i in told], np.float32), np.ones(len(told), np.int32),
-        np.array([i + k for i in told for k in range(width)], np.int32),
-        np.array([-i - k for i in told for k in range(width)], np.float32),
+        np.full(len(rows), finish, np.int32), np.zeros(len(rows), np.int32),
+        StepLogprobs(
+            np.array(logprob_rows, np.int32), width, np.array([-i for i in told], np.float32),
+            np.ones(len(told), np.int32), np.array([i + k for i in told for k in range(width)], np.int32),
+            np.array([-i - k for i in told for k in range(width)], np.float32),
+        ) if logprob_rows else None,
     )
 
 

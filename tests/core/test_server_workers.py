@@ -23,6 +23,7 @@ from tokenspeed_core.config import Config
 from tokenspeed_core.engine.workers import split
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.messages import WORKER_SHIFT, Outputs
+from tokenspeed_core.step import StepLogprobs
 
 SLOW = {"step_seconds": 0.03}
 ENDLESS: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400, "stream": True}
@@ -304,8 +305,10 @@ def test_each_worker_gets_its_own_rows_with_their_log_probabilities() -> None:
     counts = np.array([1, 2, 0, 1, 3], np.int32)
     outputs = Outputs(
         ids, counts, np.arange(7, dtype=np.int32), np.array([0, 0, 3, 2, 1], np.int32), np.arange(5, dtype=np.int32),
-        np.array([1, 3, 4], np.int32), 2, np.arange(6, dtype=np.float32), np.arange(6, dtype=np.int32),
-        np.arange(12, dtype=np.int32), np.arange(12, dtype=np.float32),
+        StepLogprobs(
+            np.array([1, 3, 4], np.int32), 2, np.arange(6, dtype=np.float32), np.arange(6, dtype=np.int32),
+            np.arange(12, dtype=np.int32), np.arange(12, dtype=np.float32),
+        ),
     )
     parts = dict(split(outputs))
     assert {worker: part.sequence_ids.tolist() for worker, part in parts.items()} == {
@@ -313,8 +316,9 @@ def test_each_worker_gets_its_own_rows_with_their_log_probabilities() -> None:
     }
     assert {worker: part.token_ids.tolist() for worker, part in parts.items()} == {0: [0], 1: [1, 2, 4, 5, 6], 2: [3]}
     assert [parts[worker].finish.tolist() for worker in range(3)] == [[0, 3], [0, 1], [2]]
-    assert [parts[worker].logprob_rows.tolist() for worker in range(3)] == [[], [0, 1], [0]]
-    assert [parts[worker].logprob_chosen.tolist() for worker in range(3)] == [[], [0, 1, 3, 4, 5], [2]]
-    assert parts[1].logprob_top_ids.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
-    columns = [column for part in parts.values() for column in (part.logprob_rows, part.token_ids)]
+    told = [part.logprobs for _, part in sorted(parts.items()) if part.logprobs is not None]
+    assert [each.rows.tolist() for each in told] == [[], [0, 1], [0]]
+    assert [each.chosen.tolist() for each in told] == [[], [0, 1, 3, 4, 5], [2]]
+    assert told[1].top_ids.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+    columns = [*(each.rows for each in told), *(part.token_ids for part in parts.values())]
     assert {column.dtype for column in columns} == {np.dtype(np.int32)}

@@ -155,4 +155,4 @@ class Engine:
 
 def _errors(sequence_ids: list[int]) -> Outputs:
     zeros = np.zeros(len(sequence_ids), np.int32)
-    return Outputs.plain(np.asarray(sequence_ids, np.int64), zeros, zeros[:0], zeros + np.int32(Finish.ERROR), zeros)
+    return Outputs(np.asarray(sequence_ids, np.int64), zeros, zeros[:0], zeros + np.int32(Finish.ERROR), zeros)

@@ -10,6 +10,7 @@ import numpy as np
 import zmq
 
 from tokenspeed_core.messages import WORKER_SHIFT, Outputs
+from tokenspeed_core.step import Bool, StepLogprobs
 from tokenspeed_core.wire import pack
 
 Socket = zmq.Socket[bytes]
@@ -43,15 +44,21 @@ def split(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
     owners = outputs.sequence_ids >> WORKER_SHIFT
     for worker in sorted(set(owners.tolist())):
         rows = owners == worker
-        listed = rows[outputs.logprob_rows]
-        entries = np.repeat(listed, outputs.num_tokens[outputs.logprob_rows])
-        alternatives = np.repeat(entries, outputs.logprob_width)
-        place = np.cumsum(rows, dtype=np.int32) - np.int32(1)
         yield worker, Outputs(
             outputs.sequence_ids[rows], outputs.num_tokens[rows],
             outputs.token_ids[np.repeat(rows, outputs.num_tokens)],
-            outputs.finish[rows], outputs.num_cached_tokens[rows],
-            place[outputs.logprob_rows[listed]], outputs.logprob_width,
-            outputs.logprob_chosen[entries], outputs.logprob_ranks[entries],
-            outputs.logprob_top_ids[alternatives], outputs.logprob_top_values[alternatives],
+            outputs.finish[rows], outputs.num_cached_tokens[rows], _logprobs(outputs, rows),
         )
+
+
+def _logprobs(outputs: Outputs, rows: Bool) -> StepLogprobs | None:
+    """Return the log-probabilities of some of the rows, if any of all has them."""
+    if (whole := outputs.logprobs) is None:
+        return None
+    listed, place = rows[whole.rows], np.cumsum(rows, dtype=np.int32) - np.int32(1)
+    entries = np.repeat(listed, outputs.num_tokens[whole.rows])
+    tops = np.repeat(entries, whole.width)
+    return StepLogprobs(
+        place[whole.rows[listed]], whole.width, whole.chosen[entries], whole.ranks[entries], whole.top_ids[tops],
+        whole.top_values[tops],
+    )

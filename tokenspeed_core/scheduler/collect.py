@@ -65,11 +65,9 @@ class Collected:
                 np.concatenate(parts, dtype=parts[0].dtype, casting="unsafe")
                 for parts in zip(columns, *self._late, strict=True)
             ]
-        plan_rows, *plain = columns
-        outputs, logprobs = Outputs.plain(*plain), self.result.logprobs
-        if logprobs is None or not len(logprobs.rows):
-            return outputs
-        return _with_logprobs(logprobs, outputs, plan_rows)
+        plan_rows, sequence_ids, num_tokens, token_ids, finish, num_cached = columns
+        outputs, logprobs = Outputs(sequence_ids, num_tokens, token_ids, finish, num_cached), self.result.logprobs
+        return outputs if logprobs is None else replace(outputs, logprobs=_kept(logprobs, outputs, plan_rows))
 
 
 def collect(columns: SlotColumns, flight: InFlight, result: StepResult) -> Collected:
@@ -128,17 +126,15 @@ def _offsets(counts: I32, total: int) -> I64:
     return np.arange(total) - np.repeat(ends - counts, counts)
 
 
-def _with_logprobs(logprobs: StepLogprobs, outputs: Outputs, plan_rows: I32) -> Outputs:
-    """Return the message with the log-probabilities of its sequences, whose rows in the plan are `plan_rows`."""
-    place = np.full(int(max(logprobs.rows.max(), plan_rows.max(initial=0))) + 1, -1, np.int32)
+def _kept(logprobs: StepLogprobs, outputs: Outputs, plan_rows: I32) -> StepLogprobs:
+    """Return the log-probabilities of a message's sequences, whose rows in the plan are `plan_rows`."""
+    place = np.full(int(max(logprobs.rows.max(initial=0), plan_rows.max(initial=0))) + 1, -1, np.int32)
     place[plan_rows] = np.arange(len(plan_rows), dtype=np.int32)
     at = place[logprobs.rows]
     keep = at >= 0
     keep[keep] = outputs.num_tokens[at[keep]] > 0
     shape = (len(at), logprobs.width)
-    return replace(
-        outputs, logprob_rows=at[keep], logprob_width=logprobs.width,
-        logprob_chosen=logprobs.chosen[keep], logprob_ranks=logprobs.ranks[keep],
-        logprob_top_ids=logprobs.top_ids.reshape(shape)[keep].ravel(),
-        logprob_top_values=logprobs.top_values.reshape(shape)[keep].ravel(),
+    return StepLogprobs(
+        at[keep], logprobs.width, logprobs.chosen[keep], logprobs.ranks[keep],
+        logprobs.top_ids.reshape(shape)[keep].ravel(), logprobs.top_values.reshape(shape)[keep].ravel(),
     )

@@ -33,7 +33,7 @@ class _Echo(EngineLink):
             sequence, one, none = np.array([message.request_id]), np.ones(1, np.int32), np.zeros(1, np.int32)
             for left in reversed(range(len(message.prompt))):
                 finish = none if left else np.array([Finish.LENGTH], np.int32)
-                outputs = Outputs.plain(sequence, one, message.prompt[[-1 - left]], finish, none)
+                outputs = Outputs(sequence, one, message.prompt[[-1 - left]], finish, none)
                 self._loop.call_soon(self._dispatch, to_api.unpack(pack(outputs)))
 
 
