@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -93,6 +95,23 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) ->
             "max_tokens", "context_length_exceeded",
         )
     return room if max_tokens is None else max_tokens
+
+
+def read_ids(given: Any, param: str) -> I32:
+    """Return token ids, a list or what can be made one, as int32 [tokens]. Raises BadRequestError naming the first bad.
+
+    Prompts are long, and the device waits: one pass packs and checks all ids.
+    """
+    whole = given.tolist() if isinstance(given, np.ndarray) else given
+    if not isinstance(whole, Sequence):
+        raise BadRequestError(f"{param} must be a list of token ids; found {type(given).__name__}", param)
+    with suppress(struct.error, TypeError):  # of what is no integer, or none of 32 bits
+        ids = np.frombuffer(struct.pack(f"={len(whole)}i", *whole), np.int32)
+        # True packs as 1 and is no token: only where there is a 0 or a 1 can there be one.
+        if ids.min(initial=2) > 1 or bool not in map(type, whole):
+            return ids
+    bad = next(i for i, each in enumerate(whole) if type(each) is not int or not -(2**31) <= each < 2**31)
+    raise BadRequestError(f"{param}[{bad}] is {str(whole[bad])[:40]!r}: token ids are integers of 32 bits", param)
 
 
 def check_ids(ids: I32, limits: Ready, param: str) -> None:

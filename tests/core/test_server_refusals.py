@@ -78,7 +78,7 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("prompt", [[1], [400]], "prompt[1]: prompt has the token id 400"),
         ("prompt", [400], "0 to 399"),
         ("prompt", [-1], "0 to 399"),
-        ("prompt", [2**40], "less than or equal to"),
+        ("prompt", [2**40], "integers of 32 bits"),
         ("prompt", [1, True], "integer"),
         ("prompt", [1.0], "integer"),
         ("prompt", ["a", [1]], "mixes"),

@@ -41,3 +41,11 @@ def test_the_pace_is_played_in_virtual_time() -> None:
     assert [line.partition(":")[0] for line in lines] == [
         f"8 users, steps beside decodes of {least} ms" for least in (12, 9)]
     assert all(float(line.split()[8]) > 1000 for line in lines), lines
+
+
+def test_a_turn_that_is_read_after_those_before_it_has_its_times_told() -> None:
+    done = script("chat_turns.py", "--turns", "2", "--first-chars", "16000")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["tokens"] > 10_000
+    assert min(told[name] for name in ("json_ms", "kept_ms", "new_ms", "floor_ms")) > 0

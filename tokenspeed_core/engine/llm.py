@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.schema import metadata
@@ -20,7 +17,7 @@ from tokenspeed_core.errors import ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.messages import Finish, Outputs, Submit, TokenColumns
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.requests import BadRequestError, Defaults, build_submit
+from tokenspeed_core.requests import BadRequestError, Defaults, build_submit, read_ids
 from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import Assembler, load_text
@@ -124,8 +121,7 @@ class LLM(AbstractContextManager["LLM"]):
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self._template.render(each, tools, options) for each in conversations]  # type: ignore[arg-type]
         prompts = [
-            {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False).tolist()}
-            for text in texts
+            {"prompt": one, "prompt_token_ids": self.tokenizer.encode(one, add_special_tokens=False)} for one in texts
         ]
         return self.generate(prompts, sampling_params)
 
@@ -168,29 +164,14 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _ids(self, prompt: Prompt) -> I32:
         if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt", "prompt_token_ids"}:
-            ids = prompt.get("prompt_token_ids")
-            if ids is not None:
-                return self._checked(ids)
+            if (ids := prompt.get("prompt_token_ids")) is not None:
+                return read_ids(ids, "prompt_token_ids")
             prompt = prompt.get("prompt", prompt)
         if not isinstance(prompt, str):
             raise BadRequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}", "prompt")
         if self.tokenizer is None:
             raise BadRequestError("a text needs a tokenizer, and this LLM was made without one", "prompt")
         return self.tokenizer.encode(prompt, add_special_tokens=True)
-
-    def _checked(self, ids: Any) -> I32:
-        """Return token ids as an array. Prompts are long, and the device waits: one pass packs and checks all ids."""
-        whole = ids.tolist() if isinstance(ids, np.ndarray) else ids
-        if isinstance(whole, Sequence):
-            with suppress(struct.error, TypeError):   # of what is no integer, or none of 32 bits
-                packed = np.frombuffer(struct.pack(f"={len(whole)}i", *whole), np.int32)
-                least, most = packed.min(initial=2), packed.max(initial=0)
-                # True packs as 1 and is no token: only where there is a 0 or a 1 can there be one.
-                if least >= 0 and most < self._limits.vocab_size and (least > 1 or bool not in map(type, whole)):
-                    return packed
-        raise BadRequestError(
-            f"prompt_token_ids must be integers from 0 to {self._limits.vocab_size - 1}", "prompt_token_ids"
-        )
 
     def _assembler(self, params: SamplingParams) -> Assembler:
         assert self.tokenizer is not None

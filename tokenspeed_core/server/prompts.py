@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
-
-import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any
 
 from tokenspeed_core.messages import Ready
-from tokenspeed_core.requests import BadRequestError
+from tokenspeed_core.requests import BadRequestError, read_ids
 from tokenspeed_core.server.protocol import ChatRequest, Message, ToolCall
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import ChatTemplate, TemplateError, Tokenizer
 
 MAX_PROMPTS = 512
 MAX_CHARS_PER_TOKEN = 256  # no vocabulary has longer tokens, so longer texts cannot fit and are not tokenised
-
-_IDS = TypeAdapter(
-    Annotated[list[Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]], Field(fail_fast=True)]
-)
 
 
 def read_prompts(prompt: Any) -> list[str | I32]:
@@ -31,35 +24,21 @@ def read_prompts(prompt: Any) -> list[str | I32]:
         raise BadRequestError(
             f"prompt must be text, token ids, or a list of either; found {type(prompt).__name__}", "prompt"
         )
-    if not prompt:
-        raise BadRequestError("prompt is an empty list: it must have at least 1 token", "prompt")
-    if not isinstance(prompt[0], str | list):
-        return [_ids(prompt, "prompt")]
+    if not prompt or not isinstance(prompt[0], str | list):
+        return [read_ids(prompt, "prompt")]
     if len(prompt) > MAX_PROMPTS:
         raise BadRequestError(f"prompt has {len(prompt)} prompts: at most {MAX_PROMPTS} in a request", "prompt")
-    found: list[str | I32] = []
-    for position, entry in enumerate(prompt):
-        if type(entry) is not type(prompt[0]):
-            raise BadRequestError("prompt mixes texts and token ids: send one kind in a request", "prompt")
-        found.append(entry if isinstance(entry, str) else _ids(entry, f"prompt[{position}]"))
-    return found
+    if len(set(map(type, prompt))) > 1:
+        raise BadRequestError("prompt mixes texts and token ids: send one kind in a request", "prompt")
+    return [each if isinstance(each, str) else read_ids(each, f"prompt[{i}]") for i, each in enumerate(prompt)]
 
 
-def _ids(values: Any, param: str) -> I32:
-    try:
-        return np.array(_IDS.validate_python(values, strict=True), np.int32)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = "".join(f"[{part}]" for part in first["loc"])
-        raise BadRequestError(
-            f"{param}{where} is {str(first['input'])[:40]!r}: {first['msg']}; token ids are whole numbers", param
-        ) from error
+def encode(tokenizer: Tokenizer | None, text: str, limits: Ready, *, add_special_tokens: bool, salt: str = "") -> I32:
+    """Return the ids of a bare prompt, or of rendered messages, which have special tokens of their own.
 
-
-def encode(
-    tokenizer: Tokenizer | None, text: str, limits: Ready, *, add_special_tokens: bool, param: str
-) -> I32:
-    """Return a text's ids. Raises BadRequestError for text that cannot fit, before the work of tokenising."""
+    Raises BadRequestError for text that cannot fit, before the work of tokenising.
+    """
+    param = "prompt" if add_special_tokens else "messages"
     if tokenizer is None:
         raise BadRequestError("this server runs with --skip-tokenizer-init: send token ids to /v1/completions", param)
     if len(text) > limits.longest * MAX_CHARS_PER_TOKEN:
@@ -67,7 +46,7 @@ def encode(
             f"{param} has {len(text)} characters, too long for a context of {limits.longest} tokens",
             param, "context_length_exceeded",
         )
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens, salt=salt)
 
 
 def chat_ids(
@@ -84,14 +63,12 @@ def chat_ids(
     options = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         options.setdefault("reasoning_effort", request.reasoning_effort)
-    messages = [
-        _for_template(message, position, template) for position, message in enumerate(request.messages)
-    ]
+    messages = [_for_template(message, position, template) for position, message in enumerate(request.messages)]
     try:
         text = template.render(messages, tools if request.tool_choice == "auto" else None, options)
     except TemplateError as error:
         raise BadRequestError(str(error), "messages") from error
-    return encode(tokenizer, text, limits, add_special_tokens=False, param="messages")
+    return encode(tokenizer, text, limits, add_special_tokens=False, salt=request.cache_salt)
 
 
 def _for_template(message: Message, position: int, template: ChatTemplate) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from tokenspeed_core.server.protocol import ChatRequest, CompletionRequest, pars
 from tokenspeed_core.server.replies import Choice, Reply, Shape
 from tokenspeed_core.step import I32
 from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer
-from tokenspeed_core.text.detokenizer import Detokenizer, NoText
+from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer
 from tokenspeed_core.text.load import NamedParser, Parsers
 
 MAX_SEQUENCES_PER_REQUEST = 1024
@@ -200,8 +201,7 @@ class Service:
             tools = raw.get("tools") or None
             return [chat_ids(tokenizer, serving.text.template, request, tools, limits)]
         return [
-            prompt if isinstance(prompt, np.ndarray)
-            else encode(tokenizer, prompt, limits, add_special_tokens=True, param="prompt")
+            prompt if isinstance(prompt, np.ndarray) else encode(tokenizer, prompt, limits, add_special_tokens=True)
             for prompt in read_prompts(request.prompt)
         ]
 
@@ -241,4 +241,6 @@ class Service:
 
     def _detokenizer(self, skips_special: bool) -> Detokenizer:
         tokenizer = self._serving().text.tokenizer
-        return NoText() if tokenizer is None else tokenizer.detokenizer(skip_special_tokens=skips_special)
+        if tokenizer is None:
+            return ByteDetokenizer(defaultdict(bytes), defaultdict(str))  # no token has text
+        return tokenizer.detokenizer(skip_special_tokens=skips_special)

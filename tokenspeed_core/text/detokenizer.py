@@ -29,18 +29,6 @@ class Detokenizer(Protocol):
         """Return what is still held back; nothing may be pushed after it."""
 
 
-class NoText:
-    """For a server without a tokenizer: tokens have no text."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Return no text."""
-        return ""
-
-    def flush(self) -> str:
-        """Return no text."""
-        return ""
-
-
 class ByteDetokenizer:
     """For byte-level vocabularies: every token is bytes, the text is their UTF-8.
 

@@ -51,17 +51,13 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 

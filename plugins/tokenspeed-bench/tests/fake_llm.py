@@ -35,9 +35,9 @@ class FakeLLM:
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
         if any(max(each) >= self.vocab_size for each in ids):
-            raise BadRequestError(f"ids must be below {self.vocab_size}", "prompt_token_ids")
+            raise BadRequestError(f"ids must be below {self.vocab_size}", "prompt")
         if any(len(each) + p.max_tokens > self.longest for each, p in zip(ids, params, strict=True)):
-            raise BadRequestError(f"the context is {self.longest}", "prompt")
+            raise BadRequestError(f"the context is {self.longest}", "prompt", "context_length_exceeded")
         self.calls.append([len(each) for each in ids])
         if len(self.calls) - 1 == self.raise_at:
             raise KeyboardInterrupt

@@ -143,7 +143,7 @@ def first_tokens(engine: Engine) -> tuple[int, dict[str, float]]:
         try:
             seconds = [_first(engine, session.ids) for session in below(prompts, end_id).sessions]
         except BadRequestError as error:
-            if error.param != "prompt_token_ids":
+            if error.code == "context_length_exceeded":
                 raise BenchError(f"the model takes no prompt of {FIRST_LEN} tokens: {error}") from error
             continue
         median = statistics.median(seconds[1:])

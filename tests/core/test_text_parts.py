@@ -1,0 +1,157 @@
+"""Text that is encoded in parts has the tokens of the whole, and no part is encoded twice while it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors, trainers
+
+from tokenspeed_core.text import tokenizer as module
+from tokenspeed_core.text.tokenizer import Tokenizer
+
+TEXT = "hello world, how are you? I am fine. <turn> </turn> <think> 12 34 \n\n  HÉLLO thére 🙂"
+# Such as models have, and such as may hide each other, by taking a part, or whitespace, or by what stands beside them.
+ADDED = (
+    AddedToken("<turn>", special=True, normalized=False), AddedToken("</turn>", special=True, normalized=False),
+    AddedToken("<think>", special=False, normalized=False), AddedToken("ow", special=False, normalized=True),
+    AddedToken("<l>", special=True, normalized=False, lstrip=True),
+    AddedToken("<r>", special=True, normalized=False, rstrip=True),
+    AddedToken("<w>", special=True, normalized=False, single_word=True),
+    AddedToken("<n>", special=True, normalized=True), AddedToken(" <s>", special=True, normalized=False),
+    AddedToken("<in>", special=True, normalized=False), AddedToken("<out<in>>", special=False, normalized=False),
+    AddedToken("<ab", special=True, normalized=False), AddedToken("b>", special=True, normalized=False),
+    AddedToken("xyx", special=True, normalized=False), AddedToken("[INST]", special=True, normalized=False),
+)
+PIECES = [
+    *(token.content for token in ADDED), "<turn", "turn>", "<out<in>", "<ab>", "xyxyx", " ", "  ", "\n", "\n\n",
+    "hello", "world", "HÉLLO", "é", "🙂", "12", "how", "'s", ",", "?!", "▁", "<", ">",
+]
+
+
+def byte_level(add_prefix_space: bool) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([TEXT] * 3, trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    return backend
+
+
+def metaspace(scheme: str) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.train_from_iterator([TEXT] * 3, trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<unk>"], show_progress=False))
+    return backend
+
+
+def prepending() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.train_from_iterator([TEXT] * 3, trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<unk>"], show_progress=False))
+    return backend
+
+
+def word_pieces() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    backend.train_from_iterator([TEXT] * 3, trainers.WordPieceTrainer(
+        vocab_size=150, special_tokens=["<unk>"], show_progress=False))
+    backend.post_processor = processors.TemplateProcessing(single="<unk> $A <unk>", special_tokens=[("<unk>", 0)])
+    return backend
+
+
+def unigram() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.train_from_iterator([TEXT] * 3, trainers.UnigramTrainer(
+        vocab_size=80, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False))
+    return backend
+
+
+BACKENDS = {
+    "bytes": byte_level(add_prefix_space=False), "bytes, a space first": byte_level(add_prefix_space=True),
+    "metaspace, first": metaspace("first"), "metaspace, always": metaspace("always"), "Llama 2": prepending(),
+    "word pieces": word_pieces(), "unigram": unigram(),
+}
+for each in BACKENDS.values():
+    each.add_tokens(list(ADDED))
+KEPT = {name: Tokenizer(backend, {}) for name, backend in BACKENDS.items()}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_the_tokens_are_those_of_the_library(name: str, text: str) -> None:
+    expected = BACKENDS[name].encode(text, add_special_tokens=False).ids
+    for _ in range(2):
+        assert KEPT[name].encode(text, add_special_tokens=False).tolist() == expected
+
+
+def test_text_is_cut_before_special_tokens_that_nothing_hides() -> None:
+    marks = module._marks(list(BACKENDS["bytes"].get_added_tokens_decoder().values()))
+    assert sorted(marks) == [" <s>", "</turn>", "<ab", "<r>", "<turn>", "[INST]"]
+
+
+class Spy:
+    """A tokenizer that notes what it encodes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return BACKENDS["bytes"].get_added_tokens_decoder()
+
+    def encode_batch_fast(self, texts: Sequence[str], *, add_special_tokens: bool) -> Any:
+        self.texts += texts
+        return BACKENDS["bytes"].encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+def spied() -> tuple[Spy, module.PartEncoder]:
+    spy: Any = Spy()
+    return spy, module.PartEncoder(spy)
+
+
+def test_the_turns_before_are_not_encoded_again_but_for_another_salt() -> None:
+    spy, encoder = spied()
+    encoder.encode("<turn>one</turn>\n<turn>two</turn>\n", "")
+    assert spy.texts == ["<turn>one", "</turn>\n", "<turn>two"]
+    spy.texts.clear()
+    encoder.encode("<turn>one</turn>\n<turn>two</turn>\n<turn>three", "")
+    assert spy.texts == ["<turn>three"]
+    spy.texts.clear()
+    encoder.encode("<turn>one", "a tenant's own")
+    assert spy.texts == ["<turn>one"]
+
+
+def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 3 * (module.ENTRY_BYTES + 8 * 7))
+    spy, encoder = spied()
+    for text in ("<turn>a", "<turn>b", "<turn>c", "<turn>a", "<turn>d"):
+        encoder.encode(text, "")
+    assert [text for _, text in encoder._kept] == ["<turn>c", "<turn>a", "<turn>d"]
+    assert spy.texts == ["<turn>a", "<turn>b", "<turn>c", "<turn>d"]
+    assert encoder._num_bytes == module.MOST_BYTES
+    long = "<turn>" + "a" * 1000
+    assert encoder.encode(long, "").tolist() == BACKENDS["bytes"].encode(long, add_special_tokens=False).ids
+    assert (encoder._kept, encoder._num_bytes) == ({}, 0)
+
+
+def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 40 * module.ENTRY_BYTES)
+    _, encoder = spied()
+    texts = [f"<turn>{i % 70}</turn>\n<turn>{i % 50}" for i in range(2000)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda text: encoder.encode(text, "").tolist(), texts))
+    assert found == [each.ids for each in BACKENDS["bytes"].encode_batch(texts, add_special_tokens=False)]
+    assert encoder._num_bytes == sum(map(module._num_bytes, encoder._kept)) <= module.MOST_BYTES
