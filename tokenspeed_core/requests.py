@@ -110,7 +110,8 @@ def read_ids(given: Any, param: str) -> I32:
         # True packs as 1 and is no token: only where there is a 0 or a 1 can there be one.
         if ids.min(initial=2) > 1 or bool not in map(type, whole):
             return ids
-    bad = next(i for i, each in enumerate(whole) if type(each) is not int or not -(2**31) <= each < 2**31)
+    wrong = (isinstance(x, bool) or not isinstance(x, int | np.integer) or abs(int(x)) > 2**31 for x in whole)
+    bad = next((i for i, is_wrong in enumerate(wrong) if is_wrong), 0)
     raise BadRequestError(f"{param}[{bad}] is {str(whole[bad])[:40]!r}: token ids are integers of 32 bits", param)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +23,6 @@ ADDED = (
     AddedToken("<think>", special=False, normalized=False), AddedToken("ow", special=False, normalized=True),
     AddedToken("<l>", special=True, normalized=False, lstrip=True),
     AddedToken("<r>", special=True, normalized=False, rstrip=True),
-    AddedToken("<w>", special=True, normalized=False, single_word=True),
     AddedToken("<n>", special=True, normalized=True), AddedToken(" <s>", special=True, normalized=False),
     AddedToken("<in>", special=True, normalized=False), AddedToken("<out<in>>", special=False, normalized=False),
     AddedToken("<ab", special=True, normalized=False), AddedToken("b>", special=True, normalized=False),
@@ -98,6 +98,24 @@ def test_the_tokens_are_those_of_the_library(name: str, text: str) -> None:
         assert KEPT[name].encode(text, add_special_tokens=False).tolist() == expected
 
 
+def test_a_token_that_looks_beyond_itself_has_its_text_encoded_whole() -> None:
+    backend = byte_level(add_prefix_space=False)
+    backend.add_tokens([AddedToken("bot", special=True, single_word=True, normalized=False),
+                        AddedToken("END", special=True, normalized=False)])
+    tokenizer = Tokenizer(backend, {})
+    for text in ("the botEND", "the bot END", "END bot"):
+        assert tokenizer.encode(text, add_special_tokens=False).tolist() == backend.encode(text).ids
+
+
+@settings(deadline=None)
+@given(st.sets(st.text("<|ab>é", min_size=1, max_size=5), max_size=40), st.text("<|ab>é", max_size=60))
+def test_all_marks_of_a_text_are_found(marks: set[str], text: str) -> None:
+    marks = {mark for mark in marks if not any(other != mark and mark.startswith(other) for other in marks)}
+    if marks:
+        plain = "|".join(map(re.escape, marks))
+        assert re.findall(module._pattern(sorted(marks)), text) == re.findall(plain, text)
+
+
 def test_text_is_cut_before_special_tokens_that_nothing_hides() -> None:
     marks = module._marks(list(BACKENDS["bytes"].get_added_tokens_decoder().values()))
     assert sorted(marks) == [" <s>", "</turn>", "<ab", "<r>", "<turn>", "[INST]"]
@@ -135,7 +153,8 @@ def test_the_turns_before_are_not_encoded_again_but_for_another_salt() -> None:
 
 
 def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 3 * (module.ENTRY_BYTES + 8 * 7))
+    num_tokens = len(BACKENDS["bytes"].encode("<turn>a", add_special_tokens=False).ids)
+    monkeypatch.setattr(module, "MOST_BYTES", 3 * (module.ENTRY_BYTES + 4 * (len("<turn>a") + num_tokens)))
     spy, encoder = spied()
     for text in ("<turn>a", "<turn>b", "<turn>c", "<turn>a", "<turn>d"):
         encoder.encode(text, "")
@@ -147,6 +166,13 @@ def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(monkeypatc
     assert (encoder._kept, encoder._num_bytes) == ({}, 0)
 
 
+def test_a_text_of_nothing_but_special_tokens_is_encoded_whole() -> None:
+    spy, encoder = spied()
+    text = "<turn>" * module.MOST_PARTS
+    assert len(encoder.encode(text, "")) == module.MOST_PARTS
+    assert spy.texts == [text]
+
+
 def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BYTES", 40 * module.ENTRY_BYTES)
     _, encoder = spied()
@@ -154,4 +180,4 @@ def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda text: encoder.encode(text, "").tolist(), texts))
     assert found == [each.ids for each in BACKENDS["bytes"].encode_batch(texts, add_special_tokens=False)]
-    assert encoder._num_bytes == sum(map(module._num_bytes, encoder._kept)) <= module.MOST_BYTES
+    assert encoder._num_bytes == sum(module._num_bytes(*each) for each in encoder._kept.items()) <= module.MOST_BYTES

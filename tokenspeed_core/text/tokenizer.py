@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -21,8 +22,9 @@ from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer, Kind,
 
 V = TypeVar("V")
 
+MOST_PARTS = 16_384       # of a text; nobody's chat has more, and each takes some time of the interpreter
 MOST_BYTES = 128 * 2**20  # of parts that are kept, with their ids
-ENTRY_BYTES = 512         # of one, beside its characters (of up to 4 bytes) and its ids (as many at the most)
+ENTRY_BYTES = 512         # of one, beside its characters (of up to 4 bytes) and its ids
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -60,14 +62,16 @@ class PartEncoder:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         marks = _marks(backend.get_added_tokens_decoder().values())
-        self._mark = re.compile("|".join(map(re.escape, marks)) or "(?!)")
-        self._kept: dict[tuple[str, str], I32] = {}  # by salt and text; what was used last comes last
+        self._mark = re.compile(_pattern(sorted(marks)) if marks else "(?!)")
+        self._kept: OrderedDict[tuple[str, str], I32] = OrderedDict()  # by salt and text; what was used last is last
         self._num_bytes = 0
         self._lock = Lock()
 
     def encode(self, text: str, salt: str) -> I32:
         """Return the ids of a text, int32 [tokens]; nobody with another salt can tell by the time whether it came."""
         cuts = [0, *(found.start() for found in self._mark.finditer(text)), len(text)]
+        if len(cuts) > MOST_PARTS:
+            cuts = [0, len(text)]
         parts = [(salt, text[start:end]) for start, end in pairwise(cuts) if start < end] or [(salt, text)]
         ids = {part: kept for part in parts if (kept := self._kept.get(part)) is not None}
         new = [part for part in dict.fromkeys(parts) if part not in ids]
@@ -77,12 +81,10 @@ class PartEncoder:
         with self._lock:
             for part in ids:
                 if self._kept.pop(part, None) is None:
-                    self._num_bytes += _num_bytes(part)
+                    self._num_bytes += _num_bytes(part, ids[part])
                 self._kept[part] = ids[part]
             while self._num_bytes > MOST_BYTES:
-                oldest = next(iter(self._kept))
-                self._num_bytes -= _num_bytes(oldest)
-                del self._kept[oldest]
+                self._num_bytes -= _num_bytes(*self._kept.popitem(last=False))
         return np.concatenate([ids[part] for part in parts])
 
 
@@ -169,43 +171,42 @@ class Tokenizer:
         return Kind.BYTE if is_byte else Kind.TEXT
 
 
-def _num_bytes(part: tuple[str, str]) -> int:
-    return ENTRY_BYTES + 8 * len(part[1])
+def _num_bytes(part: tuple[str, str], ids: I32) -> int:
+    return ENTRY_BYTES + 4 * sum(map(len, part)) + ids.nbytes
 
 
 def _marks(tokens: Collection[AddedToken]) -> list[str]:
     """Return the special tokens that are found wherever they stand, whatever stands beside them."""
     found_first = [token for token in tokens if not token.normalized]
+    contents = {token.content for token in found_first}
+    whole, ends = "\0".join(contents), {each[at:] for each in contents for at in range(len(each))}
+    if any(token.single_word for token in found_first):  # it looks beyond itself, into the next part
+        return []
     return [
-        token.content for token in found_first
-        if token.special and not (token.lstrip or token.single_word)
-        and not any(_may_hide(other.content, token.content) for other in found_first)
+        mark.content for mark in found_first
+        if mark.special and not mark.lstrip and whole.count(mark.content) == 1  # in no other one
+        and not any(mark.content[:length] in ends for length in range(1, len(mark.content)))  # none ends within it
     ]
 
 
-def _may_hide(other: str, mark: str) -> bool:
-    """Say whether a token that begins ahead of a mark, or with it, may take some of it."""
-    starts = (mark[:length] for length in range(1, len(mark)))
-    return (mark in other and mark != other) or any(map(other.endswith, starts))
+def _pattern(marks: Iterable[str]) -> str:
+    """Return a pattern of sorted texts, none of which begins another, that looks at no character of a text twice."""
+    groups = [(first, [mark[1:] for mark in its]) for first, its in groupby(marks, key=lambda mark: mark[:1])]
+    return "(?:" + "|".join(re.escape(first) + (_pattern(rest) if first else "") for first, rest in groups) + ")"
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return the special tokens by role; older files write them as objects."""
-    named = {}
-    for name in _NAMED_TOKENS:
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            named[name] = token
-    return named
+    given = ((name, config.get(name)) for name in _NAMED_TOKENS)
+    named = {name: token.get("content") if isinstance(token, dict) else token for name, token in given}
+    return {name: token for name, token in named.items() if isinstance(token, str)}
 
 
 def _add_missing(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     """Make every named token special, as transformers does."""
     special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     missing = [token for token in dict.fromkeys(tokens) if token not in special]
-    if missing:
-        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

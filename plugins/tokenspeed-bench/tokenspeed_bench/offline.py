@@ -143,7 +143,7 @@ def first_tokens(engine: Engine) -> tuple[int, dict[str, float]]:
         try:
             seconds = [_first(engine, session.ids) for session in below(prompts, end_id).sessions]
         except BadRequestError as error:
-            if error.code == "context_length_exceeded":
+            if error.code == "context_length_exceeded" or error.param not in ("prompt", "prompt_token_ids"):
                 raise BenchError(f"the model takes no prompt of {FIRST_LEN} tokens: {error}") from error
             continue
         median = statistics.median(seconds[1:])
