@@ -36,7 +36,7 @@ from tokenspeed_core.plugins.deprecations import DEPRECATED, warn
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord, hookimpl
 from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
 
-API_VERSION = "1.18"
+API_VERSION = "1.19"
 
 __all__ = [
     "API_VERSION", "DOTS", "AttentionCall", "AttentionFactory", "AttentionKernel", "AttentionLimits",

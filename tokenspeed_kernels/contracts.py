@@ -295,6 +295,7 @@ FP8_METHOD = Quantization(
     },
 )
 
+_GROUPED_ROWS = ({"size": 64}, {"size": 256}, {"size": 1100})
 FP8_BLOCK = (
     OpContract(
         "quantize_fp8_groups", "linear",
@@ -302,7 +303,24 @@ FP8_BLOCK = (
         "128 neighbours / 448 (of 1e-10 at least), y = x / scale rounded",
         {"size": "elements of a row, N"},
         f"{_REFERENCE}.fp8_block:quantize_fp8_groups", f"{_INPUTS}:quantize_fp8", _CODES, rows=("x",),
-        cases=({"size": 64}, {"size": 256}, {"size": 1100}),
+        cases=_GROUPED_ROWS,
+    ),
+    OpContract(
+        "add_rms_norm_fp8_groups", "norm",
+        "(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)], "
+        "residual): residual += x; y and scale are its rms_norm, rounded to the dtype and quantised by groups",
+        _NORM,
+        f"{_REFERENCE}.fp8_block:add_rms_norm_fp8_groups", f"{_INPUTS}:add_rms_norm", _CODES,
+        mutates=("residual",), rows=("x", "residual"), parts=("add_rms_norm", "quantize_fp8_groups"),
+        cases=_GROUPED_ROWS,
+    ),
+    OpContract(
+        "silu_mul_fp8_groups", "activation",
+        "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): silu of the first half times the "
+        "second, rounded to the dtype and quantised by groups",
+        {"size": "elements of the result's rows, N"},
+        f"{_REFERENCE}.fp8_block:silu_mul_fp8_groups", f"{_INPUTS}:silu_mul", _CODES,
+        rows=("x",), parts=("silu_mul", "quantize_fp8_groups"), cases=_GROUPED_ROWS,
     ),
     OpContract(
         "quantize_fp8_blocks", "linear",
@@ -324,5 +342,6 @@ FP8_BLOCK = (
 )
 FP8_BLOCK_METHOD = Quantization(
     name="fp8-block", dtype="float8_e4m3fn", quantize="quantize_fp8_groups", linear="linear_fp8_block",
+    fused={"add_rms_norm": "add_rms_norm_fp8_groups", "silu_mul": "silu_mul_fp8_groups"},
     quantize_weight="quantize_fp8_blocks", scale_block=(128, 128), scale_name="weight_scale_inv",
 )

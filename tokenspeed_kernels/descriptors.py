@@ -76,6 +76,7 @@ TORCH_NORM = (
     _torch("rms_norm", "norm:rms_norm"),
     _torch("add_rms_norm", "norm:add_rms_norm"),
     _torch("add_rms_norm_fp8", "fp8:add_rms_norm_fp8"),
+    _torch("add_rms_norm_fp8_groups", "fp8_block:add_rms_norm_fp8_groups"),
 )
 TORCH_ROPE = (
     _torch("rope", "rope:rope"),
@@ -84,6 +85,7 @@ TORCH_ROPE = (
 TORCH_ACTIVATION = (
     _torch("silu_mul", "activation:silu_mul"),
     _torch("silu_mul_fp8", "fp8:silu_mul_fp8"),
+    _torch("silu_mul_fp8_groups", "fp8_block:silu_mul_fp8_groups"),
 )
 TORCH_LINEAR = (
     _torch("linear", "linear:linear"),
@@ -139,6 +141,9 @@ TRITON_NORM = (
     _triton("rms_norm", "norm:rms_norm", limits=_ONE_BLOCK),
     _triton("add_rms_norm", "norm:add_rms_norm", limits=_ONE_BLOCK),
     _triton("add_rms_norm_fp8", "fp8:add_rms_norm_fp8", limits=_ONE_BLOCK, capability=_FP8_UNITS),
+    _triton(
+        "add_rms_norm_fp8_groups", "fp8_block:add_rms_norm_fp8_groups", limits=_ONE_BLOCK, capability=_FP8_UNITS
+    ),
 )
 TRITON_ROPE = (
     _triton("rope", "rope:rope"),
@@ -147,6 +152,7 @@ TRITON_ROPE = (
 TRITON_ACTIVATION = (
     _triton("silu_mul", "activation:silu_mul"),
     _triton("silu_mul_fp8", "fp8:silu_mul_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
+    _triton("silu_mul_fp8_groups", "fp8_block:silu_mul_fp8_groups", capability=_FP8_UNITS),
 )
 TRITON_LINEAR = (
     _between("between_attention", AxisLimit("max_rows", 1, 64), most_hidden=4096),
@@ -159,7 +165,7 @@ TRITON_LINEAR = (
     _triton("quantize_fp8", "fp8:quantize_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
     _triton("linear_fp8", "linear_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS),
     _triton("quantize_fp8_groups", "fp8_block:quantize_fp8_groups", capability=_FP8_UNITS),
-    _triton("linear_fp8_block", "fp8_block:linear_fp8_block", _BASICS, _FP8_SIZES, capability=_FP8_UNITS),
+    _triton("linear_fp8_block", "linear_fp8_block:linear_fp8_block", _BASICS, _FP8_SIZES, capability=_FP8_UNITS),
     *(
         _triton(op, f"linear_fp8_row:{op}", _BASICS, limits, ("bfloat16",), _FP8_UNITS)
         for op, limits in (

@@ -33,7 +33,8 @@ AHEAD = (
     "between_attention", "rope_write_kv", "qk_norm_rope_write_kv", "greedy", "sample",
     "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8", "linear_fp8", "quantize_linear_fp8", "add_rms_norm_linear_fp8",
     "add_rms_norm_mlp_fp8", "write_kv", "moe_route", "moe_experts", "moe_experts_fp8", "between_attention_in_place",
-    "advance_rows", "map_tokens", "note_tokens",
+    "advance_rows", "map_tokens", "note_tokens", "quantize_fp8_groups", "add_rms_norm_fp8_groups",
+    "silu_mul_fp8_groups", "linear_fp8_block",
 )
 SPECS = [
     spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs
@@ -113,7 +114,7 @@ def test_what_a_factory_has_compiled_is_what_its_kernel_launches(spec: KernelSpe
         settle()
         found = compiler.names()
         assert len(found) == len(compiler.glued)
-        for num_rows in (1, 33):
+        for num_rows in (1, 33, 65, 129):
             given = make_inputs(contract, problem, num_rows, CPU, strided=False)
             kernel(*(USUAL.get(name, value) for name, value in given.items()))
             assert compiler.names() == found, f"{num_rows} rows launch what was not compiled ahead: {problem}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tokenspeed_core.engine.launch import dry_run
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_kernels.contracts import FP8_BLOCK_METHOD
-from tokenspeed_kernels.reference import fp8_block
+from tokenspeed_kernels.reference import activation, fp8_block, norm
 from tokenspeed_models.families import LLAMA, QWEN2, QWEN3
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.loading.safetensors import read_safetensors
@@ -38,7 +39,7 @@ class WholeActivations(QuantizedBuild):
     """A build whose weights are quantised and whose activations are not."""
 
     def __init__(self) -> None:
-        super().__init__(FP8_BLOCK_METHOD)
+        super().__init__(replace(FP8_BLOCK_METHOD, fused={}))  # whose ops would quantise as well
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         if op == "quantize_fp8_groups":
@@ -86,6 +87,20 @@ def test_each_block_of_a_weight_and_each_group_of_a_row_has_a_scale_of_its_own()
     x = torch.ones(2, 200)
     x[1, 190] = 448.0
     torch.testing.assert_close(fp8_block.quantize_groups(x)[1], torch.tensor([[1 / 448, 1 / 448], [1 / 448, 1.0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_ops_are_their_parts_one_after_another(dtype: torch.dtype) -> None:
+    problem = {"size": 200, "dtype": str(dtype).removeprefix("torch.")}
+    x, residual, weight = (normal(*shape).to(dtype) for shape in ((6, 200), (6, 200), (200,)))
+    *found, total = fp8_block.add_rms_norm_fp8_groups(problem)(x, residual.clone(), weight, 1e-6)
+    plain, plain_total = norm.add_rms_norm(problem)(x, residual.clone(), weight, 1e-6)
+    assert torch.equal(total, plain_total)
+    both = normal(6, 400).to(dtype)
+    found.extend(fp8_block.silu_mul_fp8_groups(problem)(both))
+    expected = *fp8_block.quantize_groups(plain), *fp8_block.quantize_groups(activation.silu_mul(problem)(both))
+    for ours, parts in zip(found, expected, strict=True):
+        assert torch.equal(ours.float(), parts.float())
 
 
 def test_the_product_is_that_of_the_numbers_that_transformers_reads() -> None:
@@ -162,7 +177,7 @@ def test_a_served_checkpoint_answers_with_the_logprobs_of_transformers(tmp_path:
     asked = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
     with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_total_tokens=512, max_num_seqs=2) as llm:
         answer = llm.generate([{"prompt_token_ids": TOKENS}], asked)[0].outputs[0]
-        for op in ("quantize_fp8_groups", "linear_fp8_block"):
+        for op in ("quantize_fp8_groups", "add_rms_norm_fp8_groups", "silu_mul_fp8_groups", "linear_fp8_block"):
             assert {planned.backend for planned in llm.kernel_plan.find(op)} == {"torch"}
     with torch.inference_mode():
         logits = reference(torch.tensor([TOKENS + list(answer.token_ids)])).logits[0, len(TOKENS) - 1 : -1]

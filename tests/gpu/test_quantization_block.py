@@ -13,12 +13,15 @@ from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.testing.conformance import check, make_inputs
 from tokenspeed_core.testing.shapes import contract_of
 from tokenspeed_kernels import descriptors
-from tokenspeed_kernels.triton.fp8_block import TILINGS
+from tokenspeed_kernels.triton import linear_fp8_block
+from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS
+from tokenspeed_kernels.triton.linear_fp8_block import FEW_ROWS, MIDDLE_ROWS
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-OPS = ("quantize_fp8_groups", "linear_fp8_block")
-SPECS = [spec for spec in descriptors.TRITON_LINEAR if spec.op in OPS]
-ROWS = (0, 1, 7, *(each + tiling.block_m for tiling in TILINGS for each in (0, 1)), 1000)
+OPS = ("quantize_fp8_groups", "add_rms_norm_fp8_groups", "silu_mul_fp8_groups", "linear_fp8_block")
+TRITON = (*descriptors.TRITON_LINEAR, *descriptors.TRITON_NORM, *descriptors.TRITON_ACTIVATION)
+SPECS = [spec for spec in TRITON if spec.op in OPS]
+ROWS = (0, 1, 7, *(each + more for each in (FEW_ROWS, MOST_ROWS, MIDDLE_ROWS) for more in (0, 1)), 1000)
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2,
          "head_dim": 64, "initializer_range": 0.08, "vocab_size": 101, "num_hidden_layers": 3,
          "max_position_embeddings": 256, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
@@ -34,9 +37,14 @@ def test_the_kernels_conform_on_the_device_in_graphs_too(spec: KernelSpec) -> No
     assert check(spec, torch.device("cuda"), num_rows=ROWS) >= len(ROWS)
 
 
-@pytest.mark.parametrize("num_rows", [1, 64, 2048])
-@pytest.mark.parametrize(("in_size", "out_size"), [(4096, 6144), (12288, 4096)])
-def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(num_rows: int, in_size: int, out_size: int) -> None:
+@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 64, 128, 2047, 2048])
+@pytest.mark.parametrize(("in_size", "out_size"), [(4096, 6144), (12288, 4096), (4096, 24576), (4224, 4096)])
+def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(
+    num_rows: int, in_size: int, out_size: int, *, has_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(linear_fp8_block, "library_takes", lambda problem: False)
     (spec,) = (each for each in SPECS if each.op == "linear_fp8_block")
     problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
     given = make_inputs(contract_of(spec), problem, num_rows, torch.device("cuda"), strided=True)

@@ -25,7 +25,10 @@ MAX_ELEMENTS = 2000  # of a row: the interpreter is slow
 TRITON = [spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs]
 WITH_ONE_ROW = ("linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul")
 WITH_DOTS = ("moe_experts", "between_attention", "between_attention_in_place", *WITH_ONE_ROW)
-TO_FP8 = ("quantize_fp8", "quantize_fp8_groups", "add_rms_norm_fp8", "silu_mul_fp8")
+TO_FP8 = (
+    "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8",
+    "quantize_fp8_groups", "add_rms_norm_fp8_groups", "silu_mul_fp8_groups",
+)
 OF_ROW_FP8 = ("quantize_linear_fp8", "add_rms_norm_linear_fp8", "add_rms_norm_mlp_fp8", "moe_experts_fp8")
 
 

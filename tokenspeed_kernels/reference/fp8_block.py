@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels.reference.fp8 import LARGEST, LEAST
+from tokenspeed_kernels.reference.activation import silu_mul
+from tokenspeed_kernels.reference.fp8 import LARGEST, LEAST, AddNorm, Quantize
+from tokenspeed_kernels.reference.norm import add_rms_norm
 
 BLOCK = 128  # rows and features that share a scale of a weight; features that share one of activations
 
@@ -48,13 +50,29 @@ def spread_blocks(scale: Tensor, num_rows: int, size: int) -> Tensor:
     return spread_groups(scale, size).repeat_interleave(BLOCK, dim=0)[:num_rows]
 
 
-def quantize_fp8_groups(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def quantize_fp8_groups(problem: Problem) -> Quantize:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
     del problem  # the rows tell their size
     return quantize_groups
 
 
-def quantize_fp8_blocks(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def add_rms_norm_fp8_groups(problem: Problem) -> AddNorm:
+    """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, ceil(N / 128)], residual)`."""
+    norm = add_rms_norm(problem)
+
+    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        return *quantize_groups(norm(x, residual, weight, eps)[0]), residual
+
+    return add_norm
+
+
+def silu_mul_fp8_groups(problem: Problem) -> Quantize:
+    """Return `silu_mul(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
+    plain = silu_mul(problem)
+    return lambda x: quantize_groups(plain(x))
+
+
+def quantize_fp8_blocks(problem: Problem) -> Quantize:
     """Return `quantize(weight [O, N]) -> (y float8_e4m3fn [O, N], scale float32 [ceil(O / 128), ceil(N / 128)])`."""
     del problem
     return quantize_blocks

@@ -1,12 +1,12 @@
-"""Linear maps of e4m3 operands with a scale a block: the quantisation of rows by groups, and the product.
+"""Rows quantised to e4m3 with a scale for 128 neighbours: alone, behind an RMS norm, behind the gated activation.
 
-128 neighbours are multiplied in the matrix units, and what comes of them is scaled before it is summed in float32.
+Values are rounded to the dtype before they are quantised, so that a fused kernel gives what its parts give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -14,110 +14,126 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import ahead
+from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.fp8 import LARGEST, LEAST
 
 GROUP = 128  # neighbours that share a scale; also the rows of a weight that do
-GROUPS_AT_ONCE = 8  # that a program quantises
-BLOCK_N = 64  # rows of the weight in a tile: a divisor of GROUP, so that it has one scale for each group of features
-NUM_WARPS = 4
+GROUPS_AT_ONCE = 8  # that a program quantises, unless it needs a whole row
 
-LinearFp8Block = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Rows of x in a tile, and tiles in flight."""
-
-    block_m: int
-    num_stages: int
-
-
-TILINGS = (Tiling(16, 6), Tiling(32, 5), Tiling(64, 5))
-"""By rising number of rows; the last is for all that are more."""
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @triton.jit
-def _quantize(
-    x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    mask = column < N
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+def _store_groups(x, y_ptr, scale_ptr, row, group, column, N: tl.constexpr, NUM_GROUPS: tl.constexpr):
+    """Store groups of float32 x [G, 128], zero behind the row's end, and their scales."""
     scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST) / LARGEST
     y = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
-    tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=mask)
+    tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=column < N)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _multiply(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, x_stride, x_scale_stride, num_rows, N, K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
+@ahead.jit
+def _quantize(
+    x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Store y [T, N]: grid (tiles of N, tiles of T). The weight is the side of many rows, whatever the tokens."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = column < N
-    real = row < num_rows
-    feature = tl.arange(0, GROUP)
-    w_ptrs = w_ptr + column[:, None].to(tl.int64) * K + feature[None, :]
-    x_ptrs = x_ptr + row[None, :].to(tl.int64) * x_stride + feature[:, None]
-    x_scale_ptrs = x_scale_ptr + row.to(tl.int64) * x_scale_stride
-    w_scale_ptrs = w_scale_ptr + tl.program_id(0) * BLOCK_N // GROUP * NUM_GROUPS
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for group in range(NUM_GROUPS):
-        start = group * GROUP
-        if K % GROUP == 0:
-            w = tl.load(w_ptrs + start, mask=inside[:, None], other=0.0)
-            x = tl.load(x_ptrs + start, mask=real[None, :], other=0.0)
-        else:
-            within = start + feature < K
-            w = tl.load(w_ptrs + start, mask=inside[:, None] & within[None, :], other=0.0)
-            x = tl.load(x_ptrs + start, mask=real[None, :] & within[:, None], other=0.0)
-        scale = tl.load(x_scale_ptrs + group, mask=real, other=0.0) * tl.load(w_scale_ptrs + group)
-        total += tl.dot(w, x) * scale[None, :]
-    if HAS_BIAS:
-        total += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-    y_ptrs = y_ptr + row[None, :].to(tl.int64) * N + column[:, None]
-    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])
+    """Grid (rows, groups by AT_ONCE). GATED: silu of the first N elements of a row times the second N."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    stored = tl.load(x_ptr + row * x_stride + column, mask=column < N, other=0.0)
+    x = stored.to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * x_stride + N + column, mask=column < N, other=0.0).to(tl.float32)
+        activated = (x / (1.0 + tl.exp(-x))).to(stored.dtype).to(tl.float32)
+        x = (activated * up).to(stored.dtype).to(tl.float32)
+    _store_groups(x, y_ptr, scale_ptr, row, group, column, N, NUM_GROUPS)
 
 
-def quantize_fp8_groups(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
-    size: int = problem["size"]
-    num_groups = triton.cdiv(size, GROUP)
+@ahead.jit
+def _add_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, eps, N: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+):
+    """Grid (rows): a program holds a whole row."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, AT_ONCE)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    mask = column < N
+    stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0)
+    total = (stored.to(tl.float32) + residual.to(tl.float32)).to(stored.dtype)
+    tl.store(residual_ptr + row * residual_stride + column, total, mask=mask)
+    wide = total.to(tl.float32)
+    mean = tl.sum(tl.sum(wide * wide, axis=1), axis=0) / N
+    normalized = (wide * tl.rsqrt(mean + eps)).to(stored.dtype).to(tl.float32)
+    y = normalized * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    _store_groups(y.to(stored.dtype).to(tl.float32), y_ptr, scale_ptr, row, group, column, N, NUM_GROUPS)
 
-    def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-        num_rows = x.shape[0]
-        y = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-        scale = torch.empty((num_rows, num_groups), dtype=torch.float32, device=x.device)
-        if num_rows:
-            _quantize[(num_rows, triton.cdiv(num_groups, GROUPS_AT_ONCE))](
-                x, y, scale, x.stride(0), N=size, NUM_GROUPS=num_groups, GROUP=GROUP, AT_ONCE=GROUPS_AT_ONCE,
-            )
+
+class _Rows:
+    """The shape of rows, and the tensors that are made of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.num_groups, early = size, triton.cdiv(size, GROUP), can_start_early()
+        self.launch = {
+            "N": size, "NUM_GROUPS": self.num_groups, "GROUP": GROUP, "EARLY": early, "launch_pdl": early,
+        }
+
+    def outputs(self, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return memory for rows of e4m3 and their scales."""
+        y = torch.empty((num_rows, self.size), dtype=torch.float8_e4m3fn, device=device)
+        return y, torch.empty((num_rows, self.num_groups), dtype=torch.float32, device=device)
+
+    def quantize(self, x: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
+        """Return x [T, N], or [T, 2N] where it is gated, quantised, and the scales."""
+        y, scale = self.outputs(x.shape[0], x.device)
+        if x.shape[0]:
+            _quantize[(x.shape[0], triton.cdiv(self.num_groups, GROUPS_AT_ONCE))](
+                x, y, scale, x.stride(0), AT_ONCE=GROUPS_AT_ONCE, GATED=gated, **self.launch)
         return y, scale
 
+
+def quantize_fp8_groups(problem: Problem) -> Quantize:
+    """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
+    rows = _Rows(problem["size"])
+    quantize = partial(rows.quantize, gated=False)
+    ahead.compile_for(quantize, ahead.blank(problem["dtype"], 1, rows.size))
     return quantize
 
 
-def linear_fp8_block(problem: Problem) -> LinearFp8Block:
-    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; rows of x and its scales may be strided."""
-    dtype: torch.dtype = getattr(torch, problem["dtype"])
+def silu_mul_fp8_groups(problem: Problem) -> Quantize:
+    """Return `silu_mul(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
+    rows = _Rows(problem["size"])
+    silu_mul = partial(rows.quantize, gated=True)
+    ahead.compile_for(silu_mul, ahead.blank(problem["dtype"], 1, 2 * rows.size))
+    return silu_mul
 
-    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-        num_rows, (out_size, in_size) = x.shape[0], weight.shape
-        y = torch.empty((num_rows, out_size), dtype=dtype, device=x.device)
-        tiling = next((each for each in TILINGS if num_rows <= each.block_m), TILINGS[-1])
-        if num_rows:
-            _multiply[(triton.cdiv(out_size, BLOCK_N), triton.cdiv(num_rows, tiling.block_m))](
-                x, x_scale, weight, weight_scale, bias, y, x.stride(0), x_scale.stride(0), num_rows, out_size,
-                K=in_size, NUM_GROUPS=triton.cdiv(in_size, GROUP), HAS_BIAS=bias is not None, BLOCK_M=tiling.block_m,
-                BLOCK_N=BLOCK_N, GROUP=GROUP, num_warps=NUM_WARPS, num_stages=tiling.num_stages,
+
+def add_rms_norm_fp8_groups(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+    """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, ceil(N / 128)], residual)`."""
+    rows = _Rows(problem["size"])
+    at_once = triton.next_power_of_2(rows.num_groups)
+    num_warps = min(16, max(4, at_once * GROUP // 512))
+
+    def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        y, scale = rows.outputs(x.shape[0], x.device)
+        if x.shape[0]:
+            _add_rms_norm[(x.shape[0],)](
+                x, residual, weight, y, scale, x.stride(0), residual.stride(0), eps, AT_ONCE=at_once,
+                num_warps=num_warps, **rows.launch,
             )
-        return y
+        return y, scale, residual
 
-    return linear
+    blank = partial(ahead.blank, problem["dtype"])
+    ahead.compile_for(norm, blank(1, rows.size), blank(1, rows.size), blank(rows.size), 0.0)
+    return norm

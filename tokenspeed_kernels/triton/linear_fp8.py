@@ -2,7 +2,7 @@
 
 With few rows, what a decode step does, the product is bound by reading the weight once: programs stream it through
 shared memory into the matrix units, with the few rows of x as their narrow side. More rows go to torch's
-scaled product, which is the vendor's library.
+scaled product, which is the vendor's library. The kernel for few rows also serves scales a block (`fp8_block`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ class Tiling:
 
 @ahead.jit(do_not_specialize=["num_rows"])
 def _few_rows(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, partial_ptr, count_ptr, x_stride, num_rows, N,
-    K: tl.constexpr, SHARE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, partial_ptr, count_ptr, x_stride, x_scale_stride, num_rows,
+    N, K: tl.constexpr, SHARE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MOST_INEXACT: tl.constexpr, AHEAD: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Grid (tiles of the weight's rows, splits of its features).
 
-    Each split leaves its sums in `partial`; the last to arrive adds them up, always in the same order, and sets the
-    tile's count back to 0 for the next launch. AHEAD: how many tiles of the weight, which no kernel writes, are
-    fetched into the second-level cache while the kernel ahead is still running (see `early`); 0: it has ended.
+    GROUP: features that share a scale of x, and rows and features that share one of the weight, a multiple of both
+    sides of the weight's tile; 0: a scale for each row of both. Each split leaves its sums in `partial`; the last to
+    arrive adds them up, always in the same order, and sets the tile's count back to 0 for the next launch. AHEAD: how
+    many tiles of the weight, which no kernel writes, are fetched into the second-level cache while the kernel ahead is
+    still running (see `early`); 0: it has ended.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -65,6 +68,9 @@ def _few_rows(
     feature = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + column[:, None].to(tl.int64) * K + feature[None, :]
     x_ptrs = x_ptr + row[None, :] * x_stride + feature[:, None]
+    x_scale_ptrs = x_scale_ptr + row * x_scale_stride
+    if GROUP > 0:
+        block_ptr = w_scale_ptr + tile * BLOCK_N // GROUP * tl.cdiv(K, GROUP)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(split * SHARE, tl.minimum(split * SHARE + SHARE, K), BLOCK_K):
         if K % BLOCK_K == 0:
@@ -74,7 +80,12 @@ def _few_rows(
             within = start + feature < K
             w = tl.load(w_ptrs + start, mask=inside[:, None] & within[None, :], other=0.0)
             x = tl.load(x_ptrs + start, mask=real[None, :] & within[:, None], other=0.0)
-        total = tl.dot(w, x, total, max_num_imprecise_acc=MOST_INEXACT)
+        if GROUP > 0:
+            group = start // GROUP
+            scale = tl.load(x_scale_ptrs + group, mask=real, other=0.0) * tl.load(block_ptr + group)
+            total += tl.dot(w, x) * scale[None, :]
+        else:
+            total = tl.dot(w, x, total, max_num_imprecise_acc=MOST_INEXACT)
     is_last = True
     if SPLITS > 1:
         partial_ptrs = partial_ptr + row[None, :] * N + column[:, None]
@@ -88,13 +99,13 @@ def _few_rows(
                 total += tl.load(partial_ptrs + other * num_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(count_ptr + tile, 0)
     if is_last:
-        w_scale = tl.load(w_scale_ptr + column, mask=inside, other=0.0)
-        x_scale = tl.load(x_scale_ptr + row, mask=real, other=0.0)
-        y = total * w_scale[:, None] * x_scale[None, :]
+        if GROUP == 0:
+            total *= tl.load(w_scale_ptr + column, mask=inside, other=0.0)[:, None]
+            total *= tl.load(x_scale_ptrs, mask=real, other=0.0)[None, :]
         if HAS_BIAS:
-            y += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+            total += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)[:, None]
         y_ptrs = y_ptr + row[None, :] * N + column[:, None]
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])
 
 
 def tiling_of(out_size: int, in_size: int) -> Tiling:
@@ -106,10 +117,13 @@ def tiling_of(out_size: int, in_size: int) -> Tiling:
 
 
 class FewRows:
-    """The product with few rows for one shape of the weight, with the memory in which its splits meet."""
+    """The product with few rows for one shape of the weight, with the memory in which its splits meet.
 
-    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, tiling: Tiling) -> None:
-        self._shape, self._dtype, self._tiling = (out_size, in_size), dtype, tiling
+    `group`: rows and features that share a scale of the weight, and features that share one of x; 0: all of a row.
+    """
+
+    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, tiling: Tiling, group: int = 0) -> None:
+        self._shape, self._dtype, self._tiling, self._group = (out_size, in_size), dtype, tiling, group
         self._grid = (triton.cdiv(out_size, tiling.block_n), tiling.num_splits)
         self._share = triton.cdiv(triton.cdiv(in_size, tiling.block_k), tiling.num_splits) * tiling.block_k
         self._counts: Tensor | None = None
@@ -118,7 +132,10 @@ class FewRows:
     def __call__(
         self, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Return y [T, O]; rows of x may be strided, weight is contiguous. Calls follow one another on one stream."""
+        """Return y [T, O]; rows of x and its scales may be strided, weight is contiguous.
+
+        Calls follow one another on one stream.
+        """
         num_rows, (out_size, in_size), tiling = x.shape[0], self._shape, self._tiling
         y = torch.empty((num_rows, out_size), dtype=self._dtype, device=x.device)
         partial = None
@@ -127,11 +144,11 @@ class FewRows:
             if self._counts is None:
                 self._counts = torch.zeros(self._grid[0], dtype=torch.int32, device=x.device)
         _few_rows[self._grid](
-            x, x_scale, weight, weight_scale, bias, y, partial, self._counts, x.stride(0), num_rows, out_size,
-            K=in_size, SHARE=self._share, SPLITS=tiling.num_splits, HAS_BIAS=bias is not None,
+            x, x_scale, weight, weight_scale, bias, y, partial, self._counts, x.stride(0), x_scale.stride(0), num_rows,
+            out_size, K=in_size, SHARE=self._share, SPLITS=tiling.num_splits, HAS_BIAS=bias is not None,
             BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
             MOST_INEXACT=min(MOST_INEXACT, tiling.block_k), AHEAD=TILES_AHEAD if self._early else 0,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
+            GROUP=self._group, num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
         )
         return y
 
