@@ -11,12 +11,13 @@ import zipfile
 from collections.abc import Callable
 from importlib.metadata import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tokenspeed_kernels_deepgemm import DEEPGEMM
+from tokenspeed_kernels_deepgemm.linear import MOST_ROWS, compile_all, linear_fp8_block
 from torch import Tensor
 
 from tokenspeed_core.config import Config
@@ -66,6 +67,38 @@ def test_over_a_function_that_computes_the_definition_the_backend_conforms(monke
         multiply, *(each["deep_gemm/__init__.py:fp8_gemm_nt"] for each in SIGNATURES.values()))
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
     assert check(DEEPGEMM, CPU) >= 16
+
+
+@pytest.mark.parametrize("took", [0.0, 2.0])
+def test_every_kernel_is_compiled_before_a_request_comes_and_slow_ones_are_told_of_once(
+    took: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[tuple[tuple[int, ...], ...]] = []
+    clock = iter(took * each for each in range(1000))
+    monkeypatch.setattr("tokenspeed_kernels_deepgemm.linear.time.monotonic", lambda: next(clock))
+
+    def product(*operands: Tensor | None) -> Tensor:
+        asked.append(tuple(tuple(each.shape) for each in operands if each is not None))
+        return torch.empty(0)
+
+    with caplog.at_level("INFO"):
+        compile_all(product, 512, 1024, torch.device("meta"))
+    assert asked[0] == ((1, 512), (1, 4), (1024, 512), (8, 4))
+    rows = [shapes[0][0] for shapes in asked]
+    assert rows[-1] == MOST_ROWS
+    # tiles are of 64 rows at least where there are more rows than that, so these meet every number of them
+    assert {-(-each // 64) for each in rows} == set(range(1, MOST_ROWS // 64 + 1))
+    told = ["DeepGEMM compiles its kernels for 512 features in and 1024 out: up to a minute, the first time"]
+    assert [record.getMessage() for record in caplog.records] == (told if took else [])
+
+
+def test_with_a_device_the_factory_compiles_for_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[Any, ...]] = []
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=multiply))
+    monkeypatch.setattr("tokenspeed_kernels_deepgemm.linear.compile_all", lambda *given: compiled.append(given[1:]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    linear_fp8_block(PROBLEM)
+    assert compiled == [(4096, 1024, torch.device("cuda"))]
 
 
 def test_it_is_taken_by_name_on_the_device_it_is_for_and_never_by_auto() -> None:

@@ -18,5 +18,5 @@ DEEPGEMM = KernelSpec(
     load="tokenspeed_kernels_deepgemm.linear:linear_fp8_block",
     requires=("deep_gemm",),
     obtain="pip install 'tokenspeed-kernels-deepgemm[deepgemm]'",
-    needs_compile=True,  # the library compiles a kernel for each shape at its first call
+    needs_compile=True,  # the library compiles kernels for each shape of a weight, when the op is bound
 )
