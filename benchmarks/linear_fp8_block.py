@@ -2,8 +2,9 @@
 
     python benchmarks/linear_fp8_block.py [--rows 1 8 16 32 64] [--many 65 128 256 512 1024 2048 8192]
 
-As `linear_fp8_tilings.py` does it, after a check against float64. `chosen` is what the op does, numbers are tilings of
-the kernel of tiles, `deepgemm` is the plugin's where its library is installed, `row` has a scale a row.
+As `linear_fp8_tilings.py` does it, after a check against float64. `chosen` is what the op does, `torch` its scaled
+product, numbers are tilings of the kernel of tiles, `deepgemm` is the plugin's where its library is installed, and
+`row` has a scale a row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenspeed_kernels.reference.fp8 import quantize_rows
 from tokenspeed_kernels.reference.fp8_block import quantize_blocks, quantize_groups, spread_blocks, spread_groups
 from tokenspeed_kernels.triton.fp8_block import GROUP
 from tokenspeed_kernels.triton.linear_fp8 import FewRows, Tiling
-from tokenspeed_kernels.triton.linear_fp8_block import ManyTiling, few_tiling, linear_fp8_block, multiply_tiles
+from tokenspeed_kernels.triton.linear_fp8_block import ManyTiling, Product, few_tiling, library_takes, multiply_tiles
 
 Weight = tuple[Tensor, Tensor]
 DTYPE = torch.bfloat16
@@ -75,8 +76,10 @@ def many(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
     x, x_scale = quantize_groups(plain)
     exact = wide(x, x_scale, *weights[0])
     problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
-    ours = linear_fp8_block(problem)
+    ours = Product(problem)
     calls: dict[str, Callable[[Weight], Tensor]] = {"chosen": lambda w: ours(x, x_scale, *w, None)}
+    if library_takes(problem):
+        calls["torch"] = lambda w: ours.by_library(x, x_scale, *w, None)
     calls |= {str(astuple(each)): partial(_tiles, x, x_scale, each) for each in TILINGS}
     if importlib.util.find_spec("deep_gemm") and importlib.util.find_spec("tokenspeed_kernels_deepgemm"):
         theirs = import_module("tokenspeed_kernels_deepgemm.linear").linear_fp8_block(problem)

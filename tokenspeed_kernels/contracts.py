@@ -337,7 +337,7 @@ FP8_BLOCK = (
         "128 neighbours of a row, one of the weight to 128 rows of 128 neighbours",
         {"in_size": "input features I", "out_size": "output features O"},
         f"{_REFERENCE}.fp8_block:linear_fp8_block", f"{_INPUTS}:linear_fp8_block", DOTS, rows=("x", "x_scale"),
-        cases=({"in_size": 256, "out_size": 384}, {"in_size": 128, "out_size": 128}, {"in_size": 200, "out_size": 50}),
+        cases=({"in_size": 512, "out_size": 384}, {"in_size": 128, "out_size": 128}, {"in_size": 208, "out_size": 48}),
     ),
 )
 FP8_BLOCK_METHOD = Quantization(

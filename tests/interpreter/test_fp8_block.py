@@ -26,7 +26,7 @@ def operand(rows: int, size: int, block_rows: int) -> tuple[Tensor, Tensor, Tens
     return codes, scale, values.double()
 
 
-@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1, MOST_ROWS + 1, MIDDLE_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1, MOST_ROWS + 1, MIDDLE_ROWS + 1, 600])
 def test_products_are_those_of_the_numbers_that_transformers_reads(num_rows: int) -> None:
     x, x_scale, x_values = operand(num_rows, 384, 1)
     weight, weight_scale, weight_values = operand(256, 384, 128)

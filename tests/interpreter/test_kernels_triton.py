@@ -29,6 +29,7 @@ TO_FP8 = (
     "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8",
     "quantize_fp8_groups", "add_rms_norm_fp8_groups", "silu_mul_fp8_groups",
 )
+WITH_TILES = {"linear_fp8_block": (65, 130)}  # rows beyond which other kernels run
 OF_ROW_FP8 = ("quantize_linear_fp8", "add_rms_norm_linear_fp8", "add_rms_norm_mlp_fp8", "moe_experts_fp8")
 
 
@@ -41,7 +42,7 @@ def test_a_triton_kernel_conforms_on_strided_and_empty_inputs(spec: KernelSpec) 
     cases = [p for p in problems(spec) if p.get("vocab_size", 0) < MAX_ELEMENTS]
     if spec.capability.kv_dtypes == ("float8_e4m3fn",):
         pytest.skip("the interpreter loses the carry where a value is rounded up to a power of two")
-    check(spec, CPU, cases=cases, num_rows=(0, 1, 5))
+    check(spec, CPU, cases=cases, num_rows=(0, 1, 5, *WITH_TILES.get(spec.op, ())))
 
 
 @pytest.mark.parametrize("spec", [s for s in TRITON if s.op in TO_FP8], ids=lambda s: s.op)
@@ -93,6 +94,27 @@ def test_paged_attention_follows_the_formula(
     )
     spec = descriptors.TRITON_ATTENTION[0]
     assert check_attention(spec, CPU, cases=[problem]) >= 5
+
+
+@pytest.mark.parametrize(("op", "plain", "quantize"), [
+    ("add_rms_norm_fp8", "add_rms_norm", "quantize_fp8"), ("silu_mul_fp8", "silu_mul", "quantize_fp8"),
+    ("add_rms_norm_fp8_groups", "add_rms_norm", "quantize_fp8_groups"),
+    ("silu_mul_fp8_groups", "silu_mul", "quantize_fp8_groups"),
+])
+@pytest.mark.parametrize("size", [64, 1100])
+def test_what_quantises_behind_another_op_gives_the_bits_of_both_one_after_another(
+    op: str, plain: str, quantize: str, size: int
+) -> None:
+    problem = {"size": size, "dtype": "float16"}
+    kernels = {spec.op: spec.factory()(problem) for spec in TRITON if spec.op in (op, plain, quantize)}
+    contract = contract_of(next(spec for spec in TRITON if spec.op == op))
+    given = (make_inputs(contract, problem, 7, CPU, strided=True) for _ in range(2))
+    codes, scale, *total = run(kernels[op], contract, next(given))
+    rows, *plain_total = run(kernels[plain], contract, next(given))
+    expected = kernels[quantize](rows)
+    assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(scale, expected[1])
+    assert all(map(torch.equal, total, plain_total))
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3])

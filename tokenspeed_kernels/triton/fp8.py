@@ -29,6 +29,21 @@ def scale_of_row(x):
 
 
 @triton.jit
+def normalized(total, squares, weight, eps, N: tl.constexpr):
+    """Return the RMS norm of a row [...] of the dtype whose squares sum up to `squares`: float32, rounded to it."""
+    y = (total.to(tl.float32) * tl.rsqrt(squares / N + eps)).to(total.dtype).to(tl.float32) * weight.to(tl.float32)
+    return y.to(total.dtype).to(tl.float32)
+
+
+@triton.jit
+def gated(gate, up):
+    """Return silu of the gate times `up`, both of the dtype: float32, rounded to it."""
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    return (activated * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+
+
+@triton.jit
 def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
     """Store a row of float32 x, zero where masked, and its scale."""
     scale = scale_of_row(x)
@@ -65,9 +80,9 @@ def _add_rms_norm(
     total = (stored.to(tl.float32) + residual.to(tl.float32)).to(stored.dtype)
     tl.store(total_ptr + row * total_stride + column, total, mask=mask)
     wide = total.to(tl.float32)
-    normalized = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / N + eps)).to(stored.dtype).to(tl.float32)
-    y = normalized * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    _store_quantized(y.to(stored.dtype).to(tl.float32), y_ptr, scale_ptr, row, column, mask, N)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    y = normalized(total, tl.sum(wide * wide, axis=0), weight, eps, N)
+    _store_quantized(y, y_ptr, scale_ptr, row, column, mask, N)
 
 
 @ahead.jit
@@ -78,11 +93,9 @@ def _silu_mul(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.cons
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < N
-    stored = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
-    gate = stored.to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + N + column, mask=mask, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(stored.dtype).to(tl.float32)
-    _store_quantized((activated * up).to(stored.dtype).to(tl.float32), y_ptr, scale_ptr, row, column, mask, N)
+    gate = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * x_stride + N + column, mask=mask, other=0.0)
+    _store_quantized(gated(gate, up), y_ptr, scale_ptr, row, column, mask, N)
 
 
 class _Rows:

@@ -5,7 +5,6 @@ Values are rounded to the dtype before they are quantised, so that a fused kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fp8 import AddNorm, Quantize
 from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early
-from tokenspeed_kernels.triton.fp8 import LARGEST, LEAST
+from tokenspeed_kernels.triton.fp8 import LARGEST, LEAST, gated, normalized
 
 GROUP = 128  # neighbours that share a scale; also the rows of a weight that do
 GROUPS_AT_ONCE = 8  # that a program quantises, unless it needs a whole row
-
-Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @triton.jit
@@ -46,11 +44,10 @@ def _quantize(
     group = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     stored = tl.load(x_ptr + row * x_stride + column, mask=column < N, other=0.0)
-    x = stored.to(tl.float32)
     if GATED:
-        up = tl.load(x_ptr + row * x_stride + N + column, mask=column < N, other=0.0).to(tl.float32)
-        activated = (x / (1.0 + tl.exp(-x))).to(stored.dtype).to(tl.float32)
-        x = (activated * up).to(stored.dtype).to(tl.float32)
+        x = gated(stored, tl.load(x_ptr + row * x_stride + N + column, mask=column < N, other=0.0))
+    else:
+        x = stored.to(tl.float32)
     _store_groups(x, y_ptr, scale_ptr, row, group, column, N, NUM_GROUPS)
 
 
@@ -72,10 +69,9 @@ def _add_rms_norm(
     total = (stored.to(tl.float32) + residual.to(tl.float32)).to(stored.dtype)
     tl.store(residual_ptr + row * residual_stride + column, total, mask=mask)
     wide = total.to(tl.float32)
-    mean = tl.sum(tl.sum(wide * wide, axis=1), axis=0) / N
-    normalized = (wide * tl.rsqrt(mean + eps)).to(stored.dtype).to(tl.float32)
-    y = normalized * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    _store_groups(y.to(stored.dtype).to(tl.float32), y_ptr, scale_ptr, row, group, column, N, NUM_GROUPS)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    y = normalized(total, tl.sum(tl.sum(wide * wide, axis=1), axis=0), weight, eps, N)
+    _store_groups(y, y_ptr, scale_ptr, row, group, column, N, NUM_GROUPS)
 
 
 class _Rows:
@@ -92,19 +88,19 @@ class _Rows:
         y = torch.empty((num_rows, self.size), dtype=torch.float8_e4m3fn, device=device)
         return y, torch.empty((num_rows, self.num_groups), dtype=torch.float32, device=device)
 
-    def quantize(self, x: Tensor, *, gated: bool) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, *, is_gated: bool) -> tuple[Tensor, Tensor]:
         """Return x [T, N], or [T, 2N] where it is gated, quantised, and the scales."""
         y, scale = self.outputs(x.shape[0], x.device)
         if x.shape[0]:
             _quantize[(x.shape[0], triton.cdiv(self.num_groups, GROUPS_AT_ONCE))](
-                x, y, scale, x.stride(0), AT_ONCE=GROUPS_AT_ONCE, GATED=gated, **self.launch)
+                x, y, scale, x.stride(0), AT_ONCE=GROUPS_AT_ONCE, GATED=is_gated, **self.launch)
         return y, scale
 
 
 def quantize_fp8_groups(problem: Problem) -> Quantize:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
     rows = _Rows(problem["size"])
-    quantize = partial(rows.quantize, gated=False)
+    quantize = partial(rows.quantize, is_gated=False)
     ahead.compile_for(quantize, ahead.blank(problem["dtype"], 1, rows.size))
     return quantize
 
@@ -112,14 +108,12 @@ def quantize_fp8_groups(problem: Problem) -> Quantize:
 def silu_mul_fp8_groups(problem: Problem) -> Quantize:
     """Return `silu_mul(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
     rows = _Rows(problem["size"])
-    silu_mul = partial(rows.quantize, gated=True)
+    silu_mul = partial(rows.quantize, is_gated=True)
     ahead.compile_for(silu_mul, ahead.blank(problem["dtype"], 1, 2 * rows.size))
     return silu_mul
 
 
-def add_rms_norm_fp8_groups(
-    problem: Problem,
-) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+def add_rms_norm_fp8_groups(problem: Problem) -> AddNorm:
     """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, ceil(N / 128)], residual)`."""
     rows = _Rows(problem["size"])
     at_once = triton.next_power_of_2(rows.num_groups)

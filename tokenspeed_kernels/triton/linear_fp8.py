@@ -2,7 +2,7 @@
 
 With few rows, what a decode step does, the product is bound by reading the weight once: programs stream it through
 shared memory into the matrix units, with the few rows of x as their narrow side. More rows go to torch's
-scaled product, which is the vendor's library. The kernel for few rows also serves scales a block (`fp8_block`).
+scaled product, which is the vendor's library. The kernel for few rows also serves scales a block (`linear_fp8_block`).
 """
 
 from __future__ import annotations

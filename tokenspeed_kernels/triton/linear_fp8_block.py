@@ -22,6 +22,8 @@ from tokenspeed_kernels.triton.fp8_block import GROUP
 from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS, FewRows, Tiling
 
 FEW_ROWS = 32  # of x, up to which more tiles of the weight are in flight
+MIDDLE_ROWS = 128  # of x, up to which tiles are narrow
+TOGETHER = 8  # tiles of x that go one after another for a tile of the weight
 LIBRARY_GROUPS = 4  # groups of a weight's row are a multiple of these for the vendor's library
 LIBRARY_ROWS = 4  # and so are the rows of x
 
@@ -30,16 +32,14 @@ LinearFp8Block = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tenso
 
 @dataclass(frozen=True, slots=True)
 class ManyTiling:
-    """Rows of x and rows of the weight in a tile, warps of a program, tiles in flight, row tiles that go together."""
+    """Rows of x and rows of the weight in a tile, warps of a program, tiles in flight."""
 
     block_m: int
     block_n: int  # a divisor of GROUP, so that a tile of the weight has one scale for each group of features
     num_warps: int
     num_stages: int
-    num_together: int = 8
 
 
-MIDDLE_ROWS = 128  # of x, up to which tiles are narrow
 MIDDLE, MANY = ManyTiling(64, 64, 4, 4), ManyTiling(64, 128, 4, 4)
 
 
@@ -103,14 +103,17 @@ def multiply_tiles(
     _multiply[(triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_size, tiling.block_n),)](
         x, x_scale, weight, weight_scale, bias, y, x.stride(0), x_scale.stride(0), num_rows, out_size,
         K=in_size, NUM_GROUPS=triton.cdiv(in_size, GROUP), HAS_BIAS=bias is not None, BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n, TOGETHER=tiling.num_together, GROUP=GROUP, num_warps=tiling.num_warps,
+        BLOCK_N=tiling.block_n, TOGETHER=TOGETHER, GROUP=GROUP, num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
     return y
 
 
 def library_takes(problem: Problem) -> bool:
-    """Say whether torch's scaled product has these scales: cuBLAS from CUDA 12.9 on, on Hopper, in whole blocks."""
+    """Say whether torch's scaled product has these scales: cuBLAS from CUDA 12.9 on, on Hopper, in whole blocks.
+
+    It was held to the definition for results in bfloat16, and for no others.
+    """
     return (
         torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
         and tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2]) >= (12, 9)
@@ -119,7 +122,7 @@ def library_takes(problem: Problem) -> bool:
     )
 
 
-class _Product:
+class Product:
     """The product for one shape of the weight, whatever the rows."""
 
     def __init__(self, problem: Problem) -> None:
@@ -137,7 +140,7 @@ class _Product:
         """Return y [T, O]; rows of x and its scales may be strided. Calls follow one another on one stream."""
         num_rows = x.shape[0]
         if num_rows > MIDDLE_ROWS and self._has_library:
-            return self._by_library(x, x_scale, weight, weight_scale, bias)
+            return self.by_library(x, x_scale, weight, weight_scale, bias)
         if num_rows > MOST_ROWS:
             tiling = MIDDLE if num_rows <= MIDDLE_ROWS else MANY
             return multiply_tiles(x, x_scale, weight, weight_scale, bias, self._dtype, tiling)
@@ -146,7 +149,7 @@ class _Product:
         few = self._few if num_rows <= FEW_ROWS else self._more
         return few(x, x_scale, weight, weight_scale, bias)
 
-    def _by_library(
+    def by_library(
         self, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
         """Return y by torch's scaled product, and the rows by which T is no multiple of four by the kernel for few."""
@@ -166,15 +169,15 @@ class _Product:
     def compile(self) -> None:
         """Have the kernels compiled that calls will launch."""
         weight = ahead.blank("float8_e4m3fn", self._out_size, self._in_size)
-        weight_scale = _blank_scales(triton.cdiv(self._out_size, GROUP), self._in_size)
+        weight_scale, blank = _blank_scales(triton.cdiv(self._out_size, GROUP), self._in_size), deepcopy(self)
         for num_rows in (16, FEW_ROWS, MOST_ROWS, MIDDLE_ROWS, *(() if self._has_library else (MIDDLE_ROWS + 1,))):
             x = ahead.blank("float8_e4m3fn", num_rows, self._in_size)
-            ahead.compile_for(deepcopy(self), x, _blank_scales(num_rows, self._in_size), weight, weight_scale, None)
+            ahead.compile_for(blank, x, _blank_scales(num_rows, self._in_size), weight, weight_scale, None)
 
 
 def linear_fp8_block(problem: Problem) -> LinearFp8Block:
     """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; rows of x and its scales may be strided."""
-    product = _Product(problem)
+    product = Product(problem)
     product.compile()
     return product
 

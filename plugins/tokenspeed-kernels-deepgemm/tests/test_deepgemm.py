@@ -66,6 +66,7 @@ def test_over_a_function_that_computes_the_definition_the_backend_conforms(monke
     library.__dict__["fp8_gemm_nt"] = held_to(
         multiply, *(each["deep_gemm/__init__.py:fp8_gemm_nt"] for each in SIGNATURES.values()))
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or all would be compiled, with a stand-in
     assert check(DEEPGEMM, CPU) >= 16
 
 
@@ -75,7 +76,7 @@ def test_every_kernel_is_compiled_before_a_request_comes_and_slow_ones_are_told_
 ) -> None:
     asked: list[tuple[tuple[int, ...], ...]] = []
     clock = iter(took * each for each in range(1000))
-    monkeypatch.setattr("tokenspeed_kernels_deepgemm.linear.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("tokenspeed_kernels_deepgemm.linear.time", SimpleNamespace(monotonic=lambda: next(clock)))
 
     def product(*operands: Tensor | None) -> Tensor:
         asked.append(tuple(tuple(each.shape) for each in operands if each is not None))
@@ -85,6 +86,7 @@ def test_every_kernel_is_compiled_before_a_request_comes_and_slow_ones_are_told_
         compile_all(product, 512, 1024, torch.device("meta"))
     assert asked[0] == ((1, 512), (1, 4), (1024, 512), (8, 4))
     rows = [shapes[0][0] for shapes in asked]
+    assert rows[:3] == [1, 16, 32], "up to which there are smaller tiles"
     assert rows[-1] == MOST_ROWS
     # tiles are of 64 rows at least where there are more rows than that, so these meet every number of them
     assert {-(-each // 64) for each in rows} == set(range(1, MOST_ROWS // 64 + 1))
