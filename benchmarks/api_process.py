@@ -53,7 +53,9 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
             for socket, _ in ready:
                 match to_engine.unpack(socket.recv()):
                     case Submit() as request:
-                        left.update({request.request_id + i: request.max_tokens for i in range(request.n)})
+                        left.update(
+                            {request.request_id + i: request.max_tokens for i in range(request.n)}
+                        )
                     case Abort() as abort:
                         for sequence_id in abort.sequence_ids.tolist():
                             left.pop(sequence_id, None)
@@ -72,7 +74,9 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
         finish = np.array([2 if count == 0 else 0 for count in left.values()], np.int32)
         left = {sequence_id: count for sequence_id, count in left.items() if count}
         zeros, ones = np.zeros(len(ids), np.int32), np.ones(len(ids), np.int32)
-        send_outputs(sockets, Outputs(ids, ones, (ids % VOCAB_SIZE).astype(np.int32), finish, zeros))
+        send_outputs(
+            sockets, Outputs(ids, ones, (ids % VOCAB_SIZE).astype(np.int32), finish, zeros)
+        )
         num_steps += 1
         for socket in sockets if num_steps % 100 == 0 or not left else []:
             send(socket, Pulse(num_steps, len(left), 0, is_draining=False))
@@ -82,7 +86,10 @@ def launch(bound: Socket, folder: Path) -> Launch:
     """Return a worker that serves with the tokenizer of a folder."""
     text = ModelText(load_tokenizer(folder), None, Defaults())
     return Launch(
-        bound, Options("canned"), lambda: text, log_level="warning",
+        bound,
+        Options("canned"),
+        lambda: text,
+        log_level="warning",
         on_ready=lambda text: print("ready", flush=True),
     )
 
@@ -93,7 +100,9 @@ def be_server(step_seconds: float, num_workers: int, folder: str) -> int:
     print(url(bound), flush=True)
     engine = Program([sys.executable, str(HERE), "--engine"], {"step_seconds": step_seconds})
     command = [sys.executable, str(HERE), "--worker", folder]
-    return serve(launch(bound, Path(folder)), Chief(engine, [Program(command, {}, each) for each in others]))
+    return serve(
+        launch(bound, Path(folder)), Chief(engine, [Program(command, {}, each) for each in others])
+    )
 
 
 def be_worker(folder: str, arguments: list[str]) -> int:
@@ -103,9 +112,18 @@ def be_worker(folder: str, arguments: list[str]) -> int:
     return serve(launch(Socket(fileno=told["listen_fds"][0]), Path(folder)), crew)
 
 
-def measure(traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int, folder: Path) -> int:
+def measure(
+    traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int, folder: Path
+) -> int:
     """Run the server and a load; print the figures."""
-    command = [sys.executable, str(HERE), "--server", str(step_seconds), str(num_workers), str(folder)]
+    command = [
+        sys.executable,
+        str(HERE),
+        "--server",
+        str(step_seconds),
+        str(num_workers),
+        str(folder),
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -118,9 +136,19 @@ def measure(traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int,
         answers = run(Target(base, "canned"), traffic.sessions, pace)
         after = [sum(each.cpu_times()[:2]) for each in (first, *others)]
         seconds = [end - begin for begin, end in zip(before, after, strict=True)]
-        figures = of_records(answers.records, {}, len(answers.failures)) | {"api_workers": num_workers}
+        figures = of_records(answers.records, {}, len(answers.failures)) | {
+            "api_workers": num_workers
+        }
         per_token = round(sum(seconds) / figures["output_tokens"] * 1e6, 2)
-        print(json.dumps({**figures, "api_us_per_token": per_token, "api_seconds": [round(s, 2) for s in seconds]}))
+        print(
+            json.dumps(
+                {
+                    **figures,
+                    "api_us_per_token": per_token,
+                    "api_seconds": [round(s, 2) for s in seconds],
+                }
+            )
+        )
     finally:
         server.terminate()
         server.wait()
@@ -137,10 +165,14 @@ def main() -> int:
         return be_worker(sys.argv[2], sys.argv[3:])
     if sys.argv[1:2] == ["--server"]:
         return be_server(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("users", "requests", "in_len", "out_len"):
         parser.add_argument(name, type=int)
-    parser.add_argument("--procs", type=int, default=max(1, (os.cpu_count() or 2) // 4), help="client processes")
+    parser.add_argument(
+        "--procs", type=int, default=max(1, (os.cpu_count() or 2) // 4), help="client processes"
+    )
     parser.add_argument("--step-ms", type=float, default=6.0, help="the engine's beat")
     parser.add_argument("--api-workers", type=int, default=1)
     given = parser.parse_args()

@@ -24,7 +24,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kernel_cases import Case, attention_cases, attention_problem, attention_step, few_attention_cases
+from kernel_cases import (
+    Case,
+    attention_cases,
+    attention_problem,
+    attention_step,
+    few_attention_cases,
+)
 from kernels import MAX_RELATIVE_ERROR, ceilings, conforms, time_of
 
 from tokenspeed_core.errors import SelectionError
@@ -42,21 +48,39 @@ MAX_MODEL_LEN = 40960
 
 def main() -> None:
     """Check, time, print a line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", nargs="+", metavar="NAME", help="these alone, in this order; default: all")
-    parser.add_argument("--quick", action="store_true", help="a few cases, without the conformance kit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--backends", nargs="+", metavar="NAME", help="these alone, in this order; default: all"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few cases, without the conformance kit"
+    )
     given = parser.parse_args()
     device = torch.device("cuda")
     specs = usable(device, given.backends)
     if not given.quick:
-        specs = [spec for spec in specs if (fits_timed if spec.needs_compile else conforms)(spec, device)]
+        specs = [
+            spec for spec in specs if (fits_timed if spec.needs_compile else conforms)(spec, device)
+        ]
     for num_rows, length in ((64, 2048), (256, 640)):
-        costs = (f"{spec.backend} {prepare_time(spec, device, num_rows, length):.1f} us" for spec in specs)
+        costs = (
+            f"{spec.backend} {prepare_time(spec, device, num_rows, length):.1f} us"
+            for spec in specs
+        )
         print(f"prepare {num_rows} x {length}", *costs, sep="  ", flush=True)
     best = ceilings(device)
-    for case in (few_attention_cases if given.quick else attention_cases)(device, max_model_len=MAX_MODEL_LEN):
+    for case in (few_attention_cases if given.quick else attention_cases)(
+        device, max_model_len=MAX_MODEL_LEN
+    ):
         floor = max(case.num_bytes / best.bandwidth, case.num_flops / best.flops)
-        print(f"{case.name:29} floor {1e6 * floor:.1f} us", *times_of(case, specs), sep="  ", flush=True)
+        print(
+            f"{case.name:29} floor {1e6 * floor:.1f} us",
+            *times_of(case, specs),
+            sep="  ",
+            flush=True,
+        )
 
 
 def times_of(case: Case, specs: list[KernelSpec]) -> Iterator[str]:
@@ -85,7 +109,9 @@ def usable(device: torch.device, names: list[str] | None) -> list[KernelSpec]:
         if spec.op != "attention" or spec.reference or spec.backend in specs:
             continue
         named = [Preference.parse("attention", (spec.backend,))]
-        selector = Selector([kernel], describe_device(device), named, needs=frozenset({"graph_safe"}))
+        selector = Selector(
+            [kernel], describe_device(device), named, needs=frozenset({"graph_safe"})
+        )
         with contextlib.suppress(SelectionError):
             specs[spec.backend] = selector.select_attention(attention_problem("decode")).spec
     missing = set(names or ()) - set(specs)
@@ -97,14 +123,20 @@ def usable(device: torch.device, names: list[str] | None) -> list[KernelSpec]:
 
 def fits_timed(spec: KernelSpec, device: torch.device) -> bool:
     """Run the conformance kit on the problems that are timed; raises what it raises."""
-    print(f"{spec.backend} conforms in {check_attention(spec, device, cases=map(attention_problem, PHASES))} runs")
+    print(
+        f"{spec.backend} conforms in {check_attention(spec, device, cases=map(attention_problem, PHASES))} runs"
+    )
     return True
 
 
 def prepare_time(spec: KernelSpec, device: torch.device, num_rows: int, length: int) -> float:
     """Return the median time in microseconds that preparing a captured step of decodes takes, the device idle."""
-    step, _ = attention_step([1] * num_rows, [length] * num_rows, device, max_model_len=MAX_MODEL_LEN)
-    limits = AttentionLimits(step.num_rows, step.num_tokens, step.max_seq_len, step.block_table.shape[1])
+    step, _ = attention_step(
+        [1] * num_rows, [length] * num_rows, device, max_model_len=MAX_MODEL_LEN
+    )
+    limits = AttentionLimits(
+        step.num_rows, step.num_tokens, step.max_seq_len, step.block_table.shape[1]
+    )
     kernel = spec.factory()(attention_problem("decode"), limits, device)
     times = []
     for _ in range(30):

@@ -21,39 +21,54 @@ from kernels import time_of
 from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
 from tokenspeed_kernels.triton.attention import Tiling, TritonAttention
 
-DECODE = [Tiling(16, n, warps, stages) for n, warps, stages in product((32, 64, 128), (2, 4), (2, 3, 4))]
+DECODE = [
+    Tiling(16, n, warps, stages) for n, warps, stages in product((32, 64, 128), (2, 4), (2, 3, 4))
+]
 PREFILL = [
     Tiling(m, n, warps, stages)
     for (m, warps), n, stages in product(((64, 4), (128, 8)), (32, 64, 128), (2, 3))
 ]
 CASES = {
-    "decode": [("64 x 2048", [1] * 64, [2048] * 64), ("256 x 640", [1] * 256, [640] * 256),
-               ("1 x 32768", [1], [32768])],
+    "decode": [
+        ("64 x 2048", [1] * 64, [2048] * 64),
+        ("256 x 640", [1] * 256, [640] * 256),
+        ("1 x 32768", [1], [32768]),
+    ],
     "prefill": [("8 x 4096", [4096] * 8, [4096] * 8)],
 }
 
 
 def main() -> None:
     """Time every tiling of every case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device, and torch finds none")
     device = torch.device("cuda")
     for phase, cases in CASES.items():
-        problem = AttentionProblem(phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None)
+        problem = AttentionProblem(
+            phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None
+        )
         for name, num_queries, seq_lens in cases:
             step, num_blocks = attention_step(num_queries, seq_lens, device)
-            arena = torch.randn((num_blocks, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
+            arena = torch.randn(
+                (num_blocks, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device
+            )
             q = torch.randn((step.num_tokens, H, D), dtype=torch.bfloat16, device=device)
             out = torch.empty_like(q)
-            limits = AttentionLimits(step.num_rows, step.num_tokens, max(seq_lens), step.block_table.shape[1])
+            limits = AttentionLimits(
+                step.num_rows, step.num_tokens, max(seq_lens), step.block_table.shape[1]
+            )
             results = []
             for tiling in DECODE if phase == "decode" else PREFILL:
                 kernel = TritonAttention(problem, limits, device, tiling, tiling)
                 kernel.prepare(step)
                 try:
-                    seconds = time_of(partial(kernel.forward, q, arena[:, 0], arena[:, 1], out), runs=8)
+                    seconds = time_of(
+                        partial(kernel.forward, q, arena[:, 0], arena[:, 1], out), runs=8
+                    )
                 except Exception as error:  # a tiling that does not fit the device is a result too
                     print(f"{tiling}: {type(error).__name__}", flush=True)
                     continue

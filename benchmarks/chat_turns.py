@@ -40,7 +40,10 @@ def words(rng: random.Random, num_chars: int) -> str:
     left = num_chars
     while left > 0:
         length = min(9, 1 + int(rng.expovariate(1 / 4)))
-        text.append("".join(rng.choices(LETTERS, range(26, 0, -1), k=length)) + (" " if rng.random() < 0.9 else ".\n"))
+        text.append(
+            "".join(rng.choices(LETTERS, range(26, 0, -1), k=length))
+            + (" " if rng.random() < 0.9 else ".\n")
+        )
         left -= length + 1
     return "".join(text)
 
@@ -54,17 +57,23 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
 
 def main() -> None:
     """Print a line of JSON with the medians over the turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(CHECKPOINT))
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--first-chars", type=int, default=200_000, help="characters before the first turn")
+    parser.add_argument(
+        "--first-chars", type=int, default=200_000, help="characters before the first turn"
+    )
     parser.add_argument("--turn-chars", type=int, default=3_200, help="characters that a turn adds")
     given = parser.parse_args()
     kept = load_tokenizer(given.folder)
     template = load_chat_template(given.folder, kept.special_tokens)
     rng = random.Random(SEED)
     said = [words(rng, given.turn_chars) for _ in range(given.first_chars // given.turn_chars)]
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+    ]
     times: dict[str, list[float]] = {"json_ms": [], "kept_ms": [], "new_ms": [], "floor_ms": []}
     num_tokens = 0
     for turn in range(given.turns + 1):
@@ -74,16 +83,24 @@ def main() -> None:
         new, other = load_tokenizer(given.folder), load_tokenizer(given.folder)
         kept_ms, ids = timed(partial(chat_ids, kept, template, request, None, LIMITS))
         new_ms, same = timed(partial(chat_ids, new, template, request, None, LIMITS))
-        floor_ms, _ = timed(partial(other.encode, messages[-1]["content"], add_special_tokens=False))
+        floor_ms, _ = timed(
+            partial(other.encode, messages[-1]["content"], add_special_tokens=False)
+        )
         assert (ids == same).all()
         num_tokens = len(ids)
         if turn:  # before the first, nothing was read
             for name, value in zip(times, (json_ms, kept_ms, new_ms, floor_ms), strict=True):
                 times[name].append(value)
-    print(json.dumps({
-        "tokens": num_tokens, "bytes": len(body),
-        **{name: round(statistics.median(each), 2) for name, each in times.items()}, "machine": machine(),
-    }))
+    print(
+        json.dumps(
+            {
+                "tokens": num_tokens,
+                "bytes": len(body),
+                **{name: round(statistics.median(each), 2) for name, each in times.items()},
+                "machine": machine(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ class Figure:
 def requests(num: int, num_prompt: int, num_tokens: int, seed: int) -> list[Request]:
     """Return requests of equal lengths, whose prompts nobody has sent before."""
     random = np.random.default_rng(seed)
-    return [Request(random.integers(300, 1000, num_prompt).tolist(), num_tokens) for _ in range(num)]
+    return [
+        Request(random.integers(300, 1000, num_prompt).tolist(), num_tokens) for _ in range(num)
+    ]
 
 
 def arriving(num: int, seed: int) -> list[Request]:
@@ -64,7 +66,8 @@ def arriving(num: int, seed: int) -> list[Request]:
     random = np.random.default_rng(seed)
     return [
         Request(
-            random.integers(300, 1000, int(random.integers(16, 200))).tolist(), int(random.integers(32, 256)),
+            random.integers(300, 1000, int(random.integers(16, 200))).tolist(),
+            int(random.integers(32, 256)),
             i * ARRIVAL_SECONDS,
         )
         for i in range(num)
@@ -75,14 +78,20 @@ class Theirs:
     """transformers: `generate` on a batch, or on one request after another."""
 
     def __init__(self, checkpoint: str, dtype: str) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
-        self.model.generation_config = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=getattr(torch, dtype)
+        ).eval()
+        self.model.generation_config = transformers.GenerationConfig(
+            do_sample=False, eos_token_id=None, pad_token_id=0
+        )
 
     def batch(self, wanted: Sequence[Request]) -> None:
         """Generate for prompts of equal length together."""
         ids = torch.tensor([request.prompt for request in wanted])
         with torch.inference_mode():
-            made = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=wanted[0].num_tokens)
+            made = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=wanted[0].num_tokens
+            )
         assert made.shape[1] == ids.shape[1] + wanted[0].num_tokens
 
     def over_time(self, wanted: Sequence[Request]) -> None:
@@ -101,8 +110,13 @@ class Ours:
 
     def batch(self, wanted: Sequence[Request]) -> None:
         """Generate for prompts together."""
-        outputs = self.llm.generate([prompt(request) for request in wanted], [params(request) for request in wanted])
-        assert all(len(o.outputs[0].token_ids) == r.num_tokens for o, r in zip(outputs, wanted, strict=True))
+        outputs = self.llm.generate(
+            [prompt(request) for request in wanted], [params(request) for request in wanted]
+        )
+        assert all(
+            len(o.outputs[0].token_ids) == r.num_tokens
+            for o, r in zip(outputs, wanted, strict=True)
+        )
 
     def over_time(self, wanted: Sequence[Request]) -> None:
         """Serve requests as they arrive."""
@@ -138,13 +152,20 @@ def timed(call: Callable[[Sequence[Request]], None], wanted: Sequence[Request]) 
 
 
 def compare(
-    what: str, ours: Callable[[Sequence[Request]], None], theirs: Callable[[Sequence[Request]], None],
-    make: Callable[[int], list[Request]], num_pairs: int,
+    what: str,
+    ours: Callable[[Sequence[Request]], None],
+    theirs: Callable[[Sequence[Request]], None],
+    make: Callable[[int], list[Request]],
+    num_pairs: int,
 ) -> Figure:
     """Run both in turn on the same requests, other ones each time; the first pair warms up."""
-    pairs = [(timed(ours, make(seed)), timed(theirs, make(seed))) for seed in range(num_pairs + 1)][1:]
+    pairs = [(timed(ours, make(seed)), timed(theirs, make(seed))) for seed in range(num_pairs + 1)][
+        1:
+    ]
     return Figure(
-        what, statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs),
+        what,
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
         statistics.median(a / b for a, b in pairs),
     )
 
@@ -153,16 +174,34 @@ def seconds_to_first_token(dtype: str) -> float:
     """Start `tokenspeed serve` on the demo and return the seconds until a chat's first text is here."""
     begin = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", "--port", "0", "--dtype", dtype],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "tokenspeed_core.cli",
+            "serve",
+            "--port",
+            "0",
+            "--dtype",
+            dtype,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stdout is not None
     try:
         found = re.search(r"at (http://\S+)", process.stdout.readline())
         assert found, "the server did not start"
-        body = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+        body = {
+            "model": "demo",
+            "stream": True,
+            "messages": [{"role": "user", "content": "What is 12 + 30?"}],
+        }
         ask = urllib.request.Request(
-            f"{found[1]}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            f"{found[1]}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
         )
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(ask) as events:
             next(event for event in events if re.search(rb'"content": ?"[^"]', event))
@@ -178,7 +217,9 @@ def machine() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     versions = {
-        "Python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "tokenspeed-core": tokenspeed_core.__version__,
     }
     described = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -187,12 +228,18 @@ def machine() -> str:
 
 def main() -> None:
     """Measure and print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--starts", type=int, default=3, help="starts of the server to measure; 0: none")
-    parser.add_argument("--tokens", type=int, default=128, help="generated by each request of a batch")
+    parser.add_argument(
+        "--starts", type=int, default=3, help="starts of the server to measure; 0: none"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="generated by each request of a batch"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
@@ -202,15 +249,27 @@ def main() -> None:
     ours, theirs = Ours(checkpoint, arguments.dtype), Theirs(checkpoint, arguments.dtype)
     figures = [
         compare(
-            f"batch {num}", ours.batch, theirs.batch, partial(requests, num, 64, arguments.tokens), arguments.pairs,
+            f"batch {num}",
+            ours.batch,
+            theirs.batch,
+            partial(requests, num, 64, arguments.tokens),
+            arguments.pairs,
         )
         for num in (1, 16)
     ]
     figures.append(
-        compare("16 arriving", ours.over_time, theirs.over_time, lambda seed: arriving(16, seed), arguments.pairs)
+        compare(
+            "16 arriving",
+            ours.over_time,
+            theirs.over_time,
+            lambda seed: arriving(16, seed),
+            arguments.pairs,
+        )
     )
     print(f"{machine()}\n`{' '.join(['python', *sys.argv])}`, load {os.getloadavg()[0]:.1f}\n")
-    print("| demo, tokens/s | TokenSpeed | transformers | ratio | target |\n| --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| demo, tokens/s | TokenSpeed | transformers | ratio | target |\n| --- | ---: | ---: | ---: | ---: |"
+    )
     for figure in figures:
         print(
             f"| {figure.what} | {figure.ours:,.0f} | {figure.theirs:,.0f} | {figure.ratio:.2f} | "
@@ -218,7 +277,9 @@ def main() -> None:
         )
     if arguments.starts:
         starts = [seconds_to_first_token(arguments.dtype) for _ in range(arguments.starts)]
-        print(f"\nStart of `tokenspeed serve` to first token: {statistics.median(starts):.1f} s (target: under 10)")
+        print(
+            f"\nStart of `tokenspeed serve` to first token: {statistics.median(starts):.1f} s (target: under 10)"
+        )
 
 
 if __name__ == "__main__":

@@ -47,13 +47,19 @@ class Waits:
         return self._fetch(event, parts)
 
 
-def measure(engine: Engine, num_rows: int, context: int, num_steps: int, waits: Waits) -> dict[str, Any]:
+def measure(
+    engine: Engine, num_rows: int, context: int, num_steps: int, waits: Waits
+) -> dict[str, Any]:
     """Return the mean step of so many decoding sequences and what of it the thread works, in microseconds."""
     for i in range(num_rows):
-        endless = replace(request(i + 1, context, num_steps + num_rows + 4 * NUM_WARM), stop_token_ids=NO_INT)
+        endless = replace(
+            request(i + 1, context, num_steps + num_rows + 4 * NUM_WARM), stop_token_ids=NO_INT
+        )
         refused = engine.submit(endless)
         assert refused is None, refused
-    while engine.scheduler.roster.num_running < num_rows or len(engine.scheduler.columns.prefilling()):
+    while engine.scheduler.roster.num_running < num_rows or len(
+        engine.scheduler.columns.prefilling()
+    ):
         engine.step()
     for _ in range(NUM_WARM):
         engine.step()
@@ -66,18 +72,30 @@ def measure(engine: Engine, num_rows: int, context: int, num_steps: int, waits: 
     engine.abort(range(1, num_rows + 1))
     while engine.has_work:
         engine.step()
-    return {"rows": num_rows, "context": context, "step_us": round(1e6 * step, 1), "engine_us": round(1e6 * works, 1),
-            "share": round(works / step, 3), "target": TARGETS.get(num_rows)}
+    return {
+        "rows": num_rows,
+        "context": context,
+        "step_us": round(1e6 * step, 1),
+        "engine_us": round(1e6 * works, 1),
+        "share": round(works / step, 3),
+        "target": TARGETS.get(num_rows),
+    }
 
 
 def main() -> None:
     """Measure every number of rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="dummy weights of a known model; none: the demo")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="dummy weights of a known model; none: the demo"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--flags", type=json.loads, default={}, help="more keywords, as of LLM, as JSON")
+    parser.add_argument(
+        "--flags", type=json.loads, default={}, help="more keywords, as of LLM, as JSON"
+    )
     arguments = parser.parse_args()
     waits = Waits()
     with tempfile.TemporaryDirectory() as folder:
@@ -85,10 +103,22 @@ def main() -> None:
         made = {"model": str(write(shape, Path(folder))), "load_format": "dummy"} if shape else {}
         config = Config.from_keywords(**made, **arguments.flags)
         catalog = discover(config)
-        started = start(resolve(config, catalog), catalog, Hooks.load(catalog), lambda what, done, total: None)
-    print(json.dumps({"platform": started.kernel_plan.platform, "backends": backends(started.kernel_plan)}), flush=True)
+        started = start(
+            resolve(config, catalog), catalog, Hooks.load(catalog), lambda what, done, total: None
+        )
+    print(
+        json.dumps(
+            {"platform": started.kernel_plan.platform, "backends": backends(started.kernel_plan)}
+        ),
+        flush=True,
+    )
     for num_rows in arguments.rows:
-        print(json.dumps(measure(started.engine, num_rows, arguments.context, arguments.steps, waits)), flush=True)
+        print(
+            json.dumps(
+                measure(started.engine, num_rows, arguments.context, arguments.steps, waits)
+            ),
+            flush=True,
+        )
     started.engine.close()
 
 

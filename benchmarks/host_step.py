@@ -65,21 +65,40 @@ def request(request_id: int, num_prompt: int, max_tokens: int) -> Submit:
     """Return a request whose prompt no other one has."""
     prompt = np.full(num_prompt, request_id % VOCAB_SIZE, np.int32)
     return Submit(
-        request_id=request_id, prompt=prompt, n=1, max_tokens=max_tokens, temperature=0.0, top_k=0, top_p=1.0,
-        min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, seed=None, logprobs=-1,
-        bias_ids=NO_INT, bias_values=NO_FLOAT, stop_token_ids=np.asarray([2], np.int32), priority=0, cache_salt="",
+        request_id=request_id,
+        prompt=prompt,
+        n=1,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=None,
+        logprobs=-1,
+        bias_ids=NO_INT,
+        bias_values=NO_FLOAT,
+        stop_token_ids=np.asarray([2], np.int32),
+        priority=0,
+        cache_salt="",
     )
 
 
 def decoding(num_rows: int, context: int, num_steps: int) -> Engine:
     """Return an engine in which so many sequences decode."""
     max_len = context + BLOCK_SIZE + num_steps + SLACK
-    kv = KVManager((FullAttention("full", 1, 1, 1),), BLOCK_SIZE, (num_rows + 1) * (max_len // BLOCK_SIZE + 2))
+    kv = KVManager(
+        (FullAttention("full", 1, 1, 1),), BLOCK_SIZE, (num_rows + 1) * (max_len // BLOCK_SIZE + 2)
+    )
     limits = SchedulerLimits(num_rows, max_len, 1 << 20, 1 << 20, 1 << 20, VOCAB_SIZE)
     engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), IdleRunner())
     for i in range(num_rows):
         engine.submit(request(i + 1, context + i % BLOCK_SIZE, num_steps + SLACK))
-    while engine.scheduler.roster.num_running < num_rows or len(engine.scheduler.columns.prefilling()):
+    while engine.scheduler.roster.num_running < num_rows or len(
+        engine.scheduler.columns.prefilling()
+    ):
         engine.step()
     return engine
 
@@ -108,7 +127,9 @@ def floor(engine: Engine, num_steps: int) -> float:
 
 def main() -> None:
     """Measure every number of rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=2000)
@@ -122,12 +143,24 @@ def main() -> None:
         times = sorted(step_times(engine, arguments.steps))
         profiler.disable()
         median, least = statistics.median(times), floor(engine, arguments.steps)
-        print(json.dumps({
-            "rows": num_rows, "context": arguments.context, "median_us": round(median, 1),
-            "p10_us": round(times[len(times) // 10], 1), "p99_us": round(times[-len(times) // 100], 1),
-            "target_us": TARGETS_US.get(num_rows), "floor_us": round(least, 1), "over_floor": round(median / least, 1),
-            "machine": machine(), "python": platform.python_version(), "numpy": np.__version__,
-        }), flush=True)
+        print(
+            json.dumps(
+                {
+                    "rows": num_rows,
+                    "context": arguments.context,
+                    "median_us": round(median, 1),
+                    "p10_us": round(times[len(times) // 10], 1),
+                    "p99_us": round(times[-len(times) // 100], 1),
+                    "target_us": TARGETS_US.get(num_rows),
+                    "floor_us": round(least, 1),
+                    "over_floor": round(median / least, 1),
+                    "machine": machine(),
+                    "python": platform.python_version(),
+                    "numpy": np.__version__,
+                }
+            ),
+            flush=True,
+        )
         if arguments.profile:
             pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 

@@ -47,7 +47,12 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def attention_step(
-    num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0, num_shared: int = 0
+    num_queries: list[int],
+    seq_lens: list[int],
+    device: torch.device,
+    *,
+    max_model_len: int = 0,
+    num_shared: int = 0,
 ) -> tuple[AttentionStep, int]:
     """Return a step whose blocks are scattered over a pool, and the pool's number of blocks.
 
@@ -55,17 +60,22 @@ def attention_step(
     All rows have the first one's blocks for their first `num_shared` keys.
     """
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
-    table = torch.zeros((len(seq_lens), max(*counts, -(-max_model_len // BLOCK_SIZE))), dtype=torch.int32)
+    table = torch.zeros(
+        (len(seq_lens), max(*counts, -(-max_model_len // BLOCK_SIZE))), dtype=torch.int32
+    )
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     for row, blocks in enumerate(order.split(counts)):
         table[row, : len(blocks)] = blocks
     table[:, : num_shared // BLOCK_SIZE] = table[0, : num_shared // BLOCK_SIZE]
     starts = (0, *accumulate(num_queries))
     step = AttentionStep(
-        num_rows=len(seq_lens), num_tokens=starts[-1], max_num_query=max(num_queries),
+        num_rows=len(seq_lens),
+        num_tokens=starts[-1],
+        max_num_query=max(num_queries),
         max_seq_len=max(*seq_lens, max_model_len),
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device), block_table=table.to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_table=table.to(device),
         host_query_start=None if max_model_len else starts,
         host_seq_lens=None if max_model_len else tuple(seq_lens),
     )
@@ -78,7 +88,12 @@ def attention_problem(phase: str) -> AttentionProblem:
 
 
 def attention_case(
-    name: str, num_queries: list[int], seq_lens: list[int], device: torch.device, *, max_model_len: int = 0,
+    name: str,
+    num_queries: list[int],
+    seq_lens: list[int],
+    device: torch.device,
+    *,
+    max_model_len: int = 0,
     num_shared: int = 0,
 ) -> Case:
     """Return an attention case of qwen3-8b's heads; causal products count once, not their masked half.
@@ -87,7 +102,9 @@ def attention_case(
     """
     phase = "decode" if max(num_queries) == 1 else "prefill"
     problem = attention_problem(phase)
-    seen = sum(n * length - n * (n - 1) / 2 for n, length in zip(num_queries, seq_lens, strict=True))
+    seen = sum(
+        n * length - n * (n - 1) / 2 for n, length in zip(num_queries, seq_lens, strict=True)
+    )
     num_keys = sum(seq_lens) - num_shared * (len(seq_lens) - 1)
     num_bytes = 2 * num_keys * K * D * BF16 + 2 * sum(num_queries) * H * D * BF16
 
@@ -98,7 +115,9 @@ def attention_case(
         arena = torch.randn((num_blocks, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
         q = torch.randn((step.num_tokens, H, D), dtype=torch.bfloat16, device=device)
         out = torch.empty_like(q)
-        limits = AttentionLimits(step.num_rows, step.num_tokens, step.max_seq_len, step.block_table.shape[1])
+        limits = AttentionLimits(
+            step.num_rows, step.num_tokens, step.max_seq_len, step.block_table.shape[1]
+        )
         kernel = spec.factory()(problem, limits, device)
         kernel.prepare(step)
 
@@ -115,9 +134,16 @@ def attention_cases(device: torch.device, *, max_model_len: int = 0) -> Iterator
     """Yield the cases of attention, each named by its phase first; with a `max_model_len`, all as captured steps."""
 
     def case(
-        name: str, num_queries: list[int], seq_lens: list[int], longest: int = max_model_len, *, num_shared: int = 0
+        name: str,
+        num_queries: list[int],
+        seq_lens: list[int],
+        longest: int = max_model_len,
+        *,
+        num_shared: int = 0,
     ) -> Case:
-        return attention_case(name, num_queries, seq_lens, device, max_model_len=longest, num_shared=num_shared)
+        return attention_case(
+            name, num_queries, seq_lens, device, max_model_len=longest, num_shared=num_shared
+        )
 
     yield case("decode 64 x 2048", [1] * 64, [2048] * 64)
     if not max_model_len:
@@ -136,16 +162,34 @@ def attention_cases(device: torch.device, *, max_model_len: int = 0) -> Iterator
 
 def few_attention_cases(device: torch.device, *, max_model_len: int) -> Iterator[Case]:
     """Yield a few cases of attention, as captured steps of a model of so many tokens."""
-    for num, length, num_shared in ((64, 320, 0), (256, 640, 0), (64, 2048, 0), (1, 8192, 0), (32, 6144, 4096)):
+    for num, length, num_shared in (
+        (64, 320, 0),
+        (256, 640, 0),
+        (64, 2048, 0),
+        (1, 8192, 0),
+        (32, 6144, 4096),
+    ):
         name = f"decode {num} x {length}" + (f", {num_shared} shared" if num_shared else "")
         yield attention_case(
-            name, [1] * num, [length] * num, device, max_model_len=max_model_len, num_shared=num_shared
+            name,
+            [1] * num,
+            [length] * num,
+            device,
+            max_model_len=max_model_len,
+            num_shared=num_shared,
         )
-    yield attention_case("prefill 8 x 4096", [4096] * 8, [4096] * 8, device, max_model_len=max_model_len)
+    yield attention_case(
+        "prefill 8 x 4096", [4096] * 8, [4096] * 8, device, max_model_len=max_model_len
+    )
 
 
 def _case(
-    op: str, name: str, problem: dict[str, Any], arguments: list[Any], num_bytes: float, num_flops: float = 0.0
+    op: str,
+    name: str,
+    problem: dict[str, Any],
+    arguments: list[Any],
+    num_bytes: float,
+    num_flops: float = 0.0,
 ) -> Case:
     def bind(spec: KernelSpec) -> Callable[[], Tensor]:
         kernel = spec.factory()({**problem, "dtype": problem.get("dtype", "bfloat16")})
@@ -169,28 +213,54 @@ def _rows(device: torch.device, num: int) -> Iterator[Case]:
     yield _case("rms_norm", f"{num} x {N}", {"size": N}, [x, weight, 1e-6], 2 * num * N * BF16)
     residual = rand(num, N)
     yield _case(
-        "add_rms_norm", f"{num} x {N}", {"size": N}, [x * 1e-3, residual, weight, 1e-6], 4 * num * N * BF16
+        "add_rms_norm",
+        f"{num} x {N}",
+        {"size": N},
+        [x * 1e-3, residual, weight, 1e-6],
+        4 * num * N * BF16,
     )
     qkv = rand(num, H + 2 * K, D)
     q, k, v = qkv[:, :H], qkv[:, H : H + K], qkv[:, H + K :]
     positions = torch.arange(num, device=device)
-    angles = torch.arange(num, device=device)[:, None] / 10000 ** (torch.arange(D // 2, device=device) / D * 2)
+    angles = torch.arange(num, device=device)[:, None] / 10000 ** (
+        torch.arange(D // 2, device=device) / D * 2
+    )
     table = torch.cat([angles.cos(), angles.sin()], dim=1)
     heads = {"num_heads": H, "num_kv_heads": K, "head_size": D, "rotary_size": D}
     moved = num * (2 * (H + K) * D * BF16 + D * 4)
     yield _case("rope", f"{num} x {H}+{K}", heads, [q, k, positions, table, False], moved)
     norms = [rand(D), rand(D), 1e-6]
-    yield _case("qk_norm_rope", f"{num} x {H}+{K}", heads, [q, k, *norms, positions, table, False], moved)
-    yield _case("silu_mul", f"{num} x {INNER}", {"size": INNER}, [rand(num, 2 * INNER)], 3 * num * INNER * BF16)
-    arena = torch.zeros((num // BLOCK_SIZE + 1, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device)
+    yield _case(
+        "qk_norm_rope", f"{num} x {H}+{K}", heads, [q, k, *norms, positions, table, False], moved
+    )
+    yield _case(
+        "silu_mul",
+        f"{num} x {INNER}",
+        {"size": INNER},
+        [rand(num, 2 * INNER)],
+        3 * num * INNER * BF16,
+    )
+    arena = torch.zeros(
+        (num // BLOCK_SIZE + 1, 2, BLOCK_SIZE, K, D), dtype=torch.bfloat16, device=device
+    )
     slots = torch.randperm(num, device=device)
     cache = {"num_kv_heads": K, "head_size": D, "block_size": BLOCK_SIZE, "kv_dtype": "bfloat16"}
     place = [q, k, v, arena[:, 0], arena[:, 1], slots]
     both = {**heads, **cache}
     placed = num * ((2 * H + 4 * K) * D * BF16 + D * 4)
-    yield _case("rope_write_kv", f"{num} x {H}+{K}", both, [*place, positions, table, False], placed)
-    yield _case("qk_norm_rope_write_kv", f"{num} x {H}+{K}", both, [*place, *norms, positions, table, False], placed)
-    yield _case("write_kv", f"{num}", cache, [k, v, arena[:, 0], arena[:, 1], slots], 4 * num * K * D * BF16)
+    yield _case(
+        "rope_write_kv", f"{num} x {H}+{K}", both, [*place, positions, table, False], placed
+    )
+    yield _case(
+        "qk_norm_rope_write_kv",
+        f"{num} x {H}+{K}",
+        both,
+        [*place, *norms, positions, table, False],
+        placed,
+    )
+    yield _case(
+        "write_kv", f"{num}", cache, [k, v, arena[:, 0], arena[:, 1], slots], 4 * num * K * D * BF16
+    )
 
 
 def _sampling(device: torch.device, num: int) -> Iterator[Case]:
@@ -203,7 +273,12 @@ def _sampling(device: torch.device, num: int) -> Iterator[Case]:
     peaked = -1.2 * rank.log() + torch.randn((num, V), device=device) / 4
 
     def filters(top_k: int, top_p: float, of: Tensor = logits) -> list[Tensor]:
-        columns = ((0.7, torch.float32), (top_k, torch.int32), (top_p, torch.float32), (0.0, torch.float32))
+        columns = (
+            (0.7, torch.float32),
+            (top_k, torch.int32),
+            (top_p, torch.float32),
+            (0.0, torch.float32),
+        )
         filled = [torch.full((num,), value, dtype=dtype, device=device) for value, dtype in columns]
         seeds = torch.arange(num, device=device)
         return [of, *filled, seeds, seeds]
@@ -223,20 +298,30 @@ def _experts(device: torch.device, num: int) -> Iterator[Case]:
     problem = {"num_experts": E, "top_k": TOP_K, "hidden_size": MOE_N, "intermediate_size": MOE_I}
     logits = rand(num, E)
     routing = {"num_experts": E, "top_k": TOP_K}
-    yield _case("moe_route", f"{num} x {E}", routing, [logits, TOP_K, True], num * (E * BF16 + TOP_K * 8))
+    yield _case(
+        "moe_route", f"{num} x {E}", routing, [logits, TOP_K, True], num * (E * BF16 + TOP_K * 8)
+    )
     ids = torch.rand((num, E), device=device).argsort(dim=1)[:, :TOP_K].to(torch.int32)
     weights = torch.full((num, TOP_K), 1 / TOP_K, device=device)
     arguments = [rand(num, MOE_N), rand(E, 2 * MOE_I, MOE_N), rand(E, MOE_N, MOE_I), weights, ids]
     used = E * (1 - (1 - TOP_K / E) ** num)
     yield _case(
-        "moe_experts", f"{num} tokens", problem, arguments,
-        used * 3 * MOE_N * MOE_I * BF16 + 2 * num * MOE_N * BF16, 6 * num * TOP_K * MOE_N * MOE_I,
+        "moe_experts",
+        f"{num} tokens",
+        problem,
+        arguments,
+        used * 3 * MOE_N * MOE_I * BF16 + 2 * num * MOE_N * BF16,
+        6 * num * TOP_K * MOE_N * MOE_I,
     )
     x, gate_up, down, *_ = arguments
     packed = [part for weight in (gate_up, down) for part in _by_rows(weight)]
     yield _case(
-        "moe_experts_fp8", f"{num} tokens", problem, [x, *packed, weights, ids],
-        used * 3 * MOE_N * MOE_I + 2 * num * MOE_N * BF16, 6 * num * TOP_K * MOE_N * MOE_I,
+        "moe_experts_fp8",
+        f"{num} tokens",
+        problem,
+        [x, *packed, weights, ids],
+        used * 3 * MOE_N * MOE_I + 2 * num * MOE_N * BF16,
+        6 * num * TOP_K * MOE_N * MOE_I,
     )
 
 

@@ -32,7 +32,9 @@ from tokenspeed_core.testing.attention import check_attention
 from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import contracts, descriptors
 
-MAX_ERROR = {"sample": 0.1}  # part of the ids: sums in float32 and float64 part ways at rounding ties
+MAX_ERROR = {
+    "sample": 0.1
+}  # part of the ids: sums in float32 and float64 part ways at rounding ties
 MAX_RELATIVE_ERROR = 2e-2  # of norms, in bfloat16
 
 
@@ -60,10 +62,14 @@ class Measured:
 
 def main() -> int:
     """Check, time and report; returns 1 if any kernel is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="one op")
     parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument("--skip-checks", action="store_true", help="when another command has run them")
+    parser.add_argument(
+        "--skip-checks", action="store_true", help="when another command has run them"
+    )
     arguments = parser.parse_args()
     device = torch.device("cuda")
     specs = {
@@ -76,9 +82,17 @@ def main() -> int:
         for backend in ("torch", "triton")
     }
     wanted = {arguments.only} if arguments.only else set(specs["triton"])
-    for contract in contracts.ROPE_CACHE:  # whose reference is no backend: where none fits, the parts run
-        specs["torch"][contract.name] = replace(specs["triton"][contract.name], load=contract.reference)
-    wrong = set() if arguments.skip_checks else {op for op in wanted if not conforms(specs["triton"][op], device)}
+    for (
+        contract
+    ) in contracts.ROPE_CACHE:  # whose reference is no backend: where none fits, the parts run
+        specs["torch"][contract.name] = replace(
+            specs["triton"][contract.name], load=contract.reference
+        )
+    wrong = (
+        set()
+        if arguments.skip_checks
+        else {op for op in wanted if not conforms(specs["triton"][op], device)}
+    )
     best = ceilings(device)
     print(f"copy {best.bandwidth / 1e12:.2f} TB/s, matrix product {best.flops / 1e12:.0f} TFLOP/s")
     rows = []
@@ -93,10 +107,15 @@ def main() -> int:
             print(_line(row), flush=True)
     if arguments.json:
         about = {
-            "device": torch.cuda.get_device_name(device), "torch": torch.__version__,
-            "triton": triton.__version__, "python": platform.python_version(), "ceilings": asdict(best),
+            "device": torch.cuda.get_device_name(device),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "ceilings": asdict(best),
         }
-        arguments.json.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1))
+        arguments.json.write_text(
+            json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1)
+        )
     for op in sorted(wrong):
         print(f"FAILED {op}: not timed")
     return 1 if wrong else 0
@@ -122,8 +141,14 @@ def _measure(case: Case, spec: KernelSpec, reference: KernelSpec, ceilings: Ceil
     seconds = time_of(call)
     floor = max(case.num_bytes / ceilings.bandwidth, case.num_flops / ceilings.flops)
     return Measured(
-        case.op, case.name, seconds * 1e6, time_of(plain, graph=False) * 1e6, floor * 1e6,
-        case.num_bytes / seconds / 1e12, case.num_flops / seconds / 1e12, error,
+        case.op,
+        case.name,
+        seconds * 1e6,
+        time_of(plain, graph=False) * 1e6,
+        floor * 1e6,
+        case.num_bytes / seconds / 1e12,
+        case.num_flops / seconds / 1e12,
+        error,
     )
 
 
@@ -150,7 +175,10 @@ def time_of(call: Callable[[], object], *, graph: bool = True, runs: int = 30) -
     times: list[float] = []
     for _ in range(runs):
         flush.zero_()
-        start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+        start, end = (
+            torch.Event("cuda", enable_timing=True),
+            torch.Event("cuda", enable_timing=True),
+        )
         start.record()
         replay()
         end.record()

@@ -21,19 +21,41 @@ from linear_fp8_tilings import COLD_BYTES, SHAPES, TOLERANCE, micros, scaled
 from torch import Tensor
 
 from tokenspeed_kernels.reference.fp8 import quantize_rows
-from tokenspeed_kernels.reference.fp8_block import quantize_blocks, quantize_groups, spread_blocks, spread_groups
+from tokenspeed_kernels.reference.fp8_block import (
+    quantize_blocks,
+    quantize_groups,
+    spread_blocks,
+    spread_groups,
+)
 from tokenspeed_kernels.triton.fp8_block import GROUP
 from tokenspeed_kernels.triton.linear_fp8 import FewRows, Tiling
-from tokenspeed_kernels.triton.linear_fp8_block import ManyTiling, Product, few_tiling, library_takes, multiply_tiles
+from tokenspeed_kernels.triton.linear_fp8_block import (
+    ManyTiling,
+    Product,
+    few_tiling,
+    library_takes,
+    multiply_tiles,
+)
 
 Weight = tuple[Tensor, Tensor]
 DTYPE = torch.bfloat16
-TILINGS = (ManyTiling(128, 128, 8, 3), ManyTiling(64, 128, 4, 4), ManyTiling(64, 64, 4, 4), ManyTiling(128, 64, 4, 4))
+TILINGS = (
+    ManyTiling(128, 128, 8, 3),
+    ManyTiling(64, 128, 4, 4),
+    ManyTiling(64, 64, 4, 4),
+    ManyTiling(128, 64, 4, 4),
+)
 
 
 def few_tilings() -> Iterator[Tiling]:
     """Yield the tilings to try with few rows."""
-    for block_n, num_warps, num_stages in ((64, 4, 4), (64, 4, 8), (64, 4, 6), (128, 4, 6), (128, 8, 4)):
+    for block_n, num_warps, num_stages in (
+        (64, 4, 4),
+        (64, 4, 8),
+        (64, 4, 6),
+        (128, 4, 6),
+        (128, 8, 4),
+    ):
         for num_splits in (1, 2, 3, 4, 6, 8):
             yield Tiling(block_n, GROUP, num_warps, num_stages, num_splits)
 
@@ -81,7 +103,9 @@ def many(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
     if library_takes(problem):
         calls["torch"] = lambda w: ours.by_library(x, x_scale, *w, None)
     calls |= {str(astuple(each)): partial(_tiles, x, x_scale, each) for each in TILINGS}
-    if importlib.util.find_spec("deep_gemm") and importlib.util.find_spec("tokenspeed_kernels_deepgemm"):
+    if importlib.util.find_spec("deep_gemm") and importlib.util.find_spec(
+        "tokenspeed_kernels_deepgemm"
+    ):
         theirs = import_module("tokenspeed_kernels_deepgemm.linear").linear_fp8_block(problem)
         calls["deepgemm"] = lambda w: theirs(x, x_scale, *w, None)
     took = {}
@@ -105,7 +129,9 @@ def main() -> None:
     """Sweep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64])
-    parser.add_argument("--many", type=int, nargs="*", default=[65, 128, 256, 512, 1024, 2048, 8192])
+    parser.add_argument(
+        "--many", type=int, nargs="*", default=[65, 128, 256, 512, 1024, 2048, 8192]
+    )
     options = parser.parse_args()
     for name, (out_size, in_size) in SHAPES.items():
         weights = [

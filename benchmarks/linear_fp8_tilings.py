@@ -21,10 +21,13 @@ from tokenspeed_kernels.reference.fp8 import quantize_rows
 from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS, FewRows, Tiling, tiling_of
 
 SHAPES = {  # name: (out, in)
-    "8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24576, 4096), "8b down": (4096, 12288),
+    "8b qkv": (6144, 4096),
+    "8b o": (4096, 4096),
+    "8b gate_up": (24576, 4096),
+    "8b down": (4096, 12288),
 }
-COLD_BYTES = 400_000_000   # of weight copies, several times the cache
-TOLERANCE = 6e-3           # relative, of bfloat16 results
+COLD_BYTES = 400_000_000  # of weight copies, several times the cache
+TOLERANCE = 6e-3  # relative, of bfloat16 results
 MANY = (128, 256, 2048, 8192)
 
 Weight = tuple[Tensor, Tensor]
@@ -53,7 +56,9 @@ def micros(call: Callable[[Weight], Tensor], weights: Sequence[Weight]) -> float
 def tilings(num_rows: int) -> Iterator[Tiling]:
     """Yield the tilings to try."""
     few = ((64, 128, 4, 4), (64, 128, 4, 8), (64, 256, 4, 4))
-    for block_n, block_k, num_warps, num_stages in few if num_rows <= 64 else ((64, 128, 4, 4), (128, 128, 8, 4)):
+    for block_n, block_k, num_warps, num_stages in (
+        few if num_rows <= 64 else ((64, 128, 4, 4), (128, 128, 8, 4))
+    ):
         for num_splits in (1, 2, 3, 4) if num_rows <= 64 else (1, 2, 4):
             if (block_n + max(16, num_rows)) * block_k * num_stages < 230_000:
                 yield Tiling(block_n, block_k, num_warps, num_stages, num_splits)
@@ -62,7 +67,12 @@ def tilings(num_rows: int) -> Iterator[Tiling]:
 def scaled(x: Tensor, x_scale: Tensor, weight: Weight, *, quick: bool = True) -> Tensor:
     """Return torch's own product."""
     return torch._scaled_mm(
-        x, weight[0].t(), scale_a=x_scale, scale_b=weight[1].t(), out_dtype=torch.bfloat16, use_fast_accum=quick,
+        x,
+        weight[0].t(),
+        scale_a=x_scale,
+        scale_b=weight[1].t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=quick,
     )
 
 
@@ -86,7 +96,10 @@ def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
     chosen = next((took for took, tiling in found if tiling == ours), float("nan"))
     torchs = micros(lambda w: scaled(x, x_scale, w), weights)
     best = "; ".join(f"{took:.1f} {astuple(t)}" for took, t in found[:4])
-    print(f"{name:11} {num_rows:3} rows: torch {torchs:6.1f} us, chosen {chosen:6.1f}, best {best}", flush=True)
+    print(
+        f"{name:11} {num_rows:3} rows: torch {torchs:6.1f} us, chosen {chosen:6.1f}, best {best}",
+        flush=True,
+    )
 
 
 def many(name: str, weights: Sequence[Weight]) -> None:
@@ -100,19 +113,25 @@ def many(name: str, weights: Sequence[Weight]) -> None:
         rates = [
             2e-6 * num_rows * out_size * in_size / micros(call, few_weights)
             for call in (
-                lambda w: scaled(x, x_scale, w), lambda w: scaled(x, x_scale, w, quick=False),  # noqa: B023
+                lambda w: scaled(x, x_scale, w),
+                lambda w: scaled(x, x_scale, w, quick=False),  # noqa: B023
                 lambda w: functional.linear(plain, wide),  # noqa: B023
             )
         ]
         quick, exact, wider = rates
-        print(f"{name:11} {num_rows:5} rows: quick {quick:6.0f}, exact {exact:6.0f}, bf16 {wider:6.0f}", flush=True)
+        print(
+            f"{name:11} {num_rows:5} rows: quick {quick:6.0f}, exact {exact:6.0f}, bf16 {wider:6.0f}",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Sweep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64])
-    parser.add_argument("--few-only", action="store_true", help="leave out the rates with many rows")
+    parser.add_argument(
+        "--few-only", action="store_true", help="leave out the rates with many rows"
+    )
     options = parser.parse_args()
     for name, (out_size, in_size) in SHAPES.items():
         weights = [

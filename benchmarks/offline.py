@@ -27,20 +27,34 @@ def main() -> None:
     parser.add_argument("shape")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--flags", type=json.loads, default={}, help="more keywords for LLM, as JSON")
+    parser.add_argument(
+        "--flags", type=json.loads, default={}, help="more keywords for LLM, as JSON"
+    )
     options = parser.parse_args()
     result = results.new("offline", options.shape, options.shape, options.flags)
 
     def tell(run: dict[str, Any]) -> None:
-        facts = {"shape": options.shape, "flags": options.flags, "platform": result["device"],
-                 "python": result["versions"]["python"], "backends": result["backends"]}
+        facts = {
+            "shape": options.shape,
+            "flags": options.flags,
+            "platform": result["device"],
+            "python": result["versions"]["python"],
+            "backends": result["backends"],
+        }
         more = {name: value for name, value in run.items() if name not in ("traffic", "figures")}
-        print(json.dumps({"workload": run["traffic"]["name"], **run["figures"], **more, **facts}), flush=True)
+        print(
+            json.dumps({"workload": run["traffic"]["name"], **run["figures"], **more, **facts}),
+            flush=True,
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         path = write(options.shape, Path(folder))
-        plan = Offline([of_workload(name) for name in options.workloads.split(",")], options.repeats)
-        for refused in measure(lambda: LLM(str(path), load_format="dummy", **options.flags), plan, result, tell):
+        plan = Offline(
+            [of_workload(name) for name in options.workloads.split(",")], options.repeats
+        )
+        for refused in measure(
+            lambda: LLM(str(path), load_format="dummy", **options.flags), plan, result, tell
+        ):
             raise SystemExit(refused)
 
 

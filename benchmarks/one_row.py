@@ -23,9 +23,9 @@ from tokenspeed_kernels.triton.linear import Before, Tiling, multiply, one_row_t
 from tokenspeed_kernels.triton.linear_parts import add_rms_norm_linear, add_rms_norm_linear_silu_mul
 
 EPS = 1e-6
-TOLERANCE = 6e-3         # relative, of bfloat16 results
-WEIGHT_BYTES = 2e9       # of all layers together, many times the cache
-BANDWIDTH = 4.5e12       # bytes a second, of reads
+TOLERANCE = 6e-3  # relative, of bfloat16 results
+WEIGHT_BYTES = 2e9  # of all layers together, many times the cache
+BANDWIDTH = 4.5e12  # bytes a second, of reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,10 @@ def products(shape: str) -> tuple[Product, ...]:
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     return (
-        Product("qkv", (heads + 2 * kv_heads) * head, hidden, normed=True), Product("o", hidden, heads * head),
-        Product("gate_up", 2 * inner, hidden, normed=True, gated=True), Product("down", hidden, inner),
+        Product("qkv", (heads + 2 * kv_heads) * head, hidden, normed=True),
+        Product("o", hidden, heads * head),
+        Product("gate_up", 2 * inner, hidden, normed=True, gated=True),
+        Product("down", hidden, inner),
     )
 
 
@@ -61,8 +63,10 @@ class Layers:
     def __init__(self, shape: str) -> None:
         self.products = products(shape)
         self.num_bytes = sum(2 * p.rows * p.length for p in self.products)
-        self.weights = [[_random(p.rows, p.length) / p.length**0.5 for p in self.products]
-                        for _ in range(int(WEIGHT_BYTES / self.num_bytes) + 1)]
+        self.weights = [
+            [_random(p.rows, p.length) / p.length**0.5 for p in self.products]
+            for _ in range(int(WEIGHT_BYTES / self.num_bytes) + 1)
+        ]
         self.norm = 1 + _random(self.products[0].length) / 4
         self.x = _random(1, self.products[0].length)
 
@@ -79,7 +83,9 @@ class Layers:
         x = residual = self.x
         parts = [
             (add_rms_norm_linear_silu_mul if p.gated else add_rms_norm_linear)(
-                {"in_size": p.length, "out_size": p.out_size, "dtype": "bfloat16"}) for p in self.products
+                {"in_size": p.length, "out_size": p.out_size, "dtype": "bfloat16"}
+            )
+            for p in self.products
         ]
         for weights in self.weights:
             for product, weight, part in zip(self.products, weights, parts, strict=True):
@@ -92,7 +98,13 @@ class Layers:
 
 
 def one(
-    product: Product, x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor, tiling: Tiling, early: bool
+    product: Product,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    tiling: Tiling,
+    early: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute one product of ours; return its result and the residual behind it."""
     x = x[:, : product.length]
@@ -104,7 +116,11 @@ def one(
 
 def error(product: Product, tiling: Tiling) -> float:
     """Return a product's relative distance from float64."""
-    x, residual, weight = _random(1, product.length), _random(1, product.length), _random(product.rows, product.length)
+    x, residual, weight = (
+        _random(1, product.length),
+        _random(1, product.length),
+        _random(product.rows, product.length),
+    )
     norm = 1 + _random(product.length) / 4
     weight /= product.length**0.5
     exact = x.double()
@@ -113,7 +129,9 @@ def error(product: Product, tiling: Tiling) -> float:
         exact = exact * torch.rsqrt(exact.square().mean() + EPS) * norm.double()
     exact = exact @ weight.double().T
     if product.gated:
-        exact = torch.nn.functional.silu(exact[:, : product.out_size]) * exact[:, product.out_size :]
+        exact = (
+            torch.nn.functional.silu(exact[:, : product.out_size]) * exact[:, product.out_size :]
+        )
     with poisoned_memory():
         found = one(product, x, residual, weight, norm, tiling, True)[0].double()
     return float((found - exact).norm() / exact.norm())
@@ -160,12 +178,18 @@ def measure(shape: str, *, with_tilings: bool) -> None:
     if not torch.equal(found, expected):
         raise SystemExit(f"{shape}: kernels that start early give other bits")
     floor = layers.num_bytes / BANDWIDTH * 1e6
-    print(f"{shape}: floor {floor:.1f}, torch {torchs:.1f}, ours {after:.1f}, launched early {early:.1f}", flush=True)
+    print(
+        f"{shape}: floor {floor:.1f}, torch {torchs:.1f}, ours {after:.1f}, launched early {early:.1f}",
+        flush=True,
+    )
     for index, product in enumerate(layers.products if with_tilings else ()):
         for tiling in other_tilings(product):
             tried = [*tilings[:index], tiling, *tilings[index + 1 :]]
             took, _ = timed(layers, lambda: layers.ours(tried, True))  # noqa: B023
-            print(f"  {product.name} {tiling}: {took:.2f}, wrong by {error(product, tiling):.4f}", flush=True)
+            print(
+                f"  {product.name} {tiling}: {took:.2f}, wrong by {error(product, tiling):.4f}",
+                flush=True,
+            )
 
 
 def main() -> None:

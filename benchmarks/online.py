@@ -37,20 +37,44 @@ def main() -> None:
     for words in options.loads.split(","):
         users, requests = map(int, words.split("x"))
         lengths = (128, 128) if users == 1 else (256, 128)
-        loads.append(Load(load(requests, *lengths, options.fixed), Pace(users, None, options.procs)))
+        loads.append(
+            Load(load(requests, *lengths, options.fixed), Pace(users, None, options.procs))
+        )
     result = results.new("serve", options.shape, options.shape, {"flags": options.flags})
 
     def tell(run: dict[str, Any]) -> None:
-        shown = {name: value for name, value in run.items() if name not in ("traffic", "figures", "series")}
+        shown = {
+            name: value
+            for name, value in run.items()
+            if name not in ("traffic", "figures", "series")
+        }
         name = "http" if run["traffic"]["name"] == "load" else run["traffic"]["name"]
-        line = {"workload": name, "label": options.shape, **run.get("pace", {}), **run["traffic"], **run["figures"]}
+        line = {
+            "workload": name,
+            "label": options.shape,
+            **run.get("pace", {}),
+            **run["traffic"],
+            **run["figures"],
+        }
         print(json.dumps(line | shown | {"workload": name}), flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(write(options.shape, Path(folder)))
-        flags = ("--load-format", "dummy", "--log-level-http", "warning", "--served-model-name", "m")
+        flags = (
+            "--load-format",
+            "dummy",
+            "--log-level-http",
+            "warning",
+            "--served-model-name",
+            "m",
+        )
         with started([path, *flags, *shlex.split(options.flags)], None) as (api, seconds):
-            print(json.dumps({"workload": "start", "shape": options.shape, "health_s": round(seconds, 2)}), flush=True)
+            print(
+                json.dumps(
+                    {"workload": "start", "shape": options.shape, "health_s": round(seconds, 2)}
+                ),
+                flush=True,
+            )
             measure(Target(api.url, "m"), Online(loads, salts=True), result, tell)
 
 

@@ -24,7 +24,11 @@ from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.step import LateInputs, StepPlan, StepResult
 
-LAUNCH, COLLECT, CLIENT = 150e-6, 100e-6, 1e-3  # seconds before a step, behind it, and until a user asks again
+LAUNCH, COLLECT, CLIENT = (
+    150e-6,
+    100e-6,
+    1e-3,
+)  # seconds before a step, behind it, and until a user asks again
 IN_LEN, OUT_LEN, VOCAB = 256, 128, 1000
 
 
@@ -64,10 +68,24 @@ def request(request_id: int, rng: random.Random) -> Submit:
     num_prompt, num_output = (int(length * rng.uniform(0.5, 1.5)) for length in (IN_LEN, OUT_LEN))
     none, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Submit(
-        request_id=request_id, prompt=np.array([rng.randrange(VOCAB) for _ in range(num_prompt)], np.int32), n=1,
-        max_tokens=num_output, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0,
-        frequency_penalty=0.0, repetition_penalty=1.0, seed=None, logprobs=-1, bias_ids=none, bias_values=floats,
-        stop_token_ids=none, priority=0, cache_salt="",
+        request_id=request_id,
+        prompt=np.array([rng.randrange(VOCAB) for _ in range(num_prompt)], np.int32),
+        n=1,
+        max_tokens=num_output,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=None,
+        logprobs=-1,
+        bias_ids=none,
+        bias_values=floats,
+        stop_token_ids=none,
+        priority=0,
+        cache_salt="",
     )
 
 
@@ -84,28 +102,46 @@ def play(device: Formula, num_users: int, num_requests: int) -> str:
     gaps: list[float] = []
     firsts: list[float] = []
     while engine.has_work or (asked and len(born) < num_requests):
-        while asked and len(born) < num_requests and (asked[0] <= device.now or not engine.has_work):
+        while (
+            asked and len(born) < num_requests and (asked[0] <= device.now or not engine.has_work)
+        ):
             device.now = max(device.now, asked.pop(0))
             born[len(born) + 1] = device.now
             assert scheduler.submit(request(len(born), rng)) is None
         for outputs in engine.step():
-            for name, count, finish in zip(outputs.sequence_ids, outputs.num_tokens, outputs.finish, strict=True):
+            for name, count, finish in zip(
+                outputs.sequence_ids, outputs.num_tokens, outputs.finish, strict=True
+            ):
                 if count:
-                    (gaps if name in last else firsts).append(device.now - last.get(name, born[name]))
+                    (gaps if name in last else firsts).append(
+                        device.now - last.get(name, born[name])
+                    )
                     last[name] = device.now
                 if finish:
                     asked.append(device.now + CLIENT)
     rate = (len(gaps) + len(firsts)) / device.now
-    gap, first = (np.percentile(np.array(each) * 1e3, (50, 99, 100)).round(1) for each in (gaps, firsts))
-    return (f"{rate:.0f} tokens/s; between tokens p50 {gap[0]}, p99 {gap[1]}, max {gap[2]} ms; "
-            f"first token p50 {first[0]}, p99 {first[1]} ms")
+    gap, first = (
+        np.percentile(np.array(each) * 1e3, (50, 99, 100)).round(1) for each in (gaps, firsts)
+    )
+    return (
+        f"{rate:.0f} tokens/s; between tokens p50 {gap[0]}, p99 {gap[1]}, max {gap[2]} ms; "
+        f"first token p50 {first[0]}, p99 {first[1]} ms"
+    )
 
 
 def main() -> None:
     """Play each number of users with each bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--users", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--requests", type=int, nargs="+", default=[512, 2048], help="one number for each of --users")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[512, 2048],
+        help="one number for each of --users",
+    )
     parser.add_argument("--least-ms", type=float, nargs="+", default=[pace.LEAST_SECONDS * 1e3])
     parser.add_argument("--step-us", type=float, default=760)
     parser.add_argument("--row-us", type=float, default=11)
@@ -115,7 +151,10 @@ def main() -> None:
         for least in given.least_ms:
             pace.LEAST_SECONDS = least / 1e3
             device = Formula(given.step_us / 1e6, given.row_us / 1e6, given.token_us / 1e6)
-            print(f"{users} users, steps beside decodes of {least:g} ms: {play(device, users, requests)}", flush=True)
+            print(
+                f"{users} users, steps beside decodes of {least:g} ms: {play(device, users, requests)}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
-COMMANDS = (("--help",), ("plugins", "list"), ("plugins", "list", "--json"), ("serve", "--help"), ("--version",))
+COMMANDS = (
+    ("--help",),
+    ("plugins", "list"),
+    ("plugins", "list", "--json"),
+    ("serve", "--help"),
+    ("--version",),
+)
 DESCRIPTOR = """from tokenspeed_core.api import Capability, KernelSpec
 SPEC = KernelSpec(op="attention", backend="{name}/attention", capability=Capability(("cuda",), ("bfloat16",)),
                   load="{module}.kernel:make")
@@ -33,19 +39,25 @@ def install(site: Path, number: int) -> None:
     info = site / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: tokenspeed-core<0.3,>=0.1\n")
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: tokenspeed-core<0.3,>=0.1\n"
+    )
     (info / "entry_points.txt").write_text(
         f"[tokenspeed.kernels.attention]\n{name}/attention = {module}:SPEC [api1]\n"
-        f"[tokenspeed.commands]\n{name} = {module}:run [api1]\n")
-    (info / "RECORD").write_text(f"{module}/__init__.py,,\n{module}/kernel.py,,\n{info.name}/METADATA,,\n")
+        f"[tokenspeed.commands]\n{name} = {module}:run [api1]\n"
+    )
+    (info / "RECORD").write_text(
+        f"{module}/__init__.py,,\n{module}/kernel.py,,\n{info.name}/METADATA,,\n"
+    )
 
 
 def seconds(site: Path, words: tuple[str, ...]) -> float:
     """Return the wall-clock time of a command. Raises CalledProcessError."""
     begin = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-P", "-m", "tokenspeed_core.cli", *words], env={**os.environ, "PYTHONPATH": str(site)},
-        check=True, stdout=subprocess.DEVNULL,
+        [sys.executable, "-P", "-m", "tokenspeed_core.cli", *words],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     return time.perf_counter() - begin
 
@@ -62,8 +74,14 @@ def main() -> None:
                 install(Path(name), number)
             for words in COMMANDS:
                 runs = [seconds(Path(name), words) for _ in range(arguments.repeats + 1)][1:]
-                figures = {"median_s": round(statistics.median(runs), 3), "worst_s": round(max(runs), 3)}
-                print(json.dumps({"plugins": num_plugins, "command": " ".join(words), **figures}), flush=True)
+                figures = {
+                    "median_s": round(statistics.median(runs), 3),
+                    "worst_s": round(max(runs), 3),
+                }
+                print(
+                    json.dumps({"plugins": num_plugins, "command": " ".join(words), **figures}),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

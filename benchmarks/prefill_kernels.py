@@ -47,13 +47,17 @@ def report(events: list[Any], most: int) -> None:
         end = max(end, stop)
     window = end - spans[0][0]
     for name, us in total.most_common(most):
-        print(f"{us / 1e3:9.2f} ms {us / window:6.1%} {count[name]:6d} x {us / count[name]:9.1f} us  {name[:100]}")
+        print(
+            f"{us / 1e3:9.2f} ms {us / window:6.1%} {count[name]:6d} x {us / count[name]:9.1f} us  {name[:100]}"
+        )
     print(f"{window / 1e3:9.2f} ms in all, {idle / 1e3:.2f} ms of them idle")
 
 
 def main() -> None:
     """Parse, time, trace, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--traced-prompts", type=int, default=12)
@@ -63,10 +67,15 @@ def main() -> None:
         llm = LLM(str(write(options.shape, Path(folder))), load_format="dummy")
         seconds(llm, 2)
         for _ in range(2):
-            print(f"{options.prompts * 4096 / seconds(llm, options.prompts):.0f} prompt tokens/s", flush=True)
+            print(
+                f"{options.prompts * 4096 / seconds(llm, options.prompts):.0f} prompt tokens/s",
+                flush=True,
+            )
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             seconds(llm, options.traced_prompts)
-        report([event for event in trace.events() if "CUDA" in str(event.device_type)], options.kernels)
+        report(
+            [event for event in trace.events() if "CUDA" in str(event.device_type)], options.kernels
+        )
         llm.shutdown()
 
 

@@ -23,7 +23,10 @@ from statistics import geometric_mean
 
 from tokenspeed_kernels.rankings import RANKINGS
 
-DECIDES = {"prefill": ("prefill", "throughput", "agentic"), "decode": ("latency", "throughput", "agentic")}
+DECIDES = {
+    "prefill": ("prefill", "throughput", "agentic"),
+    "decode": ("latency", "throughput", "agentic"),
+}
 TEMPLATE = '''"""Which backends are the fastest: measured, and written here, by benchmarks/rank_attention.py."""
 
 from __future__ import annotations
@@ -47,16 +50,28 @@ class Run:
 
 def main() -> None:
     """Read, rank, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="what offline.py printed with several pairs of backends on one device")
-    parser.add_argument("--capability", required=True, help="the device's compute capability, such as 9.0")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs",
+        type=Path,
+        help="what offline.py printed with several pairs of backends on one device",
+    )
+    parser.add_argument(
+        "--capability", required=True, help="the device's compute capability, such as 9.0"
+    )
     parser.add_argument("--write", type=Path, help="where to write the rankings")
     arguments = parser.parse_args()
     runs = list(read(arguments.runs.read_text().splitlines()))
     major, minor = map(int, arguments.capability.split("."))
     found = {(each.phase or "", each.compute_capability): each.figures for each in RANKINGS}
-    found |= {(phase, (major, minor)): figures for phase in DECIDES if (figures := ranked(runs, phase))}
-    text = TEMPLATE.format(rankings="".join(source(*key, figures) for key, figures in found.items()))
+    found |= {
+        (phase, (major, minor)): figures for phase in DECIDES if (figures := ranked(runs, phase))
+    }
+    text = TEMPLATE.format(
+        rankings="".join(source(*key, figures) for key, figures in found.items())
+    )
     print(text)
     if arguments.write:
         arguments.write.write_text(text)
@@ -66,9 +81,16 @@ def read(lines: Iterable[str]) -> Iterable[Run]:
     """Yield the runs of a file of JSON lines, the starts left out."""
     for data in map(json.loads, lines):
         if data["workload"] != "start":
-            prefill, *decode = data["backends"]["attention"]  # one name where both phases have the same
+            prefill, *decode = data["backends"][
+                "attention"
+            ]  # one name where both phases have the same
             backends = {"prefill": prefill, "decode": decode[0] if decode else prefill}
-            yield Run(f"{data['shape']} on {data['platform']}", data["workload"], backends, float(data["s"]))
+            yield Run(
+                f"{data['shape']} on {data['platform']}",
+                data["workload"],
+                backends,
+                float(data["s"]),
+            )
 
 
 def ranked(runs: Iterable[Run], phase: str) -> tuple[tuple[str, str], ...]:
@@ -88,7 +110,8 @@ def ranked(runs: Iterable[Run], phase: str) -> tuple[tuple[str, str], ...]:
             figures[backend][where].append(f"{workload} {seconds:.2f} s")
     order = sorted(ratios, key=lambda backend: geometric_mean(ratios[backend]))
     return tuple(
-        (name, "; ".join(f"{where}: {', '.join(each)}" for where, each in figures[name].items())) for name in order
+        (name, "; ".join(f"{where}: {', '.join(each)}" for where, each in figures[name].items()))
+        for name in order
     )
 
 

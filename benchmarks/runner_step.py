@@ -38,12 +38,21 @@ def start(arguments: argparse.Namespace) -> LocalRunner:
     catalog = Catalog.discover()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(own))
-        resolved = resolve(Config.from_keywords(
-            model=folder, dtype=arguments.dtype or "auto", device=arguments.device, load_format="dummy",
-            max_num_seqs=max(arguments.rows) + max(arguments.prompts), chunked_prefill_size=8192,
-            block_size=arguments.block_size, enforce_eager=arguments.eager,
-            cudagraph_capture_sizes=tuple(arguments.rows), max_total_tokens=_pool_tokens(arguments),
-        ), catalog)
+        resolved = resolve(
+            Config.from_keywords(
+                model=folder,
+                dtype=arguments.dtype or "auto",
+                device=arguments.device,
+                load_format="dummy",
+                max_num_seqs=max(arguments.rows) + max(arguments.prompts),
+                chunked_prefill_size=8192,
+                block_size=arguments.block_size,
+                enforce_eager=arguments.eager,
+                cudagraph_capture_sizes=tuple(arguments.rows),
+                max_total_tokens=_pool_tokens(arguments),
+            ),
+            catalog,
+        )
     limits = replace(resolved.limits, max_model_len=min(8192, resolved.limits.max_model_len))
     return build(replace(resolved, limits=limits), catalog, lambda what, done, total: None)
 
@@ -57,21 +66,34 @@ def _pool_tokens(arguments: argparse.Namespace) -> int:
     return int(max(arguments.rows)) * each + mixed
 
 
-def prefilled(runner: LocalRunner, num_rows: int, context: int, temperature: float) -> tuple[PlanMaker, list[str]]:
+def prefilled(
+    runner: LocalRunner, num_rows: int, context: int, temperature: float
+) -> tuple[PlanMaker, list[str]]:
     """Give sequences of `context` tokens to the runner, in chunks of 8192 tokens."""
     runner.forget()
     maker = PlanMaker(runner.block_size)
     names = [f"s{i}" for i in range(num_rows)]
     for slot, name in enumerate(names):
-        maker.add(name, [(slot * 31 + i * 7) % 1000 for i in range(context)], slot, temperature=temperature, seed=slot)
+        maker.add(
+            name,
+            [(slot * 31 + i * 7) % 1000 for i in range(context)],
+            slot,
+            temperature=temperature,
+            seed=slot,
+        )
     each = max(1, 8192 // context)
     for first in range(0, num_rows, each):
-        maker.step(runner, chunks=dict.fromkeys(names[first:first + each], context))
+        maker.step(runner, chunks=dict.fromkeys(names[first : first + each], context))
     return maker, names
 
 
 def decode(
-    runner: LocalRunner, maker: PlanMaker, names: list[str], steps: int, in_flight: int, chunk: int = 0,
+    runner: LocalRunner,
+    maker: PlanMaker,
+    names: list[str],
+    steps: int,
+    in_flight: int,
+    chunk: int = 0,
     prompts: int = 1,
 ) -> dict[str, float]:
     """Run decode steps, each beside new prompts of `chunk` tokens; return the mean step and the median launch."""
@@ -112,7 +134,9 @@ def device_share(
     if most:
         report([event for event in trace.events() if "CUDA" in str(event.device_type)], most)
     spans = sorted(
-        (event.time_range.start, event.time_range.end) for event in trace.events() if "CUDA" in str(event.device_type)
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if "CUDA" in str(event.device_type)
     )
     busy, end = 0.0, spans[0][0]
     for first, last in spans:
@@ -129,28 +153,46 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--chunk", type=int, nargs="*", default=[], help="also mix in prompts of these lengths")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1], help="so many of them in each step")
+    parser.add_argument(
+        "--chunk", type=int, nargs="*", default=[], help="also mix in prompts of these lengths"
+    )
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[1], help="so many of them in each step"
+    )
     parser.add_argument("--bandwidth", type=float, default=4.5e12, help="bytes a second")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--trace", action="store_true", help="measure the device's idle share, with the profiler")
-    parser.add_argument("--kernels", type=int, default=0, help="with --trace: how many kernels to list")
+    parser.add_argument(
+        "--trace", action="store_true", help="measure the device's idle share, with the profiler"
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="with --trace: how many kernels to list"
+    )
     arguments = parser.parse_args()
     begin = time.perf_counter()
     runner = start(arguments)
     plan = runner.kernel_plan
-    print(json.dumps({
-        "start_s": round(time.perf_counter() - begin, 1), "device": plan.platform,
-        "dtype": runner.resolved.config.dtype, "block_size": runner.block_size, "num_pages": runner.num_pages,
-        "backends": backends(plan),
-    }), flush=True)
+    print(
+        json.dumps(
+            {
+                "start_s": round(time.perf_counter() - begin, 1),
+                "device": plan.platform,
+                "dtype": runner.resolved.config.dtype,
+                "block_size": runner.block_size,
+                "num_pages": runner.num_pages,
+                "backends": backends(plan),
+            }
+        ),
+        flush=True,
+    )
     for num_rows in arguments.rows:
         for temperature in arguments.temperature:
             print(json.dumps(measure(runner, arguments, num_rows, temperature)), flush=True)
-    for num_rows in arguments.rows if arguments.trace else ():  # last: tracing slows all launches after it
+    for num_rows in (
+        arguments.rows if arguments.trace else ()
+    ):  # last: tracing slows all launches after it
         maker, names = prefilled(runner, num_rows, arguments.context, 0.0)
         decode(runner, maker, names, 5, 1)
         for chunk in (0, *arguments.chunk):
@@ -159,24 +201,34 @@ def main() -> None:
             print(json.dumps({"rows": num_rows, "chunk": chunk, **rounded}), flush=True)
 
 
-def measure(runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, temperature: float) -> dict[str, Any]:
+def measure(
+    runner: LocalRunner, arguments: argparse.Namespace, num_rows: int, temperature: float
+) -> dict[str, Any]:
     """Measure one number of rows."""
     maker, names = prefilled(runner, num_rows, arguments.context, temperature)
     decode(runner, maker, names, 5, 1)
     alone = decode(runner, maker, names, arguments.steps, 1)
     both = decode(runner, maker, names, arguments.steps, 2)
     resolved = runner.resolved
-    weights = resolved.checkpoint.info.num_parameters * (4 if resolved.config.dtype == "float32" else 2)
+    weights = resolved.checkpoint.info.num_parameters * (
+        4 if resolved.config.dtype == "float32" else 2
+    )
     past = num_rows * arguments.context * runner.page_bytes / runner.block_size
     return {
-        "rows": num_rows, "temperature": temperature, "context": arguments.context,
-        "step_ms": round(both["ms"], 3), "sync_ms": round(alone["ms"], 3), "host_us": round(both["host_us"], 1),
+        "rows": num_rows,
+        "temperature": temperature,
+        "context": arguments.context,
+        "step_ms": round(both["ms"], 3),
+        "sync_ms": round(alone["ms"], 3),
+        "host_us": round(both["host_us"], 1),
         "tokens_per_s": round(num_rows / both["ms"] * 1e3),
         "floor_ms": round(1e3 * (weights + past) / arguments.bandwidth, 3),
         **{
-            f"chunk_{chunk}" if prompts == 1 else f"chunk_{prompts}x{chunk}":
-            _mixed(runner, maker, names, arguments.steps, chunk, prompts)
-            for chunk in arguments.chunk for prompts in arguments.prompts
+            f"chunk_{chunk}" if prompts == 1 else f"chunk_{prompts}x{chunk}": _mixed(
+                runner, maker, names, arguments.steps, chunk, prompts
+            )
+            for chunk in arguments.chunk
+            for prompts in arguments.prompts
         },
     }
 

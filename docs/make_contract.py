@@ -25,9 +25,20 @@ from typing import Any
 PATH = Path(__file__).with_name("contract.json")
 CORE = "tokenspeed_core.api"
 TESTING = "tokenspeed_core.testing"
-SUITES = ("distribution.Distribution", "kernel.Kernel", "model.Model", "parser.Parser", "policy.Policy")
-LAYERS_BESIDE = tuple(f"tokenspeed_models.{each}" for each in ("config", "describe", "placement", "weights", "testing"))
-OPS_OF = {"tokenspeed-kernels-blackwell": "tokenspeed_kernels_blackwell.contracts"}  # besides TokenSpeed's own
+SUITES = (
+    "distribution.Distribution",
+    "kernel.Kernel",
+    "model.Model",
+    "parser.Parser",
+    "policy.Policy",
+)
+LAYERS_BESIDE = tuple(
+    f"tokenspeed_models.{each}"
+    for each in ("config", "describe", "placement", "weights", "testing")
+)
+OPS_OF = {
+    "tokenspeed-kernels-blackwell": "tokenspeed_kernels_blackwell.contracts"
+}  # besides TokenSpeed's own
 TOLERANCE = " tolerance of "  # in the name of a number that may grow in a minor: what kept to it before still does
 Signatures = dict[str, str]
 
@@ -45,7 +56,10 @@ def core() -> Signatures:
         if hasattr(value, "tokenspeed_spec"):
             found |= dict(described(f"hook {name}", value))
     found |= contracts(installed_ops(Catalog.discover(Selection(frozenset()))).values())
-    return {**found, **{f"kind {kind}": f"api {each.api}" for kind, each in KINDS.items() if each.is_used}}
+    return {
+        **found,
+        **{f"kind {kind}": f"api {each.api}" for kind, each in KINDS.items() if each.is_used},
+    }
 
 
 def suites() -> Signatures:
@@ -79,7 +93,14 @@ def testing() -> Signatures:
 def modules(package: str) -> list[str]:
     """Return a package and the modules in it."""
     paths = import_module(package).__path__
-    return [package, *(f"{package}.{each.name}" for each in iter_modules(paths) if not each.name.startswith("_"))]
+    return [
+        package,
+        *(
+            f"{package}.{each.name}"
+            for each in iter_modules(paths)
+            if not each.name.startswith("_")
+        ),
+    ]
 
 
 def defined(path: Path) -> list[str]:
@@ -120,8 +141,10 @@ def contracts(ops: Iterable[Any]) -> Signatures:
     for op in ops:
         found |= {f"op {op.name}.{field}": str(getattr(op, field)) for field in said}
         for each in op.tolerances:
-            found |= {f"op {op.name}.{part}{TOLERANCE}{each.dtype}": str(getattr(each, part))
-                      for part in ("relative", "absolute")}
+            found |= {
+                f"op {op.name}.{part}{TOLERANCE}{each.dtype}": str(getattr(each, part))
+                for part in ("relative", "absolute")
+            }
     return found
 
 
@@ -132,8 +155,10 @@ def surfaces() -> Mapping[str, tuple[str, Callable[[], Signatures]]]:
     from tokenspeed_core.testing import TESTING_API
     from tokenspeed_models.layers import LAYERS_API
 
-    ops = {f"ops of {name}": (str(import_module(module).OPS_API), partial(ops_of, name))
-           for name, module in OPS_OF.items()}
+    ops = {
+        f"ops of {name}": (str(import_module(module).OPS_API), partial(ops_of, name))
+        for name, module in OPS_OF.items()
+    }
     return {
         CORE: (API_VERSION, core),
         "tokenspeed_core.commands": (str(COMMANDS_API), commands),
@@ -147,7 +172,9 @@ def named(module: str) -> Signatures:
     """Return the signatures of the names that a module lists, but for its version."""
     loaded = import_module(module)
     return {
-        key: text for name in loaded.__all__ if name != "API_VERSION" and not name.endswith("_API")
+        key: text
+        for name in loaded.__all__
+        if name != "API_VERSION" and not name.endswith("_API")
         for key, text in described(f"{module}.{name}", getattr(loaded, name))
     }
 
@@ -158,15 +185,22 @@ def described(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, f"class({', '.join(base.__name__ for base in value.__bases__)})"
         fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
         for field in fields:
-            has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            has_default = (
+                field.default is not dataclasses.MISSING
+                or field.default_factory is not dataclasses.MISSING
+            )
             yield f"{name}.{field.name}", f"{field.type}{' = ...' if has_default else ''}"
         if issubclass(value, Enum):
             yield from ((f"{name}.{member.name}", repr(member.value)) for member in value)
         elif not fields:
             yield from attributes(name, value)
         for key, each in vars(value).items():
-            is_public = not key.startswith("_") or (key == "__init__" and not fields) or key == "__call__"
-            each = inspect.unwrap(each.__func__ if isinstance(each, classmethod | staticmethod) else each)
+            is_public = (
+                not key.startswith("_") or (key == "__init__" and not fields) or key == "__call__"
+            )
+            each = inspect.unwrap(
+                each.__func__ if isinstance(each, classmethod | staticmethod) else each
+            )
             if is_public and inspect.isfunction(each) and each.__module__.startswith("tokenspeed"):
                 yield from described(f"{name}.{key}", each)
             elif is_public and isinstance(each, property):
@@ -179,12 +213,19 @@ def described(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for parameter in signature.parameters.values():
             yield f"{name}({parameter.name})", str(parameter).replace(repr(__version__), "...")
     else:
-        yield name, " ".join(f"{value!r}".split()) if isinstance(value, tuple | str | int) else type(value).__name__
+        yield (
+            name,
+            " ".join(f"{value!r}".split())
+            if isinstance(value, tuple | str | int)
+            else type(value).__name__,
+        )
 
 
 def attributes(name: str, value: type) -> Iterator[tuple[str, str]]:
     """Yield (dotted name, text) for what a class that is no dataclass says that its objects have."""
-    optional = {key for key, each in getattr(value, "model_fields", {}).items() if not each.is_required()}
+    optional = {
+        key for key, each in getattr(value, "model_fields", {}).items() if not each.is_required()
+    }
     for key, text in vars(value).get("__annotations__", {}).items():
         if not key.startswith("_") and key != "model_config":
             yield f"{name}.{key}", f"{text}{' = ...' if key in optional else ''}"
@@ -197,10 +238,18 @@ def digest(signatures: Signatures) -> str:
 
 def broken(before: Signatures, after: Signatures) -> list[str]:
     """Return what a plugin written for `before` may stumble over in `after`."""
-    gone = [name for name, text in before.items() if after.get(name) != text and not is_wider(name, text, after)]
+    gone = [
+        name
+        for name, text in before.items()
+        if after.get(name) != text and not is_wider(name, text, after)
+    ]
     demands = [
-        name for name, text in after.items()
-        if name not in before and name.endswith(")") and "=" not in text and "*" not in text
+        name
+        for name, text in after.items()
+        if name not in before
+        and name.endswith(")")
+        and "=" not in text
+        and "*" not in text
         and name.partition("(")[0] in before
     ]
     return [*gone, *demands]
@@ -218,9 +267,14 @@ def misversioned(old: Mapping[str, Any], version: str, signatures: Signatures) -
         return ""
     changed = broken(old.get("signatures", {}), signatures)
     if said is not None:
-        added = sorted(name for name, text in signatures.items()
-                       if old["signatures"].get(name) != text and name not in changed)
-        return f"version {version} is another contract; raise it for: {', '.join([*changed, *added])}"
+        added = sorted(
+            name
+            for name, text in signatures.items()
+            if old["signatures"].get(name) != text and name not in changed
+        )
+        return (
+            f"version {version} is another contract; raise it for: {', '.join([*changed, *added])}"
+        )
     last = list(old.get("versions", {"0": ""}))[-1]
     if changed and "." in version and version.split(".")[0] == last.split(".")[0]:
         return f"these changed or went, which is a new major after {last}: {', '.join(changed)}"
@@ -240,12 +294,17 @@ def offered() -> set[str]:
     from tokenspeed_core.plugins.deprecations import contract
     from tokenspeed_core.plugins.kinds import KINDS
 
-    contracts = (contract(kind, number) for kind, each in KINDS.items() for number in range(1, each.api + 1))
+    contracts = (
+        contract(kind, number) for kind, each in KINDS.items() for number in range(1, each.api + 1)
+    )
     return {*core(), *contracts, *(f"flag {flag(name)}" for name in Config.model_fields)}
 
 
 def untimely(
-    recorded: Mapping[str, list[str]], rows: Mapping[str, list[str]], there: Collection[str], version: str
+    recorded: Mapping[str, list[str]],
+    rows: Mapping[str, list[str]],
+    there: Collection[str],
+    version: str,
 ) -> list[str]:
     """Return what is wrong with the deprecations `rows` in a version of the core, beside those last recorded.
 
@@ -256,7 +315,9 @@ def untimely(
         if minor(goes) != (minor(since)[0], minor(since)[1] + 2):
             wrong.append(f"{old}: goes with {goes}, which is not two minors after {since}")
         elif now >= minor(goes):
-            wrong.append(f"{old}: was to go with {goes}, and this is {version}; remove it and its row")
+            wrong.append(
+                f"{old}: was to go with {goes}, and this is {version}; remove it and its row"
+            )
         elif old not in there:
             wrong.append(f"{old}: is gone, and was to stay until {goes}; put it back")
         if not replacement:

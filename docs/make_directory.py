@@ -50,8 +50,11 @@ def described(name: str, entries: Iterable[Entry]) -> str:
     for entry in entries:
         kinds.setdefault(entry.kind, []).append(entry.name)
     brings = "; ".join(f"{kind}: {', '.join(each)}" for kind, each in kinds.items())
-    (folder,) = (path.parent for path in (*TREE.glob("*/pyproject.toml"), *TREE.glob("plugins/*/pyproject.toml"))
-                 if path.parent.name.replace("_", "-") == name)
+    (folder,) = (
+        path.parent
+        for path in (*TREE.glob("*/pyproject.toml"), *TREE.glob("plugins/*/pyproject.toml"))
+        if path.parent.name.replace("_", "-") == name
+    )
     link = f"../{folder.relative_to(TREE)}"
     return f"| [{name}]({link}) {version(name)}: {metadata(name).json['summary']} | {brings} |"
 
@@ -69,8 +72,19 @@ def row(name: str, entries: Iterable[Entry], report: dict[str, Any]) -> str:
 
 def checked(name: str) -> dict[str, Any]:
     """Return what the command says of a distribution."""
-    command = [sys.executable, "-P", "-m", "tokenspeed_core.cli", "plugins", "check", name, "--json"]
-    report: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "tokenspeed_core.cli",
+        "plugins",
+        "check",
+        name,
+        "--json",
+    ]
+    report: dict[str, Any] = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    )
     return report
 
 
@@ -78,7 +92,11 @@ def made() -> str:
     """Say when and on what the page is made."""
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {platform.machine()}"
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"no GPU, {platform.machine()}"
+    )
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, tokenspeed-core {version('tokenspeed-core')} (api {API_VERSION}), "
         f"Python {platform.python_version()}, torch {torch.__version__}, {device}"

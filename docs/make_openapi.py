@@ -20,15 +20,20 @@ PROMPT = {
         {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
         {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
         {
-            "type": "array", "minItems": 1,
+            "type": "array",
+            "minItems": 1,
             "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
         },
     ],
 }
 ERRORS = {
-    "400": "a field is wrong, unknown or not supported", "401": "missing or wrong key",
-    "404": "no such model", "413": "the body is too large", "429": "the queue is full; see Retry-After",
-    "500": "the engine failed", "503": "starting, draining or dead",
+    "400": "a field is wrong, unknown or not supported",
+    "401": "missing or wrong key",
+    "404": "no such model",
+    "413": "the body is too large",
+    "429": "the queue is full; see Retry-After",
+    "500": "the engine failed",
+    "503": "starting, draining or dead",
 }
 TELLING = {
     "/health": ("whether requests should come here", {"503": "not ready, or stuck"}),
@@ -47,11 +52,16 @@ def description() -> dict[str, Any]:
     completion["properties"]["prompt"] = PROMPT
     merged(components, "ChatRequest", ChatRequest, SamplingParams, ChatNames)
     paths: dict[str, Any] = {path: {"get": telling(path, *each)} for path, each in TELLING.items()}
-    for path, name in (("/v1/completions", "CompletionRequest"), ("/v1/chat/completions", "ChatRequest")):
+    for path, name in (
+        ("/v1/completions", "CompletionRequest"),
+        ("/v1/chat/completions", "ChatRequest"),
+    ):
         paths[path] = {"post": generating(path, name)}
     return {
-        "openapi": "3.1.0", "info": {"title": "TokenSpeed", "version": tokenspeed_core.__version__},
-        "paths": paths, "components": {"schemas": components},
+        "openapi": "3.1.0",
+        "info": {"title": "TokenSpeed", "version": tokenspeed_core.__version__},
+        "paths": paths,
+        "components": {"schemas": components},
     }
 
 
@@ -62,13 +72,21 @@ def telling(path: str, summary: str, errors: dict[str, str]) -> dict[str, Any]:
         for status, text in {"200": "the answer", "401": ERRORS["401"], **errors}.items()
     }
     parameter = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
-    return {"summary": summary, "parameters": [parameter] if "{" in path else [], "responses": answers}
+    return {
+        "summary": summary,
+        "parameters": [parameter] if "{" in path else [],
+        "responses": answers,
+    }
 
 
 def merged(components: dict[str, Any], name: str, *kinds: type[BaseModel]) -> dict[str, Any]:
     """Add the schema of a body that is read by several models; later ones win."""
     merged: dict[str, Any] = {
-        "type": "object", "title": name, "properties": {}, "required": [], "additionalProperties": False
+        "type": "object",
+        "title": name,
+        "properties": {},
+        "required": [],
+        "additionalProperties": False,
     }
     for kind in kinds:
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -87,14 +105,21 @@ def merged(components: dict[str, Any], name: str, *kinds: type[BaseModel]) -> di
 def generating(path: str, name: str) -> dict[str, Any]:
     """Return the description of a route that generates."""
     body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-    answers: dict[str, Any] = {"200": {
-        "description": "the answer, or a stream of events ending in [DONE]",
-        "content": {"application/json": {}, "text/event-stream": {}},
-    }}
-    answers |= {
-        status: {"description": text, "content": {"application/json": {}}} for status, text in ERRORS.items()
+    answers: dict[str, Any] = {
+        "200": {
+            "description": "the answer, or a stream of events ending in [DONE]",
+            "content": {"application/json": {}, "text/event-stream": {}},
+        }
     }
-    return {"summary": path, "requestBody": {"required": True, "content": body}, "responses": answers}
+    answers |= {
+        status: {"description": text, "content": {"application/json": {}}}
+        for status, text in ERRORS.items()
+    }
+    return {
+        "summary": path,
+        "requestBody": {"required": True, "content": body},
+        "responses": answers,
+    }
 
 
 def text() -> str:

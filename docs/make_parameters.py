@@ -21,8 +21,16 @@ def page() -> str:
         "the file's `attention_backend: {decode: b}`, which is the same as its `attention_backend.decode: b`.",
     ]
     for section, title in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| flag | takes | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(name) for name in Config.model_fields if metadata(name)["section"] == section]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| flag | takes | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            _row(name) for name in Config.model_fields if metadata(name)["section"] == section
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -33,13 +33,23 @@ from tokenspeed_models import layers as model_layers
 
 FOLDER = Path(__file__).parent
 HEAD = FOLDER / "plugins.head.md"
-SUITES = (DistributionConformance, KernelConformance, ModelConformance, ParserConformance, PolicyConformance)
+SUITES = (
+    DistributionConformance,
+    KernelConformance,
+    ModelConformance,
+    ParserConformance,
+    PolicyConformance,
+)
 
 
 def page() -> str:
     """Return the page."""
     ours = Catalog.discover(Selection(frozenset()), check=False)
-    filled = {"CORE_RANGE": core_range(), "API_NOW": api.API_VERSION, "DEPRECATIONS": deprecations()}
+    filled = {
+        "CORE_RANGE": core_range(),
+        "API_NOW": api.API_VERSION,
+        "DEPRECATIONS": deprecations(),
+    }
     head = HEAD.read_text(encoding="utf-8")
     for word, text in filled.items():
         head = head.replace(word, text)
@@ -53,7 +63,9 @@ def overview() -> Iterator[str]:
     yield "## The kinds\n\n| kind | what it is for | chosen by | a package of it |\n|---|---|---|---|"
     every = {"kernels.FAMILY": KERNELS, **{kind: ABOUT[kind] for kind in used()}}
     for kind, about in every.items():
-        family = "|".join(name for name, recipe in RECIPES.items() if recipe.group.startswith(KERNELS_PREFIX))
+        family = "|".join(
+            name for name, recipe in RECIPES.items() if recipe.group.startswith(KERNELS_PREFIX)
+        )
         name = family if kind == "kernels.FAMILY" else made(kind)
         new = f"`plugins new {name} NAME`".replace("|", "\\|") if name else ""
         purpose = about.purpose.partition(". ")[0].rstrip(".") + "."
@@ -63,7 +75,9 @@ def overview() -> Iterator[str]:
 
 def used() -> list[str]:
     """Return the kinds that this core uses, but for kernels."""
-    return [kind for kind, each in KINDS.items() if each.is_used and not kind.startswith(KERNELS_PREFIX)]
+    return [
+        kind for kind, each in KINDS.items() if each.is_used and not kind.startswith(KERNELS_PREFIX)
+    ]
 
 
 def made(kind: str) -> str:
@@ -105,8 +119,10 @@ installation has; plugins bring more, such as those of block-scaled operands and
         worst = ", ".join(f"{t.dtype} {t.absolute:g} + {t.relative:g} |ref|" for t in op.tolerances)
         notes = [f"in place: {', '.join(op.mutates)}"] if op.mutates else []
         notes += [f"fused of {' + '.join(op.parts)}"] if op.parts else []
-        yield f"- **`{op.name}`** ({op.family}): `{op.signature}`  \n  axes: {axes}  \n  tolerance: {worst}" + (
-            "  \n  " + "; ".join(notes) if notes else "")
+        yield (
+            f"- **`{op.name}`** ({op.family}): `{op.signature}`  \n  axes: {axes}  \n  tolerance: {worst}"
+            + ("  \n  " + "; ".join(notes) if notes else "")
+        )
     yield ""
 
 
@@ -135,7 +151,11 @@ def subjects(about: About) -> Iterator[str]:
 
 def unused() -> Iterator[str]:
     """Yield the section of kinds whose names are kept, and which have no effect."""
-    names = [f"`{kind}`" for kind, each in KINDS.items() if not each.is_used and not kind.startswith(KERNELS_PREFIX)]
+    names = [
+        f"`{kind}`"
+        for kind, each in KINDS.items()
+        if not each.is_used and not kind.startswith(KERNELS_PREFIX)
+    ]
     yield f"""## Kinds that nothing uses yet
 
 {", ".join(names)}. `tokenspeed plugins list` calls such an entry unused, and `tokenspeed plugins new` writes none: a
@@ -194,7 +214,11 @@ def told(name: str, module: Any, names: Iterable[str]) -> Iterator[str]:
         value = getattr(module, each)
         if inspect.isfunction(value):
             yield f"- **`{signature_of(each, value)}`**: {one_line(value)}"
-        elif text := one_line(value) if inspect.isclass(value) else LISTED.get(each) or comment(module, each):
+        elif (
+            text := one_line(value)
+            if inspect.isclass(value)
+            else LISTED.get(each) or comment(module, each)
+        ):
             yield f"- **`{each}`**: {text}"
         else:
             bare.append(f"**`{each}`**")
@@ -225,7 +249,9 @@ that was run failed, 1 where something did or the process died, and 2 for a dist
     yield f"What the suites are made of is for tests of your own. Provisional, `TESTING_API` {testing.TESTING_API}.\n"
     suites = {suite.__name__ for suite in SUITES}
     for module in map(import_module, contract.modules(testing.__name__)):
-        names = [name for name in contract.defined(Path(module.__file__ or "")) if name not in suites]
+        names = [
+            name for name in contract.defined(Path(module.__file__ or "")) if name not in suites
+        ]
         if names:
             yield from told(module.__name__, module, names)
 
@@ -234,13 +260,18 @@ def matrix(catalog: Catalog) -> Iterator[str]:
     """Yield what the kernels that everybody has say that they compute."""
     yield "## What the usual kernels declare\n\nThose of other plugins are in their READMEs.\n"
     yield "| op | backend | from | devices | types | more |\n|---|---|---|---|---|---|"
-    yield from sorted(row(kernel.spec, kernel.distribution) for kernel in installed_kernels(catalog))
+    yield from sorted(
+        row(kernel.spec, kernel.distribution) for kernel in installed_kernels(catalog)
+    )
 
 
 def row(spec: KernelSpec, distribution: str) -> str:
     """Return a spec's line of the matrix."""
     can = spec.capability
-    low, high = (v and ".".join(map(str, v)) for v in (can.min_compute_capability, can.max_compute_capability))
+    low, high = (
+        v and ".".join(map(str, v))
+        for v in (can.min_compute_capability, can.max_compute_capability)
+    )
     bounds = f" {low or ''}–{high or ''}" if low or high else ""
     more = [*sorted(can.features)]
     more += [f"heads of {', '.join(map(str, can.head_sizes))}"] if can.head_sizes else []
@@ -249,7 +280,9 @@ def row(spec: KernelSpec, distribution: str) -> str:
     more += [bound(each) for each in can.limits]
     types = ", ".join(can.dtypes) + (f"; cache {', '.join(can.kv_dtypes)}" if can.kv_dtypes else "")
     devices = ", ".join(can.platforms) + bounds
-    return f"| {spec.op} | {spec.backend} | {distribution} | {devices} | {types} | {'; '.join(more)} |"
+    return (
+        f"| {spec.op} | {spec.backend} | {distribution} | {devices} | {types} | {'; '.join(more)} |"
+    )
 
 
 def bound(limit: api.AxisLimit) -> str:
@@ -260,9 +293,15 @@ def bound(limit: api.AxisLimit) -> str:
 
 def described(value: Any) -> Iterator[str]:
     """Yield a class: its docstring, and its fields, attributes and methods."""
-    text = re.sub(r"^(>>>|\.\.\.)", r"    \1", inspect.cleandoc(value.__doc__ or ""), flags=re.MULTILINE)
+    text = re.sub(
+        r"^(>>>|\.\.\.)", r"    \1", inspect.cleandoc(value.__doc__ or ""), flags=re.MULTILINE
+    )
     yield f"### `{value.__name__}`\n\n{text}\n"
-    fields = {each.name: each for each in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    fields = (
+        {each.name: each for each in dataclasses.fields(value)}
+        if dataclasses.is_dataclass(value)
+        else {}
+    )
     said = comments(value)
     for name, text in vars(value).get("__annotations__", {}).items():
         if not name.startswith("_") and name != "model_config":
@@ -290,8 +329,12 @@ def signature_of(name: str, function: Any) -> str:
     signature = inspect.signature(function)
     parameters = [
         each.replace(
-            annotation=each.annotation if each.annotation is each.empty else Written(each.annotation),
-            default=Written("...") if len(repr(each.default)) > 40 and each.default is not each.empty else each.default,
+            annotation=each.annotation
+            if each.annotation is each.empty
+            else Written(each.annotation),
+            default=Written("...")
+            if len(repr(each.default)) > 40 and each.default is not each.empty
+            else each.default,
         )
         for each in signature.parameters.values()
     ]
@@ -300,7 +343,9 @@ def signature_of(name: str, function: Any) -> str:
 
 def default_of(field: dataclasses.Field[Any]) -> str:
     """Return a field's default as it is written, "" where it has none that reads as itself."""
-    has_default = field.default is not dataclasses.MISSING and type(field.default).__module__ == "builtins"
+    has_default = (
+        field.default is not dataclasses.MISSING and type(field.default).__module__ == "builtins"
+    )
     return f" = {field.default!r}" if has_default else ""
 
 

@@ -22,7 +22,9 @@ PROGRAMS = {"pip": "pip", "pytest": "pytest", "tokenspeed": "tokenspeed_core.cli
 
 def blocks() -> list[str]:
     """Return the page's blocks of commands."""
-    return re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```bash\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 def commands() -> list[str]:
@@ -35,15 +37,26 @@ def environment(folder: Path) -> dict[str, str]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     # an import line, so that the .pth files of editable installs there are read as well
-    (site / "shared.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+    (site / "shared.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n"
+    )
     for name, module in PROGRAMS.items():
         program = folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -P -m {module} "$@"\n')
         program.chmod(0o755)
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENSPEED_", "PYTHON"))}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TOKENSPEED_", "PYTHON"))
+    }
     return {
-        **ours, "PATH": f"{folder}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1",
-        "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        **ours,
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
 
 
@@ -52,8 +65,13 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "work").mkdir()
     head = "set -eo pipefail\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n"
     return subprocess.run(
-        ["bash", "-c", head + script], cwd=folder / "work", env=environment(folder / "environment"), timeout=280,
-        capture_output=True, text=True, check=False,
+        ["bash", "-c", head + script],
+        cwd=folder / "work",
+        env=environment(folder / "environment"),
+        timeout=280,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -63,7 +81,10 @@ def timed(folder: Path) -> list[tuple[str, float]]:
     mark = f"echo $EPOCHREALTIME >> {marks}\n"
     run(mark + "".join(f"{command}\n{mark}" for command in commands()), folder).check_returncode()
     times = [float(line) for line in marks.read_text().split()]
-    return [(command, after - before) for command, (before, after) in zip(commands(), pairwise(times), strict=True)]
+    return [
+        (command, after - before)
+        for command, (before, after) in zip(commands(), pairwise(times), strict=True)
+    ]
 
 
 def table(rows: list[tuple[str, float]]) -> str:
@@ -71,11 +92,18 @@ def table(rows: list[tuple[str, float]]) -> str:
     lines = [f"| `{label(command)}` | {seconds:.2f} |" for command, seconds in rows]
     total = sum(seconds for _, seconds in rows)
     where = f"{os.cpu_count()} cores of {cpu()}, Python {platform.python_version()}, no GPU"
-    return "\n".join([
-        TITLE, f"Every command above, once, on {where}, with all dependencies installed",
-        f"(`python docs/make_tutorial_times.py`): {total:.0f} seconds from nothing to a wheel.", "",
-        "| command | s |", "|---|---|", *lines, "",
-    ])
+    return "\n".join(
+        [
+            TITLE,
+            f"Every command above, once, on {where}, with all dependencies installed",
+            f"(`python docs/make_tutorial_times.py`): {total:.0f} seconds from nothing to a wheel.",
+            "",
+            "| command | s |",
+            "|---|---|",
+            *lines,
+            "",
+        ]
+    )
 
 
 def label(command: str) -> str:

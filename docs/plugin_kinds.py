@@ -26,8 +26,12 @@ class About:
 
     purpose: str
     chosen: str
-    subjects: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # a sentence: the classes under it
-    words: dict[str, str] = field(default_factory=dict)  # names that are no classes, and what they are
+    subjects: dict[str, tuple[Any, ...]] = field(
+        default_factory=dict
+    )  # a sentence: the classes under it
+    words: dict[str, str] = field(
+        default_factory=dict
+    )  # names that are no classes, and what they are
 
 
 KERNELS = About(
@@ -39,39 +43,70 @@ KERNELS = About(
         "The value says what the kernel computes and where.": (api.KernelSpec, api.Capability),
         f"The words of `features`: {note(spec, 'FEATURES')}": (api.AxisLimit, api.PlatformInfo),
         "An attention kernel is made by an AttentionFactory, which its spec's `load` names, and prepared once a step "
-        "for all layers.":
-            (api.AttentionFactory, api.AttentionKernel, api.AttentionProblem, api.AttentionLimits, api.AttentionStep),
+        "for all layers.": (
+            api.AttentionFactory,
+            api.AttentionKernel,
+            api.AttentionProblem,
+            api.AttentionLimits,
+            api.AttentionStep,
+        ),
     },
 )
 ABOUT: dict[str, About] = {
     "models": About(
-        "A model family. The entry's name is the one in `architectures` of config.json.", "the checkpoint",
+        "A model family. The entry's name is the one in `architectures` of config.json.",
+        "the checkpoint",
         {
-            "The value is a ModelSpec; what its `describe` returns is a ModelInfo.": (api.ModelSpec, api.ModelInfo),
-            "A ModelInfo names the groups of what each sequence keeps, of one of these or of the author's own.":
-                (api.CacheGroupSpec, api.FullAttention, api.SlidingWindow, api.RecurrentState),
-            "`load` names a Model, which is given a BuildContext and gets from it all that computes.":
-                (api.Model, api.BuildContext, api.AttentionCall, api.Rotation),
+            "The value is a ModelSpec; what its `describe` returns is a ModelInfo.": (
+                api.ModelSpec,
+                api.ModelInfo,
+            ),
+            "A ModelInfo names the groups of what each sequence keeps, of one of these or of the author's own.": (
+                api.CacheGroupSpec,
+                api.FullAttention,
+                api.SlidingWindow,
+                api.RecurrentState,
+            ),
+            "`load` names a Model, which is given a BuildContext and gets from it all that computes.": (
+                api.Model,
+                api.BuildContext,
+                api.AttentionCall,
+                api.Rotation,
+            ),
         },
     ),
     "load_formats": About(
-        "A way to read weights.", "`--load-format NAME`, or by the files that are there",
-        {"The value is a LoadFormat, whose `load` names a WeightReader.": (api.LoadFormat, api.WeightReader)},
+        "A way to read weights.",
+        "`--load-format NAME`, or by the files that are there",
+        {
+            "The value is a LoadFormat, whose `load` names a WeightReader.": (
+                api.LoadFormat,
+                api.WeightReader,
+            )
+        },
     ),
     "quantization": About(
-        "A way to compute linear maps in fewer bits.", "`--quantization NAME`, or by the checkpoint",
+        "A way to compute linear maps in fewer bits.",
+        "`--quantization NAME`, or by the checkpoint",
         {"The value is a Quantization.": (api.Quantization,)},
     ),
     "checkpoints": About(
-        "A name for a checkpoint in a package.", "`tokenspeed serve NAME`",
-        {"The value is a Checkpoint; its `path` is a folder with config.json, weights and perhaps a tokenizer.":
-            (api.Checkpoint,)},
+        "A name for a checkpoint in a package.",
+        "`tokenspeed serve NAME`",
+        {
+            "The value is a Checkpoint; its `path` is a folder with config.json, weights and perhaps a tokenizer.": (
+                api.Checkpoint,
+            )
+        },
     ),
     "ops": About(
-        "Contracts of ops that the core does not know. The entry's name is for people.", "models, which ask for ops",
+        "Contracts of ops that the core does not know. The entry's name is for people.",
+        "models, which ask for ops",
         {"The value is an OpContract or a tuple of them.": (api.OpContract, api.Tolerance)},
-        {"Problem": "a mapping: the axes that a contract lists, and `dtype`. Kernels' factories are given one.",
-         "DOTS": "the tolerances of ops that are sums of products, for each dtype of the inputs."},
+        {
+            "Problem": "a mapping: the axes that a contract lists, and `dtype`. Kernels' factories are given one.",
+            "DOTS": "the tolerances of ops that are sums of products, for each dtype of the inputs.",
+        },
     ),
     "rankings": About(
         "Which backends a benchmark found to be the fastest. Of default distributions alone: no plugin ranks itself.",
@@ -81,38 +116,61 @@ ABOUT: dict[str, About] = {
     "hooks": About(
         "Behaviour beside the way of a token. A module with a hook that does not exist is left out, and said to be.",
         "nobody: every installed one is called",
-        {"The value is a module whose functions are marked `@hookimpl`; [the hooks](#the-hooks) are below.": ()},
-        {"hookimpl": "the decorator that marks a function as the implementation of the hook of its name."},
+        {
+            "The value is a module whose functions are marked `@hookimpl`; [the hooks](#the-hooks) are below.": ()
+        },
+        {
+            "hookimpl": "the decorator that marks a function as the implementation of the hook of its name."
+        },
     ),
     "locks": About(
         "What writes and checks `plugins.lock`. Of default distributions alone: a stranger's entry is not asked.",
         "`--plugins-lock FILE`",
     ),
     "commands": About(
-        "A subcommand.", "`tokenspeed NAME`",
-        {"The value is a function that takes the words after its name and returns the exit status. Only "
-         "[`tokenspeed_core.commands`](#for-commands-tokenspeed_corecommands) is there for it besides the api. What "
-         "it raises is told in one line; `TOKENSPEED_LOG_LEVEL=debug` shows the traceback.": (),
-         "`tokenspeed --help` shows the first sentence of the distribution's summary, or the one that begins with "
-         "`NAME: `: of several commands write what each is, as `sing: Sing a song. dance: Dance on a table.`": ()},
+        "A subcommand.",
+        "`tokenspeed NAME`",
+        {
+            "The value is a function that takes the words after its name and returns the exit status. Only "
+            "[`tokenspeed_core.commands`](#for-commands-tokenspeed_corecommands) is there for it besides the api. What "
+            "it raises is told in one line; `TOKENSPEED_LOG_LEVEL=debug` shows the traceback.": (),
+            "`tokenspeed --help` shows the first sentence of the distribution's summary, or the one that begins with "
+            "`NAME: `: of several commands write what each is, as `sing: Sing a song. dance: Dance on a table.`": (),
+        },
     ),
     "policies": About(
-        "A scheduling policy.", "`--schedule-policy NAME`",
+        "A scheduling policy.",
+        "`--schedule-policy NAME`",
         {
             "The value is a factory without parameters, which makes a Policy.": (api.Policy,),
-            "It shares out a step among what runs, and lets in what waits. I32 and I64 are NumPy arrays of integers.":
-                (api.View, api.Limits, api.Decision, api.Candidate, api.Room),
+            "It shares out a step among what runs, and lets in what waits. I32 and I64 are NumPy arrays of integers.": (
+                api.View,
+                api.Limits,
+                api.Decision,
+                api.Candidate,
+                api.Room,
+            ),
         },
     ),
     "tool_parsers": About(
         "What finds tool calls in a chat's reply, where the request offered tools. It reads the content that a "
-        "reasoning parser leaves.", "`--tool-call-parser NAME`",
-        {"The value is a ParserSpec, whose `load` makes a ReplyParser of a ParserContext.":
-            (api.ParserSpec, api.ParserContext, api.ReplyParser, api.ReplyEvent)},
+        "reasoning parser leaves.",
+        "`--tool-call-parser NAME`",
+        {
+            "The value is a ParserSpec, whose `load` makes a ReplyParser of a ParserContext.": (
+                api.ParserSpec,
+                api.ParserContext,
+                api.ReplyParser,
+                api.ReplyEvent,
+            )
+        },
     ),
     "reasoning_parsers": About(
-        "What finds the reasoning in a chat's reply.", "`--reasoning-parser NAME`",
-        {"The value is a ParserSpec, as that of [tool parsers](#tool-parsers-tokenspeedtool_parsers-api1).": ()},
+        "What finds the reasoning in a chat's reply.",
+        "`--reasoning-parser NAME`",
+        {
+            "The value is a ParserSpec, as that of [tool parsers](#tool-parsers-tokenspeedtool_parsers-api1).": ()
+        },
     ),
 }
 # Constants and types that `tokenspeed_core.commands` lists: nothing in the code can say it beside each.

@@ -11,13 +11,23 @@ if TYPE_CHECKING:
     from tokenspeed_core.requests import BadRequestError
     from tokenspeed_core.sampling import SamplingParams
 
-__all__ = ["LLM", "BadRequestError", "RequestOutput", "SamplingParams", "SequenceOutput", "TokenSpeedError"]
+__all__ = [
+    "LLM",
+    "BadRequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "SequenceOutput",
+    "TokenSpeedError",
+]
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "LLM": "tokenspeed_core.engine.llm", "BadRequestError": "tokenspeed_core.requests",
-    "RequestOutput": "tokenspeed_core.engine.outputs", "SamplingParams": "tokenspeed_core.sampling",
-    "SequenceOutput": "tokenspeed_core.engine.outputs", "TokenSpeedError": "tokenspeed_core.errors",
+    "LLM": "tokenspeed_core.engine.llm",
+    "BadRequestError": "tokenspeed_core.requests",
+    "RequestOutput": "tokenspeed_core.engine.outputs",
+    "SamplingParams": "tokenspeed_core.sampling",
+    "SequenceOutput": "tokenspeed_core.engine.outputs",
+    "TokenSpeedError": "tokenspeed_core.errors",
 }
 
 

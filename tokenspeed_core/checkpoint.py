@@ -42,7 +42,9 @@ class ResolvedCheckpoint:
     files: tuple[str, ...]
 
 
-def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool = True) -> ResolvedCheckpoint:
+def resolve_checkpoint(
+    config: Config, catalog: Catalog, *, with_weights: bool = True
+) -> ResolvedCheckpoint:
     """Find a model, downloading it if it is a hub id, and read what it says of itself.
 
     Without `with_weights` no weight file is downloaded: what remains tells all about a model but its answers.
@@ -56,29 +58,43 @@ def resolve_checkpoint(config: Config, catalog: Catalog, *, with_weights: bool =
     entry = find_family(own, catalog, path)
     spec = catalog.need(entry, ModelSpec)
     try:
-        info = make(entry, spec.describe, lambda: load_target(spec.describe)(own), ModelInfo, (ValueError,))
+        info = make(
+            entry, spec.describe, lambda: load_target(spec.describe)(own), ModelInfo, (ValueError,)
+        )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     generation = path / "generation_config.json"
     return ResolvedCheckpoint(
-        name, path, own, read_json(generation) if generation.is_file() else {}, spec, info, files,
+        name,
+        path,
+        own,
+        read_json(generation) if generation.is_file() else {},
+        spec,
+        info,
+        files,
     )
 
 
-def locate(name: str, config: Config, catalog: Catalog, with_weights: bool) -> tuple[Path, tuple[str, ...]]:
+def locate(
+    name: str, config: Config, catalog: Catalog, with_weights: bool
+) -> tuple[Path, tuple[str, ...]]:
     """Return a checkpoint's directory and its files: a path, the name of a bundled one, or a hub id, in this order."""
     folder = Path(os.path.expanduser(name))  # pathlib's own raises for a user that there is not
     if folder.is_dir():
         return folder, _names(folder)
     if folder.is_file():
-        raise CheckpointError(f"{name} is a file; give the directory with config.json and the weights")
+        raise CheckpointError(
+            f"{name} is a file; give the directory with config.json and the weights"
+        )
     bundled = catalog.names("checkpoints")
     if catalog.is_installed("checkpoints", name):
         folder = Path(catalog.need(catalog.get("checkpoints", name), Checkpoint).path)
         return folder, _names(folder)
     if name == DEFAULT:
-        raise CheckpointError("no model is named and no demo is installed; name a directory or a hub id, or "
-                              "pip install tokenspeed-core[default]")
+        raise CheckpointError(
+            "no model is named and no demo is installed; name a directory or a hub id, or "
+            "pip install tokenspeed-core[default]"
+        )
     if not _REPO.match(name) or name.startswith("."):
         raise CheckpointError(f"there is no directory {name}{meant(name, bundled)}")
     listed: list[str] = []
@@ -99,7 +115,11 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     result = dict(config)
     for key, value in overrides.items():
         inner = result.get(key)
-        result[key] = merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        result[key] = (
+            merged(inner, value)
+            if isinstance(inner, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return result
 
 
@@ -107,10 +127,14 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
     """Return the entry of the family of the first architecture that one is installed for. Raises CheckpointError."""
     named = config.get("architectures")
     if not isinstance(named, list) or not named:
-        raise CheckpointError(f"{path}/config.json names no architectures; add the family's name with "
-                              "--hf-overrides '{\"architectures\": [\"…\"]}'")
+        raise CheckpointError(
+            f"{path}/config.json names no architectures; add the family's name with "
+            '--hf-overrides \'{"architectures": ["…"]}\''
+        )
     available = catalog.names("models")
-    for architecture in sorted(named, key=lambda each: each not in available):  # what is left says why it is of no use
+    for architecture in sorted(
+        named, key=lambda each: each not in available
+    ):  # what is left says why it is of no use
         if catalog.is_installed("models", architecture):
             return catalog.get("models", architecture)
     raise CheckpointError(
@@ -131,12 +155,18 @@ def choose_format(files: Sequence[str], load_format: str, catalog: Catalog) -> L
     for name in sorted(formats, key=lambda name: (name != "safetensors", name)):
         if _weights(files, formats[name]) and not formats[name].by_name_only:
             return formats[name]
-    unasked = [name for name, each in formats.items() if each.by_name_only and _weights(files, each)]
+    unasked = [
+        name for name, each in formats.items() if each.by_name_only and _weights(files, each)
+    ]
     if unasked:
-        raise CheckpointError(f"the only weights are pickles, which are not opened unasked; "
-                              f"if you trust where they come from, give --load-format {unasked[0]}")
-    raise CheckpointError(f"there are no weight files that auto knows; --load-format is one of: "
-                          f"{', '.join(sorted(formats)) or 'none installed'}")
+        raise CheckpointError(
+            f"the only weights are pickles, which are not opened unasked; "
+            f"if you trust where they come from, give --load-format {unasked[0]}"
+        )
+    raise CheckpointError(
+        f"there are no weight files that auto knows; --load-format is one of: "
+        f"{', '.join(sorted(formats)) or 'none installed'}"
+    )
 
 
 def wanted_files(
@@ -150,9 +180,14 @@ def wanted_files(
     top = [name for name in names if "/" not in name]
     weights = _weights(top, choose_format(top, load_format, catalog))
     if any(name.endswith(".index.json") for name in weights):
-        weights = [name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)]
+        weights = [
+            name for name in weights if name.endswith(".index.json") or _NUMBERED.search(name)
+        ]
     side = [name for name in top if any(fnmatch(name, pattern) for pattern in _SIDE_FILES)]
-    return [*(name for name in side if not name.endswith(".index.json")), *(weights if with_weights else ())]
+    return [
+        *(name for name in side if not name.endswith(".index.json")),
+        *(weights if with_weights else ()),
+    ]
 
 
 def _names(folder: Path) -> tuple[str, ...]:
@@ -161,7 +196,9 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:
     """Return the weight files of a format, its index first where it has one."""
-    found = [name for name in names if any(fnmatch(name, pattern) for pattern in load_format.detect)]
+    found = [
+        name for name in names if any(fnmatch(name, pattern) for pattern in load_format.detect)
+    ]
     return sorted(found, key=lambda name: (not name.endswith(".index.json"), name))
 
 

@@ -37,7 +37,9 @@ class EngineDeadError(TokenSpeedError):
 
 def printable(text: str) -> str:
     """Return a text that cannot steer a terminal: names and reasons are as plugins wrote them."""
-    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text
+    )
 
 
 def told(error: BaseException) -> str:
@@ -45,7 +47,9 @@ def told(error: BaseException) -> str:
     text = "its message cannot be read"
     with suppress(Exception):  # a plugin's own exception may raise when it is printed
         text = " ".join(str(error).split())
-    if isinstance(error, SyntaxError) and error.filename:  # by itself it tells the file without its folder
+    if (
+        isinstance(error, SyntaxError) and error.filename
+    ):  # by itself it tells the file without its folder
         text = f"{error.msg} ({error.filename}, line {error.lineno})"
     short = text if len(text) <= 800 else f"{text[:400]} … {text[-400:]}"
     return f"{type(error).__name__}: {short}".removesuffix(": ")

@@ -17,7 +17,7 @@ class Finish(IntEnum):
     """Why a sequence ended; 0 while it goes on. Stop strings end sequences in the API worker, as ABORT here."""
 
     NOT = 0
-    STOP = 1      # an end-of-sequence token or a stop token id
+    STOP = 1  # an end-of-sequence token or a stop token id
     LENGTH = 2
     ABORT = 3
     ERROR = 4
@@ -38,19 +38,19 @@ class Submit:
     n: int
     max_tokens: int
     temperature: float
-    top_k: int               # 0: all
+    top_k: int  # 0: all
     top_p: float
     min_p: float
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
     seed: int | None
-    logprobs: int            # alternatives per token, -1: no log-probabilities
+    logprobs: int  # alternatives per token, -1: no log-probabilities
     bias_ids: I32
     bias_values: F32
-    stop_token_ids: I32      # the model's end-of-sequence ids among them, unless ignored
-    priority: int            # lower runs first, under --schedule-policy priority
-    cache_salt: str          # tenants with different salts share no blocks
+    stop_token_ids: I32  # the model's end-of-sequence ids among them, unless ignored
+    priority: int  # lower runs first, under --schedule-policy priority
+    cache_salt: str  # tenants with different salts share no blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class TokenColumns:
 
     chosen: Sequence[float]
     ranks: Sequence[int]
-    top: Sequence[Sequence[tuple[int, float]]]   # ids and values
+    top: Sequence[Sequence[tuple[int, float]]]  # ids and values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +86,7 @@ class Outputs:
     num_tokens: I32
     token_ids: I32
     finish: I32
-    num_cached_tokens: I32   # prompt tokens found in the prefix cache, with the first token; else 0
+    num_cached_tokens: I32  # prompt tokens found in the prefix cache, with the first token; else 0
     logprobs: StepLogprobs | None = None
 
     def each(self) -> Iterator[tuple[int, list[int], int, int, TokenColumns | None]]:
@@ -94,11 +94,20 @@ class Outputs:
         tokens, start = self.token_ids.tolist(), 0
         logprobs = {} if self.logprobs is None else self._by_row(self.logprobs)
         columns = zip(
-            self.sequence_ids.tolist(), self.num_tokens.tolist(), self.finish.tolist(),
-            self.num_cached_tokens.tolist(), strict=True,
+            self.sequence_ids.tolist(),
+            self.num_tokens.tolist(),
+            self.finish.tolist(),
+            self.num_cached_tokens.tolist(),
+            strict=True,
         )
         for row, (sequence_id, num_tokens, finish, num_cached) in enumerate(columns):
-            yield sequence_id, tokens[start : start + num_tokens], finish, num_cached, logprobs.get(row)
+            yield (
+                sequence_id,
+                tokens[start : start + num_tokens],
+                finish,
+                num_cached,
+                logprobs.get(row),
+            )
             start += num_tokens
 
     def _by_row(self, logprobs: StepLogprobs) -> dict[int, TokenColumns]:

@@ -95,9 +95,15 @@ class Quantization:
     quantize: str  # the op that turns activations into values and scales; its axis is `size`
     linear: str  # the op, with the axes of the plain one, of x, its scales, the weight, its scales, and the bias
     fused: Mapping[str, str] = field(default_factory=dict)
-    quantize_weight: str | None = None  # the op that turns a weight into values and scales; None: `quantize`
-    scale_block: tuple[int, int] | None = None  # rows and features of a weight that share a scale; None: a row does
-    scale_name: str = "weight_scale"  # of a weight's scales, in checkpoints whose "weight" is packed
+    quantize_weight: str | None = (
+        None  # the op that turns a weight into values and scales; None: `quantize`
+    )
+    scale_block: tuple[int, int] | None = (
+        None  # rows and features of a weight that share a scale; None: a row does
+    )
+    scale_name: str = (
+        "weight_scale"  # of a weight's scales, in checkpoints whose "weight" is packed
+    )
     scale_dtype: str = "float32"
     values_per_element: int = 1  # neighbouring values that one element of `dtype` holds
     has_tensor_scales: bool = False
@@ -106,9 +112,9 @@ class Quantization:
 class WeightReader(Protocol):
     """Yields the (name, tensor) pairs of a checkpoint directory, one at a time, on the CPU."""
 
-    def __call__(self, path: str, model: Model, report: Callable[[int, int], None]) -> (
-        Iterable[tuple[str, torch.Tensor]]
-    ):
+    def __call__(
+        self, path: str, model: Model, report: Callable[[int, int], None]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield weights; call `report(bytes_done, bytes_total)` as they are read."""
 
 
@@ -123,7 +129,9 @@ class Rotation:
 class AttentionCall(Protocol):
     """A layer's attention, bound to its KV cache: rotates q and k if asked for, writes k and v, then attends."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rotation: Any) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rotation: Any
+    ) -> torch.Tensor:
         """Attend. q [T, H, D]; k, v [T, K, D]; returns [T, H, D], valid until the next call.
 
         `rotation` is what the rotation's op takes after q and k. q and k may be written.
@@ -150,8 +158,16 @@ class BuildContext(Protocol):
         """
 
     def attention(
-        self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
-        window: int | None = None, group: str = "full", rotation: Rotation | None = None,
+        self,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        window: int | None = None,
+        group: str = "full",
+        rotation: Rotation | None = None,
     ) -> AttentionCall:
         """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call.
 
@@ -168,7 +184,9 @@ class Model(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint in. Raises ValueError naming every missing, surplus or misshapen weight."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return hidden states [R, hidden] of `wanted`, int64 [R] among the T tokens (None: all, in their order).
 
         token_ids and positions are int64 [T] on the device. What the others need not have, such as the last

@@ -31,7 +31,8 @@ class _Generation(SamplingParams):
     """What is read of a generation_config.json, within the bounds of a request's own parameters."""
 
     eos_token_id: Annotated[
-        tuple[TokenId, ...], BeforeValidator(lambda given: given if isinstance(given, list) else [given])
+        tuple[TokenId, ...],
+        BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
     ] = ()
 
 
@@ -66,7 +67,9 @@ class Defaults:
         # As validated: 50.0 and "50" have become 50.
         values = {name: getattr(read, name) for name in given if name != "eos_token_id"}
         values["top_k"] = max(0, values.get("top_k", 0))
-        return cls(**values, eos_token_ids=tuple(dict.fromkeys((*eos_token_ids, *read.eos_token_id))))
+        return cls(
+            **values, eos_token_ids=tuple(dict.fromkeys((*eos_token_ids, *read.eos_token_id)))
+        )
 
 
 def _pick(asked: float | None, default: float) -> float:
@@ -86,13 +89,15 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) ->
     if room < 1:
         raise BadRequestError(
             f"the prompt has {num_prompt} tokens, and {why}: send at most {limits.longest - 1}",
-            "prompt", "context_length_exceeded",
+            "prompt",
+            "context_length_exceeded",
         )
     if max_tokens is not None and max_tokens > room:
         raise BadRequestError(
             f"the prompt has {num_prompt} tokens and max_tokens asks for {max_tokens}, together "
             f"{num_prompt + max_tokens}, but {why}: ask for at most {room}, or leave max_tokens out",
-            "max_tokens", "context_length_exceeded",
+            "max_tokens",
+            "context_length_exceeded",
         )
     return room if max_tokens is None else max_tokens
 
@@ -104,15 +109,22 @@ def read_ids(given: Any, param: str) -> I32:
     """
     whole = given.tolist() if isinstance(given, np.ndarray) else given
     if not isinstance(whole, Sequence):
-        raise BadRequestError(f"{param} must be a list of token ids; found {type(given).__name__}", param)
+        raise BadRequestError(
+            f"{param} must be a list of token ids; found {type(given).__name__}", param
+        )
     with suppress(struct.error, TypeError):  # of what is no integer, or none of 32 bits
         ids = np.frombuffer(struct.pack(f"={len(whole)}i", *whole), np.int32)
         # True packs as 1 and is no token: only where there is a 0 or a 1 can there be one.
         if ids.min(initial=2) > 1 or bool not in map(type, whole):
             return ids
-    wrong = (isinstance(x, bool) or not isinstance(x, int | np.integer) or abs(int(x)) > 2**31 for x in whole)
+    wrong = (
+        isinstance(x, bool) or not isinstance(x, int | np.integer) or abs(int(x)) > 2**31
+        for x in whole
+    )
     bad = next((i for i, is_wrong in enumerate(wrong) if is_wrong), 0)
-    raise BadRequestError(f"{param}[{bad}] is {str(whole[bad])[:40]!r}: token ids are integers of 32 bits", param)
+    raise BadRequestError(
+        f"{param}[{bad}] is {str(whole[bad])[:40]!r}: token ids are integers of 32 bits", param
+    )
 
 
 def check_ids(ids: I32, limits: Ready, param: str) -> None:
@@ -121,13 +133,20 @@ def check_ids(ids: I32, limits: Ready, param: str) -> None:
         position = int(np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))[0])
         raise BadRequestError(
             f"{param} has the token id {int(ids[position])} at position {position}: "
-            f"ids of this model are 0 to {limits.vocab_size - 1}", param,
+            f"ids of this model are 0 to {limits.vocab_size - 1}",
+            param,
         )
 
 
 def build_submit(
-    request_id: int, params: SamplingParams, prompt: I32, limits: Ready, defaults: Defaults,
-    *, priority: int = 0, cache_salt: str = "",
+    request_id: int,
+    params: SamplingParams,
+    prompt: I32,
+    limits: Ready,
+    defaults: Defaults,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
 ) -> Submit:
     """Resolve a request: every default filled in, every bound checked.
 

@@ -86,17 +86,19 @@ class StepPlan:
 
     step_id: int
     num_decodes: int
-    slots: I32                # [S] the device-side place of each row's sequence
-    num_query_tokens: I32     # [S] tokens of the row in this step: one, a chunk, or one plus drafts
+    slots: I32  # [S] the device-side place of each row's sequence
+    num_query_tokens: I32  # [S] tokens of the row in this step: one, a chunk, or one plus drafts
     num_computed_tokens: I32  # [S] tokens in the KV cache before it; for decodes an upper bound
-    wants_logits: Bool        # [S] the row samples: after its last query token, or verifies its drafts
-    token_ids: I32            # prompt tokens of the chunk rows
-    adapter_ids: I32          # [S] 0: the base model
+    wants_logits: Bool  # [S] the row samples: after its last query token, or verifies its drafts
+    token_ids: I32  # prompt tokens of the chunk rows
+    adapter_ids: I32  # [S] 0: the base model
     block_deltas: tuple[BlockDelta, ...]  # one per cache group
-    block_copies: tuple[BlockCopy, ...]   # one per cache group
-    slot_inits: SlotInits | None          # None: nobody new
+    block_copies: tuple[BlockCopy, ...]  # one per cache group
+    slot_inits: SlotInits | None  # None: nobody new
     embedding_spans: tuple[EmbeddingSpan, ...]
-    group_num_tokens: I32     # [replicas] query tokens of each replica of the step group; [0] when alone
+    group_num_tokens: (
+        I32  # [replicas] query tokens of each replica of the step group; [0] when alone
+    )
 
     @property
     def num_rows(self) -> int:

@@ -71,7 +71,11 @@ class Codec:
             value = msgpack.unpackb(data, ext_hook=_decode_ext, strict_map_key=False)
         except WireError:
             raise
-        except (TypeError, ValueError, msgpack.UnpackException) as error:  # TypeError: a map whose key is a list
+        except (
+            TypeError,
+            ValueError,
+            msgpack.UnpackException,
+        ) as error:  # TypeError: a map whose key is a list
             raise WireError(f"not msgpack: {error}") from error
         tag = value[0] if isinstance(value, list) and value else None
         builder = self._builders.get(tag) if isinstance(tag, str) else None
@@ -121,7 +125,9 @@ def _checker(hint: Any) -> Any:
 
 def _column(value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
-        raise TypeError(f"expected a column of {dtype}, found {getattr(value, 'dtype', type(value).__name__)}")
+        raise TypeError(
+            f"expected a column of {dtype}, found {getattr(value, 'dtype', type(value).__name__)}"
+        )
     return value
 
 

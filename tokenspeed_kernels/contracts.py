@@ -13,8 +13,12 @@ _REFERENCE = "tokenspeed_kernels.reference"
 
 _ROUNDING = (
     Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24, summed over up to 8192 terms"),
-    Tolerance("bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9 each, with room for cancellation"),
-    Tolerance("float16", 4e-3, 4e-3, "two or three roundings of 2^-12 each, with room for cancellation"),
+    Tolerance(
+        "bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9 each, with room for cancellation"
+    ),
+    Tolerance(
+        "float16", 4e-3, 4e-3, "two or three roundings of 2^-12 each, with room for cancellation"
+    ),
 )
 _EXACT = tuple(
     Tolerance(dtype, 0.0, 0.0, "the values are copied or chosen, not computed")
@@ -24,15 +28,28 @@ _ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
 _NORM = {"size": "elements normalised together, N"}
 NORM = (
     OpContract(
-        "rms_norm", "norm",
+        "rms_norm",
+        "norm",
         "(x [..., N], weight [N], eps: float) -> y [..., N]: normalised in float32, cast, times weight",
-        _NORM, f"{_REFERENCE}.norm:rms_norm", f"{_INPUTS}:rms_norm", _ROUNDING, rows=("x",), cases=_ROWS,
+        _NORM,
+        f"{_REFERENCE}.norm:rms_norm",
+        f"{_INPUTS}:rms_norm",
+        _ROUNDING,
+        rows=("x",),
+        cases=_ROWS,
     ),
     OpContract(
-        "add_rms_norm", "norm",
+        "add_rms_norm",
+        "norm",
         "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = its rms_norm",
-        _NORM, f"{_REFERENCE}.norm:add_rms_norm", f"{_INPUTS}:add_rms_norm", _ROUNDING,
-        mutates=("residual",), rows=("x", "residual"), parts=("rms_norm",), cases=_ROWS,
+        _NORM,
+        f"{_REFERENCE}.norm:add_rms_norm",
+        f"{_INPUTS}:add_rms_norm",
+        _ROUNDING,
+        mutates=("residual",),
+        rows=("x", "residual"),
+        parts=("rms_norm",),
+        cases=_ROWS,
     ),
 )
 
@@ -50,92 +67,167 @@ _ROPES = (
 )
 ROPE = (
     OpContract(
-        "rope", "rope",
+        "rope",
+        "rope",
         "(q [T, H, D], k [T, K, D], positions int64 [T], cos_sin float32 [P, R], interleaved: bool) -> None; "
         "a row of cos_sin is R/2 cosines, then R/2 sines; pairs are (0, 1), (2, 3), … if interleaved, else "
         "(0, R/2), (1, R/2 + 1), …",
-        _HEADS, f"{_REFERENCE}.rope:rope", f"{_INPUTS}:rope", _ROUNDING,
-        mutates=("q", "k"), rows=("q", "k", "positions"), cases=_ROPES,
+        _HEADS,
+        f"{_REFERENCE}.rope:rope",
+        f"{_INPUTS}:rope",
+        _ROUNDING,
+        mutates=("q", "k"),
+        rows=("q", "k", "positions"),
+        cases=_ROPES,
     ),
     OpContract(
-        "qk_norm_rope", "rope",
+        "qk_norm_rope",
+        "rope",
         "(q [T, H, D], k [T, K, D], q_weight [D], k_weight [D], eps, positions int64 [T], "
         "cos_sin float32 [P, R], interleaved: bool) -> None: rms_norm of each head, then rope",
-        _HEADS, f"{_REFERENCE}.rope:qk_norm_rope", f"{_INPUTS}:qk_norm_rope", _ROUNDING,
-        mutates=("q", "k"), rows=("q", "k", "positions"), parts=("rms_norm", "rope"), cases=_ROPES,
+        _HEADS,
+        f"{_REFERENCE}.rope:qk_norm_rope",
+        f"{_INPUTS}:qk_norm_rope",
+        _ROUNDING,
+        mutates=("q", "k"),
+        rows=("q", "k", "positions"),
+        parts=("rms_norm", "rope"),
+        cases=_ROPES,
     ),
 )
 
 _PRODUCT = {"in_size": "input features I", "out_size": "output features O"}
 _PRODUCTS = ({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512})
 _BETWEEN = {
-    "in_size": "features of the heads, I", "hidden_size": "features of the residual stream, H",
-    "intermediate_size": "features in the MLP, M", "out_size": "features of queries, keys and values, O",
+    "in_size": "features of the heads, I",
+    "hidden_size": "features of the residual stream, H",
+    "intermediate_size": "features in the MLP, M",
+    "out_size": "features of queries, keys and values, O",
 }
 DENSE = (
     OpContract(
-        "silu_mul", "activation",
+        "silu_mul",
+        "activation",
         "(x [T, 2N]) -> y [T, N]: silu of the first half times the second",
         {"size": "elements of the result's rows, N"},
-        f"{_REFERENCE}.activation:silu_mul", f"{_INPUTS}:silu_mul", _ROUNDING,
-        rows=("x",), cases=({"size": 100}, {"size": 1536}),
+        f"{_REFERENCE}.activation:silu_mul",
+        f"{_INPUTS}:silu_mul",
+        _ROUNDING,
+        rows=("x",),
+        cases=({"size": 100}, {"size": 1536}),
     ),
     OpContract(
-        "linear", "linear",
+        "linear",
+        "linear",
         "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
-        _PRODUCT, f"{_REFERENCE}.linear:linear", f"{_INPUTS}:linear", DOTS, rows=("x",), cases=_PRODUCTS,
+        _PRODUCT,
+        f"{_REFERENCE}.linear:linear",
+        f"{_INPUTS}:linear",
+        DOTS,
+        rows=("x",),
+        cases=_PRODUCTS,
     ),
     OpContract(
-        "add_rms_norm_linear", "linear",
+        "add_rms_norm_linear",
+        "linear",
         "(x [T, I], residual [T, I], norm_weight [I], eps: float, weight [O, I], bias [O] | None) -> (y [T, O], "
         "total [T, I]): total = x + residual, in new memory; y = the linear map of its rms_norm",
-        _PRODUCT, f"{_REFERENCE}.fused_linear:add_rms_norm_linear", f"{_INPUTS}:add_rms_norm_linear", DOTS,
-        rows=("x", "residual"), parts=("add_rms_norm", "linear"), cases=_PRODUCTS,
+        _PRODUCT,
+        f"{_REFERENCE}.fused_linear:add_rms_norm_linear",
+        f"{_INPUTS}:add_rms_norm_linear",
+        DOTS,
+        rows=("x", "residual"),
+        parts=("add_rms_norm", "linear"),
+        cases=_PRODUCTS,
     ),
     OpContract(
-        "add_rms_norm_linear_silu_mul", "linear",
+        "add_rms_norm_linear_silu_mul",
+        "linear",
         "(x [T, I], residual [T, I], norm_weight [I], eps: float, weight [2O, I], bias [2O] | None) -> (y [T, O], "
         "total [T, I]): as add_rms_norm_linear, then silu_mul",
-        _PRODUCT, f"{_REFERENCE}.fused_linear:add_rms_norm_linear_silu_mul",
-        f"{_INPUTS}:add_rms_norm_linear_silu_mul", DOTS,
-        rows=("x", "residual"), parts=("add_rms_norm", "linear", "silu_mul"), cases=_PRODUCTS,
+        _PRODUCT,
+        f"{_REFERENCE}.fused_linear:add_rms_norm_linear_silu_mul",
+        f"{_INPUTS}:add_rms_norm_linear_silu_mul",
+        DOTS,
+        rows=("x", "residual"),
+        parts=("add_rms_norm", "linear", "silu_mul"),
+        cases=_PRODUCTS,
     ),
     OpContract(
-        "between_attention", "linear",
+        "between_attention",
+        "linear",
         "(x [T, I], residual [T, H], out [H, I], norm_weight [H], gate_up [2M, H], down [H, M], next_norm_weight [H], "
         "qkv [O, H], eps: float) -> (y [T, O], total [T, H]), of at most max_rows rows: linear by out, "
         "add_rms_norm_linear_silu_mul by gate_up, linear by down, add_rms_norm_linear by qkv, without biases",
         {**_BETWEEN, "max_rows": "most rows that it is called with"},
-        f"{_REFERENCE}.fused_linear:between_attention", f"{_INPUTS}:between_attention", DOTS, rows=("x", "residual"),
+        f"{_REFERENCE}.fused_linear:between_attention",
+        f"{_INPUTS}:between_attention",
+        DOTS,
+        rows=("x", "residual"),
         parts=("linear", "add_rms_norm_linear_silu_mul", "linear", "add_rms_norm_linear"),
         cases=(
-            {"in_size": 128, "hidden_size": 64, "intermediate_size": 192, "out_size": 256, "max_rows": 64},
-            {"in_size": 512, "hidden_size": 320, "intermediate_size": 448, "out_size": 640, "max_rows": 64},
+            {
+                "in_size": 128,
+                "hidden_size": 64,
+                "intermediate_size": 192,
+                "out_size": 256,
+                "max_rows": 64,
+            },
+            {
+                "in_size": 512,
+                "hidden_size": 320,
+                "intermediate_size": 448,
+                "out_size": 640,
+                "max_rows": 64,
+            },
         ),
     ),
     OpContract(
-        "between_attention_in_place", "linear",
+        "between_attention_in_place",
+        "linear",
         "as between_attention, but of min_rows rows at least, and residual becomes the total: it is what is returned",
         {**_BETWEEN, "min_rows": "fewest rows that it is called with"},
-        f"{_REFERENCE}.fused_linear:between_attention_in_place", f"{_INPUTS}:between_attention", DOTS,
-        mutates=("residual",), rows=("x", "residual"),
+        f"{_REFERENCE}.fused_linear:between_attention_in_place",
+        f"{_INPUTS}:between_attention",
+        DOTS,
+        mutates=("residual",),
+        rows=("x", "residual"),
         parts=("linear", "add_rms_norm_linear_silu_mul", "linear", "add_rms_norm_linear"),
         cases=(
-            {"in_size": 128, "hidden_size": 64, "intermediate_size": 192, "out_size": 256, "min_rows": 512},
-            {"in_size": 512, "hidden_size": 320, "intermediate_size": 448, "out_size": 640, "min_rows": 4096},
+            {
+                "in_size": 128,
+                "hidden_size": 64,
+                "intermediate_size": 192,
+                "out_size": 256,
+                "min_rows": 512,
+            },
+            {
+                "in_size": 512,
+                "hidden_size": 320,
+                "intermediate_size": 448,
+                "out_size": 640,
+                "min_rows": 4096,
+            },
         ),
     ),
 )
 
+
 def _write(rotation: str, arguments: str) -> OpContract:
     name = f"{rotation}_write_kv"
     return OpContract(
-        name, "cache",
+        name,
+        "cache",
         "(q [T, H, D], k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T], "
         f"{arguments}) -> None: {rotation} of q in place and of k into the cache, v into the cache as write_kv does",
-        {**_HEADS, **_CACHE}, f"{_REFERENCE}.rope_cache:{name}", f"{_INPUTS}:{name}", _ROUNDING,
-        mutates=("q", "k_cache", "v_cache"), rows=("q", "k", "v", "slots", "positions"),
-        parts=(rotation, "write_kv"), cases=tuple({**case, "block_size": 16} for case in _ROPES),
+        {**_HEADS, **_CACHE},
+        f"{_REFERENCE}.rope_cache:{name}",
+        f"{_INPUTS}:{name}",
+        _ROUNDING,
+        mutates=("q", "k_cache", "v_cache"),
+        rows=("q", "k", "v", "slots", "positions"),
+        parts=(rotation, "write_kv"),
+        cases=tuple({**case, "block_size": 16} for case in _ROPES),
     )
 
 
@@ -146,50 +238,77 @@ ROPE_CACHE = (
 
 STEP = (
     OpContract(
-        "note_tokens", "sampling",
+        "note_tokens",
+        "sampling",
         "(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None: ids is "
         "chosen, what is below 0 or beyond V - 1 becoming that, and last_token[slots] too; but ids is -1 where the "
         "logit is not finite",
         {"vocab_size": "entries of a row of logits, V"},
-        f"{_REFERENCE}.sampling:note_tokens", f"{_INPUTS}:note_tokens", _EXACT,
-        mutates=("last_token", "ids"), rows=("logits", "chosen", "slots", "ids"),
+        f"{_REFERENCE}.sampling:note_tokens",
+        f"{_INPUTS}:note_tokens",
+        _EXACT,
+        mutates=("last_token", "ids"),
+        rows=("logits", "chosen", "slots", "ids"),
         cases=({"vocab_size": 300}, {"vocab_size": 5000}),
     ),
     OpContract(
-        "advance_rows", "cache",
+        "advance_rows",
+        "cache",
         "(state int32 [W], words int64 [U], values int32 [U], slots int64 [R], advance int32 [R], token_ids int64 "
         "[D], positions int64 [D], seq_lens int32 [R], ends int64 [R], first, num_slots) -> None: state[words] = "
         "values; then state holds num_slots last tokens from `first` on and as many lengths behind them: of the first "
         "D slots they are the token_ids and positions; of all R, lengths grow by advance and are the seq_lens and "
         "ends. Slots that stand twice advance by 0, words that do have equal values",
-        {}, f"{_REFERENCE}.cache:advance_rows", f"{_INPUTS}:advance_rows", _EXACT,
-        mutates=("state", "token_ids", "positions", "seq_lens", "ends"), cases=({},),
+        {},
+        f"{_REFERENCE}.cache:advance_rows",
+        f"{_INPUTS}:advance_rows",
+        _EXACT,
+        mutates=("state", "token_ids", "positions", "seq_lens", "ends"),
+        cases=({},),
     ),
     OpContract(
-        "map_tokens", "cache",
+        "map_tokens",
+        "cache",
         "(table int32 [N, B], slots int64 [R], token_slots int64 [T], positions int64 [T], rows int32 [R, B], mapping "
         "int64 [T]) -> None: rows = table[slots]; mapping = table[token_slots, positions // block_size] * block_size "
         "+ positions % block_size",
-        {"block_size": "tokens of a block"}, f"{_REFERENCE}.cache:map_tokens", f"{_INPUTS}:map_tokens", _EXACT,
-        mutates=("rows", "mapping"), cases=({"block_size": 16}, {"block_size": 24}),
+        {"block_size": "tokens of a block"},
+        f"{_REFERENCE}.cache:map_tokens",
+        f"{_INPUTS}:map_tokens",
+        _EXACT,
+        mutates=("rows", "mapping"),
+        cases=({"block_size": 16}, {"block_size": 24}),
     ),
 )
 
 _MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}
-_EXPERTS = {**_MOE, "hidden_size": "features of a token, N", "intermediate_size": "features in an expert, I"}
+_EXPERTS = {
+    **_MOE,
+    "hidden_size": "features of a token, N",
+    "intermediate_size": "features in an expert, I",
+}
 MOE = (
     OpContract(
-        "moe_route", "moe",
+        "moe_route",
+        "moe",
         "(logits [T, E], top_k, renormalize: bool) -> (weights float32 [T, k], ids int32 [T, k]): softmax "
         "over all experts in float32, then the k likeliest, likeliest first, the lower id first among equals",
-        _MOE, f"{_REFERENCE}.moe:moe_route", f"{_INPUTS}:moe_route", _ROUNDING,
-        rows=("logits",), cases=({"num_experts": 12, "top_k": 3}, {"num_experts": 128, "top_k": 8}),
+        _MOE,
+        f"{_REFERENCE}.moe:moe_route",
+        f"{_INPUTS}:moe_route",
+        _ROUNDING,
+        rows=("logits",),
+        cases=({"num_experts": 12, "top_k": 3}, {"num_experts": 128, "top_k": 8}),
     ),
     OpContract(
-        "moe_experts", "moe",
+        "moe_experts",
+        "moe",
         "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "
         "-> y [T, N]: the sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
-        _EXPERTS, f"{_REFERENCE}.moe:moe_experts", f"{_INPUTS}:moe_experts", DOTS,
+        _EXPERTS,
+        f"{_REFERENCE}.moe:moe_experts",
+        f"{_INPUTS}:moe_experts",
+        DOTS,
         rows=("x", "weights", "ids"),
         cases=(
             {"num_experts": 6, "top_k": 2, "hidden_size": 40, "intermediate_size": 24},
@@ -199,85 +318,143 @@ MOE = (
 )
 
 _CODES = tuple(
-    Tolerance(dtype, 0.13, 4e-3, "a value near the middle of two e4m3 codes may become either, 1/8 apart")
+    Tolerance(
+        dtype, 0.13, 4e-3, "a value near the middle of two e4m3 codes may become either, 1/8 apart"
+    )
     for dtype in ("float32", "bfloat16", "float16")
 )
 _CODED_DOTS = tuple(
-    Tolerance(dtype, 5e-2, 0.25, "values near the middle of two e4m3 codes may become either, 1/8 apart")
+    Tolerance(
+        dtype, 5e-2, 0.25, "values near the middle of two e4m3 codes may become either, 1/8 apart"
+    )
     for dtype in ("float32", "bfloat16", "float16")
 )
 _CODED_EXPERTS = tuple(
-    Tolerance(dtype, relative, absolute, "a hidden value near the middle of two codes may become either, 1/8 apart, "
-              "which moves all of its token's sums, and is rounded to the dtype before")
-    for dtype, relative, absolute in (("float32", 2e-3, 0.06), ("bfloat16", 1e-2, 0.2), ("float16", 2e-3, 0.15))
+    Tolerance(
+        dtype,
+        relative,
+        absolute,
+        "a hidden value near the middle of two codes may become either, 1/8 apart, "
+        "which moves all of its token's sums, and is rounded to the dtype before",
+    )
+    for dtype, relative, absolute in (
+        ("float32", 2e-3, 0.06),
+        ("bfloat16", 1e-2, 0.2),
+        ("float16", 2e-3, 0.15),
+    )
 )
 _PRODUCT_FP8 = {"in_size": "input features I", "out_size": "output features O"}
-_PRODUCTS_FP8 = ({"in_size": 96, "out_size": 48}, {"in_size": 256, "out_size": 512}, {"in_size": 100, "out_size": 50})
+_PRODUCTS_FP8 = (
+    {"in_size": 96, "out_size": 48},
+    {"in_size": 256, "out_size": 512},
+    {"in_size": 100, "out_size": 50},
+)
 FP8 = (
     OpContract(
-        "quantize_fp8", "linear",
+        "quantize_fp8",
+        "linear",
         "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): scale is the row's largest magnitude / 448 "
         "(of 1e-10 at least), y = x / scale rounded",
         {"size": "elements of a row, N"},
-        f"{_REFERENCE}.fp8:quantize_fp8", f"{_INPUTS}:quantize_fp8", _CODES, rows=("x",), cases=_ROWS,
+        f"{_REFERENCE}.fp8:quantize_fp8",
+        f"{_INPUTS}:quantize_fp8",
+        _CODES,
+        rows=("x",),
+        cases=_ROWS,
     ),
     OpContract(
-        "add_rms_norm_fp8", "norm",
+        "add_rms_norm_fp8",
+        "norm",
         "(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, 1], residual): "
         "residual += x; y and scale are its rms_norm, rounded to the dtype and quantised",
         _NORM,
-        f"{_REFERENCE}.fp8:add_rms_norm_fp8", f"{_INPUTS}:add_rms_norm", _CODES,
-        mutates=("residual",), rows=("x", "residual"), parts=("add_rms_norm", "quantize_fp8"), cases=_ROWS,
+        f"{_REFERENCE}.fp8:add_rms_norm_fp8",
+        f"{_INPUTS}:add_rms_norm",
+        _CODES,
+        mutates=("residual",),
+        rows=("x", "residual"),
+        parts=("add_rms_norm", "quantize_fp8"),
+        cases=_ROWS,
     ),
     OpContract(
-        "silu_mul_fp8", "activation",
+        "silu_mul_fp8",
+        "activation",
         "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): silu of the first half times the second, "
         "rounded to the dtype and quantised",
         {"size": "elements of the result's rows, N"},
-        f"{_REFERENCE}.fp8:silu_mul_fp8", f"{_INPUTS}:silu_mul", _CODES,
-        rows=("x",), parts=("silu_mul", "quantize_fp8"), cases=_ROWS,
+        f"{_REFERENCE}.fp8:silu_mul_fp8",
+        f"{_INPUTS}:silu_mul",
+        _CODES,
+        rows=("x",),
+        parts=("silu_mul", "quantize_fp8"),
+        cases=_ROWS,
     ),
     OpContract(
-        "linear_fp8", "linear",
+        "linear_fp8",
+        "linear",
         "(x float8_e4m3fn [T, I], x_scale float32 [T, 1], weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], "
         "bias [O] | None) -> y [T, O] of the dtype: (x * x_scale) @ (weight * weight_scale).T + bias",
-        _PRODUCT_FP8, f"{_REFERENCE}.fp8:linear_fp8", f"{_INPUTS}:linear_fp8", DOTS, rows=("x", "x_scale"),
+        _PRODUCT_FP8,
+        f"{_REFERENCE}.fp8:linear_fp8",
+        f"{_INPUTS}:linear_fp8",
+        DOTS,
+        rows=("x", "x_scale"),
         cases=_PRODUCTS_FP8,
     ),
     OpContract(
-        "quantize_linear_fp8", "linear",
+        "quantize_linear_fp8",
+        "linear",
         "(x [T, I], weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], bias [O] | None) -> y [T, O]: "
         "linear_fp8 of x as quantize_fp8 makes it",
-        _PRODUCT_FP8, f"{_REFERENCE}.fp8:quantize_linear_fp8", f"{_INPUTS}:quantize_linear_fp8", _CODED_DOTS,
-        rows=("x",), parts=("quantize_fp8", "linear_fp8"), cases=_PRODUCTS_FP8,
+        _PRODUCT_FP8,
+        f"{_REFERENCE}.fp8:quantize_linear_fp8",
+        f"{_INPUTS}:quantize_linear_fp8",
+        _CODED_DOTS,
+        rows=("x",),
+        parts=("quantize_fp8", "linear_fp8"),
+        cases=_PRODUCTS_FP8,
     ),
     OpContract(
-        "add_rms_norm_linear_fp8", "linear",
+        "add_rms_norm_linear_fp8",
+        "linear",
         "(x [T, I], residual [T, I], norm_weight [I], eps, weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], "
         "bias [O] | None) -> (y [T, O], total [T, I]): total = x + residual, y = quantize_linear_fp8 of its rms_norm; "
         "x and residual stay",
-        _PRODUCT_FP8, f"{_REFERENCE}.fp8:add_rms_norm_linear_fp8", f"{_INPUTS}:add_rms_norm_linear_fp8", _CODED_DOTS,
-        rows=("x", "residual"), parts=("add_rms_norm_fp8", "linear_fp8"), cases=_PRODUCTS_FP8,
+        _PRODUCT_FP8,
+        f"{_REFERENCE}.fp8:add_rms_norm_linear_fp8",
+        f"{_INPUTS}:add_rms_norm_linear_fp8",
+        _CODED_DOTS,
+        rows=("x", "residual"),
+        parts=("add_rms_norm_fp8", "linear_fp8"),
+        cases=_PRODUCTS_FP8,
     ),
     OpContract(
-        "add_rms_norm_mlp_fp8", "linear",
+        "add_rms_norm_mlp_fp8",
+        "linear",
         "(x [T, N], residual [T, N], norm_weight [N], eps, gate_up float8_e4m3fn [2I, N], "
         "gate_up_scale float32 [2I, 1], gate_up_bias [2I] | None, down float8_e4m3fn [N, I], "
         "down_scale float32 [N, 1], down_bias [N] | None) -> "
         "(y [T, N], total [T, N]): total = x + residual, y = quantize_linear_fp8 by down of silu_mul of "
         "quantize_linear_fp8 by gate_up of its rms_norm; x and residual stay",
         {"hidden_size": "features of a token, N", "size": "features inside, I"},
-        f"{_REFERENCE}.fp8:add_rms_norm_mlp_fp8", f"{_INPUTS}:add_rms_norm_mlp_fp8", _CODED_DOTS,
-        rows=("x", "residual"), parts=("add_rms_norm_fp8", "linear_fp8", "silu_mul_fp8", "linear_fp8"),
+        f"{_REFERENCE}.fp8:add_rms_norm_mlp_fp8",
+        f"{_INPUTS}:add_rms_norm_mlp_fp8",
+        _CODED_DOTS,
+        rows=("x", "residual"),
+        parts=("add_rms_norm_fp8", "linear_fp8", "silu_mul_fp8", "linear_fp8"),
         cases=({"hidden_size": 96, "size": 48}, {"hidden_size": 256, "size": 512}),
     ),
     OpContract(
-        "moe_experts_fp8", "moe",
+        "moe_experts_fp8",
+        "moe",
         "(x [T, N], gate_up float8_e4m3fn [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down float8_e4m3fn [E, N, I], "
         "down_scale float32 [E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: the sum over a token's "
         "experts of weight * down @ q(silu_mul(gate_up @ q(x))), q being quantize_fp8; sums are float32, and what is "
         "quantised is of the dtype",
-        _EXPERTS, f"{_REFERENCE}.moe:moe_experts_fp8", f"{_INPUTS}:moe_experts_fp8", _CODED_EXPERTS,
+        _EXPERTS,
+        f"{_REFERENCE}.moe:moe_experts_fp8",
+        f"{_INPUTS}:moe_experts_fp8",
+        _CODED_EXPERTS,
         rows=("x", "weights", "ids"),
         cases=(
             {"num_experts": 6, "top_k": 2, "hidden_size": 48, "intermediate_size": 80},
@@ -287,10 +464,16 @@ FP8 = (
     ),
 )
 FP8_METHOD = Quantization(
-    name="fp8", dtype="float8_e4m3fn", quantize="quantize_fp8", linear="linear_fp8",
+    name="fp8",
+    dtype="float8_e4m3fn",
+    quantize="quantize_fp8",
+    linear="linear_fp8",
     fused={
-        "add_rms_norm": "add_rms_norm_fp8", "silu_mul": "silu_mul_fp8", "linear": "quantize_linear_fp8",
-        "add_rms_norm_linear": "add_rms_norm_linear_fp8", "add_rms_norm_mlp": "add_rms_norm_mlp_fp8",
+        "add_rms_norm": "add_rms_norm_fp8",
+        "silu_mul": "silu_mul_fp8",
+        "linear": "quantize_linear_fp8",
+        "add_rms_norm_linear": "add_rms_norm_linear_fp8",
+        "add_rms_norm_mlp": "add_rms_norm_mlp_fp8",
         "moe_experts": "moe_experts_fp8",
     },
 )
@@ -298,50 +481,80 @@ FP8_METHOD = Quantization(
 _GROUPED_ROWS = ({"size": 64}, {"size": 256}, {"size": 1100})
 FP8_BLOCK = (
     OpContract(
-        "quantize_fp8_groups", "linear",
+        "quantize_fp8_groups",
+        "linear",
         "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): scale is the largest magnitude of "
         "128 neighbours / 448 (of 1e-10 at least), y = x / scale rounded",
         {"size": "elements of a row, N"},
-        f"{_REFERENCE}.fp8_block:quantize_fp8_groups", f"{_INPUTS}:quantize_fp8", _CODES, rows=("x",),
+        f"{_REFERENCE}.fp8_block:quantize_fp8_groups",
+        f"{_INPUTS}:quantize_fp8",
+        _CODES,
+        rows=("x",),
         cases=_GROUPED_ROWS,
     ),
     OpContract(
-        "add_rms_norm_fp8_groups", "norm",
+        "add_rms_norm_fp8_groups",
+        "norm",
         "(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)], "
         "residual): residual += x; y and scale are its rms_norm, rounded to the dtype and quantised by groups",
         _NORM,
-        f"{_REFERENCE}.fp8_block:add_rms_norm_fp8_groups", f"{_INPUTS}:add_rms_norm", _CODES,
-        mutates=("residual",), rows=("x", "residual"), parts=("add_rms_norm", "quantize_fp8_groups"),
+        f"{_REFERENCE}.fp8_block:add_rms_norm_fp8_groups",
+        f"{_INPUTS}:add_rms_norm",
+        _CODES,
+        mutates=("residual",),
+        rows=("x", "residual"),
+        parts=("add_rms_norm", "quantize_fp8_groups"),
         cases=_GROUPED_ROWS,
     ),
     OpContract(
-        "silu_mul_fp8_groups", "activation",
+        "silu_mul_fp8_groups",
+        "activation",
         "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): silu of the first half times the "
         "second, rounded to the dtype and quantised by groups",
         {"size": "elements of the result's rows, N"},
-        f"{_REFERENCE}.fp8_block:silu_mul_fp8_groups", f"{_INPUTS}:silu_mul", _CODES,
-        rows=("x",), parts=("silu_mul", "quantize_fp8_groups"), cases=_GROUPED_ROWS,
+        f"{_REFERENCE}.fp8_block:silu_mul_fp8_groups",
+        f"{_INPUTS}:silu_mul",
+        _CODES,
+        rows=("x",),
+        parts=("silu_mul", "quantize_fp8_groups"),
+        cases=_GROUPED_ROWS,
     ),
     OpContract(
-        "quantize_fp8_blocks", "linear",
+        "quantize_fp8_blocks",
+        "linear",
         "(weight [O, N]) -> (y float8_e4m3fn [O, N], scale float32 [ceil(O / 128), ceil(N / 128)]): as "
         "quantize_fp8_groups, for 128 rows of 128 neighbours",
         {"size": "elements of a row, N"},
-        f"{_REFERENCE}.fp8_block:quantize_fp8_blocks", f"{_INPUTS}:quantize_fp8_blocks", _CODES,
+        f"{_REFERENCE}.fp8_block:quantize_fp8_blocks",
+        f"{_INPUTS}:quantize_fp8_blocks",
+        _CODES,
         cases=({"size": 64}, {"size": 256}, {"size": 300}),
     ),
     OpContract(
-        "linear_fp8_block", "linear",
+        "linear_fp8_block",
+        "linear",
         "(x float8_e4m3fn [T, I], x_scale float32 [T, ceil(I / 128)], weight float8_e4m3fn [O, I], weight_scale "
         "float32 [ceil(O / 128), ceil(I / 128)], bias [O] | None) -> y [T, O] of the dtype: a scale of x belongs to "
         "128 neighbours of a row, one of the weight to 128 rows of 128 neighbours",
         {"in_size": "input features I", "out_size": "output features O"},
-        f"{_REFERENCE}.fp8_block:linear_fp8_block", f"{_INPUTS}:linear_fp8_block", DOTS, rows=("x", "x_scale"),
-        cases=({"in_size": 512, "out_size": 384}, {"in_size": 128, "out_size": 128}, {"in_size": 208, "out_size": 48}),
+        f"{_REFERENCE}.fp8_block:linear_fp8_block",
+        f"{_INPUTS}:linear_fp8_block",
+        DOTS,
+        rows=("x", "x_scale"),
+        cases=(
+            {"in_size": 512, "out_size": 384},
+            {"in_size": 128, "out_size": 128},
+            {"in_size": 208, "out_size": 48},
+        ),
     ),
 )
 FP8_BLOCK_METHOD = Quantization(
-    name="fp8-block", dtype="float8_e4m3fn", quantize="quantize_fp8_groups", linear="linear_fp8_block",
+    name="fp8-block",
+    dtype="float8_e4m3fn",
+    quantize="quantize_fp8_groups",
+    linear="linear_fp8_block",
     fused={"add_rms_norm": "add_rms_norm_fp8_groups", "silu_mul": "silu_mul_fp8_groups"},
-    quantize_weight="quantize_fp8_blocks", scale_block=(128, 128), scale_name="weight_scale_inv",
+    quantize_weight="quantize_fp8_blocks",
+    scale_block=(128, 128),
+    scale_name="weight_scale_inv",
 )

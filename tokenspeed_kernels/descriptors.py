@@ -17,7 +17,10 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
         op=op,
         backend="torch",
         capability=Capability(
-            platforms=("cpu", "cuda"), dtypes=_ANY_FLOAT, kv_dtypes=_ANY_FLOAT + _FP8, features=features
+            platforms=("cpu", "cuda"),
+            dtypes=_ANY_FLOAT,
+            kv_dtypes=_ANY_FLOAT + _FP8,
+            features=features,
         ),
         load=f"tokenspeed_kernels.reference.{load}",
         reference=True,
@@ -25,16 +28,25 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
 
 
 def _triton(
-    op: str, load: str, features: frozenset[str] = _ROWWISE, limits: tuple[AxisLimit, ...] = (),
-    dtypes: tuple[str, ...] = _ANY_FLOAT, capability: tuple[int, int] = (8, 0),
-    kv_dtypes: tuple[str, ...] = _ANY_FLOAT, options: str = "",
+    op: str,
+    load: str,
+    features: frozenset[str] = _ROWWISE,
+    limits: tuple[AxisLimit, ...] = (),
+    dtypes: tuple[str, ...] = _ANY_FLOAT,
+    capability: tuple[int, int] = (8, 0),
+    kv_dtypes: tuple[str, ...] = _ANY_FLOAT,
+    options: str = "",
 ) -> KernelSpec:
     return KernelSpec(
         op=op,
         backend="triton",
         capability=Capability(
-            platforms=("cuda",), min_compute_capability=capability, dtypes=dtypes, kv_dtypes=kv_dtypes,
-            features=features, limits=limits,
+            platforms=("cuda",),
+            min_compute_capability=capability,
+            dtypes=dtypes,
+            kv_dtypes=kv_dtypes,
+            features=features,
+            limits=limits,
         ),
         load=f"tokenspeed_kernels.triton.{load}",
         requires=("triton",),
@@ -48,8 +60,12 @@ def _one_row(op: str) -> KernelSpec:
         op=op,
         backend="triton",
         capability=Capability(
-            platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
-            dtypes=_HALVES, features=_BASICS, limits=_LONG_ROW,
+            platforms=("cuda",),
+            min_compute_capability=(9, 0),
+            max_compute_capability=(9, 9),
+            dtypes=_HALVES,
+            features=_BASICS,
+            limits=_LONG_ROW,
         ),
         load=f"tokenspeed_kernels.triton.linear:{op}",
         requires=("triton",),
@@ -58,13 +74,19 @@ def _one_row(op: str) -> KernelSpec:
 
 def _between(op: str, rows: AxisLimit, *, most_hidden: int) -> KernelSpec:
     """Describe a kernel of all between two layers' attention, measured on Hopper alone."""
-    sizes = (AxisLimit(axis, 64, 16384, multiple_of=64) for axis in ("in_size", "intermediate_size", "out_size"))
+    sizes = (
+        AxisLimit(axis, 64, 16384, multiple_of=64)
+        for axis in ("in_size", "intermediate_size", "out_size")
+    )
     return KernelSpec(
         op=op,
         backend="triton",
         capability=Capability(
-            platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 9),
-            dtypes=_HALVES, features=_BASICS,
+            platforms=("cuda",),
+            min_compute_capability=(9, 0),
+            max_compute_capability=(9, 9),
+            dtypes=_HALVES,
+            features=_BASICS,
             limits=(*sizes, AxisLimit("hidden_size", 64, most_hidden, multiple_of=64), rows),
         ),
         load=f"tokenspeed_kernels.triton.{op}:{op}",
@@ -119,7 +141,10 @@ TORCH_SAMPLING = (
         op="sample",
         backend="torch",
         capability=Capability(
-            platforms=("cpu",), dtypes=_ANY_FLOAT, features=_ROWWISE, limits=(AxisLimit("vocab_size", 257),)
+            platforms=("cpu",),
+            dtypes=_ANY_FLOAT,
+            features=_ROWWISE,
+            limits=(AxisLimit("vocab_size", 257),),
         ),
         load="tokenspeed_kernels.cpu.sampling:sample",
     ),
@@ -129,20 +154,30 @@ _ONE_BLOCK = (AxisLimit("size", 1, 16384),)
 _ONE_LONG_BLOCK = (AxisLimit("size", 1, 32768),)
 _EXPERTS = (AxisLimit("num_experts", 1, 1024),)
 _FP8_EXPERTS = (
-    *_EXPERTS, AxisLimit("hidden_size", 16, 32768, multiple_of=16),
+    *_EXPERTS,
+    AxisLimit("hidden_size", 16, 32768, multiple_of=16),
     AxisLimit("intermediate_size", 16, 32768, multiple_of=16),
 )
 _FP8_UNITS = (8, 9)  # the first compute capability that has e4m3
 _FP8_SIZES = (AxisLimit("in_size", 16, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
-_FP8_ROW = (AxisLimit("in_size", 16, 16384, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
-_FP8_MLP = (AxisLimit("hidden_size", 16, 16384, multiple_of=16), AxisLimit("size", 16, 16384, multiple_of=16))
+_FP8_ROW = (
+    AxisLimit("in_size", 16, 16384, multiple_of=16),
+    AxisLimit("out_size", 16, multiple_of=16),
+)
+_FP8_MLP = (
+    AxisLimit("hidden_size", 16, 16384, multiple_of=16),
+    AxisLimit("size", 16, 16384, multiple_of=16),
+)
 
 TRITON_NORM = (
     _triton("rms_norm", "norm:rms_norm", limits=_ONE_BLOCK),
     _triton("add_rms_norm", "norm:add_rms_norm", limits=_ONE_BLOCK),
     _triton("add_rms_norm_fp8", "fp8:add_rms_norm_fp8", limits=_ONE_BLOCK, capability=_FP8_UNITS),
     _triton(
-        "add_rms_norm_fp8_groups", "fp8_block:add_rms_norm_fp8_groups", limits=_ONE_BLOCK, capability=_FP8_UNITS
+        "add_rms_norm_fp8_groups",
+        "fp8_block:add_rms_norm_fp8_groups",
+        limits=_ONE_BLOCK,
+        capability=_FP8_UNITS,
     ),
 )
 TRITON_ROPE = (
@@ -161,15 +196,27 @@ TRITON_LINEAR = (
     _one_row("add_rms_norm_linear"),
     _one_row("add_rms_norm_linear_silu_mul"),
     _triton("add_rms_norm_linear", "linear_parts:add_rms_norm_linear", _BASICS, _LONG_ROW),
-    _triton("add_rms_norm_linear_silu_mul", "linear_parts:add_rms_norm_linear_silu_mul", _BASICS, _LONG_ROW),
+    _triton(
+        "add_rms_norm_linear_silu_mul",
+        "linear_parts:add_rms_norm_linear_silu_mul",
+        _BASICS,
+        _LONG_ROW,
+    ),
     _triton("quantize_fp8", "fp8:quantize_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
     _triton("linear_fp8", "linear_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS),
     _triton("quantize_fp8_groups", "fp8_block:quantize_fp8_groups", capability=_FP8_UNITS),
-    _triton("linear_fp8_block", "linear_fp8_block:linear_fp8_block", _BASICS, _FP8_SIZES, capability=_FP8_UNITS),
+    _triton(
+        "linear_fp8_block",
+        "linear_fp8_block:linear_fp8_block",
+        _BASICS,
+        _FP8_SIZES,
+        capability=_FP8_UNITS,
+    ),
     *(
         _triton(op, f"linear_fp8_row:{op}", _BASICS, limits, ("bfloat16",), _FP8_UNITS)
         for op, limits in (
-            ("quantize_linear_fp8", _FP8_ROW), ("add_rms_norm_linear_fp8", _FP8_ROW),
+            ("quantize_linear_fp8", _FP8_ROW),
+            ("add_rms_norm_linear_fp8", _FP8_ROW),
             ("add_rms_norm_mlp_fp8", _FP8_MLP),
         )
     ),
@@ -177,7 +224,9 @@ TRITON_LINEAR = (
 TRITON_MOE = (
     _triton("moe_route", "moe:moe_route", limits=_EXPERTS),
     _triton("moe_experts", "moe:moe_experts", _BASICS, _EXPERTS),
-    _triton("moe_experts_fp8", "moe_fp8:moe_experts_fp8", _BASICS, _FP8_EXPERTS, _HALVES, _FP8_UNITS),
+    _triton(
+        "moe_experts_fp8", "moe_fp8:moe_experts_fp8", _BASICS, _FP8_EXPERTS, _HALVES, _FP8_UNITS
+    ),
 )
 TRITON_CACHE = (
     _triton("write_kv", "cache:write_kv"),
@@ -193,7 +242,12 @@ _ATTENTION_OPTIONS = "tokenspeed_kernels.options:AttentionOptions"
 TRITON_ATTENTION = (
     _triton("attention", "attention:attention", _WINDOWS, _HEADS, options=_ATTENTION_OPTIONS),
     _triton(
-        "attention", "attention:attention", _WINDOWS, _HEADS, capability=_FP8_UNITS, kv_dtypes=_FP8,
+        "attention",
+        "attention:attention",
+        _WINDOWS,
+        _HEADS,
+        capability=_FP8_UNITS,
+        kv_dtypes=_FP8,
         options=_ATTENTION_OPTIONS,
     ),
 )

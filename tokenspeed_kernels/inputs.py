@@ -16,14 +16,22 @@ EPS = 1e-6
 MAX_POSITION = 512
 
 
-def rms_norm(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def rms_norm(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, N], or heads [T, 3, N] cut from wider rows if strided; weight [N]."""
     size = problem["size"]
-    x = random((num, 5, size), problem, at, seed)[:, 1:4] if strided else random((num, size), problem, at, seed)
+    x = (
+        random((num, 5, size), problem, at, seed)[:, 1:4]
+        if strided
+        else random((num, size), problem, at, seed)
+    )
     return {"x": x, "weight": _around_one(size, problem, at, seed), "eps": EPS}
 
 
-def add_rms_norm(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def add_rms_norm(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x and residual [T, N], weight [N]."""
     size = problem["size"]
     return {
@@ -47,12 +55,17 @@ def rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool)
     angles = torch.arange(MAX_POSITION)[:, None] / 10000 ** (torch.arange(half) / half)
     positions = torch.randint(0, MAX_POSITION, (num,), generator=seed)
     return {
-        "q": q, "k": k, "positions": positions.to(at),
-        "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=1).to(at), "interleaved": num % 2 == 0,
+        "q": q,
+        "k": k,
+        "positions": positions.to(at),
+        "cos_sin": torch.cat([angles.cos(), angles.sin()], dim=1).to(at),
+        "interleaved": num % 2 == 0,
     }
 
 
-def qk_norm_rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def qk_norm_rope(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """As rope, with weights [D]."""
     size = problem["head_size"]
     given = rope(problem, num, at, seed, strided)
@@ -61,34 +74,48 @@ def qk_norm_rope(problem: Problem, num: int, at: device, seed: Generator, stride
     return {"q": q, "k": k, **weights, "eps": EPS, **given}
 
 
-def silu_mul(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def silu_mul(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, 2N]."""
     return {"x": random_rows(num, 2 * problem["size"], problem, at, seed, strided)}
 
 
-def linear(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def linear(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, I], weight [O, I] of unit gain, a bias [O] for even T."""
     inner, outer = problem["in_size"], problem["out_size"]
     weight = random((outer, inner), problem, at, seed) / inner**0.5
     bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
-    return {"x": random_rows(num, inner, problem, at, seed, strided), "weight": weight, "bias": bias}
+    return {
+        "x": random_rows(num, inner, problem, at, seed, strided),
+        "weight": weight,
+        "bias": bias,
+    }
 
 
-def rope_write_kv(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def rope_write_kv(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """As rope, and v, caches and slots as for write_kv."""
     rotation = rope(problem, num, at, seed, strided)
     cache = write_kv(problem, num, at, seed, strided)
     return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
 
 
-def qk_norm_rope_write_kv(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def qk_norm_rope_write_kv(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """As qk_norm_rope, and v, caches and slots as for write_kv."""
     rotation = qk_norm_rope(problem, num, at, seed, strided)
     cache = write_kv(problem, num, at, seed, strided)
     return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
 
 
-def note_tokens(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def note_tokens(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make logits [S, V], some not finite, choices within V and beyond, distinct slots."""
     size = problem["vocab_size"]
     logits = random_rows(num, size, problem, at, seed, strided)
@@ -97,13 +124,17 @@ def note_tokens(problem: Problem, num: int, at: device, seed: Generator, strided
     for first, value in ((3, float("-inf")), (4, float("inf"))):
         logits[first::7] = value
     return {
-        "logits": logits, "chosen": chosen.to(at), "slots": torch.randperm(2 * num, generator=seed)[:num].to(at),
+        "logits": logits,
+        "chosen": chosen.to(at),
+        "slots": torch.randperm(2 * num, generator=seed)[:num].to(at),
         "last_token": torch.zeros(2 * num, dtype=torch.int32, device=at),
         "ids": torch.zeros(num, dtype=torch.int32, device=at),
     }
 
 
-def advance_rows(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def advance_rows(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make a state of which some words change, lengths among them, and padding: a last slot that stays at 0."""
     del problem, strided
     num_slots, first = 2 * num + 1, 7
@@ -117,25 +148,37 @@ def advance_rows(problem: Problem, num: int, at: device, seed: Generator, stride
     slots[num // 2 :: 4] = num_slots - 1
     decodes = num * 2 // 3
     made = {
-        "state": state, "words": words, "values": torch.where(words == padding, 0, words * 3 + 1).to(torch.int32),
-        "slots": slots, "advance": torch.where(slots == num_slots - 1, 0, torch.arange(num) % 5 + 1).to(torch.int32),
+        "state": state,
+        "words": words,
+        "values": torch.where(words == padding, 0, words * 3 + 1).to(torch.int32),
+        "slots": slots,
+        "advance": torch.where(slots == num_slots - 1, 0, torch.arange(num) % 5 + 1).to(
+            torch.int32
+        ),
     }
     return {name: value.to(at) for name, value in made.items()} | {
-        **{name: torch.zeros(decodes, dtype=torch.int64, device=at) for name in ("token_ids", "positions")},
+        **{
+            name: torch.zeros(decodes, dtype=torch.int64, device=at)
+            for name in ("token_ids", "positions")
+        },
         "seq_lens": torch.zeros(num, dtype=torch.int32, device=at),
         "ends": torch.zeros(num, dtype=torch.int64, device=at),
-        "first": first, "num_slots": num_slots,
+        "first": first,
+        "num_slots": num_slots,
     }
 
 
-def map_tokens(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def map_tokens(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make block tables [N, B], rows' slots, and tokens of any slot at any position."""
     del strided
     num_slots, num_blocks, num_tokens = num + 2, 37, 3 * num
     table = torch.randint(0, 2**24, (num_slots, num_blocks), generator=seed, dtype=torch.int32)
     at_most = num_blocks * problem["block_size"]
     return {
-        "table": table.to(at), "slots": torch.randint(0, num_slots, (num,), generator=seed).to(at),
+        "table": table.to(at),
+        "slots": torch.randint(0, num_slots, (num,), generator=seed).to(at),
         "token_slots": torch.randint(0, num_slots, (num_tokens,), generator=seed).to(at),
         "positions": torch.randint(0, at_most, (num_tokens,), generator=seed).to(at),
         "rows": torch.zeros((num, num_blocks), dtype=torch.int32, device=at),
@@ -143,13 +186,19 @@ def map_tokens(problem: Problem, num: int, at: device, seed: Generator, strided:
     }
 
 
-def add_rms_norm_linear(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def add_rms_norm_linear(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x and residual [T, I], a norm's weight [I], and as linear weight [O, I] and bias [O]."""
     given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)
     product = linear(problem, num, at, seed, strided)
     return {
-        "x": given["x"], "residual": given["residual"], "norm_weight": given["weight"], "eps": EPS,
-        "weight": product["weight"], "bias": product["bias"],
+        "x": given["x"],
+        "residual": given["residual"],
+        "norm_weight": given["weight"],
+        "eps": EPS,
+        "weight": product["weight"],
+        "bias": product["bias"],
     }
 
 
@@ -157,10 +206,14 @@ def add_rms_norm_linear_silu_mul(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
     """As add_rms_norm_linear, with twice the weight."""
-    return add_rms_norm_linear({**problem, "out_size": 2 * problem["out_size"]}, num, at, seed, strided)
+    return add_rms_norm_linear(
+        {**problem, "out_size": 2 * problem["out_size"]}, num, at, seed, strided
+    )
 
 
-def between_attention(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def between_attention(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, I] and residual [T, H], weights of unit gain, norms' weights around one."""
     heads, hidden, size = problem["in_size"], problem["hidden_size"], problem["intermediate_size"]
     given = add_rms_norm({**problem, "size": hidden}, num, at, seed, strided)
@@ -170,20 +223,29 @@ def between_attention(problem: Problem, num: int, at: device, seed: Generator, s
         return values
 
     return {
-        "x": random_rows(num, heads, problem, at, seed, strided), "residual": given["residual"],
-        "out": weight(hidden, heads), "norm_weight": given["weight"], "gate_up": weight(2 * size, hidden),
-        "down": weight(hidden, size), "next_norm_weight": _around_one(hidden, problem, at, seed),
-        "qkv": weight(problem["out_size"], hidden), "eps": EPS,
+        "x": random_rows(num, heads, problem, at, seed, strided),
+        "residual": given["residual"],
+        "out": weight(hidden, heads),
+        "norm_weight": given["weight"],
+        "gate_up": weight(2 * size, hidden),
+        "down": weight(hidden, size),
+        "next_norm_weight": _around_one(hidden, problem, at, seed),
+        "qkv": weight(problem["out_size"], hidden),
+        "eps": EPS,
     }
 
 
-def moe_route(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def moe_route(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make logits [T, E]."""
     logits = random_rows(num, problem["num_experts"], problem, at, seed, strided)
     return {"logits": logits, "top_k": problem["top_k"], "renormalize": num % 2 == 0}
 
 
-def moe_experts(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def moe_experts(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, N], weights of unit gain, distinct expert ids for each token; some experts get no token."""
     experts, k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
@@ -197,7 +259,9 @@ def moe_experts(problem: Problem, num: int, at: device, seed: Generator, strided
     }
 
 
-def moe_experts_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def moe_experts_fp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """As moe_experts, the weights quantised by rows; later experts are a little larger, neighbouring rows unlike."""
     given = moe_experts(problem, num, at, seed, strided)
     gain = torch.linspace(0.7, 1.3, problem["num_experts"], device=at).view(-1, 1, 1)
@@ -210,14 +274,18 @@ def moe_experts_fp8(problem: Problem, num: int, at: device, seed: Generator, str
     return {**made, "weights": given["weights"], "ids": given["ids"]}
 
 
-def quantize_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def quantize_fp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, N] whose rows differ in size a thousandfold, every third of them zero."""
     size = torch.logspace(-2, 1, max(num, 1))[:num] * (torch.arange(num) % 3 != 2)
     x = random_rows(num, problem["size"], problem, at, seed, strided)
     return {"x": x.mul_(size.unsqueeze(1).to(x))}
 
 
-def linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def linear_fp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, I] and a weight [O, I] of unit gain, quantised by rows, and a bias [O] for even T."""
     inner, outer = problem["in_size"], problem["out_size"]
     x, x_scale = quantize_rows(random((num, inner), problem, at, seed))
@@ -225,24 +293,44 @@ def linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided:
     if strided:
         x = _within_wider_rows(x)
     bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
-    return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
+    return {
+        "x": x,
+        "x_scale": x_scale,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "bias": bias,
+    }
 
 
-def quantize_fp8_blocks(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def quantize_fp8_blocks(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make a weight as quantize_fp8 makes x, of thirty times as many rows, so that some need several blocks."""
     return {"weight": quantize_fp8(problem, 30 * num, at, seed, strided)["x"]}
 
 
-def linear_fp8_block(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def linear_fp8_block(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, I] and a weight [O, I] of unit gain, both growing along a row, and a bias [O] for even T."""
     inner, outer = problem["in_size"], problem["out_size"]
-    x, x_scale = quantize_groups(random((num, inner), problem, at, seed) * torch.logspace(-1, 0.5, inner, device=at))
+    x, x_scale = quantize_groups(
+        random((num, inner), problem, at, seed) * torch.logspace(-1, 0.5, inner, device=at)
+    )
     rows = torch.logspace(-1, 0.5, outer, device=at).unsqueeze(1)
-    weight, weight_scale = quantize_blocks(random((outer, inner), problem, at, seed) * rows / inner**0.5)
+    weight, weight_scale = quantize_blocks(
+        random((outer, inner), problem, at, seed) * rows / inner**0.5
+    )
     if strided:
         x, x_scale = _within_wider_rows(x), _within_wider_rows(x_scale)
     bias = _around_one(outer, problem, at, seed) if num % 2 == 0 else None
-    return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
+    return {
+        "x": x,
+        "x_scale": x_scale,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "bias": bias,
+    }
 
 
 def _within_wider_rows(x: Tensor) -> Tensor:
@@ -255,30 +343,55 @@ def _around_one(size: int, problem: Problem, at: device, seed: Generator) -> Ten
     return 1 + random((size,), problem, at, seed) / 4
 
 
-def quantize_linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def quantize_linear_fp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """As linear_fp8, with x [T, I] not quantised."""
     made = linear_fp8(problem, num, at, seed, strided)
     x = random_rows(num, problem["in_size"], problem, at, seed, strided)
-    return {"x": x, "weight": made["weight"], "weight_scale": made["weight_scale"], "bias": made["bias"]}
+    return {
+        "x": x,
+        "weight": made["weight"],
+        "weight_scale": made["weight_scale"],
+        "bias": made["bias"],
+    }
 
 
-def add_rms_norm_linear_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def add_rms_norm_linear_fp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x and residual [T, I], a norm's weight [I], and as linear_fp8 a weight with its scales and a bias."""
     given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)
     made = quantize_linear_fp8(problem, num, at, seed, strided)
     return {
-        "x": given["x"], "residual": given["residual"], "norm_weight": given["weight"], "eps": EPS,
-        "weight": made["weight"], "weight_scale": made["weight_scale"], "bias": made["bias"],
+        "x": given["x"],
+        "residual": given["residual"],
+        "norm_weight": given["weight"],
+        "eps": EPS,
+        "weight": made["weight"],
+        "weight_scale": made["weight_scale"],
+        "bias": made["bias"],
     }
 
 
-def add_rms_norm_mlp_fp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def add_rms_norm_mlp_fp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x and residual [T, N], a norm's weight [N], and the two weights of a gated map with scales and biases."""
     hidden, size = problem["hidden_size"], problem["size"]
-    wide = add_rms_norm_linear_fp8({**problem, "in_size": hidden, "out_size": 2 * size}, num, at, seed, strided)
+    wide = add_rms_norm_linear_fp8(
+        {**problem, "in_size": hidden, "out_size": 2 * size}, num, at, seed, strided
+    )
     narrow = linear_fp8({**problem, "in_size": size, "out_size": hidden}, num, at, seed, strided)
     return {
-        "x": wide["x"], "residual": wide["residual"], "norm_weight": wide["norm_weight"], "eps": EPS,
-        "gate_up": wide["weight"], "gate_up_scale": wide["weight_scale"], "gate_up_bias": wide["bias"],
-        "down": narrow["weight"], "down_scale": narrow["weight_scale"], "down_bias": narrow["bias"],
+        "x": wide["x"],
+        "residual": wide["residual"],
+        "norm_weight": wide["norm_weight"],
+        "eps": EPS,
+        "gate_up": wide["weight"],
+        "gate_up_scale": wide["weight_scale"],
+        "gate_up_bias": wide["bias"],
+        "down": narrow["weight"],
+        "down_scale": narrow["weight_scale"],
+        "down_bias": narrow["bias"],
     }

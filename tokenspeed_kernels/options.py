@@ -13,11 +13,14 @@ class AttentionOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_splits: int = Field(
-        MAX_SPLITS, ge=1, le=MAX_SPLITS,
+        MAX_SPLITS,
+        ge=1,
+        le=MAX_SPLITS,
         description="most parts into which a decoded row's keys are cut (1: never cut; slower where rows are few)",
     )
     shared_prefix: bool = Field(
-        True, description="whether keys that all decoded rows share are read once for all of them",
+        True,
+        description="whether keys that all decoded rows share are read once for all of them",
     )
 
 

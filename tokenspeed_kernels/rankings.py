@@ -6,16 +6,23 @@ from tokenspeed_core.api import Ranking
 
 RANKINGS = (
     Ranking(
-        "attention", "prefill", (9, 0),
+        "attention",
+        "prefill",
+        (9, 0),
         (
             ("fa3", "qwen3-8b on NVIDIA H200: prefill 6.54 s"),
             ("triton", "qwen3-8b on NVIDIA H200: prefill 6.80 s"),
         ),
     ),
     Ranking(
-        "attention", "decode", (9, 0),
+        "attention",
+        "decode",
+        (9, 0),
         (
-            ("triton", "qwen3-8b on NVIDIA H200: agentic 9.06 s, latency 1.30 s, throughput 6.79 s"),
+            (
+                "triton",
+                "qwen3-8b on NVIDIA H200: agentic 9.06 s, latency 1.30 s, throughput 6.79 s",
+            ),
             ("fa3", "qwen3-8b on NVIDIA H200: agentic 9.49 s, latency 1.30 s, throughput 7.33 s"),
         ),
     ),

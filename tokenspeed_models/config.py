@@ -51,7 +51,9 @@ class ConfigReader:
         value = self.config.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
-            raise ValueError(f"config.json: {key} is {value!r}, and must be an integer or a list of integers")
+            raise ValueError(
+                f"config.json: {key} is {value!r}, and must be an integer or a list of integers"
+            )
         return tuple(values)
 
     def choice(self, key: str, accepted: tuple[str, ...], default: str) -> str:
@@ -119,9 +121,16 @@ class DecoderConfig:
 
 
 def read_decoder(
-    config: Mapping[str, Any], architecture: str, *, qkv_bias: bool = False, out_bias: bool = False,
-    mlp_bias: bool = False, qk_norm: bool = False, head_size: int | None = None,
-    num_kv_heads: int | None = None, windows: tuple[int | None, ...] | None = None,
+    config: Mapping[str, Any],
+    architecture: str,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    head_size: int | None = None,
+    num_kv_heads: int | None = None,
+    windows: tuple[int | None, ...] | None = None,
     moe: MoeConfig | None = None,
 ) -> DecoderConfig:
     """Read the keys that all decoder families share; the family passes what is its own.
@@ -134,20 +143,36 @@ def read_decoder(
     num_layers, num_heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", num_kv_heads or num_heads)
     if num_heads % kv_heads:
-        raise ValueError(f"config.json: num_attention_heads ({num_heads}) is no multiple of "
-                         f"num_key_value_heads ({kv_heads})")
+        raise ValueError(
+            f"config.json: num_attention_heads ({num_heads}) is no multiple of "
+            f"num_key_value_heads ({kv_heads})"
+        )
     size = keys.integer("head_dim", head_size or keys.integer("hidden_size") // num_heads)
     rope = read_rope(config, size)
     bos = keys.integers("bos_token_id")
     return DecoderConfig(
-        architecture=architecture, vocab_size=keys.integer("vocab_size"),
-        hidden_size=keys.integer("hidden_size"), intermediate_size=keys.integer("intermediate_size"),
-        num_layers=num_layers, num_heads=num_heads, num_kv_heads=kv_heads, head_size=size,
-        norm_eps=keys.number("rms_norm_eps", 1e-6), tie_embeddings=keys.boolean("tie_word_embeddings", False),
-        qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias, qk_norm=qk_norm,
-        windows=windows or (None,) * num_layers, rope=rope, moe=moe, dtype=read_dtype(config),
-        max_model_len=rope.max_positions, eos_token_ids=keys.integers("eos_token_id"),
-        bos_token_id=bos[0] if bos else None, quantization=read_quantization(config),
+        architecture=architecture,
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=keys.integer("hidden_size"),
+        intermediate_size=keys.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_size=size,
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        tie_embeddings=keys.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        windows=windows or (None,) * num_layers,
+        rope=rope,
+        moe=moe,
+        dtype=read_dtype(config),
+        max_model_len=rope.max_positions,
+        eos_token_ids=keys.integers("eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+        quantization=read_quantization(config),
     )
 
 
@@ -170,6 +195,8 @@ def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = {"sliding_attention": window, "full_attention": None}
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
-        raise ValueError(f"config.json: layer_types is {kinds!r}, and must name each of the {num_layers} "
-                         f"layers {' or '.join(known)}")
+        raise ValueError(
+            f"config.json: layer_types is {kinds!r}, and must name each of the {num_layers} "
+            f"layers {' or '.join(known)}"
+        )
     return tuple(known[kind] for kind in kinds)

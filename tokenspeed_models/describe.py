@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenspeed_core.api import CacheGroupSpec, FullAttention, ModelInfo, SlidingWindow
-from tokenspeed_models.config import ConfigReader, DecoderConfig, MoeConfig, read_decoder, read_windows
+from tokenspeed_models.config import (
+    ConfigReader,
+    DecoderConfig,
+    MoeConfig,
+    read_decoder,
+    read_windows,
+)
 
 Json = Mapping[str, Any]
 
@@ -15,8 +21,13 @@ def read_llama(config: Json) -> DecoderConfig:
     """Read a Llama 2 or 3 configuration."""
     keys = ConfigReader(config)
     bias = keys.boolean("attention_bias", False)
-    return read_decoder(config, "LlamaForCausalLM", qkv_bias=bias, out_bias=bias,
-                        mlp_bias=keys.boolean("mlp_bias", False))
+    return read_decoder(
+        config,
+        "LlamaForCausalLM",
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=keys.boolean("mlp_bias", False),
+    )
 
 
 def read_qwen2(config: Json) -> DecoderConfig:
@@ -27,8 +38,15 @@ def read_qwen2(config: Json) -> DecoderConfig:
 def read_qwen3(config: Json) -> DecoderConfig:
     """Read a Qwen3 configuration: normalised queries and keys, windows by layer."""
     bias = ConfigReader(config).boolean("attention_bias", False)
-    return read_decoder(config, "Qwen3ForCausalLM", qkv_bias=bias, out_bias=bias, qk_norm=True, head_size=128,
-                        windows=read_windows(config))
+    return read_decoder(
+        config,
+        "Qwen3ForCausalLM",
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        head_size=128,
+        windows=read_windows(config),
+    )
 
 
 def read_qwen3_moe(config: Json) -> DecoderConfig:
@@ -36,24 +54,39 @@ def read_qwen3_moe(config: Json) -> DecoderConfig:
     keys = ConfigReader(config)
     bias = keys.boolean("attention_bias", False)
     num_layers = keys.integer("num_hidden_layers")
-    window = keys.integer("sliding_window", 4096) if keys.boolean("use_sliding_window", False) else None
-    return read_decoder(config, "Qwen3MoeForCausalLM", qkv_bias=bias, out_bias=bias, qk_norm=True,
-                        windows=(window,) * num_layers, moe=_read_moe(keys, num_layers))
+    window = (
+        keys.integer("sliding_window", 4096) if keys.boolean("use_sliding_window", False) else None
+    )
+    return read_decoder(
+        config,
+        "Qwen3MoeForCausalLM",
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        windows=(window,) * num_layers,
+        moe=_read_moe(keys, num_layers),
+    )
 
 
 def _read_moe(keys: ConfigReader, num_layers: int) -> MoeConfig:
     """Read which layers have experts, and how many; newer configs may say `num_local_experts`."""
-    num_experts = keys.integer("num_local_experts" if "num_local_experts" in keys else "num_experts")
+    num_experts = keys.integer(
+        "num_local_experts" if "num_local_experts" in keys else "num_experts"
+    )
     per_token, every = keys.integer("num_experts_per_tok"), keys.integer("decoder_sparse_step", 1)
     if per_token > num_experts:
-        raise ValueError(f"config.json: num_experts_per_tok is {per_token} of {num_experts} experts")
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {per_token} of {num_experts} experts"
+        )
     dense = keys.integers("mlp_only_layers")
     return MoeConfig(
-        num_experts=num_experts, num_experts_per_token=per_token,
+        num_experts=num_experts,
+        num_experts_per_token=per_token,
         intermediate_size=keys.integer("moe_intermediate_size"),
         renormalize=keys.boolean("norm_topk_prob", False),
-        layers=frozenset(layer for layer in range(num_layers)
-                         if layer not in dense and (layer + 1) % every == 0),
+        layers=frozenset(
+            layer for layer in range(num_layers) if layer not in dense and (layer + 1) % every == 0
+        ),
     )
 
 
@@ -80,10 +113,16 @@ def describe_qwen3_moe(config: Json) -> ModelInfo:
 def model_info(decoder: DecoderConfig) -> ModelInfo:
     """Return what the core needs of any decoder read by `read_decoder`."""
     return ModelInfo(
-        architecture=decoder.architecture, vocab_size=decoder.vocab_size, max_model_len=decoder.max_model_len,
-        dtype=decoder.dtype, num_layers=decoder.num_layers, num_parameters=count_parameters(decoder),
-        cache_groups=cache_groups(decoder), eos_token_ids=decoder.eos_token_ids,
-        bos_token_id=decoder.bos_token_id, quantization=decoder.quantization,
+        architecture=decoder.architecture,
+        vocab_size=decoder.vocab_size,
+        max_model_len=decoder.max_model_len,
+        dtype=decoder.dtype,
+        num_layers=decoder.num_layers,
+        num_parameters=count_parameters(decoder),
+        cache_groups=cache_groups(decoder),
+        eos_token_ids=decoder.eos_token_ids,
+        bos_token_id=decoder.bos_token_id,
+        quantization=decoder.quantization,
     )
 
 
@@ -97,11 +136,20 @@ def cache_groups(decoder: DecoderConfig) -> tuple[CacheGroupSpec, ...]:
     groups: list[CacheGroupSpec] = []
     num_full = decoder.windows.count(None)
     if num_full:
-        groups.append(FullAttention(window_group(None), num_full, decoder.num_kv_heads, decoder.head_size))
+        groups.append(
+            FullAttention(window_group(None), num_full, decoder.num_kv_heads, decoder.head_size)
+        )
     windows = {window for window in decoder.windows if window is not None}
     for window in windows:  # one at most: no configuration here states two widths
-        groups.append(SlidingWindow(window_group(window), decoder.num_layers - num_full, decoder.num_kv_heads,
-                                    decoder.head_size, window))
+        groups.append(
+            SlidingWindow(
+                window_group(window),
+                decoder.num_layers - num_full,
+                decoder.num_kv_heads,
+                decoder.head_size,
+                window,
+            )
+        )
     return tuple(groups)
 
 
@@ -109,8 +157,12 @@ def count_parameters(decoder: DecoderConfig) -> int:
     """Return the number of weights, tied ones counted once."""
     hidden, head = decoder.hidden_size, decoder.head_size
     q_size, kv_size = decoder.num_heads * head, decoder.num_kv_heads * head
-    attention = hidden * (q_size + 2 * kv_size) + q_size * hidden + (2 * head if decoder.qk_norm else 0)
-    attention += (q_size + 2 * kv_size if decoder.qkv_bias else 0) + (hidden if decoder.out_bias else 0)
+    attention = (
+        hidden * (q_size + 2 * kv_size) + q_size * hidden + (2 * head if decoder.qk_norm else 0)
+    )
+    attention += (q_size + 2 * kv_size if decoder.qkv_bias else 0) + (
+        hidden if decoder.out_bias else 0
+    )
     dense = 3 * hidden * decoder.intermediate_size
     dense += 2 * decoder.intermediate_size + hidden if decoder.mlp_bias else 0
     total = decoder.num_layers * (attention + 2 * hidden) + hidden

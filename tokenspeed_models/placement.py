@@ -101,8 +101,10 @@ def compile_placements(boundaries: Iterable[Boundary], groups: ProcessGroups) ->
     for before, after in pairwise(chain):
         sizes = {groups.size(before.group), groups.size(after.group)} - {1}
         if len(sizes) > 1:
-            raise ValueError(f"{before.module} and {after.module} stand in groups of {sorted(sizes)}: "
-                             "neighbours need equal groups, or one of a single process")
+            raise ValueError(
+                f"{before.module} and {after.module} stand in groups of {sorted(sizes)}: "
+                "neighbours need equal groups, or one of a single process"
+            )
         given = before.gives if groups.size(before.group) > 1 else Replicated()
         taken = after.takes if groups.size(after.group) > 1 else Replicated()
         collective = _collective(given, taken, f"{before.module} -> {after.module}")

@@ -51,10 +51,15 @@ def kept_whole(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     found = config.get("quantization_config") or {}
     told = found.get("quantization", found)
     kept = [_expression(name) for name in told.get("exclude_modules", told.get("ignore")) or ()]
-    targets = [target for group in found.get("config_groups", {}).values() for target in group["targets"]]
-    asked = [_expression("*" if target == "Linear" else target) for target in targets or ("Linear",)]
+    targets = [
+        target for group in found.get("config_groups", {}).values() for target in group["targets"]
+    ]
+    asked = [
+        _expression("*" if target == "Linear" else target) for target in targets or ("Linear",)
+    ]
     return [
-        name for name in names
+        name
+        for name in names
         if not any(each.match(name) for each in asked) or any(each.match(name) for each in kept)
     ]
 
@@ -67,14 +72,18 @@ def _expression(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
-        raise ValueError(f"config.json: quantization_config has {pattern!r}, no regular expression: {error}") from error
+        raise ValueError(
+            f"config.json: quantization_config has {pattern!r}, no regular expression: {error}"
+        ) from error
 
 
 def _is_rowwise(found: Mapping[str, Any]) -> bool:
     (group,) = found["config_groups"].values()
     return (
-        found["quant_method"] == "compressed-tensors" and group["targets"] == ["Linear"]
-        and "lm_head" in found["ignore"] and found.get("kv_cache_scheme") is None
+        found["quant_method"] == "compressed-tensors"
+        and group["targets"] == ["Linear"]
+        and "lm_head" in found["ignore"]
+        and found.get("kv_cache_scheme") is None
         and _WEIGHTS.items() <= group["weights"].items()
         and _ACTIVATIONS.items() <= group["input_activations"].items()
     )
@@ -83,9 +92,12 @@ def _is_rowwise(found: Mapping[str, Any]) -> bool:
 def _is_blockwise(found: Mapping[str, Any]) -> bool:
     kept = found.get("modules_to_not_convert", found.get("ignored_layers"))
     return (
-        found["quant_method"] == "fp8" and list(found["weight_block_size"]) == [128, 128]
-        and found.get("activation_scheme", "dynamic") == "dynamic" and found.get("fmt", "e4m3") == "e4m3"
-        and found.get("scale_fmt") in (None, "float") and not found.get("modules_to_convert")
+        found["quant_method"] == "fp8"
+        and list(found["weight_block_size"]) == [128, 128]
+        and found.get("activation_scheme", "dynamic") == "dynamic"
+        and found.get("fmt", "e4m3") == "e4m3"
+        and found.get("scale_fmt") in (None, "float")
+        and not found.get("modules_to_convert")
         and all(name.endswith(_NO_LINEAR) for name in kept or ())
     )
 
@@ -102,60 +114,97 @@ def _is_nvfp4(found: Mapping[str, Any]) -> bool:
     return _is_modelopt(found, "NVFP4", 16)
 
 
-def _is_grouped(found: Mapping[str, Any], stored: str, bits: int, size: int, *, dynamic: bool | str) -> bool:
+def _is_grouped(
+    found: Mapping[str, Any], stored: str, bits: int, size: int, *, dynamic: bool | str
+) -> bool:
     """Say whether compressed-tensors stores every Linear in groups of a size, activations in the same."""
     (group,) = found["config_groups"].values()
     common = {"num_bits": bits, "type": "float", "group_size": size, "symmetric": True}
     return (
-        found["format"] == stored and all(name == "Linear" or "." in name for name in group["targets"])
+        found["format"] == stored
+        and all(name == "Linear" or "." in name for name in group["targets"])
         and {**common, "dynamic": False}.items() <= group["weights"].items()
         and {**common, "dynamic": dynamic}.items() <= group["input_activations"].items()
-        and not group.get("output_activations") and not found.get("transform_config")
-        and not found.get("sparsity_config") and _is_plain_cache(found.get("kv_cache_scheme"))
+        and not group.get("output_activations")
+        and not found.get("transform_config")
+        and not found.get("sparsity_config")
+        and _is_plain_cache(found.get("kv_cache_scheme"))
     )
 
 
 def _is_modelopt(found: Mapping[str, Any], algorithm: str, size: int) -> bool:
     """Say whether NVIDIA ModelOpt stores all linear maps by an algorithm; its own file nests what config.json says."""
-    writer, told = found.get("quant_method") or found["producer"]["name"], found.get("quantization", found)
+    writer, told = (
+        found.get("quant_method") or found["producer"]["name"],
+        found.get("quantization", found),
+    )
     groups = [*found.get("config_groups", {}).values()] or [{"targets": ["Linear"]}]
     sizes = {told.get("group_size") or size} | {
         group[side].get("group_size") or size
-        for group in groups for side in ("weights", "input_activations") if side in group
+        for group in groups
+        for side in ("weights", "input_activations")
+        if side in group
     }
     return (
-        writer in ("modelopt", "modelopt_fp4") and told["quant_algo"] == algorithm and sizes == {size}
+        writer in ("modelopt", "modelopt_fp4")
+        and told["quant_algo"] == algorithm
+        and sizes == {size}
         and [group["targets"] for group in groups] == [["Linear"]]
-        and told.get("kv_cache_quant_algo") in (None, "FP8") and _is_plain_cache(told.get("kv_cache_scheme"))
+        and told.get("kv_cache_quant_algo") in (None, "FP8")
+        and _is_plain_cache(told.get("kv_cache_scheme"))
     )
 
 
 def _is_plain_cache(scheme: Mapping[str, Any] | None) -> bool:
     """Say whether a scheme of the KV cache only adds scales to a checkpoint: the cache may be in the model's dtype."""
-    return scheme is None or (scheme["num_bits"], scheme["type"], scheme["dynamic"]) == (8, "float", False)
+    return scheme is None or (scheme["num_bits"], scheme["type"], scheme["dynamic"]) == (
+        8,
+        "float",
+        False,
+    )
 
 
-_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-_ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-_NO_LINEAR = ("lm_head", "embed_tokens", "norm")  # what may be listed as kept whole: it is, listed or not
+_WEIGHTS = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "channel",
+    "symmetric": True,
+    "dynamic": False,
+}
+_ACTIVATIONS = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "token",
+    "symmetric": True,
+    "dynamic": True,
+}
+_NO_LINEAR = (
+    "lm_head",
+    "embed_tokens",
+    "norm",
+)  # what may be listed as kept whole: it is, listed or not
 FORMS = (
     StoredForm(
         "fp8",
         "of compressed-tensors that hold every Linear but lm_head as 8-bit float with strategy channel, and quantise "
-        "activations as they come with strategy token", _is_rowwise,
+        "activations as they come with strategy token",
+        _is_rowwise,
     ),
     StoredForm(
         "fp8-block",
         "of fine-grained fp8 (quant_method fp8) with weight_block_size [128, 128], scales of any value, activations "
-        "quantised as they come (activation_scheme dynamic), and every linear map but lm_head converted", _is_blockwise,
+        "quantised as they come (activation_scheme dynamic), and every linear map but lm_head converted",
+        _is_blockwise,
     ),
     StoredForm(
         "mxfp8",
         "of MXFP8 for weights and activations (NVIDIA ModelOpt's quant_algo MXFP8, compressed-tensors' format "
-        "mxfp8-quantized)", _is_mxfp8,
+        "mxfp8-quantized)",
+        _is_mxfp8,
     ),
     StoredForm(
         "nvfp4",
-        "of NVFP4 for weights and activations (quant_algo NVFP4, format nvfp4-pack-quantized)", _is_nvfp4,
+        "of NVFP4 for weights and activations (quant_algo NVFP4, format nvfp4-pack-quantized)",
+        _is_nvfp4,
     ),
 )

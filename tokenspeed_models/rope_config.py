@@ -64,7 +64,9 @@ def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
     Dynamic NTK changes nothing up to `max_position_embeddings`, and beyond that point would turn keys that
     are in the cache already; such a model is served to that length, where it equals the unscaled one.
     """
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # an override may add the former
+    name = (
+        "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    )  # an override may add the former
     keys = config.get(name) or {}
     if not isinstance(keys, Mapping):
         raise ValueError(f"config.json: {name} is {keys!r}, and must be an object")
@@ -74,9 +76,13 @@ def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
             raise ValueError(f"config.json: {key} is not supported by this family")
     maximum = _positive(config, "max_position_embeddings", "max_position_embeddings")
     thetas = (at.get("rope_theta") for at in (keys, config, config.get("rope_parameters") or {}))
-    theta = _positive({"rope_theta": next(filter(None, thetas), 10000.0)}, "rope_theta", "rope_theta")
+    theta = _positive(
+        {"rope_theta": next(filter(None, thetas), 10000.0)}, "rope_theta", "rope_theta"
+    )
     kind = keys.get("rope_type") or keys.get("type") or "default"
-    source = next((at for at in (config, keys) if at.get(_ORIGINAL) is not None), {_ORIGINAL: maximum})
+    source = next(
+        (at for at in (config, keys) if at.get(_ORIGINAL) is not None), {_ORIGINAL: maximum}
+    )
     original = int(_positive(source, _ORIGINAL, _ORIGINAL))
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     match kind:
@@ -98,18 +104,26 @@ def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
             scaling = _read_yarn(keys, name, original, maximum)
             maximum = max(maximum, original * scaling.factor)
         case _:
-            raise ValueError(f"config.json: {name}.rope_type is {kind!r}; supported: default, linear, "
-                             "dynamic, llama3, yarn")
+            raise ValueError(
+                f"config.json: {name}.rope_type is {kind!r}; supported: default, linear, "
+                "dynamic, llama3, yarn"
+            )
     return RopeConfig(theta, head_size, int(maximum), scaling)
 
 
 def _read_yarn(keys: Mapping[str, Any], name: str, original: int, maximum: float) -> YarnScaling:
     """Read a YaRN scaling, whose factor may be left to the ratio of the two lengths."""
-    factor = _positive(keys, "factor", f"{name}.factor") if keys.get("factor") else maximum / original
+    factor = (
+        _positive(keys, "factor", f"{name}.factor") if keys.get("factor") else maximum / original
+    )
     return YarnScaling(
-        factor=factor, original_max_positions=original, attention_factor=keys.get("attention_factor"),
-        mscale=keys.get("mscale"), mscale_all_dim=keys.get("mscale_all_dim"),
-        beta_fast=keys.get("beta_fast") or 32.0, beta_slow=keys.get("beta_slow") or 1.0,
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=keys.get("attention_factor"),
+        mscale=keys.get("mscale"),
+        mscale_all_dim=keys.get("mscale_all_dim"),
+        beta_fast=keys.get("beta_fast") or 32.0,
+        beta_slow=keys.get("beta_slow") or 1.0,
         truncate=keys.get("truncate") is not False,
     )
 

@@ -36,21 +36,39 @@ class DenseBuild:
         self.problems.append((op, problem))
         function, axes = _OPS[op]
         if set(problem) != {*axes, "dtype"}:
-            raise ValueError(f"op {op!r} is asked for with {sorted(problem)}, not {sorted((*axes, 'dtype'))}")
+            raise ValueError(
+                f"op {op!r} is asked for with {sorted(problem)}, not {sorted((*axes, 'dtype'))}"
+            )
         return function
 
     def fused(self, op: str, **problem: Any) -> None:
         """Return nothing: the parts of a fused op are asked for."""
 
     def attention(
-        self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
-        window: int | None = None, group: str = "full", rotation: Rotation | None = None,
+        self,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        window: int | None = None,
+        group: str = "full",
+        rotation: Rotation | None = None,
     ) -> AttentionCall:
         """Return a layer's attention with a cache of its own."""
         self.problems.append(("attention", {"layer": layer, "window": window, "group": group}))
-        rotate = None if rotation is None else self.op(
-            rotation.op, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
-            rotary_size=rotation.rotary_size, dtype=str(self.dtype).removeprefix("torch."),
+        rotate = (
+            None
+            if rotation is None
+            else self.op(
+                rotation.op,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                rotary_size=rotation.rotary_size,
+                dtype=str(self.dtype).removeprefix("torch."),
+            )
         )
         self.caches[layer] = _DenseAttention(num_heads // num_kv_heads, scale, window, rotate)
         return self.caches[layer]
@@ -70,7 +88,9 @@ def sequence_logits(
     positions = torch.arange(len(token_ids), device=build.device)
     step = chunk or len(token_ids)
     parts = [
-        model.logits(model.forward(ids[start : start + step], positions[start : start + step], None))
+        model.logits(
+            model.forward(ids[start : start + step], positions[start : start + step], None)
+        )
         for start in range(0, len(token_ids), step)
     ]
     return torch.cat(parts)
@@ -98,7 +118,9 @@ class _DenseAttention:
         values = torch.cat(self.values).repeat_interleave(self.num_repeats, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * self.scale
         num_keys = keys.shape[0]
-        distance = torch.arange(num_keys - q.shape[0], num_keys)[:, None] - torch.arange(num_keys)[None]
+        distance = (
+            torch.arange(num_keys - q.shape[0], num_keys)[:, None] - torch.arange(num_keys)[None]
+        )
         hidden = distance < 0
         if self.window is not None:
             hidden |= distance >= self.window
@@ -127,7 +149,13 @@ def _rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleave
 
 
 def _norm_rotate(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos_sin: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
     interleaved: bool,
 ) -> None:
     q.copy_(_norm(q, q_weight, eps))
@@ -141,14 +169,24 @@ def _silu_mul(x: Tensor) -> Tensor:
 
 
 def _add_norm_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     return functional.linear(_norm(total, norm_weight, eps), weight, bias), total
 
 
 def _add_norm_linear_silu_mul(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     halves, total = _add_norm_linear(x, residual, norm_weight, eps, weight, bias)
     return _silu_mul(halves), total
@@ -162,7 +200,9 @@ def _route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tenso
 def _experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     rows = []
     for token, row_weights, row_ids in zip(x, weights, ids.tolist(), strict=True):
-        outs = torch.stack([down[expert] @ _silu_mul(gate_up[expert] @ token) for expert in row_ids])
+        outs = torch.stack(
+            [down[expert] @ _silu_mul(gate_up[expert] @ token) for expert in row_ids]
+        )
         rows.append((row_weights.to(x.dtype)[:, None] * outs).sum(0))
     return torch.stack(rows) if rows else torch.empty_like(x)
 

@@ -83,7 +83,9 @@ class WeightSlot:
         shape, needed = tensor.shape, self.target.shape
         if shape != needed and not (self.kind == "scale" and shape.numel() == needed.numel() == 1):
             return f"{self.name} has shape {list(shape)} and needs {list(needed)}"
-        if tensor.dtype == self.target.dtype or (tensor.dtype in _READABLE and self.dtype in _READABLE):
+        if tensor.dtype == self.target.dtype or (
+            tensor.dtype in _READABLE and self.dtype in _READABLE
+        ):
             return ""
         if self.dtype in _READABLE:
             return f"{self.name} is {tensor.dtype}; only unquantised weights are supported"
@@ -101,7 +103,11 @@ class _Faults:
 
     def message(self) -> str:
         """Return all faults in one line, empty if there are none."""
-        kinds = (("missing", self.missing), ("not expected", self.surplus), ("given twice", self.repeated))
+        kinds = (
+            ("missing", self.missing),
+            ("not expected", self.surplus),
+            ("given twice", self.repeated),
+        )
         parts = [f"{kind}: {', '.join(_listing(names))}" for kind, names in kinds if names]
         if self.misshapen:
             parts.append("; ".join(_listing(self.misshapen)))
@@ -130,13 +136,17 @@ class _Scales:
             return
         self._given[name] = None
         target = self._packings[name].scale
-        if tensor.shape != target.shape and not (target.shape[1] == 1 and tensor.shape == target.shape[:1]):
+        if tensor.shape != target.shape and not (
+            target.shape[1] == 1 and tensor.shape == target.shape[:1]
+        ):
             shapes = f"{list(tensor.shape)} and needs {list(target.shape)}"
             faults.misshapen.append(f"{name} has shape {shapes}")
         elif target.dtype not in _READABLE and tensor.dtype != target.dtype:
             faults.misshapen.append(f"{name} is {tensor.dtype} and needs {target.dtype}")
         elif target.dtype in _READABLE and tensor.dtype not in _READABLE:
-            faults.misshapen.append(f"{name} is {tensor.dtype}; only scales of 16 bits or more are supported")
+            faults.misshapen.append(
+                f"{name} is {tensor.dtype}; only scales of 16 bits or more are supported"
+            )
         else:
             target.copy_(tensor.view(target.shape))
 
@@ -164,7 +174,9 @@ class WeightMap:
                 raise ValueError(f"the weight map has two slots for {slot.name}")
             self._slots[slot.name] = slot
         self._packings = {
-            slot.packing.scale_name: slot.packing for slot in self._slots.values() if slot.packing is not None
+            slot.packing.scale_name: slot.packing
+            for slot in self._slots.values()
+            if slot.packing is not None
         }
 
     def __iter__(self) -> Iterator[WeightSlot]:
@@ -225,4 +237,7 @@ def _listing(names: list[str]) -> list[str]:
     for name in names:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         counts[pattern] = counts.get(pattern, 0) + 1
-    return [pattern if count == 1 else f"{pattern} ({count} of them)" for pattern, count in counts.items()]
+    return [
+        pattern if count == 1 else f"{pattern} ({count} of them)"
+        for pattern, count in counts.items()
+    ]

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from made_plugins import Install
 
-settings.register_profile("shared machine", deadline=None)  # how long an example takes says little about it
+settings.register_profile(
+    "shared machine", deadline=None
+)  # how long an example takes says little about it
 settings.load_profile("shared machine")
 
 
@@ -29,7 +31,9 @@ def install(tmp_path: Path) -> Iterator[Install]:
         info = root / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         needs = f"Requires-Dist: {requires}\n" if requires else ""
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+        )
         (info / "entry_points.txt").write_text(entries)
         return list(distributions(path=[str(path) for path in sorted(tmp_path.iterdir())]))
 

@@ -100,7 +100,9 @@ class FakeEngine:
             case Submit() if message.prompt[0] == QUEUE_FULL:
                 send(socket, Refused(message.request_id, "queue_full", "the queue is full"))
             case Submit():
-                self.note(f"submit {message.request_id} x{message.n} seed={message.seed} t={message.temperature}")
+                self.note(
+                    f"submit {message.request_id} x{message.n} seed={message.seed} t={message.temperature}"
+                )
                 for index in range(message.n):
                     self.sequences[message.request_id + index] = Sequence(message, index)
             case Abort():
@@ -113,11 +115,16 @@ class FakeEngine:
                 self.note(f"hello {self.sockets.index(socket)}")
                 self.num_silent -= 1
                 if not self.num_silent:
-                    longest, vocab_size = self.config.get("max_model_len", 512), self.config["vocab_size"]
+                    longest, vocab_size = (
+                        self.config.get("max_model_len", 512),
+                        self.config["vocab_size"],
+                    )
                     self.send_all(Ready(longest, 4096, vocab_size, '{"plan": []}'))
 
     def step(self) -> None:
-        if not self.sequences or any(s.request.prompt[0] == STALLS for s in self.sequences.values()):
+        if not self.sequences or any(
+            s.request.prompt[0] == STALLS for s in self.sequences.values()
+        ):
             return
         self.num_steps += 1
         ids = list(self.sequences)
@@ -126,17 +133,30 @@ class FakeEngine:
         logprob_rows = [row for row, s in enumerate(running) if s.request.logprobs >= 0]
         width = max((running[row].request.logprobs for row in logprob_rows), default=0)
         chosen = [running[row].tokens[-1] for row in logprob_rows]
-        send_outputs(self.sockets, Outputs(
-            np.array(ids, np.int64), np.ones(len(ids), np.int32),
-            np.array([s.tokens[-1] for s in running], np.int32), np.array(finish, np.int32),
-            np.array([len(s.request.prompt) - 1 if len(s.tokens) == 1 else 0 for s in running], np.int32),
-            StepLogprobs(
-                np.array(logprob_rows, np.int32), width, np.full(len(chosen), -0.5, np.float32),
-                np.ones(len(chosen), np.int32),
-                np.array([(i + k) % self.config["vocab_size"] for i in chosen for k in range(width)], np.int32),
-                np.array([-0.5 - k for _ in chosen for k in range(width)], np.float32),
+        send_outputs(
+            self.sockets,
+            Outputs(
+                np.array(ids, np.int64),
+                np.ones(len(ids), np.int32),
+                np.array([s.tokens[-1] for s in running], np.int32),
+                np.array(finish, np.int32),
+                np.array(
+                    [len(s.request.prompt) - 1 if len(s.tokens) == 1 else 0 for s in running],
+                    np.int32,
+                ),
+                StepLogprobs(
+                    np.array(logprob_rows, np.int32),
+                    width,
+                    np.full(len(chosen), -0.5, np.float32),
+                    np.ones(len(chosen), np.int32),
+                    np.array(
+                        [(i + k) % self.config["vocab_size"] for i in chosen for k in range(width)],
+                        np.int32,
+                    ),
+                    np.array([-0.5 - k for _ in chosen for k in range(width)], np.float32),
+                ),
             ),
-        ))
+        )
         for sequence_id, end in zip(ids, finish, strict=True):
             if end != Finish.NOT:
                 del self.sequences[sequence_id]

@@ -16,7 +16,7 @@ from tokenspeed_core.step import I32
 
 BLOCK = 4
 FULL = FullAttention("full", 1, 1, 1)
-WINDOW = SlidingWindow("window", 1, 1, 1, 6)   # a query reads its own token and the five before it
+WINDOW = SlidingWindow("window", 1, 1, 1, 6)  # a query reads its own token and the five before it
 STATE = RecurrentState("state", 1, 8)
 
 
@@ -38,8 +38,13 @@ class Chunked:
 
 CHUNKED = Chunked("chunked", 13)
 GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
-    "full": (FULL,), "window": (WINDOW,), "full and window": (FULL, WINDOW), "window and state": (WINDOW, STATE),
-    "full and state": (FULL, STATE), "all": (FULL, WINDOW, STATE), "a family's own": (CHUNKED,),
+    "full": (FULL,),
+    "window": (WINDOW,),
+    "full and window": (FULL, WINDOW),
+    "window and state": (WINDOW, STATE),
+    "full and state": (FULL, STATE),
+    "all": (FULL, WINDOW, STATE),
+    "a family's own": (CHUNKED,),
     "full and a family's own": (FULL, CHUNKED),
 }
 
@@ -54,7 +59,7 @@ class Cache:
 
     kv: KVManager
     last_step: int = 0
-    copies: dict[int, list[tuple[list[int], list[int]]]] = field(default_factory=dict)   # by step
+    copies: dict[int, list[tuple[list[int], list[int]]]] = field(default_factory=dict)  # by step
 
     @contextmanager
     def step(self, *, retires: bool = True) -> Iterator[int]:
@@ -101,5 +106,10 @@ class Cache:
         return self.kv.match(self.chain(tokens, salt), len(tokens)).num_tokens
 
 
-def cache(groups: tuple[CacheGroupSpec, ...] = (FULL,), num_pages: int = 60, *, prefix_caching: bool = True) -> Cache:
+def cache(
+    groups: tuple[CacheGroupSpec, ...] = (FULL,),
+    num_pages: int = 60,
+    *,
+    prefix_caching: bool = True,
+) -> Cache:
     return Cache(KVManager(groups, BLOCK, num_pages, prefix_caching=prefix_caching))

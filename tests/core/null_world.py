@@ -21,13 +21,16 @@ from tokenspeed_core.testing.null import NullModel, NullRunner
 from tokenspeed_core.wire import Codec, pack
 
 MODEL = NullModel()
-MASKED = 9   # the priority by which a request of these tests asks for a mask
+MASKED = 9  # the priority by which a request of these tests asks for a mask
 FULL = FullAttention("full", 1, 1, 1)
 WINDOW = SlidingWindow("window", 1, 1, 1, MODEL.window)
 STATE = RecurrentState("state", 1, 8)
 GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
-    "full": (FULL,), "full and window": (FULL, WINDOW), "window and state": (WINDOW, STATE),
-    "full and state": (FULL, STATE), "state": (STATE,),
+    "full": (FULL,),
+    "full and window": (FULL, WINDOW),
+    "window and state": (WINDOW, STATE),
+    "full and state": (FULL, STATE),
+    "state": (STATE,),
 }
 NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
@@ -39,9 +42,24 @@ def allowed(last: int, token: int) -> bool:
 
 def request(request_id: int, prompt: list[int], **changes: object) -> Submit:
     fields: dict[str, object] = dict(
-        request_id=request_id, prompt=np.asarray(prompt, np.int32), n=1, max_tokens=8, temperature=0.0, top_k=0,
-        top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, seed=None,
-        logprobs=-1, bias_ids=NO_INT, bias_values=NO_FLOAT, stop_token_ids=NO_INT, priority=0, cache_salt="",
+        request_id=request_id,
+        prompt=np.asarray(prompt, np.int32),
+        n=1,
+        max_tokens=8,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=None,
+        logprobs=-1,
+        bias_ids=NO_INT,
+        bias_values=NO_FLOAT,
+        stop_token_ids=NO_INT,
+        priority=0,
+        cache_salt="",
     )
     return Submit(**(fields | changes))  # type: ignore[arg-type]
 
@@ -85,13 +103,19 @@ class Masks:
 
     def _rows(self, plan: StepPlan) -> list[int]:
         rows = self.scheduler.columns
-        return [i for i, slot in enumerate(plan.slots) if plan.wants_logits[i] and rows.priority[slot] == MASKED]
+        return [
+            i
+            for i, slot in enumerate(plan.slots)
+            if plan.wants_logits[i] and rows.priority[slot] == MASKED
+        ]
 
     def wants(self, plan: StepPlan) -> bool:
         return bool(self._rows(plan))
 
     def late(self, plan: StepPlan) -> LateInputs:
-        assert self.scheduler.num_in_flight == 1, "asked for a step that is over, or before all others are"
+        assert self.scheduler.num_in_flight == 1, (
+            "asked for a step that is over, or before all others are"
+        )
         indices = self._rows(plan)
         bits = np.zeros((len(indices), MODEL.vocab_size), np.bool_)
         for i, row in enumerate(indices):
@@ -124,30 +148,57 @@ class World:
     cached: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        kv = KVManager(self.groups, self.block_size, self.num_pages, prefix_caching=self.prefix_caching)
+        kv = KVManager(
+            self.groups, self.block_size, self.num_pages, prefix_caching=self.prefix_caching
+        )
         limits = SchedulerLimits(
-            self.max_num_seqs, self.max_model_len, self.chunk_size, 16, self.max_queued, MODEL.vocab_size,
+            self.max_num_seqs,
+            self.max_model_len,
+            self.chunk_size,
+            16,
+            self.max_queued,
+            MODEL.vocab_size,
         )
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
-        self.model = MODEL if kv.pages_per_block else NullModel(window=0)   # states alone keep no tokens to read
+        self.model = (
+            MODEL if kv.pages_per_block else NullModel(window=0)
+        )  # states alone keep no tokens to read
         self.rng = np.random.default_rng(0)
         self.scheduler = Scheduler(
-            limits, kv, policy, drafts=self._drafts if self.num_drafts else None,
+            limits,
+            kv,
+            policy,
+            drafts=self._drafts if self.num_drafts else None,
             sends=(lambda sequence: sequence.sequence_id % 2 == 0) if self.sends else None,
         )
         runners = [
-            NullRunner(self.model, self.groups, self.num_pages, self.block_size, self.max_num_seqs, self.max_model_len,
-                       seed=1, fail_at=self.fail_at)
+            NullRunner(
+                self.model,
+                self.groups,
+                self.num_pages,
+                self.block_size,
+                self.max_num_seqs,
+                self.max_model_len,
+                seed=1,
+                fail_at=self.fail_at,
+            )
             for _ in range(2)
         ]
         self.runner = runners[0]
         self.engine = Engine(
-            self.scheduler, Replayed(*runners), depth=self.depth, late_source=Masks(self.scheduler),
+            self.scheduler,
+            Replayed(*runners),
+            depth=self.depth,
+            late_source=Masks(self.scheduler),
         )
 
     def _drafts(self, slots: I32, room: I32) -> I32:
-        drafts = np.minimum(self.rng.integers(0, self.num_drafts + 1, len(slots)), room).astype(np.int32)
-        return np.where(self.scheduler.columns.priority[slots] == MASKED, 0, drafts).astype(np.int32)
+        drafts = np.minimum(self.rng.integers(0, self.num_drafts + 1, len(slots)), room).astype(
+            np.int32
+        )
+        return np.where(self.scheduler.columns.priority[slots] == MASKED, 0, drafts).astype(
+            np.int32
+        )
 
     def submit(self, submit: Submit, awaits: str | None = None) -> None:
         refused = self.scheduler.submit(submit, awaits=awaits)
@@ -186,7 +237,9 @@ class World:
         expected = self.model.expected(submit.prompt.tolist(), len(got), grammar)
         assert got == expected, f"sequence {sequence_id} got {got}, not {expected}"
         stops = [i for i, token in enumerate(got) if token in submit.stop_token_ids]
-        assert not stops or (stops[0] == len(got) - 1 and self.finish.get(sequence_id) is Finish.STOP)
+        assert not stops or (
+            stops[0] == len(got) - 1 and self.finish.get(sequence_id) is Finish.STOP
+        )
         if self.finish.get(sequence_id) is Finish.LENGTH:
             assert len(got) == submit.max_tokens
         assert len(got) <= submit.max_tokens
@@ -199,5 +252,7 @@ def audit(pool: PagePool) -> PageCounts:
     rest = set(range(pool.num_pages)) - free - cached - held
     assert not (free & cached or free & held or cached & held), "a page is in two states"
     assert len(free) == len(pool._free), "a page is free twice"
-    assert pool.counts() == PageCounts(len(free), len(cached), len(held), len(rest)), "the pool miscounts"
+    assert pool.counts() == PageCounts(len(free), len(cached), len(held), len(rest)), (
+        "the pool miscounts"
+    )
     return pool.counts()

@@ -48,7 +48,9 @@ def make_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     text = ["hello world, how are you today? I am fine, thank you! user: assistant: system: " * 3]
     trainer = trainers.BpeTrainer(
-        vocab_size=380, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=380,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(text, trainer)
@@ -99,7 +101,11 @@ class Running:
 
     def wait_for(self, note: str, seconds: float = 20.0) -> None:
         """Wait until the fake engine has written something down."""
-        wait_until(lambda: any(note in line for line in self.notes()), seconds, f"{note!r} in {self.notes()}")
+        wait_until(
+            lambda: any(note in line for line in self.notes()),
+            seconds,
+            f"{note!r} in {self.notes()}",
+        )
 
 
 def wait_until(condition: Any, seconds: float, what: str) -> None:
@@ -120,8 +126,14 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def running(
-    folder: Path, *, engine: dict[str, Any] | None = None, options: dict[str, Any] | None = None,
-    has_tokenizer: bool = True, text_fails: bool = False, num_workers: int = 1, waits: bool = True,
+    folder: Path,
+    *,
+    engine: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    has_tokenizer: bool = True,
+    text_fails: bool = False,
+    num_workers: int = 1,
+    waits: bool = True,
 ) -> Iterator[Running]:
     """Run a server until the block ends."""
     log = folder / f"engine-{time.monotonic_ns()}.log"
@@ -129,7 +141,10 @@ def running(
     with open(f"{log}.stderr", "w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
             [sys.executable, str(HERE / "server_support.py"), json.dumps(asdict(setup))],
-            stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, "TMPDIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
         )
     try:
         assert process.stdout is not None
@@ -175,7 +190,9 @@ def main(argument: str) -> int:
         {"config": {"vocab_size": 400, "log": setup.log, **setup.engine}},
     )
     command, told = [sys.executable, str(HERE / "server_support.py")], {"setup": asdict(setup)}
-    return serve(launch(setup, bound), Chief(engine, [Program(command, told, each) for each in others]))
+    return serve(
+        launch(setup, bound), Chief(engine, [Program(command, told, each) for each in others])
+    )
 
 
 def be_worker(arguments: list[str]) -> int:
@@ -184,7 +201,9 @@ def be_worker(arguments: list[str]) -> int:
     time.sleep(told["setup"]["engine"].get("worker_seconds", 0))
     bound, number = socket.socket(fileno=told["listen_fds"][0]), told["worker"]
     try:
-        return serve(launch(Setup(**told["setup"]), bound), Crew(number, told["addresses"][number], pipe))
+        return serve(
+            launch(Setup(**told["setup"]), bound), Crew(number, told["addresses"][number], pipe)
+        )
     except EngineDeadError:
         return 1
 

@@ -71,16 +71,24 @@ def make(problem: Any, *, options: BaseModel) -> BaseModel:
 def kernel(backend: str, options: str = "") -> InstalledKernel:
     schema = options and (options if ":" in options else f"{__name__}:{options}")
     can = Capability(("cpu",), ("float32", "bfloat16"))
-    return InstalledKernel(KernelSpec("attention", backend, can, f"{__name__}:make", options=schema), f"dist-{backend}")
+    return InstalledKernel(
+        KernelSpec("attention", backend, can, f"{__name__}:make", options=schema), f"dist-{backend}"
+    )
 
 
-def asked(options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)) -> Selector:
+def asked(
+    options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)
+) -> Selector:
     """Return a selector that was asked for backends, of which `tiled` has the schema and `plain` has none."""
     kernels = (kernel("tiled", schema), kernel("plain"))
-    return Selector(kernels, PlatformInfo("cpu"), [Preference.parse("attention", backends)], options=options)
+    return Selector(
+        kernels, PlatformInfo("cpu"), [Preference.parse("attention", backends)], options=options
+    )
 
 
-def refused(options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)) -> str:
+def refused(
+    options: dict[str, Any], schema: str = "Options", backends: tuple[str, ...] = ("tiled",)
+) -> str:
     with pytest.raises(SelectionError) as caught:
         asked(options, schema, backends).select_attention(PROBLEM)
     return str(caught.value)
@@ -114,21 +122,31 @@ def test_a_key_that_its_schema_would_pass_over_is_refused() -> None:
     selector = asked({"tiled.win": "3", "tiled.other": "4"}, "Renamed")
     assert selector.select_attention(PROBLEM).options == Renamed(other=4)
     there = "tiled.window: tokens seen; tiled.other"
-    with pytest.raises(SelectionError, match=rf"tiled\.win has no effect: used are tiled; their options: {there}$"):
+    with pytest.raises(
+        SelectionError, match=rf"tiled\.win has no effect: used are tiled; their options: {there}$"
+    ):
         selector.check()
 
 
 def test_an_option_that_must_be_set_is_told_until_it_is() -> None:
     told = "  tiled (dist-tiled): it does not load: ValueError: its options: must: Field required\n"
     assert told in refused({}, "Required")
-    assert refused({"tiled.may": "2"}, "Required") == "--backend-option tiled.may=2: must: Field required"
-    assert asked({"tiled.must": "3"}, "Required").select_attention(PROBLEM).options == Required(must=3)
+    assert (
+        refused({"tiled.may": "2"}, "Required")
+        == "--backend-option tiled.may=2: must: Field required"
+    )
+    assert asked({"tiled.must": "3"}, "Required").select_attention(PROBLEM).options == Required(
+        must=3
+    )
 
 
 def test_auto_passes_over_a_backend_whose_options_must_be_set_and_says_which() -> None:
     selector = asked({}, "Required", ("tiled", "auto"))
     assert selector.select_attention(PROBLEM).spec.backend == "plain"
-    assert "not tiled: it does not load: ValueError: its options: must: Field required (att" in selector.plan().table()
+    assert (
+        "not tiled: it does not load: ValueError: its options: must: Field required (att"
+        in selector.plan().table()
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +160,9 @@ def test_auto_passes_over_a_backend_whose_options_must_be_set_and_says_which() -
         ({"text": '"[a]"'}, Parted(text="[a]")),
     ],
 )
-def test_what_has_parts_is_typed_as_json_and_other_text_stays(typed: dict[str, Any], read: Parted) -> None:
+def test_what_has_parts_is_typed_as_json_and_other_text_stays(
+    typed: dict[str, Any], read: Parted
+) -> None:
     options = {f"tiled.{key}": value for key, value in typed.items()}
     assert asked(options, "Parted").select_attention(PROBLEM).options == read
 
@@ -153,16 +173,39 @@ BOTH = "--backend-option tiled.window=200 --backend-option tiled.mode=narrow"
 @pytest.mark.parametrize(
     ("schema", "typed", "said"),
     [
-        ("Options", {"tile": "0"}, "--backend-option tiled.tile=0: tile: Input should be greater than or equal to 1"),
-        ("Options", {"tile": "wide"}, "--backend-option tiled.tile=wide: tile: Input should be a valid integer, unable "
-         "to parse string as an integer"),
-        ("Parted", {"sizes": '[1, "b"]'}, '--backend-option tiled.sizes=[1, "b"]: sizes: 1: Input should be a valid '
-         "integer, unable to parse string as an integer"),
-        ("Parted", {"names": "a,b"}, "--backend-option tiled.names=a,b: names: Input should be a valid list"),
-        ("Parted", {"names": "[a"}, "--backend-option tiled.names=[a: JSONDecodeError: Expecting value: line 1 "
-         "column 2 (char 1)"),
-        ("Together", {"window": "200", "mode": "narrow"}, f"{BOTH}: Value error, a narrow mode takes windows "
-         "of at most 100"),
+        (
+            "Options",
+            {"tile": "0"},
+            "--backend-option tiled.tile=0: tile: Input should be greater than or equal to 1",
+        ),
+        (
+            "Options",
+            {"tile": "wide"},
+            "--backend-option tiled.tile=wide: tile: Input should be a valid integer, unable "
+            "to parse string as an integer",
+        ),
+        (
+            "Parted",
+            {"sizes": '[1, "b"]'},
+            '--backend-option tiled.sizes=[1, "b"]: sizes: 1: Input should be a valid '
+            "integer, unable to parse string as an integer",
+        ),
+        (
+            "Parted",
+            {"names": "a,b"},
+            "--backend-option tiled.names=a,b: names: Input should be a valid list",
+        ),
+        (
+            "Parted",
+            {"names": "[a"},
+            "--backend-option tiled.names=[a: JSONDecodeError: Expecting value: line 1 "
+            "column 2 (char 1)",
+        ),
+        (
+            "Together",
+            {"window": "200", "mode": "narrow"},
+            f"{BOTH}: Value error, a narrow mode takes windows of at most 100",
+        ),
         ("Raising", {"tile": "2"}, "--backend-option tiled.tile=2: RuntimeError: boom"),
         ("Raising", {"tile": "3"}, "--backend-option tiled.tile=3: SystemExit: 4"),
     ],
@@ -171,11 +214,15 @@ BOTH = "--backend-option tiled.window=200 --backend-option tiled.mode=narrow"
 def test_what_the_schema_refuses_is_an_error_in_its_words_and_never_passed_over(
     schema: str, typed: dict[str, Any], said: str, backends: tuple[str, ...]
 ) -> None:
-    assert refused({f"tiled.{key}": value for key, value in typed.items()}, schema, backends) == said
+    assert (
+        refused({f"tiled.{key}": value for key, value in typed.items()}, schema, backends) == said
+    )
 
 
 @pytest.mark.parametrize("name", ["tiled.tyle", "tile", "one.tile", "none.such", "plain.tile"])
-def test_an_option_that_no_used_backend_has_is_an_error_that_lists_those_there_are(name: str) -> None:
+def test_an_option_that_no_used_backend_has_is_an_error_that_lists_those_there_are(
+    name: str,
+) -> None:
     selector = asked({name: "1"})
     selector.select_attention(PROBLEM)
     with pytest.raises(SelectionError) as caught:
@@ -205,5 +252,7 @@ def test_the_schema_of_a_backend_that_is_not_selected_is_not_imported() -> None:
     selector = asked({"tiled.x": "1"}, "this:Zen", ("plain",))
     selector.select_attention(PROBLEM)
     assert "this" not in sys.modules
-    with pytest.raises(SelectionError, match=r"tiled\.x has no effect: used are plain; their options: none"):
+    with pytest.raises(
+        SelectionError, match=r"tiled\.x has no effect: used are plain; their options: none"
+    ):
         selector.check()

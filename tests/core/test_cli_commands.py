@@ -51,7 +51,9 @@ def test_what_only_informs_imports_no_heavy_library(arguments: tuple[str, ...]) 
         "import sys; from tokenspeed_core.cli import main; status = main(sys.argv[1:]);"
         f"print('HEAVY', *(name for name in {HEAVY!r} if name in sys.modules)); sys.exit(status)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "HEAVY"
     assert len(done.stdout.splitlines()) > 1
 
@@ -66,20 +68,26 @@ def test_the_top_level_help_imports_no_command() -> None:
     assert "  serve " in done.stdout
 
 
-def test_help_shows_sections_and_every_setting_in_one_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_sections_and_every_setting_in_one_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["serve", "--help"]) == 0
     overview = capsys.readouterr().out
     shown = set()
     for section in SECTIONS:
         assert f"\n  {section} " in overview
         assert main(["serve", f"--help={section}"]) == 0
-        shown |= {word.strip(",") for word in capsys.readouterr().out.split() if word.startswith("--")}
+        shown |= {
+            word.strip(",") for word in capsys.readouterr().out.split() if word.startswith("--")
+        }
     for name in Config.model_fields:
         assert flag(name) in shown
         assert flag(name) in overview
 
 
-def test_help_is_folded_to_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_folded_to_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for words in ("--help", "--help=all"):
         assert main(["serve", words]) == 0
@@ -100,8 +108,18 @@ def test_help_about_nothing_is_refused_with_the_nearest(capsys: pytest.CaptureFi
 
 def test_serve_runs_the_server_with_what_was_typed(served: list[Config]) -> None:
     status = main(
-        ["serve", "some/model", "--port=1", "--no-enable-prefix-caching", "--enforce-eager",
-         "--attention-backend", "a,b", "--attention-backend.decode=c", "--chunked-prefill-size", "-1"]
+        [
+            "serve",
+            "some/model",
+            "--port=1",
+            "--no-enable-prefix-caching",
+            "--enforce-eager",
+            "--attention-backend",
+            "a,b",
+            "--attention-backend.decode=c",
+            "--chunked-prefill-size",
+            "-1",
+        ]
     )
     assert status == 7
     (config,) = served
@@ -126,10 +144,18 @@ def test_the_positional_model_and_the_flag_are_the_same(
 
 def test_every_setting_reaches_the_configuration_from_its_flag(served: list[Config]) -> None:
     values = {
-        "hf_overrides": '{"a": 1}', "dtype": "float32", "log_level": "debug", "log_level_http": "debug",
-        "schedule_policy": "priority", "gpu_memory_utilization": "0.5", "cudagraph_capture_sizes": "1,2",
-        "kv_cache_memory": "1GB", "max_cudagraph_capture_size": "3", "kv_cache_dtype": "fp8_e4m3",
-        "kernel_backend": "greedy=a", "backend_option": "a.b=c",
+        "hf_overrides": '{"a": 1}',
+        "dtype": "float32",
+        "log_level": "debug",
+        "log_level_http": "debug",
+        "schedule_policy": "priority",
+        "gpu_memory_utilization": "0.5",
+        "cudagraph_capture_sizes": "1,2",
+        "kv_cache_memory": "1GB",
+        "max_cudagraph_capture_size": "3",
+        "kv_cache_dtype": "fp8_e4m3",
+        "kernel_backend": "greedy=a",
+        "backend_option": "a.b=c",
     }
     beside = {"quantization_param_path": ["--kv-cache-dtype", "fp8_e4m3"]}
     for name, field in Config.model_fields.items():
@@ -202,7 +228,9 @@ def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_command(tmp_path, "greeter", "greet", "greeter_module:run [api1]")
-    (tmp_path / "greeter_module.py").write_text("def run(words):\n    print('hello', *words)\n    return 5\n")
+    (tmp_path / "greeter_module.py").write_text(
+        "def run(words):\n    print('hello', *words)\n    return 5\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["--help"]) == 0
     assert "(greeter 1.0)" in capsys.readouterr().out
@@ -216,7 +244,10 @@ def test_a_command_of_ours_that_is_not_installed_is_named_with_the_distribution_
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.metadata.distributions", list)
-    for command, distribution in (("plugins", "tokenspeed-plugin-tools"), ("chat", "tokenspeed-chat")):
+    for command, distribution in (
+        ("plugins", "tokenspeed-plugin-tools"),
+        ("chat", "tokenspeed-chat"),
+    ):
         expected = f"{command}: comes with {distribution}, which is not installed; pip install {distribution}"
         assert refusal(capsys, command) == expected
 
@@ -231,13 +262,22 @@ def write_command(folder: Path, distribution: str, name: str, value: str) -> Non
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("greet", "m:run [api9]", "commands greet of greeter 1.0 is incompatible: needs api 9 of commands"),
+        (
+            "greet",
+            "m:run [api9]",
+            "commands greet of greeter 1.0 is incompatible: needs api 9 of commands",
+        ),
         ("serve", "m:run [api1]", None),
     ],
 )
 def test_a_plugins_command_that_may_not_be_used_says_why_and_one_of_ours_is_not_shadowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: list[Config],
-    name: str, value: str, expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    served: list[Config],
+    name: str,
+    value: str,
+    expected: str | None,
 ) -> None:
     write_command(tmp_path, "greeter", name, value)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -250,13 +290,19 @@ def test_a_plugins_command_that_may_not_be_used_says_why_and_one_of_ours_is_not_
 
 @pytest.mark.parametrize("variable", ["TOKENSPEED_NO_PLUGINS=1", "TOKENSPEED_PLUGINS="])
 def test_a_variable_that_leaves_out_a_plugin_leaves_out_its_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str,
 ) -> None:
     write_command(tmp_path, "greeter", "greet", "greeter_left_out:run [api1]")
     (tmp_path / "greeter_left_out.py").write_text("raise AssertionError('third party code ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(*variable.split("="))
-    assert refusal(capsys, "greet") == f"commands greet of greeter 1.0 is disabled: left out by {variable}"
+    assert (
+        refusal(capsys, "greet")
+        == f"commands greet of greeter 1.0 is disabled: left out by {variable}"
+    )
 
 
 RAISES = """
@@ -289,7 +335,10 @@ def test_a_command_that_raises_ends_in_one_line_that_names_whose_it_is(
 
 @pytest.mark.parametrize(
     ("source", "line"),
-    [(RAISES, 'raise ValueError("one\\ntwo")'), ("import no_such_library\n", "import no_such_library")],
+    [
+        (RAISES, 'raise ValueError("one\\ntwo")'),
+        ("import no_such_library\n", "import no_such_library"),
+    ],
 )
 def test_the_traceback_of_a_command_is_shown_where_the_level_of_the_log_is_debug(
     tmp_path: Path, source: str, line: str
@@ -301,8 +350,12 @@ def test_the_traceback_of_a_command_is_shown_where_the_level_of_the_log_is_debug
 
     def said(**variables: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "tokenspeed_core.cli", "greet"], capture_output=True, text=True, cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(site), **variables}, check=False,
+            [sys.executable, "-P", "-m", "tokenspeed_core.cli", "greet"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site), **variables},
+            check=False,
         )
         assert (done.returncode, done.stdout) == (2, "")
         return done.stderr
@@ -315,9 +368,19 @@ def test_the_traceback_of_a_command_is_shown_where_the_level_of_the_log_is_debug
     assert line in map(str.strip, traced)
 
 
-def test_serve_shows_the_traceback_behind_its_refusal_where_its_own_flag_says_debug(tmp_path: Path) -> None:
+def test_serve_shows_the_traceback_behind_its_refusal_where_its_own_flag_says_debug(
+    tmp_path: Path,
+) -> None:
     def said(*flags: str) -> list[str]:
-        words = [sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", str(tmp_path / "missing"), *flags]
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "tokenspeed_core.cli",
+            "serve",
+            str(tmp_path / "missing"),
+            *flags,
+        ]
         done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert (done.returncode, done.stdout) == (2, "")
         return done.stderr.splitlines()
@@ -330,14 +393,23 @@ def test_serve_shows_the_traceback_behind_its_refusal_where_its_own_flag_says_de
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("tokenspeed ser", "serve"), ("tokenspeed serve --max-n", "--max-num-seqs"),
-     ("tokenspeed serve --attention-backend.d", "--attention-backend.decode")],
+    [
+        ("tokenspeed ser", "serve"),
+        ("tokenspeed serve --max-n", "--max-num-seqs"),
+        ("tokenspeed serve --attention-backend.d", "--attention-backend.decode"),
+    ],
 )
 def test_the_shell_completes_commands_and_flags(typed: str, expected: str) -> None:
-    environ = {**os.environ, "_TOKENSPEED_COMPLETE": "complete_bash", "COMP_WORDS": typed,
-               "COMP_CWORD": str(typed.count(" "))}
+    environ = {
+        **os.environ,
+        "_TOKENSPEED_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(typed.count(" ")),
+    }
     code = "import sys; from tokenspeed_core.cli import main; sys.exit(main([]))"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == [expected]
 
 

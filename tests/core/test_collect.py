@@ -28,7 +28,9 @@ class Row:
     num_prompt: int = 3
     max_tokens: int = 10
     stop_ids: list[int] = field(default_factory=list)
-    num_new: int = 1              # the most tokens that the step might have brought; 0: a chunk that samples nothing
+    num_new: int = (
+        1  # the most tokens that the step might have brought; 0: a chunk that samples nothing
+    )
     tokens: list[int] = field(default_factory=lambda: [7])
     holds: bool = True
     num_cached: int = 0
@@ -52,32 +54,46 @@ def any_row(draw: st.DrawFn) -> Row:
     num_new = draw(st.integers(0, 4))
     token = st.one_of(st.integers(0, 6), st.integers(0, 6), st.integers(-1, 6))
     return Row(
-        draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.lists(st.integers(0, 6), max_size=2)), num_new,
-        draw(st.lists(token, min_size=1, max_size=num_new)) if num_new else [], draw(st.booleans()),
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 5)),
+        draw(st.lists(st.integers(0, 6), max_size=2)),
+        num_new,
+        draw(st.lists(token, min_size=1, max_size=num_new)) if num_new else [],
+        draw(st.booleans()),
         draw(st.integers(0, 4)),
     )
 
 
-def collected(plan_rows: list[Row], logprobs: StepLogprobs | None = None) -> tuple[SlotColumns, Collected]:
+def collected(
+    plan_rows: list[Row], logprobs: StepLogprobs | None = None
+) -> tuple[SlotColumns, Collected]:
     """Collect a step of these rows; row i stands in slot i and its sequence is i + 100."""
     rows = SlotColumns(MAX_SEQS, MAX_LEN)
     for slot, row in enumerate(plan_rows):
         submit = request(
-            slot + 100, list(range(row.num_prompt)), max_tokens=row.max_tokens,
+            slot + 100,
+            list(range(row.num_prompt)),
+            max_tokens=row.max_tokens,
             stop_token_ids=np.asarray(row.stop_ids, np.int32),
         )
         sequence = Sequence(slot + 100, submit, 0, slot, HashChain(4, "", 0), submit.prompt)
         rows.occupy(slot, sequence, row.num_cached, MAX_LEN)
-        rows.num_bound[slot] = row.num_prompt + row.num_new + 3   # three more from steps launched since
+        rows.num_bound[slot] = (
+            row.num_prompt + row.num_new + 3
+        )  # three more from steps launched since
         if not row.holds:
             rows.vacate(slot, sequence)
     draft, num = Draft(1, rows, 1), len(plan_rows)
     draft.decodes(np.arange(num, dtype=np.int32), np.ones(num, np.int32), np.ones(num, np.int32))
     plan = draft.freeze([([], [])], None)
-    flight = InFlight(plan, np.arange(100, 100 + num), np.asarray([row.num_new for row in plan_rows], np.int32))
+    flight = InFlight(
+        plan, np.arange(100, 100 + num), np.asarray([row.num_new for row in plan_rows], np.int32)
+    )
     result = StepResult(
-        1, np.asarray([len(row.tokens) for row in plan_rows], np.int32),
-        np.asarray([token for row in plan_rows for token in row.tokens], np.int32), logprobs,
+        1,
+        np.asarray([len(row.tokens) for row in plan_rows], np.int32),
+        np.asarray([token for row in plan_rows for token in row.tokens], np.int32),
+        logprobs,
     )
     return rows, collect(rows, flight, result)
 
@@ -92,7 +108,9 @@ def test_a_sequence_gets_its_tokens_up_to_its_end_and_no_more(plan_rows: list[Ro
     assert out.num_tokens.tolist() == [len(tokens) for tokens, _ in expected]
     assert out.token_ids.tolist() == [token for tokens, _ in expected for token in tokens]
     assert out.finish.tolist() == [finish for _, finish in expected]
-    assert dict(outcome.ended()) == {i: finish for i, (_, finish) in zip(alive, expected, strict=True) if finish}
+    assert dict(outcome.ended()) == {
+        i: finish for i, (_, finish) in zip(alive, expected, strict=True) if finish
+    }
     for i, (tokens, _) in zip(alive, expected, strict=True):
         assert rows.known(i).tolist() == [*range(plan_rows[i].num_prompt), *tokens]
 
@@ -109,7 +127,9 @@ def test_what_drafts_did_not_bring_comes_off_the_upper_bound(plan_rows: list[Row
 def test_tokens_of_those_who_lost_their_slot_are_set_apart(plan_rows: list[Row]) -> None:
     _, outcome = collected(plan_rows)
     found = {row: tokens.tolist() for row, tokens in outcome.homeless()}
-    assert found == {i: row.tokens for i, row in enumerate(plan_rows) if not row.holds and row.tokens}
+    assert found == {
+        i: row.tokens for i, row in enumerate(plan_rows) if not row.holds and row.tokens
+    }
 
 
 def test_cached_tokens_are_told_once_with_the_first_token() -> None:
@@ -119,7 +139,9 @@ def test_cached_tokens_are_told_once_with_the_first_token() -> None:
 
 
 def test_a_late_token_joins_the_others_and_a_late_failure_is_an_end_without_one() -> None:
-    _, outcome = collected([Row(tokens=[5]), Row(tokens=[6], holds=False), Row(tokens=[-1], holds=False)])
+    _, outcome = collected(
+        [Row(tokens=[5]), Row(tokens=[6], holds=False), Row(tokens=[-1], holds=False)]
+    )
     outcome.add_late(1, 101, 6, Finish.LENGTH, 8)
     outcome.add_late(2, 102, -1, Finish.ERROR, 0)
     out = outcome.outputs()
@@ -132,12 +154,18 @@ def test_a_late_token_joins_the_others_and_a_late_failure_is_an_end_without_one(
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_log_probabilities_follow_their_sequences(is_late: bool) -> None:
-    asked = np.asarray([1, 2, 4], np.int32)   # rows of the plan
+    asked = np.asarray([1, 2, 4], np.int32)  # rows of the plan
     logprobs = StepLogprobs(
-        asked, 2, -asked.astype(np.float32), asked, np.repeat(asked, 2), np.repeat(-asked, 2).astype(np.float32),
+        asked,
+        2,
+        -asked.astype(np.float32),
+        asked,
+        np.repeat(asked, 2),
+        np.repeat(-asked, 2).astype(np.float32),
     )
     _, outcome = collected(
-        [Row(holds=False), Row(), Row(holds=False), Row(num_new=0, tokens=[]), Row()], logprobs,
+        [Row(holds=False), Row(), Row(holds=False), Row(num_new=0, tokens=[]), Row()],
+        logprobs,
     )
     if is_late:
         outcome.add_late(2, 102, 7, Finish.NOT, 0)
@@ -155,7 +183,9 @@ def test_log_probabilities_follow_their_sequences(is_late: bool) -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.booleans())
-def test_a_sequence_that_has_filled_a_block_is_due_for_naming(num_known: int, num_named: int, ends: bool) -> None:
+def test_a_sequence_that_has_filled_a_block_is_due_for_naming(
+    num_known: int, num_named: int, ends: bool
+) -> None:
     rows, outcome = collected([Row(num_prompt=num_known, stop_ids=[7] if ends else [])])
     rows.named_until[0] = num_named
     due = outcome.due_for_naming(rows, 4).tolist()

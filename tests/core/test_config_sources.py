@@ -34,7 +34,9 @@ def test_flags_go_before_the_environment_before_the_file_before_defaults(tmp_pat
     assert origins == ["--port", "TOKENSPEED_MAX_NUM_SEQS", str(file), "default"]
 
 
-def test_a_value_out_of_bounds_is_refused_with_its_flag_value_bound_and_origin(tmp_path: Path) -> None:
+def test_a_value_out_of_bounds_is_refused_with_its_flag_value_bound_and_origin(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("max_num_seqs: 0\n")
     cases: list[tuple[Callable[[], Config], str]] = [
@@ -68,7 +70,11 @@ def test_a_value_out_of_bounds_is_refused_with_its_flag_value_bound_and_origin(t
         ("hf_overrides", "{", "must be JSON"),
         ("hf_overrides", "[1]", "must be a JSON object"),
         ("attention_backend", "", "must not be empty"),
-        ("attention_backend", {"dekode": "a"}, "--attention-backend.dekode does not exist; there is"),
+        (
+            "attention_backend",
+            {"dekode": "a"},
+            "--attention-backend.dekode does not exist; there is",
+        ),
         ("sampling_backend", {"decode": "a"}, "there is --sampling-backend alone"),
         ("enable_prefix_caching", "perhaps", "must be true or false"),
         ("cudagraph_capture_sizes", "1,two", "must be a whole number"),
@@ -105,7 +111,9 @@ def test_the_names_of_other_engines_are_refused_with_ours(theirs: str, ours: str
 
 
 @pytest.mark.parametrize("name", ["tokenizer_mode", "tp", "kvstore_size", "no_enable_metrics"])
-def test_a_setting_that_is_to_come_is_said_not_to_be_built_yet_and_no_other_is_meant(name: str) -> None:
+def test_a_setting_that_is_to_come_is_said_not_to_be_built_yet_and_no_other_is_meant(
+    name: str,
+) -> None:
     assert refusal(**{name: 1}) == f"{name}: not built yet"
 
 
@@ -137,7 +145,9 @@ NARROWED = ["attention_backend: {decode: b}\n", "attention-backend.decode: b\n"]
 WHOLE = ["attention_backend: c\n", "attention_backend: {default: c}\n"]
 
 
-@pytest.mark.parametrize("text", [*NARROWED, WHOLE[0] + NARROWED[1], "attention_backend: {default: c, decode: b}\n"])
+@pytest.mark.parametrize(
+    "text", [*NARROWED, WHOLE[0] + NARROWED[1], "attention_backend: {default: c, decode: b}\n"]
+)
 def test_a_setting_goes_before_what_a_later_source_narrows_it_to_however_that_is_spelled(
     tmp_path: Path, text: str
 ) -> None:
@@ -163,21 +173,36 @@ def test_what_a_source_narrows_joins_what_later_ones_have_and_all_of_them_are_to
     assert config.origin("attention_backend") == f"{file}, --attention-backend.prefill"
     file.write_text(narrowed + "attention-backend.prefill: c\n")
     config = load({"attention_backend.decode": "a"}, {}, str(file))
-    assert config.origin("attention_backend") == f"{file}, --attention-backend.decode", "what was typed comes last"
-    config = load({"attention_backend.decode": "a"}, {"TOKENSPEED_ATTENTION_BACKEND": "v"}, str(file))
+    assert config.origin("attention_backend") == f"{file}, --attention-backend.decode", (
+        "what was typed comes last"
+    )
+    config = load(
+        {"attention_backend.decode": "a"}, {"TOKENSPEED_ATTENTION_BACKEND": "v"}, str(file)
+    )
     assert config.attention_backend == {"default": ("v",), "decode": ("a",)}
-    assert config.origin("attention_backend") == "TOKENSPEED_ATTENTION_BACKEND, --attention-backend.decode"
+    assert (
+        config.origin("attention_backend")
+        == "TOKENSPEED_ATTENTION_BACKEND, --attention-backend.decode"
+    )
 
 
-def test_what_narrows_by_a_key_that_there_is_not_is_refused_with_where_it_stands(tmp_path: Path) -> None:
+def test_what_narrows_by_a_key_that_there_is_not_is_refused_with_where_it_stands(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("attention_backend: {dekode: a}")
     variable = "TOKENSPEED_ATTENTION_BACKEND__DEKODE"
-    for given, origin in ((lambda: load({}, {}, str(file)), file), (lambda: load({}, {variable: "a"}), variable)):
+    for given, origin in (
+        (lambda: load({}, {}, str(file)), file),
+        (lambda: load({}, {variable: "a"}), variable),
+    ):
         with pytest.raises(ConfigError) as caught:
             given()
         there_is = f"there is {narrowed('attention_backend')}"
-        assert str(caught.value) == f"--attention-backend.dekode (from {origin}): no such setting; {there_is}"
+        assert (
+            str(caught.value)
+            == f"--attention-backend.dekode (from {origin}): no such setting; {there_is}"
+        )
 
 
 def test_pairs_come_from_repeated_flags_a_variable_a_file_or_a_mapping(tmp_path: Path) -> None:
@@ -186,18 +211,25 @@ def test_pairs_come_from_repeated_flags_a_variable_a_file_or_a_mapping(tmp_path:
     file = tmp_path / "settings.yaml"
     file.write_text("kernel-backend: {greedy: torch, attention.decode.0-3: [a, b]}\n")
     for config in (
-        load({"kernel_backend": words}, {}), load({}, {"TOKENSPEED_KERNEL_BACKEND": " ".join(words)}),
+        load({"kernel_backend": words}, {}),
+        load({}, {"TOKENSPEED_KERNEL_BACKEND": " ".join(words)}),
         load({}, {}, str(file)),
         Config.from_keywords(kernel_backend={"greedy": "torch", "attention.decode.0-3": "a,b"}),
     ):
         assert config.kernel_backend == expected
-    assert load({"backend_option": ["fast.text=a b=c"]}, {}).backend_option == {"fast.text": "a b=c"}
+    assert load({"backend_option": ["fast.text=a b=c"]}, {}).backend_option == {
+        "fast.text": "a b=c"
+    }
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["greedy"], "'greedy' must read NAME=VALUE"), (["a=1", "a=2"], "a stands there twice"), (["a="], "must read"),
-     (["=a"], "must read")],
+    [
+        (["greedy"], "'greedy' must read NAME=VALUE"),
+        (["a=1", "a=2"], "a stands there twice"),
+        (["a="], "must read"),
+        (["=a"], "must read"),
+    ],
 )
 def test_a_pair_that_is_none_or_stands_there_twice_is_refused(words: list[str], said: str) -> None:
     for name in ("kernel_backend", "backend_option"):
@@ -226,7 +258,9 @@ def test_sizes_lists_and_json_are_read_from_text() -> None:
     assert config.api_key is None
 
 
-def test_a_variable_of_ours_that_is_no_setting_is_ignored_aloud(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variable_of_ours_that_is_no_setting_is_ignored_aloud(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert load({}, {"TOKENSPEED_MAX_NUM_SEQ": "3", "TOKENSPEED_PLUGINS": ""}).max_num_seqs == 256
     assert [record.message for record in caplog.records] == [
         "ignored: --max-num-seq (from TOKENSPEED_MAX_NUM_SEQ): no such setting; did you mean --max-num-seqs?"
@@ -264,8 +298,13 @@ def test_the_configuration_is_frozen_and_resolving_makes_a_new_one() -> None:
         config.port = 1
     resolved = config.resolved(device="cpu", block_size=16, max_model_len=64)
     assert (config.device, resolved.device, resolved.block_size) == ("auto", "cpu", 16)
-    assert [resolved.origin(name) for name in ("device", "max_num_seqs", "max_model_len", "port")] == [
-        "auto", "Python", "Python", "default",
+    assert [
+        resolved.origin(name) for name in ("device", "max_num_seqs", "max_model_len", "port")
+    ] == [
+        "auto",
+        "Python",
+        "Python",
+        "default",
     ]
     with pytest.raises(ValidationError):
         config.resolved(block_size=0)
@@ -273,7 +312,11 @@ def test_the_configuration_is_frozen_and_resolving_makes_a_new_one() -> None:
 
 def test_another_process_gets_the_same_configuration_and_its_origins() -> None:
     config = load(
-        {"attention_backend.decode": "a,b", "cudagraph_capture_sizes": "1,2", "hf_overrides": '{"a": [1]}'},
+        {
+            "attention_backend.decode": "a,b",
+            "cudagraph_capture_sizes": "1,2",
+            "hf_overrides": '{"a": [1]}',
+        },
         {"TOKENSPEED_KV_CACHE_MEMORY": "2GB"},
     )
     copy = Config.from_wire(msgpack.unpackb(msgpack.packb(config.to_wire())))

@@ -23,7 +23,11 @@ class Watched:
     """A runner that notes every call, and fails where it is told to."""
 
     def __init__(
-        self, runner: Runner, place: str = "", steps: frozenset[int] = frozenset(), error: type[StepFailed] = StepFailed
+        self,
+        runner: Runner,
+        place: str = "",
+        steps: frozenset[int] = frozenset(),
+        error: type[StepFailed] = StepFailed,
     ) -> None:
         self.calls: list[tuple[str, int]] = []
         self.most_in_flight = 0
@@ -63,7 +67,9 @@ class Watched:
         return sampled - {step for place, step in self.calls if place == "collect"}
 
 
-def watched(world: World, place: str = "", *steps: int, error: type[StepFailed] = StepFailed) -> Watched:
+def watched(
+    world: World, place: str = "", *steps: int, error: type[StepFailed] = StepFailed
+) -> Watched:
     runner = Watched(world.engine.runner, place, frozenset(steps), error)
     world.engine.runner = runner
     return runner
@@ -106,7 +112,7 @@ def test_the_device_starts_before_the_blocks_of_later_prompts_are_hashed() -> No
     world.run()
     for i in range(len(prompts)):
         world.check(i)
-    assert world.cached[3] == 12   # found in blocks of the first, as if all had been hashed at once
+    assert world.cached[3] == 12  # found in blocks of the first, as if all had been hashed at once
 
 
 def test_a_prompt_of_several_sequences_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +123,10 @@ def test_a_prompt_of_several_sequences_is_hashed_once(monkeypatch: pytest.Monkey
         return blake2b(*words, **keywords)
 
     monkeypatch.setattr(hashing, "blake2b", counted)
-    world = World()   # blocks of 4
+    world = World()  # blocks of 4
     world.submit(request(0, [1] * 12, n=3, max_tokens=1))
     world.run()
-    assert len(digests) == 1 + 3   # the root, and each block
+    assert len(digests) == 1 + 3  # the root, and each block
 
 
 def test_without_prefix_caching_nothing_is_hashed_and_decoding_looks_at_no_sequence(
@@ -128,12 +134,16 @@ def test_without_prefix_caching_nothing_is_hashed_and_decoding_looks_at_no_seque
 ) -> None:
     world = World(prefix_caching=False)
     asked: list[object] = []
-    monkeypatch.setattr(HashChain, "extend", lambda chain, tokens: asked.append(len(tokens) // chain.granularity))
+    monkeypatch.setattr(
+        HashChain, "extend", lambda chain, tokens: asked.append(len(tokens) // chain.granularity)
+    )
     world.submit(request(0, [1] * 12, n=2, max_tokens=20))
     world.run()
     for sequence_id in (0, 1):
         world.check(sequence_id)
-    assert asked == [0] * (1 + 2 + 2)   # the prompt, and each sequence when it is admitted and when it ends
+    assert asked == [0] * (
+        1 + 2 + 2
+    )  # the prompt, and each sequence when it is admitted and when it ends
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -151,7 +161,9 @@ def test_steps_are_collected_in_the_order_of_their_launch(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("step", [1, 3, 7])
-def test_a_failed_step_ends_its_own_sequences_and_nobody_elses(place: str, step: int, depth: int) -> None:
+def test_a_failed_step_ends_its_own_sequences_and_nobody_elses(
+    place: str, step: int, depth: int
+) -> None:
     world = World(depth=depth, max_num_seqs=2)
     runner = watched(world, place, step)
     for i in range(6):
@@ -194,7 +206,9 @@ def test_what_a_failed_step_should_have_computed_is_not_found_in_the_cache(place
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_step_that_fails_while_a_mask_waits_for_it_takes_only_what_was_in_flight_along(step: int, depth: int) -> None:
+def test_a_step_that_fails_while_a_mask_waits_for_it_takes_only_what_was_in_flight_along(
+    step: int, depth: int
+) -> None:
     world = World(depth=depth)
     runner = watched(world, "collect", step)
     world.submit(request(0, [1, 2, 3], max_tokens=10, priority=MASKED))
@@ -216,7 +230,9 @@ def test_three_failed_steps_in_a_row_end_the_engine(place: str) -> None:
         if attempt < MAX_FAILURES - 1:
             world.run()
             assert world.finish[attempt] is Finish.ERROR
-    with pytest.raises(EngineDeadError, match=f"3 steps in a row failed; the last: {place} of step 3") as caught:
+    with pytest.raises(
+        EngineDeadError, match=f"3 steps in a row failed; the last: {place} of step 3"
+    ) as caught:
         world.run()
     assert isinstance(caught.value, TokenSpeedError)
     assert isinstance(caught.value.__cause__, StepFailed)
@@ -224,7 +240,9 @@ def test_three_failed_steps_in_a_row_end_the_engine(place: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_steps_without_memory_end_their_sequences_and_never_the_engine(place: str, depth: int) -> None:
+def test_steps_without_memory_end_their_sequences_and_never_the_engine(
+    place: str, depth: int
+) -> None:
     world = World(depth=depth)
     num_steps = 0
     runner = watched(world, place, *range(2, 10 * MAX_FAILURES), error=OutOfMemory)
@@ -256,7 +274,15 @@ def test_failures_with_a_good_step_between_them_do_not_end_the_engine(place: str
     for i in range(7):
         world.submit(request(i, [1, 2, 3], max_tokens=1))
         world.run()
-    assert [world.finish[i] is Finish.ERROR for i in range(7)] == [True, True, False, True, True, False, True]
+    assert [world.finish[i] is Finish.ERROR for i in range(7)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_reset_makes_the_engine_compute_a_prompt_again() -> None:

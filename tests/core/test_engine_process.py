@@ -21,7 +21,7 @@ from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Ready
 from tokenspeed_core.wire import pack
 
 READY = Ready(100, 1000, 50, "{}")
-PATIENCE = 10.0   # seconds that a test waits for what must come
+PATIENCE = 10.0  # seconds that a test waits for what must come
 
 
 @dataclass
@@ -130,7 +130,7 @@ def serve() -> Iterator[Serving]:
     serving.close()
 
 
-ENDLESS = 4000   # tokens: more than come while a test runs
+ENDLESS = 4000  # tokens: more than come while a test runs
 LONG = {"max_model_len": ENDLESS + 10, "num_pages": 1100}
 
 
@@ -149,7 +149,10 @@ def test_a_request_that_cannot_run_is_refused_and_harms_nobody(serve: Serving) -
     served.send(request(1, []))
     served.send(request(2, [1] * 40, max_tokens=400))
     served.wait(lambda: served.finish(0) and len(served.of(Refused)) == 2)
-    assert [(each.request_id, each.reason) for each in served.of(Refused)] == [(1, "bad_request"), (2, "too_long")]
+    assert [(each.request_id, each.reason) for each in served.of(Refused)] == [
+        (1, "bad_request"),
+        (2, "too_long"),
+    ]
     assert served.tokens(0) == MODEL.expected([1, 2, 3], 8)
 
 
@@ -187,7 +190,9 @@ def test_an_idle_engine_drains_at_once(serve: Serving) -> None:
 
 @pytest.mark.parametrize("works", [False, True])
 def test_an_engine_whose_parent_is_gone_returns_without_waiting_for_anything(
-    serve: Serving, works: bool, monkeypatch: pytest.MonkeyPatch,
+    serve: Serving,
+    works: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process, "PULSE_SECONDS", 3600.0)
     served = serve(**LONG)
@@ -201,7 +206,9 @@ def test_an_engine_whose_parent_is_gone_returns_without_waiting_for_anything(
     assert served.world.engine.has_work is works
 
 
-def test_an_idle_engine_pulses_and_sleeps_in_between(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_pulses_and_sleeps_in_between(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "PULSE_SECONDS", 0.1)
     served = serve()
     served.wait(lambda: len(served.of(Pulse)) >= 4)
@@ -209,7 +216,9 @@ def test_an_idle_engine_pulses_and_sleeps_in_between(serve: Serving, monkeypatch
     assert {each.num_running for each in served.of(Pulse)} == {0}
 
 
-def test_pulses_tell_when_work_begins_and_when_it_ends(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pulses_tell_when_work_begins_and_when_it_ends(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "PULSE_SECONDS", 3600.0)
     served = serve(max_num_seqs=2)
     served.wait(lambda: len(served.of(Pulse)) == 1)
@@ -223,7 +232,9 @@ def test_pulses_tell_when_work_begins_and_when_it_ends(serve: Serving, monkeypat
     assert not ends.is_draining
 
 
-def test_a_working_engine_pulses_as_often_as_an_idle_one(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_engine_pulses_as_often_as_an_idle_one(
+    serve: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(process, "PULSE_SECONDS", 0.02)
     served = serve(**LONG)
     served.send(request(0, [1, 2, 3], max_tokens=400))
@@ -250,10 +261,14 @@ def test_a_loop_whose_device_is_dead_raises(serve: Serving) -> None:
         if sequence_id < 2:
             served.wait(lambda: served.finish(sequence_id))  # noqa: B023
     assert serve.has_returned(served)
-    assert [str(error) for error in served.raised] == ["3 steps in a row failed; the last: a step was made to fail"]
+    assert [str(error) for error in served.raised] == [
+        "3 steps in a row failed; the last: a step was made to fail"
+    ]
 
 
-def test_what_no_engine_can_read_ends_the_loop_with_an_error_that_is_told_in_one_line(serve: Serving) -> None:
+def test_what_no_engine_can_read_ends_the_loop_with_an_error_that_is_told_in_one_line(
+    serve: Serving,
+) -> None:
     served = serve()
     served.socket.send(b"nonsense")
     assert serve.has_returned(served)

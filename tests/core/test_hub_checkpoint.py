@@ -25,8 +25,17 @@ NOTHING = Path("/nonexistent")
 def describe(config: Mapping[str, Any]) -> ModelInfo:
     if "vocab_size" not in config:
         raise ValueError("config.json: vocab_size is missing")
-    return ModelInfo("TinyForCausalLM", config["vocab_size"], 8, "float32", 1, 10, (FullAttention("full", 1, 1, 4),),
-                     (2,), None)
+    return ModelInfo(
+        "TinyForCausalLM",
+        config["vocab_size"],
+        8,
+        "float32",
+        1,
+        10,
+        (FullAttention("full", 1, 1, 4),),
+        (2,),
+        None,
+    )
 
 
 TINY = ModelSpec("TinyForCausalLM", f"{HERE}:describe", f"{HERE}:Tiny")
@@ -39,8 +48,15 @@ DUMMY = LoadFormat("dummy", f"{HERE}:read", ())
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(
-        {"architectures": ["TinyForCausalLM"], "vocab_size": 7, "rope_parameters": {"rope_theta": 5.0}}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["TinyForCausalLM"],
+                "vocab_size": 7,
+                "rope_parameters": {"rope_theta": 5.0},
+            }
+        )
+    )
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     return folder
 
@@ -57,8 +73,11 @@ def catalog(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -
         f"[tokenspeed.models]\nTinyForCausalLM = {HERE}:TINY [api1]\n"
         f"[tokenspeed.checkpoints]\ndemo = {HERE}:BUNDLED [api1]\n"
         f"[tokenspeed.load_formats]\nsafetensors = {HERE}:SAFE [api1]\npt = {HERE}:PT [api1]\n"
-        f"dummy = {HERE}:DUMMY [api1]\n")
-    return Catalog.discover(Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")]))
+        f"dummy = {HERE}:DUMMY [api1]\n"
+    )
+    return Catalog.discover(
+        Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")])
+    )
 
 
 def refusal(model: str, catalog: Catalog, **options: Any) -> str:
@@ -69,16 +88,25 @@ def refusal(model: str, catalog: Catalog, **options: Any) -> str:
     return message
 
 
-def test_a_path_a_bundled_name_and_no_name_find_the_same_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
+def test_a_path_a_bundled_name_and_no_name_find_the_same_checkpoint(
+    catalog: Catalog, checkpoint: Path
+) -> None:
     for model in (str(checkpoint), "demo", None):
         found = resolve_checkpoint(Config(model=model), catalog)
         assert (found.path, found.info.vocab_size, found.spec) == (checkpoint, 7, TINY)
         assert found.generation == {"temperature": 0.6}
 
 
-def test_the_folder_of_a_user_that_there_is_not_is_no_folder(catalog: Catalog, checkpoint: Path) -> None:
-    assert refusal("~nobody-has-this-name/m", catalog) == "there is no directory ~nobody-has-this-name/m"
-    with pytest.raises(CheckpointError, match="--tokenizer ~nobody-has-this-name: no such directory"):
+def test_the_folder_of_a_user_that_there_is_not_is_no_folder(
+    catalog: Catalog, checkpoint: Path
+) -> None:
+    assert (
+        refusal("~nobody-has-this-name/m", catalog)
+        == "there is no directory ~nobody-has-this-name/m"
+    )
+    with pytest.raises(
+        CheckpointError, match="--tokenizer ~nobody-has-this-name: no such directory"
+    ):
         load_text(Config(tokenizer="~nobody-has-this-name"), checkpoint)
 
 
@@ -116,16 +144,22 @@ def test_an_architecture_that_no_family_serves_is_named_with_those_installed(
     message = refusal("demo", catalog, hf_overrides={"architectures": ["TinyForCausalML"]})
     assert "did you mean TinyForCausalLM?" in message
     assert "installed: TinyForCausalLM" in message
-    assert "names no architectures" in refusal("demo", catalog, hf_overrides={"architectures": None})
+    assert "names no architectures" in refusal(
+        "demo", catalog, hf_overrides={"architectures": None}
+    )
 
 
 def test_a_family_and_a_demo_that_were_left_out_say_by_what(
     catalog: Catalog, checkpoint: Path, tmp_path: Path
 ) -> None:
     selection = Selection.read({"TOKENSPEED_PLUGINS": "-tiny-plugin"})
-    without = Catalog.discover(selection, distributions=distributions(path=[str(tmp_path / "site")]))
+    without = Catalog.discover(
+        selection, distributions=distributions(path=[str(tmp_path / "site")])
+    )
     for model in (str(checkpoint), "demo"):
-        with pytest.raises(PluginError, match="is disabled: left out by TOKENSPEED_PLUGINS=-tiny-plugin"):
+        with pytest.raises(
+            PluginError, match="is disabled: left out by TOKENSPEED_PLUGINS=-tiny-plugin"
+        ):
             resolve_checkpoint(Config(model=model), without)
 
 
@@ -139,7 +173,11 @@ def breaks(config: Mapping[str, Any]) -> ModelInfo:
 
 
 @pytest.mark.parametrize(
-    ("target", "why"), [("no_such_module:describe", "ModuleNotFoundError: No module"), (f"{HERE}:breaks", "KeyError: ")]
+    ("target", "why"),
+    [
+        ("no_such_module:describe", "ModuleNotFoundError: No module"),
+        (f"{HERE}:breaks", "KeyError: "),
+    ],
 )
 def test_a_family_that_fails_ends_in_a_line_that_names_its_plugin(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch, target: str, why: str
@@ -173,16 +211,31 @@ def test_only_one_copy_of_the_weights_is_wanted(catalog: Catalog) -> None:
     side = ["config.json", "tokenizer.json", "chat_template.jinja"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = "model.safetensors.index.json"
-    others = ["consolidated.safetensors", "model.bin", "model.bin.index.json", "original/params.json", "README.md"]
+    others = [
+        "consolidated.safetensors",
+        "model.bin",
+        "model.bin.index.json",
+        "original/params.json",
+        "README.md",
+    ]
     names = [*side, *shards, index, *others]
     assert wanted_files(names, "auto", catalog) == [*side, index, *shards]
     assert wanted_files(names, "dummy", catalog) == side
-    assert wanted_files([*side, "model.safetensors", "model.bin"], "auto", catalog) == [*side, "model.safetensors"]
+    assert wanted_files([*side, "model.safetensors", "model.bin"], "auto", catalog) == [
+        *side,
+        "model.safetensors",
+    ]
 
 
-def test_a_dry_run_wants_no_weights_but_says_as_early_that_none_can_be_read(catalog: Catalog) -> None:
+def test_a_dry_run_wants_no_weights_but_says_as_early_that_none_can_be_read(
+    catalog: Catalog,
+) -> None:
     side = ["config.json", "tokenizer.json", "chat_template.jinja"]
-    weights = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model.safetensors"]
+    weights = [
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors",
+    ]
     assert wanted_files([*side, *weights], "auto", catalog, with_weights=False) == side
     with pytest.raises(CheckpointError, match="--load-format pt"):
         wanted_files([*side, "model.bin"], "auto", catalog, with_weights=False)

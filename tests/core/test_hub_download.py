@@ -39,12 +39,20 @@ class Hub:
     """A hub with one repository, `maker/tiny`, at two revisions. It notes what was fetched."""
 
     url: str = ""
-    revisions: dict[str, str] = field(default_factory=lambda: {"main": MAIN, "v0": OLD, MAIN: MAIN, OLD: OLD})
-    files: dict[str, dict[str, bytes]] = field(default_factory=lambda: {
-        MAIN: {"config.json": b'{"a": 1}', "one.safetensors": b"1" * 5000, "two.safetensors": b"2" * 5000,
-               "original/copy.pth": b"0" * 100},
-        OLD: {"config.json": b'{"a": 0}'},
-    })
+    revisions: dict[str, str] = field(
+        default_factory=lambda: {"main": MAIN, "v0": OLD, MAIN: MAIN, OLD: OLD}
+    )
+    files: dict[str, dict[str, bytes]] = field(
+        default_factory=lambda: {
+            MAIN: {
+                "config.json": b'{"a": 1}',
+                "one.safetensors": b"1" * 5000,
+                "two.safetensors": b"2" * 5000,
+                "original/copy.pth": b"0" * 100,
+            },
+            OLD: {"config.json": b'{"a": 0}'},
+        }
+    )
     fetched: list[str] = field(default_factory=list)
     stalls_at: str | None = None  # a file whose second half never comes
     drops_once: str | None = None  # a file whose connection ends at the half, once
@@ -75,7 +83,12 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse("RevisionNotFound")
         elif is_api:
             names = [{"rfilename": name} for name in self.hub.files[commit]]
-            self._send(200, json.dumps({"id": "maker/tiny", "sha": commit, "siblings": names}).encode(), {}, "")
+            self._send(
+                200,
+                json.dumps({"id": "maker/tiny", "sha": commit, "siblings": names}).encode(),
+                {},
+                "",
+            )
         elif rest[2] not in self.hub.files[commit]:
             self._refuse("EntryNotFound")
         else:
@@ -127,24 +140,47 @@ def hub() -> Iterator[Hub]:
 
 
 def start(
-    url: str, folder: Path, repo: str = "maker/tiny", revision: str = "", script: str = "", **env: str
+    url: str,
+    folder: Path,
+    repo: str = "maker/tiny",
+    revision: str = "",
+    script: str = "",
+    **env: str,
 ) -> subprocess.Popen[str]:
-    environ = {**os.environ, "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home"),
-               "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1", **env}
-    words = [script, str(folder / "cache")] if script else [SCRIPT, repo, revision, str(folder / "cache")]
+    environ = {
+        **os.environ,
+        "HF_ENDPOINT": url,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "NO_PROXY": "127.0.0.1",
+        **env,
+    }
+    words = (
+        [script, str(folder / "cache")]
+        if script
+        else [SCRIPT, repo, revision, str(folder / "cache")]
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", *words], env=environ, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-c", *words],
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
-def run(url: str, folder: Path, repo: str = "maker/tiny", revision: str = "", **env: str) -> tuple[int, str, str]:
+def run(
+    url: str, folder: Path, repo: str = "maker/tiny", revision: str = "", **env: str
+) -> tuple[int, str, str]:
     process = start(url, folder, repo, revision, **env)
     out, err = process.communicate(timeout=120)
     return process.returncode, out.strip(), err.strip()
 
 
-def test_a_repository_is_downloaded_once_and_then_taken_from_the_cache(hub: Hub, tmp_path: Path) -> None:
+def test_a_repository_is_downloaded_once_and_then_taken_from_the_cache(
+    hub: Hub, tmp_path: Path
+) -> None:
     code, out, err = run(hub.url, tmp_path)
     assert code == 0, err
     assert Path(out, "two.safetensors").read_bytes() == b"2" * 5000
@@ -152,7 +188,9 @@ def test_a_repository_is_downloaded_once_and_then_taken_from_the_cache(hub: Hub,
     hub.fetched.clear()
     assert run(hub.url, tmp_path)[:2] == (0, out)
     assert hub.fetched == []
-    assert run("http://127.0.0.1:9", tmp_path)[:2] == (0, out), "the network is gone, the cache is not"
+    assert run("http://127.0.0.1:9", tmp_path)[:2] == (0, out), (
+        "the network is gone, the cache is not"
+    )
     assert run(hub.url, tmp_path, HF_HUB_OFFLINE="1")[:2] == (0, out)
 
 
@@ -175,7 +213,9 @@ SAFE = LoadFormat("safetensors", "tiny_family:read", ("*.safetensors",))
 """
 
 
-def test_a_dry_run_downloads_what_describes_a_model_and_none_of_its_weights(hub: Hub, tmp_path: Path) -> None:
+def test_a_dry_run_downloads_what_describes_a_model_and_none_of_its_weights(
+    hub: Hub, tmp_path: Path
+) -> None:
     site = tmp_path / "site"
     info = site / "tiny_family-1.0.dist-info"
     info.mkdir(parents=True)
@@ -183,10 +223,16 @@ def test_a_dry_run_downloads_what_describes_a_model_and_none_of_its_weights(hub:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-family\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[tokenspeed.models]\nTiny = tiny_family:TINY [api1]\n"
-        "[tokenspeed.load_formats]\nsafetensors = tiny_family:SAFE [api1]\n")
-    hub.files[MAIN] |= {"config.json": b'{"architectures": ["Tiny"], "vocab_size": 7}', "tokenizer.json": b"{}",
-                        "chat_template.jinja": b"{{ messages }}"}
-    process = start(hub.url, tmp_path, script=f"import sys; sys.path.append({str(site)!r})\n{DRY_RUN}")
+        "[tokenspeed.load_formats]\nsafetensors = tiny_family:SAFE [api1]\n"
+    )
+    hub.files[MAIN] |= {
+        "config.json": b'{"architectures": ["Tiny"], "vocab_size": 7}',
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+    }
+    process = start(
+        hub.url, tmp_path, script=f"import sys; sys.path.append({str(site)!r})\n{DRY_RUN}"
+    )
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out.strip()) == (0, "safetensors 7"), err
     assert sorted(hub.fetched) == ["chat_template.jinja", "config.json", "tokenizer.json"]
@@ -199,7 +245,8 @@ def test_a_revision_is_what_was_asked_for(hub: Hub, tmp_path: Path) -> None:
     code, _, err = run(hub.url, tmp_path, revision="v7")
     assert code == 1
     assert err.splitlines() == [
-        "CheckpointError: maker/tiny has no revision 'v7'; --revision is a branch, tag or commit"]
+        "CheckpointError: maker/tiny has no revision 'v7'; --revision is a branch, tag or commit"
+    ]
 
 
 def test_ctrl_c_ends_a_download_at_once_and_the_next_one_keeps_what_is_complete(
@@ -245,21 +292,29 @@ def test_a_repository_that_does_not_exist_is_one_line(hub: Hub, tmp_path: Path) 
     code, _, err = run(hub.url, tmp_path, repo="maker/tinny")
     assert code == 1
     (line,) = err.splitlines()
-    assert line.startswith("CheckpointError: there is no directory and no repo 'maker/tinny' on the hub")
+    assert line.startswith(
+        "CheckpointError: there is no directory and no repo 'maker/tinny' on the hub"
+    )
 
 
 def test_a_repository_without_a_configuration_is_no_model(hub: Hub, tmp_path: Path) -> None:
     del hub.files[MAIN]["config.json"]
     code, _, err = run(hub.url, tmp_path)
-    assert (code, err.splitlines()) == (1, [
-        "CheckpointError: maker/tiny has no config.json, so it is no model that can be served from here"])
+    assert (code, err.splitlines()) == (
+        1,
+        [
+            "CheckpointError: maker/tiny has no config.json, so it is no model that can be served from here"
+        ],
+    )
 
 
 def test_no_network_and_no_cache_is_one_line(tmp_path: Path) -> None:
     code, _, err = run("http://127.0.0.1:9", tmp_path)
     assert code == 1
     (line,) = err.splitlines()
-    assert line.startswith("CheckpointError: maker/tiny is not in the cache, and the hub cannot be reached")
+    assert line.startswith(
+        "CheckpointError: maker/tiny is not in the cache, and the hub cannot be reached"
+    )
     code, _, offline = run("http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1")
     assert (code, offline) == (1, err)
 
@@ -267,7 +322,9 @@ def test_no_network_and_no_cache_is_one_line(tmp_path: Path) -> None:
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("error", [FULL, RuntimeError("Data processing error: No space left on device")])
+@pytest.mark.parametrize(
+    "error", [FULL, RuntimeError("Data processing error: No space left on device")]
+)
 def test_a_full_disk_says_what_is_free_and_where(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,5 +334,7 @@ def test_a_full_disk_says_what_is_free_and_where(
     listing = SimpleNamespace(siblings=[])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *arguments, **keywords: listing)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(CapacityError, match=r"no space left for maker/tiny: .* GB free at .*--download-dir"):
+    with pytest.raises(
+        CapacityError, match=r"no space left for maker/tiny: .* GB free at .*--download-dir"
+    ):
         download("maker/tiny", None, str(tmp_path), list)

@@ -14,7 +14,9 @@ every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS
 # -- states and their copies ----------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_copied_by_the_plan_after_the_one_that_computes_it_and_found_from_then_on() -> None:
+def test_a_checkpoint_is_copied_by_the_plan_after_the_one_that_computes_it_and_found_from_then_on() -> (
+    None
+):
     world = cache((STATE,))
     with world.step() as first:
         lease, chain, _ = world.admit(ids(9))
@@ -33,9 +35,12 @@ def test_a_checkpoint_is_copied_by_the_plan_after_the_one_that_computes_it_and_f
     assert world.copies[third] == [([], [])]
 
 
-@pytest.mark.parametrize(("num_computed", "is_exact"), [(8, False), (7, True), (9, True), (0, True)])
+@pytest.mark.parametrize(
+    ("num_computed", "is_exact"), [(8, False), (7, True), (9, True), (0, True)]
+)
 def test_no_checkpoint_is_taken_of_a_state_that_does_not_stand_where_a_block_ends(
-    num_computed: int, is_exact: bool,
+    num_computed: int,
+    is_exact: bool,
 ) -> None:
     world = cache((STATE,))
     with world.step():
@@ -134,7 +139,7 @@ def test_a_failed_step_gives_up_the_checkpoints_it_would_have_made() -> None:
     with world.step(retires=False):
         lease, chain, _ = world.admit(ids(20))
         world.kv.name_blocks(lease, chain, 8, is_exact=True)
-    with world.step(retires=False):   # it copies the state at 8, and computes the one at 12
+    with world.step(retires=False):  # it copies the state at 8, and computes the one at 12
         world.kv.name_blocks(lease, chain, 12, is_exact=True)
     assert world.hit(ids(20)) == 8
     world.kv.withdraw(1)
@@ -145,7 +150,9 @@ def test_a_failed_step_gives_up_the_checkpoints_it_would_have_made() -> None:
 
 
 @every_group
-def test_after_a_reset_nothing_is_found_and_nothing_stays_cached(groups: tuple[CacheGroupSpec, ...]) -> None:
+def test_after_a_reset_nothing_is_found_and_nothing_stays_cached(
+    groups: tuple[CacheGroupSpec, ...],
+) -> None:
     world = cache(groups)
     world.fill(ids(20))
     assert world.hit(ids(21)) == 20
@@ -159,7 +166,9 @@ def test_a_reset_leaves_running_sequences_their_blocks() -> None:
     with world.step():
         lease, chain, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 20)
-        world.kv.name_blocks(lease, chain, 20, is_exact=True)   # with a checkpoint that waits for the next plan
+        world.kv.name_blocks(
+            lease, chain, 20, is_exact=True
+        )  # with a checkpoint that waits for the next plan
     held = [list(table) for table in lease.tables]
     world.kv.reset()
     with world.step():

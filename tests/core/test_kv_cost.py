@@ -40,7 +40,7 @@ def test_holes_in_a_window_do_not_multiply_the_cost_of_a_hit(every: int) -> None
     kv.name_blocks(lease, chain, BLOCK * NUM_BLOCKS, is_exact=True)
     for number, page in enumerate(lease.tables[1][:NUM_BLOCKS]):
         if number % every == every - 1:
-            kv._unname(page)   # as if it had been evicted
+            kv._unname(page)  # as if it had been evicted
     chain.num_asked = 0
     kv.match(chain, len(tokens()))
     assert chain.num_asked <= 6 * NUM_BLOCKS

@@ -9,7 +9,9 @@ from tokenspeed_core.kv.groups import FullAttention, RecurrentState, SlidingWind
 
 
 @given(st.integers(1, 50), st.integers(0, 200))
-def test_a_window_needs_the_querys_own_token_and_those_before_it_up_to_its_size(window: int, position: int) -> None:
+def test_a_window_needs_the_querys_own_token_and_those_before_it_up_to_its_size(
+    window: int, position: int
+) -> None:
     read = [key for key in range(position + 1) if position - key < window]
     assert SlidingWindow("w", 1, 1, 1, window).first_needed(position) == read[0]
 
@@ -32,5 +34,9 @@ def test_a_state_is_as_large_whatever_a_block_holds() -> None:
 
 
 def test_only_states_are_recurrent() -> None:
-    groups = (FullAttention("f", 1, 1, 1), SlidingWindow("w", 1, 1, 1, 4), RecurrentState("s", 1, 8))
+    groups = (
+        FullAttention("f", 1, 1, 1),
+        SlidingWindow("w", 1, 1, 1, 4),
+        RecurrentState("s", 1, 8),
+    )
     assert [group.is_recurrent for group in groups] == [False, False, True]

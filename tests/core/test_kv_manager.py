@@ -27,7 +27,9 @@ def test_a_chain_extended_bit_by_bit_is_the_chain_of_the_whole(cuts: list[int]) 
     whole = HashChain(BLOCK, "", 0)
     whole.extend(tokens)
     assert grown.num_tokens == whole.num_tokens == 40
-    assert [grown.at(n) for n in range(BLOCK, 41, BLOCK)] == [whole.at(n) for n in range(BLOCK, 41, BLOCK)]
+    assert [grown.at(n) for n in range(BLOCK, 41, BLOCK)] == [
+        whole.at(n) for n in range(BLOCK, 41, BLOCK)
+    ]
 
 
 @given(st.integers(0, 39))
@@ -53,7 +55,9 @@ def test_a_fork_extends_by_itself() -> None:
 # -- hits -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("known", "expected"), [(4, 0), (5, 4), (8, 4), (9, 8), (19, 16), (21, 20), (40, 20)])
+@pytest.mark.parametrize(
+    ("known", "expected"), [(4, 0), (5, 4), (8, 4), (9, 8), (19, 16), (21, 20), (40, 20)]
+)
 def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(known: int, expected: int) -> None:
     world = cache()
     world.fill(ids(20))
@@ -70,7 +74,9 @@ def test_tenants_and_adapters_share_no_block(groups: tuple[CacheGroupSpec, ...])
 
 
 @every_group
-def test_without_prefix_caching_nothing_is_found_and_nothing_kept(groups: tuple[CacheGroupSpec, ...]) -> None:
+def test_without_prefix_caching_nothing_is_found_and_nothing_kept(
+    groups: tuple[CacheGroupSpec, ...],
+) -> None:
     world = cache(groups, prefix_caching=False)
     world.fill(ids(20))
     assert world.hit(ids(20)) == 0
@@ -87,7 +93,9 @@ def needed(group: CacheGroupSpec, length: int) -> set[int]:
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(GROUPS)), st.integers(1, 40), st.data())
 def test_a_hit_is_the_longest_prefix_at_which_every_group_can_resume(
-    name: str, known: int, data: st.DataObject,
+    name: str,
+    known: int,
+    data: st.DataObject,
 ) -> None:
     groups, tokens = GROUPS[name], ids(40)
     world = cache(groups)
@@ -96,7 +104,8 @@ def test_a_hit_is_the_longest_prefix_at_which_every_group_can_resume(
     # Whatever is in the cache now: let all but a drawn part be used last, and take pages until that part is evicted.
     stored = {
         (i, end): dict(kv.match(chain, end + 1).pages[i])[end // BLOCK - 1]
-        for end in range(BLOCK, 41, BLOCK) for i in range(len(groups))
+        for end in range(BLOCK, 41, BLOCK)
+        for i in range(len(groups))
         if kv.match(chain, end + 1).num_tokens == end and end in needed(groups[i], end)
     }
     assert {i for i, _ in stored} == set(range(len(groups)))
@@ -107,7 +116,9 @@ def test_a_hit_is_the_longest_prefix_at_which_every_group_can_resume(
     assert kv.pool.take(kv.pool.num_available - len(kept)) is not None
 
     def resumes(length: int) -> bool:
-        return all((i, end) in kept for i, group in enumerate(groups) for end in needed(group, length))
+        return all(
+            (i, end) in kept for i, group in enumerate(groups) for end in needed(group, length)
+        )
 
     match = kv.match(chain, known)
     assert match.num_tokens == max((n for n in range(BLOCK, known, BLOCK) if resumes(n)), default=0)
@@ -131,7 +142,7 @@ def test_a_block_is_shareable_once_planned() -> None:
         first, chain, _ = world.admit(ids(20))
         world.kv.extend(first, 0, 20)
         world.kv.name_blocks(first, chain, 20, is_exact=True)
-        second, _, num_hit = world.admit(ids(20))   # in the same step
+        second, _, num_hit = world.admit(ids(20))  # in the same step
     assert num_hit == 16
     assert second.tables[0] == first.tables[0][:4]
 
@@ -143,7 +154,7 @@ def test_blocks_that_are_not_full_or_not_known_yet_are_not_shared() -> None:
         world.kv.extend(lease, 0, 40)
         world.kv.name_blocks(lease, chain, 11, is_exact=True)
     assert world.hit(ids(20)) == 8
-    world.kv.name_blocks(lease, chain, 40, is_exact=False)   # only 20 tokens are in the chain
+    world.kv.name_blocks(lease, chain, 40, is_exact=False)  # only 20 tokens are in the chain
     assert world.hit(ids(40)) == 20
 
 
@@ -184,16 +195,18 @@ def test_a_hit_is_not_evicted_by_the_pages_taken_beside_it(name: str) -> None:
     kv = world.kv
     match = kv.match(world.chain(ids(21)), 21)
     hit = [page for pages in match.pages for _, page in pages]
-    kv.pool.take(kv.counts().free)   # only cached pages are left to take,
+    kv.pool.take(kv.counts().free)  # only cached pages are left to take,
     for page in range(kv.pool.num_pages):
         if kv.pool.is_idle(page) and page not in hit:
             kv.pool.share(page)
-            kv.pool.release([page])   # and those of the hit are the longest unused
+            kv.pool.release([page])  # and those of the hit are the longest unused
     assert match.num_tokens == 20
     with world.step():
         lease = kv.acquire(match)
         assert lease is not None
-        assert not set(hit) & {lease.tables[i][0] for i, group in enumerate(kv.groups) if group.is_recurrent}
+        assert not set(hit) & {
+            lease.tables[i][0] for i, group in enumerate(kv.groups) if group.is_recurrent
+        }
         assert kv.match(world.chain(ids(21)), 21).pages == match.pages
     assert world.hit(ids(21)) == 20
 
@@ -206,7 +219,7 @@ def test_without_room_for_a_hit_nothing_is_taken(groups: tuple[CacheGroupSpec, .
     match = kv.match(world.chain(ids(21)), 21)
     kv.pool.take(kv.counts().free)
     hit = [page for pages in match.pages for _, page in pages]
-    while kv.pool.num_available > len(hit):   # what is left are the hit's pages, all idle
+    while kv.pool.num_available > len(hit):  # what is left are the hit's pages, all idle
         for page in hit:
             kv.pool.share(page)
             kv.pool.release([page])
@@ -224,9 +237,11 @@ def test_blocks_that_a_window_has_passed_are_given_back() -> None:
         lease, _, _ = world.admit(ids(40))
         world.kv.extend(lease, 0, 40)
     held = list(lease.tables[0])
-    world.kv.extend(lease, 21, 22)   # a query at 21 reads from 16 on
+    world.kv.extend(lease, 21, 22)  # a query at 21 reads from 16 on
     assert lease.tables[0] == [ABSENT] * 4 + held[4:]
-    world.kv.extend(lease, 20, 21)   # one at 20 reads 15: what is gone is gone, and nothing is given back twice
+    world.kv.extend(
+        lease, 20, 21
+    )  # one at 20 reads 15: what is gone is gone, and nothing is given back twice
     assert world.kv.counts().held == 6
 
 
@@ -254,10 +269,16 @@ def test_an_extension_tells_the_new_entries_of_the_tables() -> None:
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(sorted(GROUPS)), st.integers(1, 60), st.integers(0, 40), st.lists(st.integers(1, 60), max_size=4),
+    st.sampled_from(sorted(GROUPS)),
+    st.integers(1, 60),
+    st.integers(0, 40),
+    st.lists(st.integers(1, 60), max_size=4),
 )
 def test_what_a_sequence_takes_is_what_was_said_to_be_needed(
-    name: str, known: int, num_before: int, cuts: list[int],
+    name: str,
+    known: int,
+    num_before: int,
+    cuts: list[int],
 ) -> None:
     world = cache(GROUPS[name], num_pages=120)
     if num_before:
@@ -265,7 +286,7 @@ def test_what_a_sequence_takes_is_what_was_said_to_be_needed(
     kv, chain = world.kv, world.chain(ids(known))
     match = kv.match(chain, known)
     needed, before = kv.pages_needed(match.num_tokens, known), kv.pool.num_available
-    with world.step(retires=False):   # while it runs, what a window drops does not come back
+    with world.step(retires=False):  # while it runs, what a window drops does not come back
         pass
     lease = kv.acquire(match)
     assert lease is not None
@@ -277,7 +298,9 @@ def test_what_a_sequence_takes_is_what_was_said_to_be_needed(
 
 
 @every_group
-def test_the_longest_sequence_fills_the_pool_and_no_longer_one_fits(groups: tuple[CacheGroupSpec, ...]) -> None:
+def test_the_longest_sequence_fills_the_pool_and_no_longer_one_fits(
+    groups: tuple[CacheGroupSpec, ...],
+) -> None:
     world = cache(groups, num_pages=20)
     most = world.kv.most_tokens()
     lease = world.kv.acquire(world.kv.no_match())

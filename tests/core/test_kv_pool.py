@@ -51,7 +51,7 @@ def test_free_pages_go_before_cached_ones() -> None:
 def test_the_longest_unused_cached_page_is_evicted_first() -> None:
     pool, evicted = pool_of(4)
     first, second, third, fourth = cached(pool, 4)
-    pool.share(second)       # used again, so it comes last
+    pool.share(second)  # used again, so it comes last
     pool.release([second])
     assert pool.take(3) == [first, third, fourth]
     assert evicted == [first, third, fourth]
@@ -98,7 +98,7 @@ def test_a_page_that_loses_its_name_is_free_once_nobody_holds_it() -> None:
     assert pool.counts() == PageCounts(free=1, cached=0, held=1, fenced=0)
     pool.release([held])
     assert pool.counts() == PageCounts(free=2, cached=0, held=0, fenced=0)
-    assert evicted == []   # its owner knows already
+    assert evicted == []  # its owner knows already
 
 
 # -- fences ---------------------------------------------------------------------------------------
@@ -190,8 +190,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.names: set[int] = set()
         self.pool = PagePool(num_pages, self.names.remove)
         self.holds: dict[int, int] = {}
-        self.unused: deque[int] = deque()      # named pages that may be evicted, the longest unused first
-        self.let_go: dict[int, int] = {}       # page: the last step launched when its last hold ended
+        self.unused: deque[int] = (
+            deque()
+        )  # named pages that may be evicted, the longest unused first
+        self.let_go: dict[int, int] = {}  # page: the last step launched when its last hold ended
         self.launched = self.retired = 0
 
     @rule(num=st.integers(0, 5))
@@ -204,10 +206,14 @@ class PoolMachine(RuleBasedStateMachine):
             assert num > available
             return
         assert num <= available
-        assert pages[min(free, num) :] == expected, "another page than the longest unused was evicted"
+        assert pages[min(free, num) :] == expected, (
+            "another page than the longest unused was evicted"
+        )
         for page in pages:
             assert page not in self.holds
-            assert self.let_go.get(page, 0) <= self.retired, "a page was handed out while a step may touch it"
+            assert self.let_go.get(page, 0) <= self.retired, (
+                "a page was handed out while a step may touch it"
+            )
             self.holds[page] = 1
         self.unused = deque(page for page in self.unused if page not in pages)
 
@@ -258,7 +264,9 @@ class PoolMachine(RuleBasedStateMachine):
             self._land(page)
 
     def _let_go(self, page: int) -> None:
-        if self.let_go.get(page) != self.launched:   # once more under the same step: its place in line stays
+        if (
+            self.let_go.get(page) != self.launched
+        ):  # once more under the same step: its place in line stays
             self.let_go.pop(page, None)
             self.let_go[page] = self.launched
         self._land(page)
@@ -280,7 +288,10 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestAnyHistoryOfPages = PoolMachine.TestCase
 TestAnyHistoryOfPages.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck),
+    max_examples=150,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

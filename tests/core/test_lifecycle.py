@@ -108,11 +108,15 @@ def test_the_table_walks_every_state_and_every_event() -> None:
 
 @pytest.mark.parametrize("event_name", EVENTS)
 @pytest.mark.parametrize("state_name", STATES)
-def test_a_pair_of_state_and_event_has_its_next_state_or_an_error_naming_both(state_name: str, event_name: str) -> None:
+def test_a_pair_of_state_and_event_has_its_next_state_or_an_error_naming_both(
+    state_name: str, event_name: str
+) -> None:
     state, event = STATES[state_name](), EVENTS[event_name]()
     expected = NEXT.get((state_name, event_name))
     if expected is None:
-        with pytest.raises(IllegalMoveError, match=rf"is {state_name} cannot take {type(event).__name__}$"):
+        with pytest.raises(
+            IllegalMoveError, match=rf"is {state_name} cannot take {type(event).__name__}$"
+        ):
             advance(state, event)
         return
     move = advance(state, event)
@@ -121,7 +125,9 @@ def test_a_pair_of_state_and_event_has_its_next_state_or_an_error_naming_both(st
 
 
 @pytest.mark.parametrize(("state_name", "event_name"), NEXT)
-def test_a_move_keeps_slot_and_blocks_or_gives_each_back_once(state_name: str, event_name: str) -> None:
+def test_a_move_keeps_slot_and_blocks_or_gives_each_back_once(
+    state_name: str, event_name: str
+) -> None:
     state, event = STATES[state_name](), EVENTS[event_name]()
     had = [*pages_of(state), *(event.lease.blocks.pages() if isinstance(event, Admit) else [])]
     had_slot = lease_of(state) is not None or isinstance(event, Admit)
@@ -168,7 +174,11 @@ def test_a_lease_lists_last_blocks_first_and_leaves_out_absent_ones() -> None:
 
 
 def test_only_states_that_hold_a_lease_expose_blocks() -> None:
-    exposing = {kind for kind in get_args(State) if {"lease", "blocks"} & {each.name for each in fields(kind)}}
+    exposing = {
+        kind
+        for kind in get_args(State)
+        if {"lease", "blocks"} & {each.name for each in fields(kind)}
+    }
     assert exposing == {Prefilling, Decoding, Sending}
     assert {each.name for each in fields(Move)} == {"state", "slot", "blocks"}
 

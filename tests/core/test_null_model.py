@@ -19,32 +19,58 @@ from tokenspeed_core.step import StepPlan
 
 prompts = st.builds(
     lambda base, cut, tail: [(base * 5 + i) % 60 for i in range(cut)] + tail,
-    st.integers(0, 2), st.integers(1, 22), st.lists(st.integers(0, 59), max_size=4),
+    st.integers(0, 2),
+    st.integers(1, 22),
+    st.lists(st.integers(0, 59), max_size=4),
 )
 
 
-arrivals = st.fixed_dictionaries({
-    "prompt": prompts, "n": st.sampled_from([1, 1, 3]), "max_tokens": st.integers(1, 20),
-    "stop_token_ids": st.sampled_from([NO_INT, np.asarray([5, 11, 17], np.int32)]),
-    "cache_salt": st.sampled_from(["", "", "b"]), "priority": st.sampled_from([0, 1, 2, MASKED]),
-    "awaits": st.sampled_from([False, False, True]),
-})
+arrivals = st.fixed_dictionaries(
+    {
+        "prompt": prompts,
+        "n": st.sampled_from([1, 1, 3]),
+        "max_tokens": st.integers(1, 20),
+        "stop_token_ids": st.sampled_from([NO_INT, np.asarray([5, 11, 17], np.int32)]),
+        "cache_salt": st.sampled_from(["", "", "b"]),
+        "priority": st.sampled_from([0, 1, 2, MASKED]),
+        "awaits": st.sampled_from([False, False, True]),
+    }
+)
 
 
 class NullMachine(RuleBasedStateMachine):
     """Any order of arrivals, steps, aborts, transfers and resets keeps every promise."""
 
     @initialize(
-        groups=st.sampled_from(sorted(GROUPS)), num_pages=st.integers(26, 60), chunk=st.sampled_from([-1, 5, 16, 64]),
-        depth=st.integers(1, 3), policy=st.sampled_from(["fcfs", "priority"]), caching=st.booleans(),
-        drafts=st.integers(0, 4), sends=st.booleans(),
+        groups=st.sampled_from(sorted(GROUPS)),
+        num_pages=st.integers(26, 60),
+        chunk=st.sampled_from([-1, 5, 16, 64]),
+        depth=st.integers(1, 3),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.booleans(),
+        drafts=st.integers(0, 4),
+        sends=st.booleans(),
     )
     def start(
-        self, groups: str, num_pages: int, chunk: int, depth: int, policy: str, caching: bool, drafts: int, sends: bool,
+        self,
+        groups: str,
+        num_pages: int,
+        chunk: int,
+        depth: int,
+        policy: str,
+        caching: bool,
+        drafts: int,
+        sends: bool,
     ) -> None:
         self.world = World(
-            groups=GROUPS[groups], num_pages=num_pages, chunk_size=chunk, depth=depth, policy=policy,
-            prefix_caching=caching, num_drafts=drafts, sends=sends,
+            groups=GROUPS[groups],
+            num_pages=num_pages,
+            chunk_size=chunk,
+            depth=depth,
+            policy=policy,
+            prefix_caching=caching,
+            num_drafts=drafts,
+            sends=sends,
         )
         self.next_id = 0
         self.transfers: dict[int, tuple[list[int], np.ndarray]] = {}
@@ -100,7 +126,9 @@ class NullMachine(RuleBasedStateMachine):
                 self.world.check(sequence_id)
 
     def _sending(self) -> list[int]:
-        return [i for i in self.world.tokens if isinstance(self.world.scheduler.roster.get(i), Sending)]
+        return [
+            i for i in self.world.tokens if isinstance(self.world.scheduler.roster.get(i), Sending)
+        ]
 
     def _start_transfers(self) -> None:
         for sequence_id in self._sending():
@@ -113,8 +141,12 @@ class NullMachine(RuleBasedStateMachine):
     def _end_transfer(self, sequence_id: int) -> None:
         pages, before = self.transfers.pop(sequence_id)
         after = self.world.runner.tokens[pages]
-        written = self.world.scheduler.num_in_flight > 0   # a surplus token may still land in the last block
-        assert written or np.array_equal(before[:-1], after[:-1]), "a block changed while it was being sent"
+        written = (
+            self.world.scheduler.num_in_flight > 0
+        )  # a surplus token may still land in the last block
+        assert written or np.array_equal(before[:-1], after[:-1]), (
+            "a block changed while it was being sent"
+        )
         self.world.scheduler.transfer_done(sequence_id)
 
     def teardown(self) -> None:
@@ -139,7 +171,10 @@ class NullMachine(RuleBasedStateMachine):
 
 TestAnyHistoryEqualsTheOracle = NullMachine.TestCase
 TestAnyHistoryEqualsTheOracle.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck),
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -149,17 +184,26 @@ def test_long_random_histories_equal_the_oracle(seed: int) -> None:
     for each in range(seed, seed + 4):
         rng = random.Random(each)
         world = World(
-            groups=GROUPS[rng.choice(sorted(GROUPS))], num_pages=rng.randint(26, 60),
-            chunk_size=rng.choice([-1, 5, 16, 64]), depth=rng.randint(1, 3), policy=rng.choice(["fcfs", "priority"]),
-            prefix_caching=rng.random() < 0.7, num_drafts=rng.randint(0, 4),
+            groups=GROUPS[rng.choice(sorted(GROUPS))],
+            num_pages=rng.randint(26, 60),
+            chunk_size=rng.choice([-1, 5, 16, 64]),
+            depth=rng.randint(1, 3),
+            policy=rng.choice(["fcfs", "priority"]),
+            prefix_caching=rng.random() < 0.7,
+            num_drafts=rng.randint(0, 4),
         )
         for sequence_id in range(0, 60, 3):
             base = rng.randint(0, 2) * 5
             prompt = [(base + i) % 60 for i in range(rng.randint(1, 22))] + [rng.randint(0, 59)]
-            world.submit(request(
-                sequence_id, prompt, n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 20),
-                priority=rng.choice([0, 1, 2, MASKED]),
-            ))
+            world.submit(
+                request(
+                    sequence_id,
+                    prompt,
+                    n=rng.choice([1, 1, 3]),
+                    max_tokens=rng.randint(1, 20),
+                    priority=rng.choice([0, 1, 2, MASKED]),
+                )
+            )
             for _ in range(rng.randint(0, 6)):
                 world.step()
             if rng.random() < 0.2:
@@ -247,8 +291,10 @@ def test_a_replica_with_nothing_to_do_runs_the_group_steps_empty() -> None:
     busy.check(0)
     assert busy.finish == {0: Finish.LENGTH}
     assert len(idle.runner.group_counts) == len(busy.runner.group_counts) >= 5
-    assert all(np.array_equal(a, b) for a, b in zip(
-        busy.runner.group_counts, idle.runner.group_counts, strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(busy.runner.group_counts, idle.runner.group_counts, strict=True)
+    )
 
 
 def test_higher_priority_goes_first_and_takes_pages_from_lower() -> None:
@@ -263,10 +309,18 @@ def test_higher_priority_goes_first_and_takes_pages_from_lower() -> None:
     assert order[0] == 2
 
 
-@pytest.mark.parametrize(("prompt", "most", "reason"), [
-    ([], 4, "bad_request"), ([64], 4, "bad_request"), ([-1], 4, "bad_request"), ([1] * 40, 20, "too_long"),
-])
-def test_a_request_that_can_never_run_is_refused_at_once(prompt: list[int], most: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "most", "reason"),
+    [
+        ([], 4, "bad_request"),
+        ([64], 4, "bad_request"),
+        ([-1], 4, "bad_request"),
+        ([1] * 40, 20, "too_long"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused_at_once(
+    prompt: list[int], most: int, reason: str
+) -> None:
     refused = World().scheduler.submit(request(7, prompt, max_tokens=most))
     assert refused is not None
     assert (refused.request_id, refused.reason) == (7, reason)
@@ -285,11 +339,17 @@ def test_a_full_queue_refuses() -> None:
 @pytest.mark.parametrize("num_before", [4, 8, 16, 20])
 @pytest.mark.parametrize("groups", ["full and state", "window and state"])
 def test_a_checkpoint_never_keeps_out_a_sequence_that_needs_the_whole_pool(
-    groups: str, num_before: int, finds_a_hit: bool,
+    groups: str,
+    num_before: int,
+    finds_a_hit: bool,
 ) -> None:
     world = World(groups=GROUPS[groups], num_pages=12, max_model_len=100)
     longest = [(i * 3) % 60 for i in range(world.scheduler.kv.most_tokens() - 1)]
-    world.submit(request(0, longest[:num_before] if finds_a_hit else longest[::-1][:num_before], max_tokens=1))
+    world.submit(
+        request(
+            0, longest[:num_before] if finds_a_hit else longest[::-1][:num_before], max_tokens=1
+        )
+    )
     if finds_a_hit:
         world.run()
     world.submit(request(1, longest, max_tokens=1))
@@ -303,8 +363,12 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
     for each in range(seed, seed + 20):
         rng = random.Random(each)
         world = World(
-            groups=GROUPS[rng.choice(sorted(GROUPS))], num_pages=rng.randint(5, 16), max_model_len=100,
-            chunk_size=rng.choice([-1, 3, 5, 16, 64]), depth=rng.randint(1, 3), num_drafts=rng.choice([0, 0, 4]),
+            groups=GROUPS[rng.choice(sorted(GROUPS))],
+            num_pages=rng.randint(5, 16),
+            max_model_len=100,
+            chunk_size=rng.choice([-1, 3, 5, 16, 64]),
+            depth=rng.randint(1, 3),
+            num_drafts=rng.choice([0, 0, 4]),
             max_num_seqs=rng.choice([1, 2, 4]),
         )
         most = min(world.scheduler.kv.most_tokens(), world.max_model_len)
@@ -323,7 +387,9 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
 def test_sequences_that_keep_states_alone_run_when_these_fill_the_pool(num_pages: int) -> None:
     world = World(groups=GROUPS["state"], num_pages=num_pages, max_num_seqs=num_pages)
     for sequence_id in range(num_pages + 1):
-        world.submit(request(sequence_id, [(sequence_id + i) % 60 for i in range(10)], max_tokens=9))
+        world.submit(
+            request(sequence_id, [(sequence_id + i) % 60 for i in range(10)], max_tokens=9)
+        )
     world.run(300)
     for sequence_id in range(num_pages + 1):
         world.check(sequence_id)

@@ -24,22 +24,32 @@ def test_a_pace_without_a_measurement_begins_with_a_small_step(clock: list[float
     small = Pace(8192)
     small.launched()
     clock[0] += 1
-    small.finished(8, 8)   # too small a step to say what a token costs
+    small.finished(8, 8)  # too small a step to say what a token costs
     assert small.max_prefill(beside_decodes=True) == FIRST_CHUNK
 
 
-def steps(measured: Pace, clock: list[float], num: int, seconds: float, decodes: int, prompt: int) -> None:
+def steps(
+    measured: Pace, clock: list[float], num: int, seconds: float, decodes: int, prompt: int
+) -> None:
     """Let `num` steps take so long each, of so many decodes and prompt tokens."""
     for _ in range(num):
         clock[0] += seconds
         measured.finished(decodes + prompt, prompt)
 
 
-@pytest.mark.parametrize(("microseconds_per_token", "expected"), [
-    (1000.0, LEAST_CHUNK), (24.0, 375), (2.0, 4500), (0.1, 8192),
-])
+@pytest.mark.parametrize(
+    ("microseconds_per_token", "expected"),
+    [
+        (1000.0, LEAST_CHUNK),
+        (24.0, 375),
+        (2.0, 4500),
+        (0.1, 8192),
+    ],
+)
 def test_a_chunk_beside_decodes_of_unknown_cost_takes_the_least_time(
-    clock: list[float], microseconds_per_token: float, expected: int,
+    clock: list[float],
+    microseconds_per_token: float,
+    expected: int,
 ) -> None:
     measured = Pace(8192)
     measured.launched()
@@ -49,15 +59,23 @@ def test_a_chunk_beside_decodes_of_unknown_cost_takes_the_least_time(
     assert measured.max_prefill(beside_decodes=False) == pytest.approx(alone, abs=1)
 
 
-@pytest.mark.parametrize(("decode_ms", "step_ms"), [(1.0, 9.0), (6.0, 24.0), (12.0, 48.0), (20.0, 50.0)])
+@pytest.mark.parametrize(
+    ("decode_ms", "step_ms"), [(1.0, 9.0), (6.0, 24.0), (12.0, 48.0), (20.0, 50.0)]
+)
 def test_a_step_may_take_four_times_as_long_as_decodes_alone_within_bounds(
-    clock: list[float], decode_ms: float, step_ms: float,
+    clock: list[float],
+    decode_ms: float,
+    step_ms: float,
 ) -> None:
     measured = Pace(8192)
     measured.launched()
     steps(measured, clock, 60, decode_ms * 1e-3, 64, 0)
-    steps(measured, clock, 60, decode_ms * 1e-3 + 1000 * 10e-6, 64, 1000)   # a prompt token costs 10 us
-    assert measured.max_prefill(beside_decodes=True) == pytest.approx((step_ms - decode_ms) * 100, rel=1e-3)
+    steps(
+        measured, clock, 60, decode_ms * 1e-3 + 1000 * 10e-6, 64, 1000
+    )  # a prompt token costs 10 us
+    assert measured.max_prefill(beside_decodes=True) == pytest.approx(
+        (step_ms - decode_ms) * 100, rel=1e-3
+    )
 
 
 def test_steps_of_decodes_do_not_make_prompt_tokens_look_dear(clock: list[float]) -> None:
@@ -69,11 +87,15 @@ def test_steps_of_decodes_do_not_make_prompt_tokens_look_dear(clock: list[float]
     assert measured.max_prefill(beside_decodes=False) == before
 
 
-def test_where_nobody_watches_tokens_come_only_the_patience_bounds_a_step(clock: list[float]) -> None:
+def test_where_nobody_watches_tokens_come_only_the_patience_bounds_a_step(
+    clock: list[float],
+) -> None:
     measured = Pace(8192, spares_decodes=False)
     measured.launched()
     steps(measured, clock, 1, 1.0, 0, 1000)
-    assert measured.max_prefill(beside_decodes=True) == pytest.approx(PATIENCE_SECONDS * 1000, abs=1)
+    assert measured.max_prefill(beside_decodes=True) == pytest.approx(
+        PATIENCE_SECONDS * 1000, abs=1
+    )
 
 
 def test_time_without_work_is_not_counted_as_cost(clock: list[float]) -> None:
@@ -91,7 +113,7 @@ def test_a_pace_follows_the_steps_slowly(clock: list[float]) -> None:
     measured.launched()
     clock[0] += 0.009
     measured.finished(1000, 1000)
-    clock[0] += 0.018   # one step that took twice as long
+    clock[0] += 0.018  # one step that took twice as long
     measured.finished(1000, 1000)
     assert measured.max_prefill(beside_decodes=True) == pytest.approx(1000 / 1.2, abs=1)
 
@@ -104,11 +126,11 @@ def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
 
     def slow(plan: StepPlan) -> None:
         plans.append(plan)
-        clock[0] += float(plan.num_tokens) * 18e-6   # a chunk of 500 tokens fits the target
+        clock[0] += float(plan.num_tokens) * 18e-6  # a chunk of 500 tokens fits the target
         forward(plan)
 
     runner.forward = slow  # type: ignore[method-assign]
-    clock[0] += 3600   # without work
+    clock[0] += 3600  # without work
     world.submit(request(0, [i % 60 for i in range(400)], max_tokens=20))
     for _ in range(4):
         world.step()
@@ -116,7 +138,9 @@ def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
         world.submit(request(i, [(j * 7 + i) % 60 for j in range(400)], max_tokens=4))
     world.run()
     beside = [plan for plan in plans if plan.num_decodes and plan.num_rows > plan.num_decodes]
-    assert max(len(plan.token_ids) for plan in beside) == pytest.approx(500, abs=5), "of all prompts together"
+    assert max(len(plan.token_ids) for plan in beside) == pytest.approx(500, abs=5), (
+        "of all prompts together"
+    )
     world.check(3)
 
 

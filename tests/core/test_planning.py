@@ -21,9 +21,13 @@ def ints(*values: int) -> I32:
     return np.asarray(values, np.int32)
 
 
-def sequence(sequence_id: int, prompt: list[int], output: list[int], seed: int = 0, **changes: Any) -> Sequence:
+def sequence(
+    sequence_id: int, prompt: list[int], output: list[int], seed: int = 0, **changes: Any
+) -> Sequence:
     submit = request(sequence_id, prompt, **changes)
-    return Sequence(sequence_id, submit, seed, sequence_id, HashChain(4, "", 0), ints(*prompt, *output))
+    return Sequence(
+        sequence_id, submit, seed, sequence_id, HashChain(4, "", 0), ints(*prompt, *output)
+    )
 
 
 def drafted(rows: SlotColumns | None = None, num_groups: int = 2) -> Draft:
@@ -72,13 +76,22 @@ def test_table_entries_come_from_hits_and_from_growth_and_leave_out_absent_block
     draft.grow(5, (((0, 14),), ((0, 15),)))
     first, second = frozen(draft).block_deltas
     assert [first.slots.tolist(), first.indices.tolist(), first.blocks.tolist()] == [
-        [3, 3, 3, 5], [0, 1, 2, 0], [10, 11, 13, 14]]
-    assert [second.slots.tolist(), second.indices.tolist(), second.blocks.tolist()] == [[3, 5], [1, 0], [12, 15]]
+        [3, 3, 3, 5],
+        [0, 1, 2, 0],
+        [10, 11, 13, 14],
+    ]
+    assert [second.slots.tolist(), second.indices.tolist(), second.blocks.tolist()] == [
+        [3, 5],
+        [1, 0],
+        [12, 15],
+    ]
 
 
 def test_newcomers_columns_are_ragged_where_their_wishes_are() -> None:
     draft = drafted()
-    biased = sequence(0, [1, 2], [], bias_ids=ints(4, 5), bias_values=np.asarray([1.5, -2], np.float32), top_k=7)
+    biased = sequence(
+        0, [1, 2], [], bias_ids=ints(4, 5), bias_values=np.asarray([1.5, -2], np.float32), top_k=7
+    )
     penalised = sequence(1, [1, 2, 3], [8, 9], presence_penalty=0.5, temperature=0.25, logprobs=3)
     for slot, each in ((4, biased), (2, penalised), (0, sequence(2, [1], []))):
         draft.occupy(slot, each, BlockLease([[], []]))
@@ -92,13 +105,20 @@ def test_newcomers_columns_are_ragged_where_their_wishes_are() -> None:
     assert inits.bias_ids.tolist() == [4, 5]
     assert inits.bias_values.tolist() == [1.5, -2.0]
     assert inits.history_starts.tolist() == [0, 0, 5, 5]
-    assert inits.history_ids.tolist() == [1, 2, 3, 8, 9]   # of those with penalties only
+    assert inits.history_ids.tolist() == [1, 2, 3, 8, 9]  # of those with penalties only
     assert inits.history_num_prompt.tolist() == [0, 3, 0]
 
 
-@pytest.mark.parametrize(("seed", "expected"), [
-    (0, 0), (2**63 - 1, 2**63 - 1), (-(2**63), -(2**63)), (2**63, -(2**63)), (2**63 + 5, -(2**63) + 5),
-])
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [
+        (0, 0),
+        (2**63 - 1, 2**63 - 1),
+        (-(2**63), -(2**63)),
+        (2**63, -(2**63)),
+        (2**63 + 5, -(2**63) + 5),
+    ],
+)
 def test_seeds_that_n_carries_past_their_range_wrap_around(seed: int, expected: int) -> None:
     draft = drafted()
     draft.occupy(0, sequence(0, [1], [], seed), BlockLease([[], []]))
@@ -109,7 +129,10 @@ def test_seeds_that_n_carries_past_their_range_wrap_around(seed: int, expected: 
 
 def test_copies_of_each_group_are_carried() -> None:
     plan = drafted().freeze([([], []), ([7], [8])], ints(3, 4))
-    assert [(copy.src.tolist(), copy.dst.tolist()) for copy in plan.block_copies] == [([], []), ([7], [8])]
+    assert [(copy.src.tolist(), copy.dst.tolist()) for copy in plan.block_copies] == [
+        ([], []),
+        ([7], [8]),
+    ]
     assert plan.group_num_tokens.tolist() == [3, 4]
 
 

@@ -50,7 +50,9 @@ def test_what_the_user_set_stays_and_the_plugin_is_named(caplog: pytest.LogCaptu
     hooks = registered(one=plugin(adjust_config=lambda config: {"max_num_seqs": 4, "seed": 5}))
     config = adjust(hooks, load({"max_num_seqs": "9"}, {}))
     assert (config.max_num_seqs, config.seed) == (9, 5)
-    assert caplog.messages == ["plugin one would change max_num_seqs, which --max-num-seqs sets: left"]
+    assert caplog.messages == [
+        "plugin one would change max_num_seqs, which --max-num-seqs sets: left"
+    ]
 
 
 def test_each_plugin_sees_what_the_ones_before_it_decided_and_may_not_undo_it() -> None:
@@ -60,30 +62,43 @@ def test_each_plugin_sees_what_the_ones_before_it_decided_and_may_not_undo_it() 
         seen.append(config.max_num_seqs)
         return {"max_num_seqs": 5}
 
-    hooks = registered(one=plugin(adjust_config=lambda config: {"max_num_seqs": 4}),
-                       two=plugin(adjust_config=second))
+    hooks = registered(
+        one=plugin(adjust_config=lambda config: {"max_num_seqs": 4}),
+        two=plugin(adjust_config=second),
+    )
     assert adjust(hooks, Config()).max_num_seqs == 4
     assert seen == [4]
 
 
 def test_a_plugin_that_wants_nothing_changes_nothing() -> None:
     config = Config(max_num_seqs=3)
-    assert adjust(registered(one=plugin(adjust_config=lambda config: None)), config).model_dump() == (
-        config.model_dump()
-    )
+    assert adjust(
+        registered(one=plugin(adjust_config=lambda config: None)), config
+    ).model_dump() == (config.model_dump())
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({"max_num_seqs": 0}, "must be at least 1"), ({"max_seqs": 1}, "did you mean"),
-     *(({name: value}, f"{name} says which plugins are used")
-       for name, value in (("no_plugins", True), ("strict_plugins", True), ("plugins_lock", "lock.json")))],
+    [
+        ({"max_num_seqs": 0}, "must be at least 1"),
+        ({"max_seqs": 1}, "did you mean"),
+        *(
+            ({name: value}, f"{name} says which plugins are used")
+            for name, value in (
+                ("no_plugins", True),
+                ("strict_plugins", True),
+                ("plugins_lock", "lock.json"),
+            )
+        ),
+    ],
 )
 def test_of_a_plugin_with_a_bad_change_nothing_is_taken_and_a_strict_start_ends_in_its_name(
     changes: dict[str, Any], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad, good = plugin(adjust_config=lambda config: {"seed": 5, **changes}), plugin(
-        adjust_config=lambda config: {"block_size": 8})
+    bad, good = (
+        plugin(adjust_config=lambda config: {"seed": 5, **changes}),
+        plugin(adjust_config=lambda config: {"block_size": 8}),
+    )
     config = adjust(registered(mine=bad, other=good), Config())
     assert (config.seed, config.block_size) == (0, 8)
     assert expected in caplog.text
@@ -96,17 +111,33 @@ def test_of_a_plugin_with_a_bad_change_nothing_is_taken_and_a_strict_start_ends_
 @pytest.mark.parametrize(
     ("changes", "said", "added"),
     [
-        ({"max_model_len": 9}, "--max-model-len 9: toy was made for 8 tokens; give at most that", "--max-model-len"),
-        ({"tool_call_parser": "nope"}, "no tool_parsers named 'nope'; none is installed", "--tool-call-parser"),
+        (
+            {"max_model_len": 9},
+            "--max-model-len 9: toy was made for 8 tokens; give at most that",
+            "--max-model-len",
+        ),
+        (
+            {"tool_call_parser": "nope"},
+            "no tool_parsers named 'nope'; none is installed",
+            "--tool-call-parser",
+        ),
         ({"host": "nowhere"}, "cannot listen on nowhere:80: no; see --port and --host", "--host"),
-        ({"max_num_seqs": 3}, "too small; fewer --max-num-seqs, or less --chunked-prefill-size", "--max-num-seqs"),
+        (
+            {"max_num_seqs": 3},
+            "too small; fewer --max-num-seqs, or less --chunked-prefill-size",
+            "--max-num-seqs",
+        ),
         ({"max_num_seqs": 3}, "--max-model-len 9: toy was made for 8 tokens", None),
         ({"attention_backend": "x"}, "--attention-backend (from plugin acme:tune): no", None),
     ],
 )
 @pytest.mark.parametrize("selected", [None, "acme,other"])
 def test_an_error_about_what_a_plugin_set_names_the_plugin_and_what_goes_without_its_changes(
-    changes: dict[str, Any], said: str, added: str | None, selected: str | None, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    said: str,
+    added: str | None,
+    selected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
     if selected:
@@ -118,13 +149,18 @@ def test_an_error_about_what_a_plugin_set_names_the_plugin_and_what_goes_without
         raise ConfigError(said)
     assert str(caught.value) == said + (blame if added else "")
     own = {name: str(value) for name, value in changes.items()}
-    with pytest.raises(ConfigError) as caught, hooks.adjusted(load(own, {})):  # what the user set is the user's
+    with (
+        pytest.raises(ConfigError) as caught,
+        hooks.adjusted(load(own, {})),
+    ):  # what the user set is the user's
         raise ConfigError(said)
     assert str(caught.value) == said
 
 
 def test_of_several_settings_of_a_plugin_each_that_an_error_names_is_told() -> None:
-    hooks = registered(acme=plugin(adjust_config=lambda config: {"max_num_seqs": 3, "seed": 1, "block_size": 8}))
+    hooks = registered(
+        acme=plugin(adjust_config=lambda config: {"max_num_seqs": 3, "seed": 1, "block_size": 8})
+    )
     with pytest.raises(ConfigError) as caught, hooks.adjusted(Config()):
         raise ConfigError("lower --max-num-seqs (or `--block-size`)")
     assert "; plugin acme set --max-num-seqs: " in str(caught.value)
@@ -149,7 +185,9 @@ def test_a_plugin_that_raises_at_the_start_is_switched_off_and_ends_a_strict_one
     assert adjust(registered(bad=plugin(adjust_config=adjust_config)), config) is config
     assert registered(bad=plugin(add_middleware=add_middleware)).add_middleware(print) is print
     assert caplog.text.count("Traceback") == 2
-    with pytest.raises(PluginError, match=f"hooks of bad failed in adjust_config: {type(error).__name__}"):
+    with pytest.raises(
+        PluginError, match=f"hooks of bad failed in adjust_config: {type(error).__name__}"
+    ):
         adjust(registered(strict=True, bad=plugin(adjust_config=adjust_config)), config)
     with pytest.raises(PluginError, match="hooks of bad failed in add_middleware"):
         registered(strict=True, bad=plugin(add_middleware=add_middleware)).add_middleware(print)
@@ -172,7 +210,9 @@ def test_a_module_with_an_unknown_hook_is_left_out_and_ends_a_strict_start(
     monkeypatch.setitem(sys.modules, "odd_hooks", module)
 
     def catalog(strict: bool) -> Catalog:
-        return Catalog.discover(Selection.read({}), strict=strict, distributions=distributions(path=[str(tmp_path)]))
+        return Catalog.discover(
+            Selection.read({}), strict=strict, distributions=distributions(path=[str(tmp_path)])
+        )
 
     lenient = catalog(strict=False)
     assert Hooks.load(lenient).observer("observe_step") is None
@@ -190,7 +230,9 @@ def test_an_observer_that_fails_is_switched_off_and_the_others_go_on(
     def fail(record: StepRecord) -> None:
         raise error
 
-    hooks = registered(bad=plugin(observe_step=fail), good=plugin(observe_step=lambda record: seen.append(record)))
+    hooks = registered(
+        bad=plugin(observe_step=fail), good=plugin(observe_step=lambda record: seen.append(record))
+    )
     observe = hooks.observer("observe_step")
     assert observe is not None
     observe(STEP)
@@ -213,9 +255,11 @@ def test_records_are_wanted_only_where_somebody_observes() -> None:
 
 
 def test_middleware_wraps_in_order_and_a_plugin_may_leave_the_app_as_it_is() -> None:
-    hooks = registered(one=plugin(add_middleware=lambda app: lambda: f"one({app()})"),
-                       two=plugin(add_middleware=lambda app: None),
-                       three=plugin(add_middleware=lambda app: lambda: f"three({app()})"))
+    hooks = registered(
+        one=plugin(add_middleware=lambda app: lambda: f"one({app()})"),
+        two=plugin(add_middleware=lambda app: None),
+        three=plugin(add_middleware=lambda app: lambda: f"three({app()})"),
+    )
     assert hooks.add_middleware(lambda: "app")() == "three(one(app))"
     assert registered().add_middleware(print) is print
 

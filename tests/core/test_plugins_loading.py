@@ -21,7 +21,9 @@ def test_an_import_that_fails_leaves_the_others_usable(
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "broken_one.py").write_text("import no_such_library")
     (tmp_path / "modules" / "fine_one.py").write_text("SPEC = 3")
-    found = install("both", attention("bad", "broken_one:S [api1]") + "good = fine_one:SPEC [api1]\n")
+    found = install(
+        "both", attention("bad", "broken_one:S [api1]") + "good = fine_one:SPEC [api1]\n"
+    )
     catalog = discover(found)
     bad, good = catalog.entries("kernels.attention")
     assert catalog.load(bad, object) is None
@@ -43,7 +45,9 @@ def test_a_syntax_error_is_told_with_its_file_and_line(install: Install, tmp_pat
     module = tmp_path / "modules" / "misspelt_one.py"
     module.write_text("SPEC = 3\ndef\n")
     catalog = discover(install("some", attention("bad", "misspelt_one:SPEC [api1]")))
-    with pytest.raises(PluginError, match=rf"SyntaxError: invalid syntax \({module}, line 2\); where "):
+    with pytest.raises(
+        PluginError, match=rf"SyntaxError: invalid syntax \({module}, line 2\); where "
+    ):
         catalog.need(catalog.get("kernels.attention", "bad"), object)
 
 
@@ -54,7 +58,10 @@ def test_a_syntax_error_is_told_with_its_file_and_line(install: Install, tmp_pat
         ("RuntimeError()", "RuntimeError"),
         ("OSError('a' * 300 + 'z' * 300)", f"OSError: {'a' * 300}{'z' * 300}"),
         ("OSError('a' * 5000 + 'z' * 5000)", f"OSError: {'a' * 400} … {'z' * 400}"),
-        ("type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})()", "Mute: its message cannot be read"),
+        (
+            "type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})()",
+            "Mute: its message cannot be read",
+        ),
     ],
 )
 def test_the_whole_message_of_a_failure_is_told_in_one_line_and_of_a_very_long_one_its_ends(
@@ -79,7 +86,9 @@ def test_a_descriptor_of_another_type_is_a_failure(install: Install, tmp_path: P
     assert "wrong_type:SPEC is a str, not a int" in catalog.all()[0].reason
 
 
-def test_a_descriptor_that_is_no_kernel_is_left_out_and_shown_and_ends_a_strict_start(install: Install) -> None:
+def test_a_descriptor_that_is_no_kernel_is_left_out_and_shown_and_ends_a_strict_start(
+    install: Install,
+) -> None:
     found = install("odd", attention("odd", "types:SimpleNamespace [api1]"))
     catalog = discover(found)
     assert installed_kernels(catalog) == ()
@@ -104,13 +113,20 @@ def test_a_kernel_that_calls_itself_the_reference_of_an_op_and_is_not_is_left_ou
     assert installed_kernels(catalog) == ()
     (entry,) = catalog.all()
     assert (entry.status, entry.reason) == (
-        Status.FAILED, "it says reference=True and loads claims:make; that of greedy is "
-        "tokenspeed_kernels.reference.sampling:greedy")
+        Status.FAILED,
+        "it says reference=True and loads claims:make; that of greedy is "
+        "tokenspeed_kernels.reference.sampling:greedy",
+    )
 
 
-def test_a_plugin_brings_the_reference_of_an_op_that_it_brings(install: Install, tmp_path: Path) -> None:
-    found = install("acme", "[tokenspeed.kernels.norm]\nacme = brings:SPEC [api1]\n"
-                            "[tokenspeed.ops]\nacme = brings:OP [api1]\n")
+def test_a_plugin_brings_the_reference_of_an_op_that_it_brings(
+    install: Install, tmp_path: Path
+) -> None:
+    found = install(
+        "acme",
+        "[tokenspeed.kernels.norm]\nacme = brings:SPEC [api1]\n"
+        "[tokenspeed.ops]\nacme = brings:OP [api1]\n",
+    )
     (tmp_path / "modules" / "brings.py").write_text(
         "from tokenspeed_core.api import Capability, KernelSpec, OpContract\n"
         "OP = OpContract('acme/norm', 'norm', '', {}, 'brings:make', 'brings:inputs', ())\n"
@@ -124,7 +140,9 @@ def test_what_a_plugin_wrote_cannot_steer_the_terminal_that_shows_the_log(
     install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = install("odd", attention("odd/red", "raising:SPEC [api1]"))
-    (tmp_path / "modules" / "raising.py").write_text("raise RuntimeError('\\x1b]0;title\\x07 caf\u00e9')\n")
+    (tmp_path / "modules" / "raising.py").write_text(
+        "raise RuntimeError('\\x1b]0;title\\x07 caf\u00e9')\n"
+    )
     installed_kernels(discover(found))
     assert "\x1b" not in caplog.text
     assert "plugin kernels.attention odd/red of odd 1.0 is left out: Traceback" in caplog.text
@@ -144,9 +162,13 @@ def write_modules(tmp_path: Path, **modules: str) -> None:
         (tmp_path / "modules" / f"{name}.py").write_text(text)
 
 
-def test_a_kernel_of_an_op_that_nobody_has_is_left_out_with_the_nearest_op(install: Install, tmp_path: Path) -> None:
+def test_a_kernel_of_an_op_that_nobody_has_is_left_out_with_the_nearest_op(
+    install: Install, tmp_path: Path
+) -> None:
     write_modules(tmp_path, specs_of_acme=SPECS)
-    found = install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:UNKNOWN [api1]\n")
+    found = install(
+        "acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:UNKNOWN [api1]\n"
+    )
     catalog = discover(found)
     assert installed_kernels(catalog) == ()
     assert catalog.all()[0].reason == "no plugin here has an op greeedy; did you mean greedy?"
@@ -155,9 +177,13 @@ def test_a_kernel_of_an_op_that_nobody_has_is_left_out_with_the_nearest_op(insta
             installed_kernels(must)
 
 
-def test_a_kernel_beside_one_of_an_op_that_nobody_has_is_kept(install: Install, tmp_path: Path) -> None:
+def test_a_kernel_beside_one_of_an_op_that_nobody_has_is_kept(
+    install: Install, tmp_path: Path
+) -> None:
     write_modules(tmp_path, specs_of_acme=SPECS)
-    catalog = discover(install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:BOTH [api1]\n"))
+    catalog = discover(
+        install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:BOTH [api1]\n")
+    )
     assert "greedy" in {kernel.spec.op for kernel in installed_kernels(catalog)}
 
 
@@ -165,7 +191,9 @@ def test_a_kernel_whose_module_does_not_load_ends_the_start_where_its_plugin_mus
     install: Install, tmp_path: Path
 ) -> None:
     write_modules(tmp_path, specs_of_acme=SPECS, specs_of_acme_kernel="raise RuntimeError('boom')")
-    found = install("acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:RAISES [api1]\n")
+    found = install(
+        "acme", "[tokenspeed.kernels.sampling]\nacme/ld = specs_of_acme:RAISES [api1]\n"
+    )
     problem = {"vocab_size": 64, "dtype": "float32"}
 
     def select(catalog: Catalog) -> None:

@@ -74,11 +74,17 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     info = tmp_path / "site" / "acme-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    tools = "".join(f"{name.lower()} = {HERE}:{name} [api1]\n" for name in ("SPEC", "BROKEN", "NOTHING", "DANGLING"))
+    tools = "".join(
+        f"{name.lower()} = {HERE}:{name} [api1]\n"
+        for name in ("SPEC", "BROKEN", "NOTHING", "DANGLING")
+    )
     (info / "entry_points.txt").write_text(
         f"[tokenspeed.tool_parsers]\n{tools}odd = {HERE}:Plain [api1]\n[tokenspeed.reasoning_parsers]\n"
-        f"thinks = {HERE}:SPEC [api1]\n")
-    return Catalog.discover(Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")]))
+        f"thinks = {HERE}:SPEC [api1]\n"
+    )
+    return Catalog.discover(
+        Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")])
+    )
 
 
 def test_parsers_are_those_that_are_named_and_none_by_default(catalog: Catalog) -> None:
@@ -86,7 +92,10 @@ def test_parsers_are_those_that_are_named_and_none_by_default(catalog: Catalog) 
     tool = NamedParser(catalog.get("tool_parsers", "spec"), SPEC)
     thinks = NamedParser(catalog.get("reasoning_parsers", "thinks"), SPEC)
     assert find_parsers(Config(tool_call_parser="spec"), catalog) == (None, tool)
-    assert find_parsers(Config(reasoning_parser="thinks", tool_call_parser="spec"), catalog) == (thinks, tool)
+    assert find_parsers(Config(reasoning_parser="thinks", tool_call_parser="spec"), catalog) == (
+        thinks,
+        tool,
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +109,9 @@ def test_parsers_are_those_that_are_named_and_none_by_default(catalog: Catalog) 
         ("thinks", "no tool_parsers named 'thinks'"),
     ],
 )
-def test_a_parser_that_cannot_be_had_ends_the_start_in_one_line(catalog: Catalog, name: str, said: str) -> None:
+def test_a_parser_that_cannot_be_had_ends_the_start_in_one_line(
+    catalog: Catalog, name: str, said: str
+) -> None:
     with pytest.raises(PluginError) as caught:
         find_parsers(Config(tool_call_parser=name), catalog)
     assert said in str(caught.value)
@@ -111,7 +122,9 @@ def test_a_parser_that_cannot_be_had_ends_the_start_in_one_line(catalog: Catalog
 
 
 def test_a_server_without_text_takes_no_parser() -> None:
-    with pytest.raises(ConfigError, match="--tool-call-parser read text: none with --skip-tokenizer-init"):
+    with pytest.raises(
+        ConfigError, match="--tool-call-parser read text: none with --skip-tokenizer-init"
+    ):
         Config.from_keywords(tool_call_parser="spec", skip_tokenizer_init=True)
 
 
@@ -141,7 +154,9 @@ def test_the_kit_finds_a_parser_that_does_not_keep_its_word(
         getattr(suite, asked)()
 
 
-def test_the_kit_has_no_complaint_about_a_parser_that_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kit_has_no_complaint_about_a_parser_that_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
 
     class Suite(ParserConformance):

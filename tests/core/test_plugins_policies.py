@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 from null_world import World, request
 
-from tokenspeed_core.api import Candidate, Decision, FullAttention, Limits, ModelInfo, ModelSpec, Policy, Room, View
+from tokenspeed_core.api import (
+    Candidate,
+    Decision,
+    FullAttention,
+    Limits,
+    ModelInfo,
+    ModelSpec,
+    Policy,
+    Room,
+    View,
+)
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.launch import resolve
 from tokenspeed_core.engine.policies import PluginPolicy, find_policy
@@ -61,8 +71,11 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     (info / "entry_points.txt").write_text(
         f"[tokenspeed.models]\nTiny = {HERE}:TINY [api1]\n[tokenspeed.policies]\nlifo = {HERE}:LastFirst [api1]\n"
         f"broken = {HERE}:broken [api1]\nno_policy = {HERE}:dict [api1]\nno_factory = {HERE}:HERE [api1]\n"
-        f"fcfs = {HERE}:LastFirst [api1]\n")
-    return Catalog.discover(Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")]))
+        f"fcfs = {HERE}:LastFirst [api1]\n"
+    )
+    return Catalog.discover(
+        Selection.read({}), distributions=distributions(path=[str(tmp_path / "site")])
+    )
 
 
 def test_a_plugins_policy_is_what_the_name_resolves_to(catalog: Catalog, tmp_path: Path) -> None:
@@ -88,7 +101,9 @@ def test_a_plugin_cannot_take_the_place_of_a_built_in_policy(catalog: Catalog) -
         ("fcsf", "no policies named 'fcsf'; installed: broken, fcfs, lifo,"),
     ],
 )
-def test_a_policy_that_cannot_be_had_is_one_line(catalog: Catalog, name: str, said: str, monkeypatch: Any) -> None:
+def test_a_policy_that_cannot_be_had_is_one_line(
+    catalog: Catalog, name: str, said: str, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(globals(), "dict", dict)  # a class that makes no policy
     with pytest.raises(PluginError) as caught:
         find_policy(name, catalog)
@@ -119,22 +134,34 @@ def runs_all(self: LastFirst, view: View, limits: Limits) -> Decision:
     ("method", "does", "said"),
     [
         ("key", fails, "LastFirst.key fails: LookupError: no such tenant"),
-        ("key", lambda *given: None, "LastFirst.key makes a NoneType, which lacks what a tuple has"),
+        (
+            "key",
+            lambda *given: None,
+            "LastFirst.key makes a NoneType, which lacks what a tuple has",
+        ),
         ("decide", fails, "LastFirst.decide fails: LookupError: no such tenant"),
-        ("decide", lambda *given: None, "LastFirst.decide fails: AttributeError: 'NoneType' object has no"),
+        (
+            "decide",
+            lambda *given: None,
+            "LastFirst.decide fails: AttributeError: 'NoneType' object has no",
+        ),
         ("decide", runs_all, "LastFirst.decide fails: ValueError: a row runs without its pages"),
         ("admit", fails, "LastFirst.admit fails: LookupError: no such tenant"),
         ("admit", lambda *given: None, "LastFirst.admit fails: TypeError: int() argument must be"),
     ],
 )
 def test_a_policy_that_fails_ends_the_engine_in_a_line_that_names_its_plugin(
-    catalog: Catalog, method: str, does: Any, said: str, monkeypatch: pytest.MonkeyPatch,
+    catalog: Catalog,
+    method: str,
+    does: Any,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(policy=find_policy("lifo", catalog), num_pages=14, prefix_caching=False)
     monkeypatch.setattr(LastFirst, method, does)
 
     def serve() -> None:
-        for sequence_id in range(4):   # more than the pool has pages for
+        for sequence_id in range(4):  # more than the pool has pages for
             world.submit(request(sequence_id, [sequence_id, 2, 3], max_tokens=30))
         world.run()
 
@@ -148,8 +175,13 @@ def test_a_policy_that_fails_ends_the_engine_in_a_line_that_names_its_plugin(
 
 
 VIEW = View(
-    slots=np.arange(3, dtype=np.int32), num_decodes=1, num_query=np.asarray([1, 9, 9], np.int32),
-    pages=np.ones(3, np.int32), held=np.ones(3, np.int32), priority=np.zeros(3, np.int32), arrival=np.arange(3),
+    slots=np.arange(3, dtype=np.int32),
+    num_decodes=1,
+    num_query=np.asarray([1, 9, 9], np.int32),
+    pages=np.ones(3, np.int32),
+    held=np.ones(3, np.int32),
+    priority=np.zeros(3, np.int32),
+    arrival=np.arange(3),
 )
 LIMITS = Limits(budget=32, max_prefill=32, is_chunking=True, available_pages=2, coming_pages=0)
 
@@ -157,23 +189,31 @@ LIMITS = Limits(budget=32, max_prefill=32, is_chunking=True, available_pages=2, 
 @pytest.mark.parametrize(
     ("num_query", "victims", "error"),
     [
-        ([1, 9, 9], [], "ValueError"),        # a page too many
-        ([1, 9, 0], [1], "ValueError"),       # a victim that runs
-        ([1, 9, 0], [2, 2], "ValueError"),    # one named twice
-        ([1, 9, 0], [3], "IndexError"),       # one that is not there
-        ([1, 9], [], "ValueError"),           # a row forgotten
+        ([1, 9, 9], [], "ValueError"),  # a page too many
+        ([1, 9, 0], [1], "ValueError"),  # a victim that runs
+        ([1, 9, 0], [2, 2], "ValueError"),  # one named twice
+        ([1, 9, 0], [3], "IndexError"),  # one that is not there
+        ([1, 9], [], "ValueError"),  # a row forgotten
     ],
 )
 def test_a_decision_that_cannot_be_carried_out_is_put_down_to_the_plugin(
-    catalog: Catalog, num_query: list[int], victims: list[int], error: str, monkeypatch: pytest.MonkeyPatch,
+    catalog: Catalog,
+    num_query: list[int],
+    victims: list[int],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decision = Decision(np.asarray(num_query, np.int32), np.asarray(victims, np.int32))
     monkeypatch.setattr(LastFirst, "decide", lambda *given: decision)
-    with pytest.raises(PluginError, match=f"^policies lifo of lifo 1.0: {HERE}:LastFirst.decide fails: {error}"):
+    with pytest.raises(
+        PluginError, match=f"^policies lifo of lifo 1.0: {HERE}:LastFirst.decide fails: {error}"
+    ):
         find_policy("lifo", catalog).decide(VIEW, LIMITS)
 
 
-def test_no_row_gets_more_than_it_wants_or_less_than_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_gets_more_than_it_wants_or_less_than_nothing(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decision = Decision(np.asarray([7, -4, 12]), np.zeros(0, np.int32))
     monkeypatch.setattr(LastFirst, "decide", lambda *given: decision)
     decided = find_policy("lifo", catalog).decide(VIEW, LIMITS)

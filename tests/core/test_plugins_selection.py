@@ -14,8 +14,14 @@ from tokenspeed_core.plugins import Selection
 @pytest.mark.parametrize(
     ("text", "wanted", "out"),
     [
-        ("x,-x", "x", "x"), ("-X,other,x", "x", "x"), ("x:kernels.attention,-x", "x:kernels.attention", "x"),
-        ("x:kernels.attention:a -x:kernels.attention", "x:kernels.attention:a", "x:kernels.attention"),
+        ("x,-x", "x", "x"),
+        ("-X,other,x", "x", "x"),
+        ("x:kernels.attention,-x", "x:kernels.attention", "x"),
+        (
+            "x:kernels.attention:a -x:kernels.attention",
+            "x:kernels.attention:a",
+            "x:kernels.attention",
+        ),
         ("tokenspeed-kernels,-tokenspeed-kernels", "tokenspeed-kernels", "tokenspeed-kernels"),
     ],
 )
@@ -39,7 +45,9 @@ def test_a_part_of_what_is_wanted_may_be_taken_away(install: Install) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "x:kernels.attention:a,-other", "x,-tokenspeed-kernels"])
-def test_what_goes_without_the_only_one_that_is_wanted_brings_no_other_back(install: Install, text: str) -> None:
+def test_what_goes_without_the_only_one_that_is_wanted_brings_no_other_back(
+    install: Install, text: str
+) -> None:
     install("tokenspeed-kernels", attention("k"))
     install("other", attention("o"))
     found = install("x", attention("a"))
@@ -47,5 +55,7 @@ def test_what_goes_without_the_only_one_that_is_wanted_brings_no_other_back(inst
     settled = Selection.read(dict(word.split("=", 1) for word in told.split()))
     names = () if "tokenspeed-kernels" in text else ("k",)
     assert Selection.refusal(settled, ("other",))
-    assert [e.name for e in discover(found, text).all() if not settled.refusal(e.scopes)] == [*names]
+    assert [e.name for e in discover(found, text).all() if not settled.refusal(e.scopes)] == [
+        *names
+    ]
     settled.check({scope for e in discover(found).all() for scope in e.scopes})

@@ -29,7 +29,9 @@ SPY = "open('/dev/stderr', 'w').write('IMPORTED'); run = SPEC = None"
 MAIN = "import sys; from tokenspeed_core.cli import main; sys.exit(main())"  # run by -c, '' is first on sys.path
 
 
-def install(folder: Path, name: str, entries: str, files: dict[str, str] | None = None, suffix: str = "dist") -> None:
+def install(
+    folder: Path, name: str, entries: str, files: dict[str, str] | None = None, suffix: str = "dist"
+) -> None:
     """Write a distribution's metadata and modules, as pip would; with another suffix, as older tools would."""
     info = folder / f"{name}-1.0.{suffix}-info"
     info.mkdir(parents=True)
@@ -54,15 +56,26 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[module]
 
 
-def discover(*folders: Path | str, environ: dict[str, str] | None = None, strict: bool = False) -> Catalog:
+def discover(
+    *folders: Path | str, environ: dict[str, str] | None = None, strict: bool = False
+) -> Catalog:
     found = distributions(path=[str(folder) for folder in folders])
     return Catalog.discover(Selection.read(environ or {}), distributions=found, strict=strict)
 
 
-def tokenspeed(*words: str, cwd: Path, how: tuple[str, ...] = ("-m", "tokenspeed_core.cli"), **environ: str) -> str:
+def tokenspeed(
+    *words: str, cwd: Path, how: tuple[str, ...] = ("-m", "tokenspeed_core.cli"), **environ: str
+) -> str:
     """Run a command somewhere and return all that it says."""
-    done = subprocess.run([sys.executable, *how, *words], cwd=cwd, env={**os.environ, **environ},
-                          capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *how, *words],
+        cwd=cwd,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     return done.stdout + done.stderr
 
 
@@ -70,14 +83,22 @@ def tokenspeed(*words: str, cwd: Path, how: tuple[str, ...] = ("-m", "tokenspeed
 def test_a_plugin_that_lies_in_the_working_directory_is_shown_and_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    install(tmp_path, "lurking", "[tokenspeed.models]\nx = lurking:SPEC [api1]\n", {"lurking.py": SPY}, suffix)
+    install(
+        tmp_path,
+        "lurking",
+        "[tokenspeed.models]\nx = lurking:SPEC [api1]\n",
+        {"lurking.py": SPY},
+        suffix,
+    )
     monkeypatch.chdir(tmp_path)
     for folder in ("", str(tmp_path), "."):
         (entry,) = discover(folder).all()
         assert entry.status is Status.DISABLED
         assert "is in the working directory" in entry.reason
         assert discover(folder).entries("models") == ()
-    with pytest.raises(PluginError, match=r"nothing of it can be used; models x is disabled: it is in the working"):
+    with pytest.raises(
+        PluginError, match=r"nothing of it can be used; models x is disabled: it is in the working"
+    ):
         discover(tmp_path, environ={"TOKENSPEED_PLUGINS": "lurking"})
 
 
@@ -85,31 +106,45 @@ def test_what_lies_in_the_working_directory_does_not_shadow_what_is_installed(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in (tmp_path, site):
-        install(folder, "acme", "[tokenspeed.models]\nx = acme:SPEC [api1]\n", {"acme.py": "SPEC = 1"})
+        install(
+            folder, "acme", "[tokenspeed.models]\nx = acme:SPEC [api1]\n", {"acme.py": "SPEC = 1"}
+        )
     monkeypatch.chdir(tmp_path)
     catalog = discover(tmp_path, site)
     assert [(entry.root, entry.status) for entry in catalog.all()] == [
-        (str(site), Status.OK), (str(tmp_path), Status.SHADOWED),
+        (str(site), Status.OK),
+        (str(tmp_path), Status.SHADOWED),
     ]
     assert catalog.load(catalog.get("models", "x"), int) == 1
 
 
-@pytest.mark.parametrize(
-    "how", [("-m", "tokenspeed_core.cli"), ("-c", MAIN)]
-)
+@pytest.mark.parametrize("how", [("-m", "tokenspeed_core.cli"), ("-c", MAIN)])
 @pytest.mark.parametrize("suffix", ["dist", "egg"])
 def test_a_command_that_lies_in_the_working_directory_is_no_command(
     tmp_path: Path, how: tuple[str, ...], suffix: str
 ) -> None:
-    install(tmp_path, "lurking", "[tokenspeed.commands]\nlurk = lurking:run [api1]\n", {"lurking.py": SPY}, suffix)
+    install(
+        tmp_path,
+        "lurking",
+        "[tokenspeed.commands]\nlurk = lurking:run [api1]\n",
+        {"lurking.py": SPY},
+        suffix,
+    )
     said = tokenspeed("lurk", cwd=tmp_path, how=how)
-    assert "lurk: no such command" in said or "it is in the working directory, from which nothing is loaded" in said
+    assert (
+        "lurk: no such command" in said
+        or "it is in the working directory, from which nothing is loaded" in said
+    )
     assert "IMPORTED" not in said
-    (tmp_path / "elsewhere").mkdir()  # where it is no working directory, it is an installed plugin as any other
+    (
+        tmp_path / "elsewhere"
+    ).mkdir()  # where it is no working directory, it is an installed plugin as any other
     assert "IMPORTED" in tokenspeed("lurk", cwd=tmp_path / "elsewhere", PYTHONPATH=str(tmp_path))
 
 
-def test_a_module_in_the_working_directory_does_not_take_the_place_of_a_plugins(site: Path, tmp_path: Path) -> None:
+def test_a_module_in_the_working_directory_does_not_take_the_place_of_a_plugins(
+    site: Path, tmp_path: Path
+) -> None:
     entries = "[tokenspeed.commands]\ngreet = greeter:run [api1]\n"
     install(site, "greeter", entries, {"greeter.py": "def run(words): print('hello')"})
     here = tmp_path / "here"
@@ -126,7 +161,9 @@ def test_a_module_of_the_same_name_earlier_on_the_path_is_not_imported_in_place_
 ) -> None:
     entries = "[tokenspeed.models]\nx = outer_space.acme.spec:SPEC [api1]\n"
     for folder in (site, tmp_path / "other"):
-        (folder / "outer_space/acme").mkdir(parents=True)  # outer_space is a namespace package: others share it
+        (folder / "outer_space/acme").mkdir(
+            parents=True
+        )  # outer_space is a namespace package: others share it
         for file in ("__init__.py", "spec.py"):
             (folder / "outer_space/acme" / file).write_text("SPEC = 1")
     install(site, "acme", entries)
@@ -141,10 +178,17 @@ def test_a_module_of_the_same_name_earlier_on_the_path_is_not_imported_in_place_
 
 
 def test_nothing_in_a_models_folder_is_loaded(tmp_path: Path) -> None:
-    config = {"architectures": ["LurkingForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_lurking.Model"}}
+    config = {
+        "architectures": ["LurkingForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_lurking.Model"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    install(tmp_path, "lurking", "[tokenspeed.models]\nLurkingForCausalLM = modeling_lurking:SPEC [api1]\n",
-            {"modeling_lurking.py": SPY, "tokenizer.py": SPY})
+    install(
+        tmp_path,
+        "lurking",
+        "[tokenspeed.models]\nLurkingForCausalLM = modeling_lurking:SPEC [api1]\n",
+        {"modeling_lurking.py": SPY, "tokenizer.py": SPY},
+    )
     for folder in (tmp_path, tmp_path.parent):  # inside it or elsewhere
         said = tokenspeed("serve", str(tmp_path), "--dry-run", cwd=folder)
         assert "LurkingForCausalLM" in said
@@ -153,9 +197,17 @@ def test_nothing_in_a_models_folder_is_loaded(tmp_path: Path) -> None:
 
 def test_what_the_user_named_must_be_usable(site: Path) -> None:
     install(site, "early", "[tokenspeed.models]\nx = early:SPEC [api9]\n")
-    install(site, "broken", "[tokenspeed.models]\ny = broken:SPEC [api1]\n", {"broken.py": "raise RuntimeError"})
+    install(
+        site,
+        "broken",
+        "[tokenspeed.models]\ny = broken:SPEC [api1]\n",
+        {"broken.py": "raise RuntimeError"},
+    )
     assert discover(site).all()
-    with pytest.raises(PluginError, match="TOKENSPEED_PLUGINS names early, and nothing of it can be used; models x is"):
+    with pytest.raises(
+        PluginError,
+        match="TOKENSPEED_PLUGINS names early, and nothing of it can be used; models x is",
+    ):
         discover(site, environ={"TOKENSPEED_PLUGINS": "early"})
     catalog = discover(site, environ={"TOKENSPEED_PLUGINS": "broken"})
     with pytest.raises(PluginError, match=r"models y of broken 1\.0 failed to load: RuntimeError"):
@@ -173,7 +225,11 @@ BAD = (replace(one, name="half"), {second})
 
 @pytest.mark.parametrize(
     ("second", "reason"),
-    [("one", "has a contract already"), ("FIRST", "has a contract already"), ("3", "3 is no OpContract")],
+    [
+        ("one", "has a contract already"),
+        ("FIRST", "has a contract already"),
+        ("3", "3 is no OpContract"),
+    ],
 )
 def test_of_ops_of_which_one_is_refused_none_stays(site: Path, second: str, reason: str) -> None:
     entries = "[tokenspeed.ops]\na = brings_ops:FIRST [api1]\nb = brings_ops:BAD [api1]\n"
@@ -186,7 +242,9 @@ def test_of_ops_of_which_one_is_refused_none_stays(site: Path, second: str, reas
         installed_ops(discover(site, strict=True))
 
 
-def test_of_a_module_of_hooks_that_fails_in_the_middle_no_hook_stays_and_its_traceback_is_kept(site: Path) -> None:
+def test_of_a_module_of_hooks_that_fails_in_the_middle_no_hook_stays_and_its_traceback_is_kept(
+    site: Path,
+) -> None:
     text = "from tokenspeed_core.api import hookimpl\n@hookimpl\ndef observe_step(record): ...\nimport no_such\n"
     install(site, "half", "[tokenspeed.hooks]\nhalf = half_hooks [api1]\n", {"half_hooks.py": text})
     catalog = discover(site)
@@ -200,7 +258,9 @@ def test_of_a_module_of_hooks_that_fails_in_the_middle_no_hook_stays_and_its_tra
 # -- compiled code ------------------------------------------------------------------------------------------
 
 NATIVE = KernelSpec("greedy", "native", Capability(("cpu",), ("float32",)), "native:make")
-PLAIN = KernelSpec("greedy", "plain", Capability(("cpu",), ("float32",)), "builtins:print", reference=True)
+PLAIN = KernelSpec(
+    "greedy", "plain", Capability(("cpu",), ("float32",)), "builtins:print", reference=True
+)
 HERE = str(next(sys_tags()))
 
 
@@ -220,7 +280,9 @@ def test_compiled_code_that_was_built_for_something_else_is_not_loaded_and_the_r
 ) -> None:
     install(site, "native", "", {"native.py": "make = print"})
     info = site / "native-1.0.dist-info"
-    (info / "WHEEL").write_text("Root-Is-Purelib: false\n" + "".join(f"Tag: {tag}\n" for tag in tags))
+    (info / "WHEEL").write_text(
+        "Root-Is-Purelib: false\n" + "".join(f"Tag: {tag}\n" for tag in tags)
+    )
     with (info / "METADATA").open("a") as metadata:
         metadata.write(f"Requires-Dist: {requires}\n" if requires else "")
     kernels = [InstalledKernel(NATIVE, "native"), InstalledKernel(PLAIN, "tokenspeed-kernels")]

@@ -13,7 +13,7 @@ from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Pol
 from tokenspeed_core.scheduler.policy import POLICIES
 
 MANY = 10_000
-PAGE = 4   # tokens, in the simulation
+PAGE = 4  # tokens, in the simulation
 
 policies = st.sampled_from([POLICIES["fcfs"], POLICIES["priority"]])
 
@@ -30,10 +30,13 @@ def views(draw: st.DrawFn) -> View:
         return draw(st.lists(st.integers(least, most), min_size=length, max_size=length))
 
     view = View(
-        slots=np.asarray(draw(st.permutations(range(num))), np.int32), num_decodes=num_decodes,
+        slots=np.asarray(draw(st.permutations(range(num))), np.int32),
+        num_decodes=num_decodes,
         num_query=np.asarray(column(1, 5, num_decodes) + column(1, 60, num_prompts), np.int32),
-        pages=np.asarray(column(0, 3, num), np.int32), held=np.asarray(column(0, 6, num), np.int32),
-        priority=np.asarray(column(0, 2, num), np.int32), arrival=np.asarray(arrival, np.int64),
+        pages=np.asarray(column(0, 3, num), np.int32),
+        held=np.asarray(column(0, 6, num), np.int32),
+        priority=np.asarray(column(0, 2, num), np.int32),
+        arrival=np.asarray(arrival, np.int64),
     )
     for each in (view.slots, view.num_query, view.pages, view.held, view.priority, view.arrival):
         each.setflags(write=False)
@@ -41,17 +44,28 @@ def views(draw: st.DrawFn) -> View:
 
 
 limits = st.builds(
-    Limits, budget=st.integers(1, 64), max_prefill=st.integers(1, 64), is_chunking=st.booleans(),
-    available_pages=st.integers(0, 12), coming_pages=st.integers(0, 6),
+    Limits,
+    budget=st.integers(1, 64),
+    max_prefill=st.integers(1, 64),
+    is_chunking=st.booleans(),
+    available_pages=st.integers(0, 12),
+    coming_pages=st.integers(0, 6),
 )
 rooms = st.builds(
-    Room, budget=st.integers(1, 64), is_chunking=st.booleans(),
-    available_pages=st.integers(0, 30), promised_pages=st.integers(0, 20), num_decoding=st.integers(0, 6),
+    Room,
+    budget=st.integers(1, 64),
+    is_chunking=st.booleans(),
+    available_pages=st.integers(0, 30),
+    promised_pages=st.integers(0, 20),
+    num_decoding=st.integers(0, 6),
     is_alone=st.booleans(),
 )
 candidates = st.builds(
     lambda hit, rest, pages, idle: Candidate(hit + rest, hit, pages, min(idle, hit)),
-    st.integers(0, 40), st.integers(1, 60), st.integers(0, 20), st.integers(0, 10),
+    st.integers(0, 40),
+    st.integers(1, 60),
+    st.integers(0, 20),
+    st.integers(0, 10),
 )
 
 
@@ -72,7 +86,9 @@ def chunks(view: View, decision: Decision) -> list[int]:
 
 
 @given(policies, views(), limits)
-def test_prompts_never_exceed_what_decodes_leave_of_the_budget(policy: Policy, view: View, limits: Limits) -> None:
+def test_prompts_never_exceed_what_decodes_leave_of_the_budget(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     decision = policy.decide(view, replace(limits, is_chunking=True))
     decodes = int(decision.num_query[: view.num_decodes].sum())
     assert sum(chunks(view, decision)) <= max(0, limits.budget - decodes)
@@ -83,7 +99,9 @@ def test_prompts_never_exceed_what_decodes_leave_of_the_budget(policy: Policy, v
 
 @given(policies, views(), limits)
 def test_without_chunking_a_prompt_runs_whole_or_not_and_only_one_beyond_the_budget(
-    policy: Policy, view: View, limits: Limits,
+    policy: Policy,
+    view: View,
+    limits: Limits,
 ) -> None:
     decision = policy.decide(view, replace(limits, is_chunking=False))
     wanted = view.num_query[view.num_decodes :].tolist()
@@ -94,7 +112,9 @@ def test_without_chunking_a_prompt_runs_whole_or_not_and_only_one_beyond_the_bud
 
 
 @given(policies, views(), limits)
-def test_without_chunking_no_prompt_is_too_long_to_run(policy: Policy, view: View, limits: Limits) -> None:
+def test_without_chunking_no_prompt_is_too_long_to_run(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     assume(len(view.slots) > view.num_decodes)
     decision = policy.decide(view, replace(limits, is_chunking=False, available_pages=MANY))
     first = prompts(policy, view)[0]
@@ -102,15 +122,21 @@ def test_without_chunking_no_prompt_is_too_long_to_run(policy: Policy, view: Vie
 
 
 @given(policies, views(), limits)
-def test_all_decodes_run_in_full_when_there_are_pages(policy: Policy, view: View, limits: Limits) -> None:
+def test_all_decodes_run_in_full_when_there_are_pages(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     decision = policy.decide(view, replace(limits, available_pages=MANY))
-    assert np.array_equal(decision.num_query[: view.num_decodes], view.num_query[: view.num_decodes])
+    assert np.array_equal(
+        decision.num_query[: view.num_decodes], view.num_query[: view.num_decodes]
+    )
     assert len(decision.victims) == 0
 
 
 @given(policies, views(), limits)
 def test_a_prompt_gets_tokens_only_when_more_important_ones_got_all(
-    policy: Policy, view: View, limits: Limits,
+    policy: Policy,
+    view: View,
+    limits: Limits,
 ) -> None:
     limits = replace(limits, available_pages=MANY, is_chunking=True)
     decision, rows = policy.decide(view, limits), prompts(policy, view)
@@ -122,7 +148,9 @@ def test_a_prompt_gets_tokens_only_when_more_important_ones_got_all(
 
 
 @given(policies, views(), limits)
-def test_rows_that_run_fit_the_pages_that_are_there_now(policy: Policy, view: View, limits: Limits) -> None:
+def test_rows_that_run_fit_the_pages_that_are_there_now(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     decision = policy.decide(view, limits)
     assert int(view.pages[decision.num_query > 0].sum()) <= limits.available_pages
 
@@ -135,7 +163,9 @@ def test_no_victim_runs_and_none_is_named_twice(policy: Policy, view: View, limi
 
 
 @given(policies, views(), limits)
-def test_victims_are_the_least_important_rows_and_never_the_first(policy: Policy, view: View, limits: Limits) -> None:
+def test_victims_are_the_least_important_rows_and_never_the_first(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     decision = policy.decide(view, limits)
     last_first = order(policy, view)[::-1]
     assert decision.victims.tolist() == last_first[: len(decision.victims)]
@@ -143,14 +173,18 @@ def test_victims_are_the_least_important_rows_and_never_the_first(policy: Policy
 
 
 @given(policies, views(), limits)
-def test_nobody_is_preempted_for_pages_that_are_on_their_way(policy: Policy, view: View, limits: Limits) -> None:
+def test_nobody_is_preempted_for_pages_that_are_on_their_way(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     assume(int(view.pages.sum()) <= limits.available_pages + limits.coming_pages)
     assert len(policy.decide(view, limits).victims) == 0
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])   # few views are so short of pages
+@settings(suppress_health_check=[HealthCheck.filter_too_much])  # few views are so short of pages
 @given(policies, views(), limits)
-def test_one_victim_fewer_would_not_have_been_enough(policy: Policy, view: View, limits: Limits) -> None:
+def test_one_victim_fewer_would_not_have_been_enough(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     victims = policy.decide(view, limits).victims.tolist()
     assume(victims)
     coming = limits.coming_pages + int(view.held[victims[:-1]].sum())
@@ -160,7 +194,9 @@ def test_one_victim_fewer_would_not_have_been_enough(policy: Policy, view: View,
 
 @given(policies, views(), limits)
 def test_enough_are_preempted_for_all_who_stay_but_the_least_important(
-    policy: Policy, view: View, limits: Limits,
+    policy: Policy,
+    view: View,
+    limits: Limits,
 ) -> None:
     assume(len(view.slots) > 0)
     victims = policy.decide(view, limits).victims.tolist()
@@ -171,7 +207,9 @@ def test_enough_are_preempted_for_all_who_stay_but_the_least_important(
 
 @given(policies, views(), limits)
 def test_nobody_takes_pages_past_a_more_important_row_that_waits_for_some(
-    policy: Policy, view: View, limits: Limits,
+    policy: Policy,
+    view: View,
+    limits: Limits,
 ) -> None:
     decision, rows = policy.decide(view, limits), order(policy, view)
     claimed = np.cumsum(view.pages[rows])
@@ -181,7 +219,9 @@ def test_nobody_takes_pages_past_a_more_important_row_that_waits_for_some(
 
 @given(policies, views(), limits)
 def test_the_most_important_row_gets_its_pages_now_or_as_soon_as_they_come(
-    policy: Policy, view: View, limits: Limits,
+    policy: Policy,
+    view: View,
+    limits: Limits,
 ) -> None:
     assume(len(view.slots) > 0)
     first, *others = order(policy, view)
@@ -192,11 +232,15 @@ def test_the_most_important_row_gets_its_pages_now_or_as_soon_as_they_come(
         assert not is_decode or decision.num_query[first] == view.num_query[first]
     elif need > limits.available_pages + limits.coming_pages:
         freed = int(view.held[decision.victims].sum())
-        assert need <= limits.available_pages + limits.coming_pages + freed or len(decision.victims) == len(others)
+        assert need <= limits.available_pages + limits.coming_pages + freed or len(
+            decision.victims
+        ) == len(others)
 
 
 @given(policies, views(), limits)
-def test_the_same_view_gives_the_same_decision_and_is_not_touched(policy: Policy, view: View, limits: Limits) -> None:
+def test_the_same_view_gives_the_same_decision_and_is_not_touched(
+    policy: Policy, view: View, limits: Limits
+) -> None:
     before = view.num_query.copy()
     once, again = policy.decide(view, limits), policy.decide(view, limits)
     assert np.array_equal(once.num_query, again.num_query)
@@ -207,7 +251,9 @@ def test_the_same_view_gives_the_same_decision_and_is_not_touched(policy: Policy
 
 @given(policies, candidates, rooms)
 def test_admission_never_takes_pages_that_running_ones_were_promised(
-    policy: Policy, candidate: Candidate, room: Room,
+    policy: Policy,
+    candidate: Candidate,
+    room: Room,
 ) -> None:
     room = replace(room, is_alone=False)
     if policy.admit(candidate, room):
@@ -217,7 +263,9 @@ def test_admission_never_takes_pages_that_running_ones_were_promised(
 
 @given(policies, candidates, rooms)
 def test_an_admission_fits_the_pages_even_when_nobody_else_runs(
-    policy: Policy, candidate: Candidate, room: Room,
+    policy: Policy,
+    candidate: Candidate,
+    room: Room,
 ) -> None:
     if policy.admit(candidate, room):
         assert candidate.pages + candidate.idle_pages <= room.available_pages
@@ -225,7 +273,9 @@ def test_an_admission_fits_the_pages_even_when_nobody_else_runs(
 
 @given(policies, candidates, rooms)
 def test_a_first_chunk_fits_the_budget_and_without_chunking_is_the_whole_rest(
-    policy: Policy, candidate: Candidate, room: Room,
+    policy: Policy,
+    candidate: Candidate,
+    room: Room,
 ) -> None:
     num, rest = policy.admit(candidate, room), candidate.num_tokens - candidate.num_hit
     assert 0 <= num <= min(rest, room.budget)
@@ -234,14 +284,20 @@ def test_a_first_chunk_fits_the_budget_and_without_chunking_is_the_whole_rest(
 
 
 @given(policies, candidates, rooms)
-def test_a_candidate_that_is_alone_and_fits_is_admitted(policy: Policy, candidate: Candidate, room: Room) -> None:
+def test_a_candidate_that_is_alone_and_fits_is_admitted(
+    policy: Policy, candidate: Candidate, room: Room
+) -> None:
     assume(candidate.pages + candidate.idle_pages <= room.available_pages)
     room = replace(room, is_alone=True, is_chunking=True)
-    assert policy.admit(candidate, room) == min(candidate.num_tokens - candidate.num_hit, room.budget)
+    assert policy.admit(candidate, room) == min(
+        candidate.num_tokens - candidate.num_hit, room.budget
+    )
 
 
 @pytest.mark.parametrize(("name", "first"), [("fcfs", (9, 1)), ("priority", (0, 2))])
-def test_first_come_is_first_served_unless_priorities_count(name: str, first: tuple[int, int]) -> None:
+def test_first_come_is_first_served_unless_priorities_count(
+    name: str, first: tuple[int, int]
+) -> None:
     policy = POLICIES[name]
     assert min([(9, 1), (0, 2), (0, 3)], key=lambda each: policy.key(*each)) == first
 
@@ -270,7 +326,9 @@ class Row:
 class Simulation:
     """Steps of a policy on rows that are nothing but lengths; pages that victims held come back a step later."""
 
-    def __init__(self, policy: Policy, rows: list[Row], num_pages: int, budget: int, *, is_chunking: bool) -> None:
+    def __init__(
+        self, policy: Policy, rows: list[Row], num_pages: int, budget: int, *, is_chunking: bool
+    ) -> None:
         self.policy, self.budget, self.is_chunking = policy, budget, is_chunking
         self.waiting, self.running, self.finished = list(rows), list[Row](), list[Row]()
         self.free, self.coming = num_pages, 0
@@ -278,22 +336,32 @@ class Simulation:
     def step(self) -> int:
         """Run a step and return its query tokens."""
         decoding = [row for row in self.running if row.is_decoding]
-        prompts = sorted((row for row in self.running if not row.is_decoding), key=lambda row: row.arrival)
+        prompts = sorted(
+            (row for row in self.running if not row.is_decoding), key=lambda row: row.arrival
+        )
         rows = decoding + prompts
         view = View(
-            np.arange(len(rows), dtype=np.int32), len(decoding),
-            np.asarray([1 if row.is_decoding else row.target - row.num_done for row in rows], np.int32),
+            np.arange(len(rows), dtype=np.int32),
+            len(decoding),
+            np.asarray(
+                [1 if row.is_decoding else row.target - row.num_done for row in rows], np.int32
+            ),
             np.asarray([row.short(row.num_done + 1) for row in rows], np.int32),
             np.asarray([row.held for row in rows], np.int32),
-            np.asarray([row.priority for row in rows], np.int32), np.asarray([row.arrival for row in rows], np.int64),
+            np.asarray([row.priority for row in rows], np.int32),
+            np.asarray([row.arrival for row in rows], np.int64),
         )
-        decision = self.policy.decide(view, Limits(self.budget, self.budget, self.is_chunking, self.free, self.coming))
+        decision = self.policy.decide(
+            view, Limits(self.budget, self.budget, self.is_chunking, self.free, self.coming)
+        )
         released = sum(self._leave(rows[victim], self.waiting) for victim in decision.victims)
         used = 0
         for row, num in zip(rows, decision.num_query.tolist(), strict=True):
             used += self._run(row, num) if num else 0
         used += self._admit(self.budget - used, any(decision.num_query[len(decoding) :]))
-        released += sum(self._leave(row, self.finished) for row in decoding if row.num_made == row.num_output)
+        released += sum(
+            self._leave(row, self.finished) for row in decoding if row.num_made == row.num_output
+        )
         self.free, self.coming = self.free + self.coming, released
         return used
 
@@ -311,11 +379,17 @@ class Simulation:
         while self.waiting and budget > used:
             row = min(self.waiting, key=lambda row: self.policy.key(row.priority, row.arrival))
             known = row.num_prompt + row.num_made
-            promised = sum(each.short(each.target + 1) for each in self.running if not each.is_decoding)
+            promised = sum(
+                each.short(each.target + 1) for each in self.running if not each.is_decoding
+            )
             can_exceed = not self.is_chunking and not is_prompt_running and not used
             room = Room(
-                1000 if can_exceed else budget - used, self.is_chunking, self.free, promised,
-                sum(each.is_decoding for each in self.running), is_alone=not self.running and not self.coming,
+                1000 if can_exceed else budget - used,
+                self.is_chunking,
+                self.free,
+                promised,
+                sum(each.is_decoding for each in self.running),
+                is_alone=not self.running and not self.coming,
             )
             num = self.policy.admit(Candidate(known, 0, row.short(known + 1), 0), room)
             if not num:
@@ -334,7 +408,9 @@ class Simulation:
 
 
 simulated = st.lists(
-    st.builds(Row, st.just(0), st.integers(0, 2), st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=8,
+    st.builds(Row, st.just(0), st.integers(0, 2), st.integers(1, 30), st.integers(1, 25)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -342,7 +418,11 @@ simulated = st.lists(
 @given(policies, simulated, st.integers(0, 20), st.integers(1, 40), st.booleans())
 @example(POLICIES["fcfs"], [Row(0, 0, 3, 25) for _ in range(8)], 0, 8, True)
 def test_everybody_finishes_however_small_the_pool(
-    policy: Policy, rows: list[Row], spare: int, budget: int, is_chunking: bool,
+    policy: Policy,
+    rows: list[Row],
+    spare: int,
+    budget: int,
+    is_chunking: bool,
 ) -> None:
     rows = [replace(row, arrival=i) for i, row in enumerate(rows)]
     least = max(-(-(row.num_prompt + row.num_output) // PAGE) for row in rows)
@@ -358,11 +438,13 @@ def test_everybody_finishes_however_small_the_pool(
 @given(simulated, st.integers(1, 40))
 def test_the_first_to_come_ends_as_if_it_were_alone(rows: list[Row], budget: int) -> None:
     rows = [replace(row, arrival=i) for i, row in enumerate(rows)]
-    budget += len(rows)   # what decodes of others need
+    budget += len(rows)  # what decodes of others need
     least = max(-(-(row.num_prompt + row.num_output) // PAGE) for row in rows)
 
     def steps_until_first_ends(rows: list[Row]) -> int:
-        world = Simulation(POLICIES["fcfs"], [replace(row) for row in rows], least, budget, is_chunking=True)
+        world = Simulation(
+            POLICIES["fcfs"], [replace(row) for row in rows], least, budget, is_chunking=True
+        )
         for count in range(1000):
             if any(row.arrival == 0 for row in world.finished):
                 return count

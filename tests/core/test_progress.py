@@ -27,7 +27,10 @@ def shown(number: int) -> str:
     """Return what a terminal gets from a start, at whose end the process sends itself a signal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", STARTS, str(number)], stdin=theirs, stdout=theirs, stderr=theirs,
+        [sys.executable, "-P", "-c", STARTS, str(number)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
     )
     os.close(theirs)
@@ -44,8 +47,16 @@ def shown(number: int) -> str:
 
 def test_each_stage_and_each_message_has_a_line_of_its_own() -> None:
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in shown(0).split("\n")]
-    last = [re.split("\r", line.rstrip("\r"))[-1].strip() for line in lines]  # what stays of a line drawn anew
-    assert [line.split()[0] for line in last if line] == ["weights", "after", "graphs", "after", "more"]
+    last = [
+        re.split("\r", line.rstrip("\r"))[-1].strip() for line in lines
+    ]  # what stays of a line drawn anew
+    assert [line.split()[0] for line in last if line] == [
+        "weights",
+        "after",
+        "graphs",
+        "after",
+        "more",
+    ]
     assert [line for line in last if "after" in line] == ["after weights", "after graphs"]
 
 

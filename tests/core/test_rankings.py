@@ -22,8 +22,12 @@ def discover(folder: Path, *names: str, strict: bool = False) -> Catalog:
         info = folder / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[tokenspeed.rankings]\nof-{name} = {__name__}:RANKINGS [api1]\n")
-    return Catalog.discover(Selection(), distributions=distributions(path=[str(folder)]), strict=strict)
+        (info / "entry_points.txt").write_text(
+            f"[tokenspeed.rankings]\nof-{name} = {__name__}:RANKINGS [api1]\n"
+        )
+    return Catalog.discover(
+        Selection(), distributions=distributions(path=[str(folder)]), strict=strict
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +35,9 @@ def _importable_from_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
 
 
-def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(tmp_path: Path) -> None:
+def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(
+    tmp_path: Path,
+) -> None:
     catalog = discover(tmp_path, "tokenspeed-kernels", "fast-kernels")
     assert installed_rankings(catalog) == RANKINGS
     foreign, own = catalog.all()

@@ -22,7 +22,9 @@ def drawn(world: World) -> list[int]:
 
 
 @pytest.mark.parametrize("max_model_len", [2, 3, 48, 300])
-def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behind(max_model_len: int) -> None:
+def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behind(
+    max_model_len: int,
+) -> None:
     world, other = (World(max_model_len=max_model_len, num_pages=90) for _ in range(2))
     engine = Engine(world.scheduler, world.runner)
     rehearse(engine, max_model_len)
@@ -33,7 +35,9 @@ def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behi
     assert drawn(world) == drawn(other)
 
 
-def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(max_model_len=300, num_pages=90)
     engine = Engine(world.scheduler, world.runner)
     asked: list[tuple[int, float]] = []
@@ -48,7 +52,9 @@ def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(monkeypa
 
 
 @pytest.mark.parametrize("nth", [0, 1])
-@pytest.mark.parametrize(("bad", "is_fine"), [((), True), ((0,), True), ((1,), True), ((0, 1), False)], ids=str)
+@pytest.mark.parametrize(
+    ("bad", "is_fine"), [((), True), ((0,), True), ((1,), True), ((0, 1), False)], ids=str
+)
 def test_a_rehearsal_says_whether_either_request_got_finite_logits(
     monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...], is_fine: bool, nth: int
 ) -> None:

@@ -18,16 +18,41 @@ from packaging.requirements import Requirement
 pytestmark = pytest.mark.tree
 
 ROOT = Path(__file__).parents[2]
-DISTRIBUTIONS = sorted(path.parent for path in [*ROOT.glob("tokenspeed_*/pyproject.toml"),
-                                                *ROOT.glob("plugins/*/pyproject.toml")])
+DISTRIBUTIONS = sorted(
+    path.parent
+    for path in [*ROOT.glob("tokenspeed_*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+)
 MODULE_OF = {  # the distributions that are imported by another name
-    "huggingface-hub": "huggingface_hub", "pyyaml": "yaml",
+    "huggingface-hub": "huggingface_hub",
+    "pyyaml": "yaml",
     "pyzmq": "zmq",
 }
 FOREIGN = (  # families, kernel libraries, vendors' kernels and parsers: plugins may name them, the core not
-    "llama", "qwen", "mistral", "mixtral", "deepseek", "kimi", "gemma", "phi3", "glm", "minimax", "gpt_oss",
-    "flashinfer", "flash_attn", "deepgemm", "deep_gemm", "cutlass", "cublas", "trtllm", "fa3", "fa4", "xgrammar",
-    "outlines", "llguidance", "hermes", "pythonic",
+    "llama",
+    "qwen",
+    "mistral",
+    "mixtral",
+    "deepseek",
+    "kimi",
+    "gemma",
+    "phi3",
+    "glm",
+    "minimax",
+    "gpt_oss",
+    "flashinfer",
+    "flash_attn",
+    "deepgemm",
+    "deep_gemm",
+    "cutlass",
+    "cublas",
+    "trtllm",
+    "fa3",
+    "fa4",
+    "xgrammar",
+    "outlines",
+    "llguidance",
+    "hermes",
+    "pythonic",
 )
 
 
@@ -45,15 +70,22 @@ def section(title: str) -> str:
 def folders(parent: Path) -> set[str]:
     """Return the folders that hold anything of ours."""
     made = {"__pycache__", "build", "dist", "wheelhouse"}
-    return {f"{path.name}/" for path in parent.iterdir()
-            if path.is_dir() and not path.name.startswith(".") and path.name not in made
-            and any(each.is_file() and each.suffix != ".pyc" for each in path.rglob("*"))}
+    return {
+        f"{path.name}/"
+        for path in parent.iterdir()
+        if path.is_dir()
+        and not path.name.startswith(".")
+        and path.name not in made
+        and any(each.is_file() and each.suffix != ".pyc" for each in path.rglob("*"))
+    }
 
 
 def test_the_readmes_map_is_the_tree() -> None:
     outer, _, inner = section("Map").partition("Inside `tokenspeed_core/`:")
     assert set(re.findall(r"^\| `([\w/]+)` \|", outer, re.MULTILINE)) == folders(ROOT)
-    assert set(re.findall(r"^\| `([\w/]+)` \|", inner, re.MULTILINE)) == folders(ROOT / "tokenspeed_core")
+    assert set(re.findall(r"^\| `([\w/]+)` \|", inner, re.MULTILINE)) == folders(
+        ROOT / "tokenspeed_core"
+    )
 
 
 @pytest.mark.parametrize("title", ["Run", "Test"])
@@ -68,12 +100,17 @@ def test_the_ci_runs_the_readmes_test_line() -> None:
     script = (ROOT / ".ci" / "run").read_text().replace('cd "$(dirname "$0")/.."', f"cd {ROOT}")
     printed = script.replace('exec bash -c "$line"', 'printf %s "$line"')
     assert printed != script
-    assert subprocess.run(["sh", "-c", printed], capture_output=True, text=True, check=True).stdout == line
+    assert (
+        subprocess.run(["sh", "-c", printed], capture_output=True, text=True, check=True).stdout
+        == line
+    )
 
 
 def test_the_parameter_page_is_current() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "make_parameters.py"))["page"]
-    assert (ROOT / "docs" / "parameters.md").read_text() == page(), "run python docs/make_parameters.py"
+    assert (ROOT / "docs" / "parameters.md").read_text() == page(), (
+        "run python docs/make_parameters.py"
+    )
 
 
 def test_the_core_names_no_family_no_kernel_library_and_no_parser() -> None:
@@ -91,9 +128,11 @@ def imports_of(path: Path) -> Iterator[str]:
     """Yield the top-level modules that a file imports, those for the type checker alone left out."""
     tree = ast.parse(path.read_text())
     for_types = {
-        inner for node in ast.walk(tree)
+        inner
+        for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        for each in node.body for inner in ast.walk(each)
+        for each in node.body
+        for inner in ast.walk(each)
     }
     for node in ast.walk(tree):
         if node in for_types:
@@ -115,8 +154,12 @@ def test_a_distribution_declares_what_it_imports_and_nothing_else(folder: Path) 
         declared |= {"torch", "annotated_types", "pydantic_core"}  # the runner's; pydantic's
     used = {module for path in python_files(folder) for module in imports_of(path)}
     assert used - set(sys.stdlib_module_names) - declared == set()
-    required = [re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in project["dependencies"]]
-    third_party = {MODULE_OF.get(name, name.replace("-", "_")) for name in required if "tokenspeed" not in name}
+    required = [
+        re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in project["dependencies"]
+    ]
+    third_party = {
+        MODULE_OF.get(name, name.replace("-", "_")) for name in required if "tokenspeed" not in name
+    }
     assert third_party - used == set(), "declared and never imported"
 
 
@@ -130,14 +173,22 @@ def test_every_plugin_of_ours_says_which_cores_it_fits() -> None:
     core = tomllib.loads((ROOT / "tokenspeed_core/pyproject.toml").read_text())["project"]
     for folder in DISTRIBUTIONS:
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        wanted = [Requirement(line) for line in project["dependencies"] if line.startswith("tokenspeed-core")]
+        wanted = [
+            Requirement(line)
+            for line in project["dependencies"]
+            if line.startswith("tokenspeed-core")
+        ]
         if project["name"] != "tokenspeed-core":
-            assert [bool(each.specifier) and core["version"] in each.specifier for each in wanted] == [True], folder
+            assert [
+                bool(each.specifier) and core["version"] in each.specifier for each in wanted
+            ] == [True], folder
 
 
 def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
     for folder in DISTRIBUTIONS:
-        groups = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get("entry-points", {})
+        groups = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get(
+            "entry-points", {}
+        )
         for points in groups.values():
             for value in points.values():
                 module, attribute = re.fullmatch(r"([\w.]+)(?::(\w+))? \[api\d+\]", value).groups()  # type: ignore[union-attr]
@@ -146,13 +197,18 @@ def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
                 path = root.joinpath(*parts[1:])
                 source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
                 text = source.read_text()
-                assert attribute is None or re.search(rf"^(def |class )?{attribute}\b", text, re.MULTILINE), value
+                assert attribute is None or re.search(
+                    rf"^(def |class )?{attribute}\b", text, re.MULTILINE
+                ), value
 
 
 def test_no_name_is_trusted_that_a_stranger_could_still_publish() -> None:
     from tokenspeed_core.plugins.selection import DEFAULTS
 
-    names = {tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"] for folder in DISTRIBUTIONS}
+    names = {
+        tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
+        for folder in DISTRIBUTIONS
+    }
     assert names > DEFAULTS
 
 
@@ -164,13 +220,22 @@ def test_the_default_distributions_are_the_core_and_those_that_its_extra_default
 
 
 def test_a_vendors_library_is_taken_between_versions_whose_wheels_are_checked() -> None:
-    (checked,) = (node.value for node in ast.parse((ROOT / "noxfile.py").read_text()).body
-                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS")
+    (checked,) = (
+        node.value
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS"
+    )
     for tests, libraries in ast.literal_eval(checked).items():
         plugin = ROOT.joinpath(*Path(tests).parts[:2])
-        extras = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        extras = tomllib.loads((plugin / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]
         asked = (Requirement(line) for lines in extras.values() for line in lines)
-        (taken,) = (each for each in asked if all(library.startswith(f"{each.name}==") for library in libraries))
+        (taken,) = (
+            each
+            for each in asked
+            if all(library.startswith(f"{each.name}==") for library in libraries)
+        )
         versions = [library.removeprefix(f"{taken.name}==") for library in libraries]
         bounds = {each.operator: each.version for each in taken.specifier}
         assert bounds.keys() == {">=", "<"}, f"{plugin.name} takes {taken}"
@@ -180,10 +245,15 @@ def test_a_vendors_library_is_taken_between_versions_whose_wheels_are_checked() 
 
 
 def test_what_is_kept_of_a_vendors_library_is_of_the_versions_that_are_checked() -> None:
-    (checked,) = (node.value for node in ast.parse((ROOT / "noxfile.py").read_text()).body
-                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS")
+    (checked,) = (
+        node.value
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS"
+    )
     for tests, libraries in ast.literal_eval(checked).items():
-        beside = ROOT / (tests if not tests.endswith(".py") else Path(tests).parent) / "signatures.json"
+        beside = (
+            ROOT / (tests if not tests.endswith(".py") else Path(tests).parent) / "signatures.json"
+        )
         found = json.loads(beside.read_text())
         assert tuple(found["libraries"]) == libraries, f"nox -s vendors renews {beside}"
         assert all(set(found["read"]) == set(each) for each in found["libraries"].values())
@@ -195,38 +265,73 @@ def test_requirements_list_every_distribution() -> None:
 
 
 def test_the_import_contracts_name_every_module_of_the_core() -> None:
-    core = {f"tokenspeed_core.{path.stem}" for path in (ROOT / "tokenspeed_core").iterdir()
-            if (path.is_dir() and any(path.glob("*.py"))) or (path.suffix == ".py" and path.stem != "__init__")}
+    core = {
+        f"tokenspeed_core.{path.stem}"
+        for path in (ROOT / "tokenspeed_core").iterdir()
+        if (path.is_dir() and any(path.glob("*.py")))
+        or (path.suffix == ".py" and path.stem != "__init__")
+    }
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     api, torch = linter["contracts"][2:4]
     assert set(api["forbidden_modules"]) == core - {
-        "tokenspeed_core.api", "tokenspeed_core.commands", "tokenspeed_core.testing",
+        "tokenspeed_core.api",
+        "tokenspeed_core.commands",
+        "tokenspeed_core.testing",
     }
-    assert set(torch["source_modules"]) == core - {"tokenspeed_core.runner", "tokenspeed_core.testing"}
+    assert set(torch["source_modules"]) == core - {
+        "tokenspeed_core.runner",
+        "tokenspeed_core.testing",
+    }
     assert set(linter["root_packages"]) == {
         folder.name.replace("-", "_") for folder in DISTRIBUTIONS
     }
 
 
 def test_the_name_of_a_kinds_contract_is_made_in_one_place() -> None:
-    sources = [path for folder in ("tokenspeed_core", "plugins", "docs") for path in (ROOT / folder).rglob("*.py")]
-    makers = [path for path in sources if re.search(r"\bkind \{.*\} \[api\{", path.read_text(encoding="utf-8"))]
+    sources = [
+        path
+        for folder in ("tokenspeed_core", "plugins", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    makers = [
+        path
+        for path in sources
+        if re.search(r"\bkind \{.*\} \[api\{", path.read_text(encoding="utf-8"))
+    ]
     assert makers == [ROOT / "tokenspeed_core" / "plugins" / "deprecations.py"]
 
 
 def test_modules_that_are_named_by_data_are_imported_in_one_place() -> None:
     core = [path for path in python_files(ROOT / "tokenspeed_core") if "testing" not in path.parts]
-    ways = re.compile(r"\b(import_module|__import__|exec_module|spec_from_file_location|EntryPoint\.load)\(")
-    found = {str(path.relative_to(ROOT / "tokenspeed_core")) for path in core if ways.search(path.read_text())}
-    assert found == {"plugins/entry.py", "__init__.py"}, "the latter imports what tokenspeed_core itself lists"
+    ways = re.compile(
+        r"\b(import_module|__import__|exec_module|spec_from_file_location|EntryPoint\.load)\("
+    )
+    found = {
+        str(path.relative_to(ROOT / "tokenspeed_core"))
+        for path in core
+        if ways.search(path.read_text())
+    }
+    assert found == {"plugins/entry.py", "__init__.py"}, (
+        "the latter imports what tokenspeed_core itself lists"
+    )
 
 
 def test_a_piece_is_what_a_token_stands_for_and_nothing_else() -> None:
     """As tokenizers call it; text under way is a delta, rows of a phase a batch, a part of the keys a split."""
-    sources = [path for folder in DISTRIBUTIONS for path in folder.rglob("*.py") if "tests" not in path.parts]
-    users = {str(path.relative_to(ROOT)) for path in sources
-             if re.search(r"(?i)(\b|_)pieces?(\b|_)", path.read_text(encoding="utf-8"))}
+    sources = [
+        path
+        for folder in DISTRIBUTIONS
+        for path in folder.rglob("*.py")
+        if "tests" not in path.parts
+    ]
+    users = {
+        str(path.relative_to(ROOT))
+        for path in sources
+        if re.search(r"(?i)(\b|_)pieces?(\b|_)", path.read_text(encoding="utf-8"))
+    }
     assert users == {
-        "tokenspeed_core/server/events.py", "tokenspeed_core/text/detokenizer.py", "tokenspeed_core/text/tokenizer.py",
+        "tokenspeed_core/server/events.py",
+        "tokenspeed_core/text/detokenizer.py",
+        "tokenspeed_core/text/tokenizer.py",
         "plugins/tokenspeed-demo/tokenspeed_demo/training/tokenizer.py",
     }

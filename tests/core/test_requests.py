@@ -14,7 +14,9 @@ from tokenspeed_core.sampling import SamplingParams
 from tokenspeed_core.wire import pack
 
 LIMITS = Ready(max_model_len=100, num_kv_tokens=80, vocab_size=50, report="")
-DEFAULTS = Defaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1, eos_token_ids=(7, 9))
+DEFAULTS = Defaults(
+    temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1, eos_token_ids=(7, 9)
+)
 
 
 def build(prompt: list[int], limits: Ready = LIMITS, **params: Any) -> Submit:
@@ -30,7 +32,15 @@ def test_what_is_left_open_takes_the_models_own_values_and_survives_the_wire() -
 
 
 def test_what_is_asked_for_wins() -> None:
-    submit = build([1], temperature=0, top_k=-1, stop_token_ids=(3,), logit_bias={5: 2}, ignore_eos=True, logprobs=0)
+    submit = build(
+        [1],
+        temperature=0,
+        top_k=-1,
+        stop_token_ids=(3,),
+        logit_bias={5: 2},
+        ignore_eos=True,
+        logprobs=0,
+    )
     assert (submit.temperature, submit.top_k, submit.logprobs) == (0.0, 0, 0)
     assert submit.stop_token_ids.tolist() == [3]
     assert (submit.bias_ids.tolist(), submit.bias_values.tolist()) == ([5], [2.0])
@@ -62,7 +72,13 @@ def test_the_models_context_is_named_where_it_is_the_bound() -> None:
 
 
 def test_a_generation_config_gives_defaults_and_ends() -> None:
-    generation = {"temperature": 0.6, "top_k": None, "eos_token_id": [1, 2], "do_sample": True, "pad_token_id": 3}
+    generation = {
+        "temperature": 0.6,
+        "top_k": None,
+        "eos_token_id": [1, 2],
+        "do_sample": True,
+        "pad_token_id": 3,
+    }
     assert Defaults.of(generation, (2, 5)) == Defaults(temperature=0.6, eos_token_ids=(2, 5, 1))
     assert Defaults.of({"eos_token_id": 4}, ()).eos_token_ids == (4,)
 
@@ -74,10 +90,18 @@ def test_a_generation_config_gives_defaults_and_ends() -> None:
         {"temperature": "1", "top_k": "50", "eos_token_id": ["2"]},
     ],
 )
-def test_numbers_of_a_generation_config_reach_the_engine_however_they_are_written(generation: dict[str, Any]) -> None:
-    submit = build_submit(4, SamplingParams(), np.array([1], np.int32), LIMITS, Defaults.of(generation, ()))
+def test_numbers_of_a_generation_config_reach_the_engine_however_they_are_written(
+    generation: dict[str, Any],
+) -> None:
+    submit = build_submit(
+        4, SamplingParams(), np.array([1], np.int32), LIMITS, Defaults.of(generation, ())
+    )
     received = to_engine.unpack(pack(submit))
-    assert (received.temperature, received.top_k, received.stop_token_ids.tolist()) == (1.0, 50, [2])
+    assert (received.temperature, received.top_k, received.stop_token_ids.tolist()) == (
+        1.0,
+        50,
+        [2],
+    )
 
 
 @pytest.mark.parametrize(

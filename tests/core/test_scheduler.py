@@ -23,8 +23,12 @@ def slot_of(world: World, sequence_id: int) -> int:
     return int(np.flatnonzero(world.scheduler.columns.sequence_id == sequence_id)[0])
 
 
-@pytest.mark.parametrize("num_steps", [1, 4])   # in the prompt, and when the first token is on its way
-def test_the_first_token_tells_of_cached_ones_though_the_slot_was_lost_before_it(num_steps: int) -> None:
+@pytest.mark.parametrize(
+    "num_steps", [1, 4]
+)  # in the prompt, and when the first token is on its way
+def test_the_first_token_tells_of_cached_ones_though_the_slot_was_lost_before_it(
+    num_steps: int,
+) -> None:
     world = World(chunk_size=4)
     world.submit(request(1, PROMPT, max_tokens=1))
     world.run()
@@ -72,7 +76,11 @@ class Generous:
     """First come, first served, with more tokens for a prompt than it has, or than the step may have."""
 
     def __init__(self, *, to_running: int, to_waiting: int) -> None:
-        self.inner, self.to_running, self.to_waiting = Ordered(by_priority=False), to_running, to_waiting
+        self.inner, self.to_running, self.to_waiting = (
+            Ordered(by_priority=False),
+            to_running,
+            to_waiting,
+        )
 
     def key(self, priority: int, arrival: int) -> tuple[int, int]:
         return self.inner.key(priority, arrival)
@@ -96,22 +104,30 @@ def planned(world: World, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
 @pytest.mark.parametrize(("to_running", "to_waiting", "chunk_size"), [(0, 5, 20), (5, 0, 8)])
 def test_no_chunk_goes_past_the_known_tokens_though_a_policy_gives_it_more(
-    to_running: int, to_waiting: int, chunk_size: int, monkeypatch: pytest.MonkeyPatch,
+    to_running: int,
+    to_waiting: int,
+    chunk_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = Generous(to_running=to_running, to_waiting=to_waiting)
     world = World(policy=policy, chunk_size=chunk_size, max_num_seqs=1)
     plans = planned(world, monkeypatch)
-    prompts = [[40] * 13, [1, 2, 3, 4, 5, 6, 7, 8, 9]]   # the second gets the first one's slot
+    prompts = [[40] * 13, [1, 2, 3, 4, 5, 6, 7, 8, 9]]  # the second gets the first one's slot
     for sequence_id, prompt in enumerate(prompts):
         world.submit(request(sequence_id, prompt, max_tokens=3))
     world.run(100)
-    assert [token for plan in plans for token in plan.token_ids.tolist()] == [*prompts[0], *prompts[1]]
+    assert [token for plan in plans for token in plan.token_ids.tolist()] == [
+        *prompts[0],
+        *prompts[1],
+    ]
     for sequence_id in (0, 1):
         world.check(sequence_id)
         assert world.finish[sequence_id] is Finish.LENGTH
 
 
-def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(policy=Generous(to_running=0, to_waiting=30), chunk_size=8)
     plans = planned(world, monkeypatch)
     for sequence_id in range(3):
@@ -120,7 +136,9 @@ def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(monkeypatch: pytes
     assert max(plan.num_tokens for plan in plans) == 8
 
 
-def test_who_found_no_room_is_asked_again_only_when_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_found_no_room_is_asked_again_only_when_there_is_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(num_pages=8)
     asked = 0
     match = world.scheduler.kv.match
@@ -135,14 +153,16 @@ def test_who_found_no_room_is_asked_again_only_when_there_is_more(monkeypatch: p
     world.submit(request(1, PROMPT[::-1], max_tokens=12))
     while 0 not in world.finish:
         world.step()
-        assert asked <= 2   # once for each
+        assert asked <= 2  # once for each
     world.run()
     assert 2 < asked < 6
     for sequence_id in (0, 1):
         world.check(sequence_id)
 
 
-def test_who_lost_the_slot_finds_what_was_computed_of_the_output_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_lost_the_slot_finds_what_was_computed_of_the_output_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World()
     plans = planned(world, monkeypatch)
     world.submit(request(1, PROMPT, max_tokens=20))
@@ -160,7 +180,7 @@ def test_a_failed_step_leaves_alone_whose_blocks_are_being_sent() -> None:
     world = World(sends=True, fail_at=frozenset({4}))
     tokens = world.model.expected(PROMPT, 3)
     world.submit(request(2, PROMPT, max_tokens=20, stop_token_ids=np.asarray(tokens[2:], np.int32)))
-    world.run()   # the stop token comes with the third step, when the fourth is on its way
+    world.run()  # the stop token comes with the third step, when the fourth is on its way
     assert (world.tokens[2], world.finish[2]) == (tokens, Finish.STOP)
     assert isinstance(world.scheduler.roster.get(2), Sending)
     world.scheduler.transfer_done(2)

@@ -38,9 +38,14 @@ ON_CUDA = Capability(("cuda",), ("float32", "bfloat16"))
 ON_HOPPER = replace(ON_CUDA, min_compute_capability=(9, 0), max_compute_capability=(9, 0))
 
 
-def kernel(backend: str, capability: Capability, distribution: str = "", **changes: Any) -> InstalledKernel:
+def kernel(
+    backend: str, capability: Capability, distribution: str = "", **changes: Any
+) -> InstalledKernel:
     spec = KernelSpec(
-        op=changes.pop("op", "greedy"), backend=backend, capability=capability, **{"load": "builtins:print", **changes}
+        op=changes.pop("op", "greedy"),
+        backend=backend,
+        capability=capability,
+        **{"load": "builtins:print", **changes},
     )
     return InstalledKernel(spec, distribution or f"dist-{backend}")
 
@@ -58,7 +63,9 @@ SPECIAL = kernel("special", ON_HOPPER)
 def test_the_narrower_kernel_goes_before_the_general_one_and_the_reference_comes_last() -> None:
     for kernels in ((REFERENCE, PORTABLE, SPECIAL), (SPECIAL, PORTABLE, REFERENCE)):
         assert Selector(kernels, HOPPER).select("greedy", LOGITS).spec.backend == "special"
-    assert Selector((REFERENCE, PORTABLE), HOPPER).select("greedy", LOGITS).spec.backend == "portable"
+    assert (
+        Selector((REFERENCE, PORTABLE), HOPPER).select("greedy", LOGITS).spec.backend == "portable"
+    )
     assert Selector((REFERENCE, PORTABLE), CPU).select("greedy", LOGITS).spec.backend == "plain"
 
 
@@ -68,10 +75,18 @@ def test_equally_narrow_kernels_go_by_the_name_of_their_distribution() -> None:
 
 
 def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by_phase() -> None:
-    kernels = [kernel(name, replace(ON_CUDA, features=frozenset()), op="attention") for name in ("one", "two")]
+    kernels = [
+        kernel(name, replace(ON_CUDA, features=frozenset()), op="attention")
+        for name in ("one", "two")
+    ]
     kernels.append(kernel("special", ON_HOPPER, op="attention"))
     rankings = [
-        Ranking("attention", "decode", (9, 0), (("two", "1.2 times the floor"), ("one", "1.5 times the floor"))),
+        Ranking(
+            "attention",
+            "decode",
+            (9, 0),
+            (("two", "1.2 times the floor"), ("one", "1.5 times the floor")),
+        ),
         Ranking("attention", "prefill", (9, 0), (("one", "2 times the floor"),)),
         Ranking("attention", "decode", (8, 0), (("one", "3 times the floor"),)),
     ]
@@ -80,7 +95,10 @@ def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by
     assert selector.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "one"
     explained = explain(selector.plan(), "attention")
     assert "two from dist-two: 1.2 times the floor" in explained
-    assert "not one from dist-one: 1.5 times the floor, two comes first -> --attention-backend.decode one" in explained
+    assert (
+        "not one from dist-one: 1.5 times the floor, two comes first -> --attention-backend.decode one"
+        in explained
+    )
     assert "not special from dist-special: two comes first" in explained
     older = Selector(kernels, PlatformInfo("cuda", (8, 0)), rankings=rankings)
     assert older.select_attention(ATTENTION).spec.backend == "one"
@@ -95,11 +113,17 @@ def test_a_measured_kernel_that_does_not_fit_or_must_be_compiled_is_passed_over(
 
 
 def test_auto_passes_over_a_kernel_whose_packages_are_there_and_do_not_load() -> None:
-    broken = kernel("broken", ON_HOPPER, requires=("json",), obtain="pip install it again", load="a.b:c")
+    broken = kernel(
+        "broken", ON_HOPPER, requires=("json",), obtain="pip install it again", load="a.b:c"
+    )
     selector = Selector((broken, PORTABLE), HOPPER)
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
-    assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in explain(selector.plan(), "greedy")
-    with pytest.raises(SelectionError, match=r"broken \(dist-broken\): it does not load: ModuleNotFoundError"):
+    assert "not broken from dist-broken: it does not load: ModuleNotFoundError" in explain(
+        selector.plan(), "greedy"
+    )
+    with pytest.raises(
+        SelectionError, match=r"broken \(dist-broken\): it does not load: ModuleNotFoundError"
+    ):
         Selector((broken, PORTABLE), HOPPER, [wish("sampling", "broken")]).select("greedy", LOGITS)
 
 
@@ -108,15 +132,23 @@ def test_a_strangers_kernel_that_does_not_load_is_passed_over_and_its_reason_is_
     ours = kernel("ours", ON_HOPPER, "tokenspeed-kernels", load="a.b:c")
     selector = Selector((strange, PORTABLE), HOPPER)
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
-    assert "it does not load: ModuleNotFoundError: No module named 'a'" in explain(selector.plan(), "greedy")
-    assert Selector((ours, PORTABLE), HOPPER).select("greedy", LOGITS).spec.backend == "ours", "ours is not imported"
+    assert "it does not load: ModuleNotFoundError: No module named 'a'" in explain(
+        selector.plan(), "greedy"
+    )
+    assert Selector((ours, PORTABLE), HOPPER).select("greedy", LOGITS).spec.backend == "ours", (
+        "ours is not imported"
+    )
 
 
 def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
-    lacking = kernel("lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'")
+    lacking = kernel(
+        "lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'"
+    )
     selector = Selector((lacking, PORTABLE), HOPPER)
     selector.select("greedy", LOGITS)
-    assert "module 'no_such_module' is not installed -> pip install 'x[lacking]'" in explain(selector.plan(), "greedy")
+    assert "module 'no_such_module' is not installed -> pip install 'x[lacking]'" in explain(
+        selector.plan(), "greedy"
+    )
 
 
 def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:
@@ -130,18 +162,26 @@ def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:
 
 def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> None:
     wrong = kernel(
-        "wrong", Capability(("cuda",), ("float16",), limits=(AxisLimit("vocab_size", 128),)), requires=("absent",)
+        "wrong",
+        Capability(("cuda",), ("float16",), limits=(AxisLimit("vocab_size", 128),)),
+        requires=("absent",),
     )
     selector = Selector(
-        (wrong, REFERENCE), HOPPER, [wish("sampling", "wrong", "unheard")], module_exists=lambda name: False
+        (wrong, REFERENCE),
+        HOPPER,
+        [wish("sampling", "wrong", "unheard")],
+        module_exists=lambda name: False,
     )
     with pytest.raises(SelectionError) as caught:
         selector.select("greedy", LOGITS)
     message = str(caught.value)
     for part in (
-        "--sampling-backend asks for wrong, unheard", "dtype float32 is not among float16 -> --dtype float16; ",
+        "--sampling-backend asks for wrong, unheard",
+        "dtype float32 is not among float16 -> --dtype float16; ",
         "vocab_size 64 is below 128",
-        "module 'absent' is not installed", "unheard: no such backend", "backends that fit: plain",
+        "module 'absent' is not installed",
+        "unheard: no such backend",
+        "backends that fit: plain",
     ):
         assert part in message
 
@@ -149,12 +189,17 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> No
 def test_a_list_of_backends_is_tried_in_order_and_auto_ends_it() -> None:
     on_cpu = Selector((REFERENCE, PORTABLE), CPU, [wish("sampling", "portable", "auto")])
     assert on_cpu.select("greedy", LOGITS).spec.backend == "plain"
-    reversed_order = Selector((PORTABLE, SPECIAL), HOPPER, [wish("sampling", "portable", "special")])
+    reversed_order = Selector(
+        (PORTABLE, SPECIAL), HOPPER, [wish("sampling", "portable", "special")]
+    )
     assert reversed_order.select("greedy", LOGITS).spec.backend == "portable"
 
 
 def test_a_narrowed_preference_speaks_before_the_general_one() -> None:
-    kernels = [kernel(name, replace(EVERYWHERE, features=frozenset()), op="attention") for name in ("one", "two")]
+    kernels = [
+        kernel(name, replace(EVERYWHERE, features=frozenset()), op="attention")
+        for name in ("one", "two")
+    ]
     preferences = [wish("attention", "one"), wish("attention.prefill", "two")]
     selector = Selector(kernels, HOPPER, preferences)
     assert selector.select_attention(ATTENTION).spec.backend == "one"
@@ -174,8 +219,16 @@ def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -
 @pytest.mark.parametrize(
     ("declared", "problem", "mend"),
     [
-        ({"kv_dtypes": ("bfloat16", "float16")}, {"kv_dtype": "float8_e4m3fn"}, "--kv-cache-dtype auto"),
-        ({"kv_dtypes": ("float16",)}, {"kv_dtype": "float8_e4m3fn"}, "--kv-cache-dtype auto --dtype float16"),
+        (
+            {"kv_dtypes": ("bfloat16", "float16")},
+            {"kv_dtype": "float8_e4m3fn"},
+            "--kv-cache-dtype auto",
+        ),
+        (
+            {"kv_dtypes": ("float16",)},
+            {"kv_dtype": "float8_e4m3fn"},
+            "--kv-cache-dtype auto --dtype float16",
+        ),
         ({"kv_dtypes": ("float8_e4m3fn",)}, {}, "--kv-cache-dtype fp8_e4m3"),
         ({"kv_dtypes": ("float8_e5m2",)}, {}, ""),
         ({"dtypes": ("float32",)}, {}, "--dtype float32"),
@@ -188,7 +241,9 @@ def test_a_refusal_names_the_flag_that_would_change_it_and_none_that_would_not(
     declared: dict[str, Any], problem: dict[str, Any], mend: str
 ) -> None:
     capability = replace(ON_CUDA, **{"features": frozenset({"graph_safe"}), **declared})
-    selector = Selector((kernel("new", capability, op="attention"),), HOPPER, needs=frozenset({"graph_safe"}))
+    selector = Selector(
+        (kernel("new", capability, op="attention"),), HOPPER, needs=frozenset({"graph_safe"})
+    )
     with pytest.raises(NothingFitsError) as caught:
         selector.select_attention(replace(ATTENTION, **problem))
     ((verdict,),) = (planned.verdicts for planned in caught.value.plan.ops)
@@ -231,7 +286,13 @@ def test_a_wrong_problem_names_what_is_missing_and_what_is_surplus() -> None:
 
 AXES = {**LOGITS, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "kv_dtype": "float32"}
 FUSED = OpContract(
-    "greedy_write", "sampling", "", {"head_size": "", "vocab_size": ""}, "a.b:c", "a.b:d", (),
+    "greedy_write",
+    "sampling",
+    "",
+    {"head_size": "", "vocab_size": ""},
+    "a.b:c",
+    "a.b:d",
+    (),
     parts=("greedy", "write_kv"),
 )
 PARTS = (REFERENCE, kernel("plain", EVERYWHERE, op="write_kv"))
@@ -252,19 +313,27 @@ def test_its_parts_run_where_none_fits_and_the_plan_says_why() -> None:
     selector = Selector((*PARTS, fast), CPU, ops=merge_ops((FUSED,)))
     choices = selector.select_all(FUSED.parts, AXES)
     assert [(choice.spec.op, sorted(choice.problem)) for choice in choices] == [
-        ("greedy", ["dtype", "vocab_size"]), ("write_kv", sorted(AXES.keys() - {"vocab_size"}))
+        ("greedy", ["dtype", "vocab_size"]),
+        ("write_kv", sorted(AXES.keys() - {"vocab_size"})),
     ]
     plan = selector.plan()
     assert backends(plan) == {"sampling": ("plain",), "cache": ("plain",)}
-    assert "its parts run one by one\n  not fast from dist-fast: it runs on cuda" in explain(plan, "greedy_write")
+    assert "its parts run one by one\n  not fast from dist-fast: it runs on cuda" in explain(
+        plan, "greedy_write"
+    )
     assert "its parts" in plan.table()
 
 
 def test_a_fused_op_asked_for_by_name_is_given_or_its_parts_are_to_run() -> None:
     fast, problem = kernel("fast", ON_CUDA, op="greedy_write"), FUSED.cut(AXES)
-    taken = Selector((*PARTS, fast), HOPPER, ops=merge_ops((FUSED,))).select_fused("greedy_write", problem)
+    taken = Selector((*PARTS, fast), HOPPER, ops=merge_ops((FUSED,))).select_fused(
+        "greedy_write", problem
+    )
     assert taken is not None and taken.spec == fast.spec
-    assert Selector((*PARTS, fast), CPU, ops=merge_ops((FUSED,))).select_fused("greedy_write", problem) is None
+    assert (
+        Selector((*PARTS, fast), CPU, ops=merge_ops((FUSED,))).select_fused("greedy_write", problem)
+        is None
+    )
 
 
 def test_ops_that_nobody_fuses_are_selected_one_by_one() -> None:

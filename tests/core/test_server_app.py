@@ -40,14 +40,18 @@ def test_middleware_of_plugins_is_behind_the_key() -> None:
     assert get(gate, authorization="Bearer k").text == "secret"
 
 
-def test_what_breaks_is_a_500_that_tells_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_breaks_is_a_500_that_tells_nothing_of_the_inside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     response = get(Gate(broken, None))
     assert response.status_code == 500
     assert "ZeroDivision" not in response.text
     assert "ZeroDivision" in caplog.text
 
 
-def test_middleware_that_would_end_the_process_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_middleware_that_would_end_the_process_ends_its_request_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert get(Gate(leaving, None)).json()["error"]["message"].endswith("its log says why")
     assert "GET /x failed: no licence" in caplog.text
 
@@ -63,5 +67,7 @@ def test_what_breaks_in_the_middle_of_an_answer_begins_no_second_one() -> None:
         sent.append(message["type"])
 
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(Gate(breaks_off, None)({"method": "GET", "path": "/x", "headers": []}, None, send))  # type: ignore[arg-type]
+        asyncio.run(
+            Gate(breaks_off, None)({"method": "GET", "path": "/x", "headers": []}, None, send)
+        )  # type: ignore[arg-type]
     assert sent == ["http.response.start"]

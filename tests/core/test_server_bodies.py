@@ -81,6 +81,7 @@ def test_a_body_that_will_not_be_served_is_not_read(code: str) -> None:
 def test_a_drain_waits_for_no_body_and_what_comes_during_it_is_refused() -> None:
     async def test() -> None:
         with serving() as service:
+
             def drain() -> None:
                 assert service.num_active == 0
                 service.is_draining = True
@@ -101,7 +102,9 @@ def test_a_body_beyond_the_cap_is_not_read_on(length: str, num_read: int) -> Non
     assert body.num_read == num_read
 
 
-def test_long_bodies_are_parsed_and_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_bodies_are_parsed_and_encoded_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads: list[str] = []
 
     def noted(name: str, work: Any) -> Any:

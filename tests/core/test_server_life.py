@@ -47,7 +47,9 @@ def ended(server: Running, seconds: float = 20.0) -> int:
     return status
 
 
-def in_background(server: Running, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+def in_background(
+    server: Running, body: dict[str, Any]
+) -> tuple[threading.Thread, list[httpx.Response]]:
     """Send a request from a thread; its answer will be in the list."""
     answers: list[httpx.Response] = []
 
@@ -105,7 +107,9 @@ def test_a_disk_that_takes_no_file_is_no_hindrance() -> None:
         "folder.remove(); print(folder.path.exists())"
     )
     environ = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environ, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environ, check=True
+    )
     assert done.stdout == "True\nFalse\n"
 
 
@@ -114,7 +118,9 @@ def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, engine=SLOW) as server, server.client() as client:
         thread, answers = in_background(server, {**LONG, "max_tokens": 80})
         server.process.send_signal(number)
-        wait_until(lambda: client.get("/health").status_code == 503, 2, "not healthy while draining")
+        wait_until(
+            lambda: client.get("/health").status_code == 503, 2, "not healthy while draining"
+        )
         refused = client.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert ended(server) == 0
@@ -124,7 +130,9 @@ def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_second_signal_ends_at_once_and_tells_those_who_wait(tmp_path: Path, streams: bool) -> None:
+def test_a_second_signal_ends_at_once_and_tells_those_who_wait(
+    tmp_path: Path, streams: bool
+) -> None:
     with running(tmp_path, engine={"step_seconds": 0.5}) as server:
         thread, answers = in_background(server, {**LONG, "stream": streams})
         server.process.send_signal(signal.SIGTERM)
@@ -144,7 +152,9 @@ def test_a_signal_during_the_start_ends_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_dead_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
+def test_a_dead_engine_is_told_to_those_who_wait_and_ends_the_server(
+    tmp_path: Path, streams: bool
+) -> None:
     with running(tmp_path, engine=SLOW) as server:
         thread, answers = in_background(server, {**LONG, "stream": streams})
         time.sleep(0.2)
@@ -154,13 +164,18 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path: P
             assert '"code": "engine_dead"' in answers[0].text.split("\n\n")[-3]
             assert answers[0].text.endswith("data: [DONE]\n\n")
         else:
-            assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (500, "engine_dead")
+            assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (
+                500,
+                "engine_dead",
+            )
         assert ended(server) == 1
 
 
 def test_a_request_that_kills_the_engine_is_answered(tmp_path: Path) -> None:
     with running(tmp_path) as server, server.client() as client:
-        assert client.post("/v1/completions", json={"prompt": [fake_engine.DIES]}).status_code == 500
+        assert (
+            client.post("/v1/completions", json={"prompt": [fake_engine.DIES]}).status_code == 500
+        )
         assert ended(server) == 1
 
 
@@ -177,13 +192,21 @@ def test_a_server_killed_at_any_moment_of_its_start_leaves_nothing_and_says_noth
     tmp_path: Path, num_workers: int
 ) -> None:
     for moment in range(6):
-        with running(tmp_path, engine={"start_seconds": 30}, num_workers=num_workers, waits=False) as server:
+        with running(
+            tmp_path, engine={"start_seconds": 30}, num_workers=num_workers, waits=False
+        ) as server:
             time.sleep(moment * 0.1)  # from before there is a folder to after all are connected
             family = [child.pid for child in psutil.Process(server.process.pid).children()]
             server.process.kill()
             server.process.wait()
-            wait_until(lambda family=family: not any(map(is_alive, family)), 10, f"all ended, killed at {moment}")
-            wait_until(lambda: not list(tmp_path.glob("*tokenspeed-*")), 10, "no folder left behind")
+            wait_until(
+                lambda family=family: not any(map(is_alive, family)),
+                10,
+                f"all ended, killed at {moment}",
+            )
+            wait_until(
+                lambda: not list(tmp_path.glob("*tokenspeed-*")), 10, "no folder left behind"
+            )
             assert server.complaints() == ""
 
 
@@ -194,8 +217,12 @@ def test_a_child_that_begins_when_its_parent_is_gone_ends_at_once_and_in_silence
         os.write(writing, told)
         os.close(writing)
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code, str(reading)], pass_fds=[reading], capture_output=True, text=True,
-            timeout=30, check=True,
+            [sys.executable, "-P", "-c", code, str(reading)],
+            pass_fds=[reading],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
         )
         os.close(reading)
         assert (done.stdout, done.stderr) == ("", "")
@@ -205,7 +232,9 @@ def test_health_fails_within_ten_seconds_of_an_engine_that_does_not_step(tmp_pat
     with running(tmp_path) as server, server.client() as client:
         thread, _ = in_background_to(server, [fake_engine.STALLS])
         start = time.monotonic()
-        wait_until(lambda: client.get("/health").status_code == 503, 10 + 3, "unhealthy")  # three for a busy machine
+        wait_until(
+            lambda: client.get("/health").status_code == 503, 10 + 3, "unhealthy"
+        )  # three for a busy machine
         assert time.monotonic() - start > 3, "a slow step is not a dead engine"
         assert "has not stepped" in client.get("/health").json()["reason"]
         server.process.kill()
@@ -233,10 +262,18 @@ def in_background_to(server: Running, prompt: list[int]) -> tuple[threading.Thre
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_client_that_leaves_is_aborted_at_once(tmp_path: Path, path: str, streams: bool) -> None:
     body: dict[str, Any] = {"max_tokens": 400, "stream": streams, "n": 2}
-    body |= {"prompt": "hi"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    body |= (
+        {"prompt": "hi"}
+        if path == "completions"
+        else {"messages": [{"role": "user", "content": "hi"}]}
+    )
     with running(tmp_path, engine=SLOW) as server:
         with server.client() as client, pytest.raises(httpx.ReadTimeout):
-            client.post(f"/v1/{path}", json=body, timeout=0.5 if not streams else httpx.Timeout(20, read=0.001))
+            client.post(
+                f"/v1/{path}",
+                json=body,
+                timeout=0.5 if not streams else httpx.Timeout(20, read=0.001),
+            )
         server.wait_for("abort 1", 8)
         server.wait_for("abort 2", 8)
 
@@ -247,7 +284,9 @@ def test_after_many_clients_that_leave_at_any_moment_nothing_runs(tmp_path: Path
     async def ask(client: httpx.AsyncClient, number: int) -> bool:
         is_chat = number % 2
         body: dict[str, Any] = {"max_tokens": 400, "stream": number % 3 > 0, "n": 1 + number % 3}
-        body |= {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hello"}
+        body |= (
+            {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hello"}
+        )
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         await asyncio.sleep(rng.random() * 0.5)
         try:
@@ -262,7 +301,9 @@ def test_after_many_clients_that_leave_at_any_moment_nothing_runs(tmp_path: Path
             return await asyncio.gather(*[ask(client, number) for number in range(80)])
 
     with running(tmp_path, engine={"step_seconds": 0.05}) as server:
-        assert sum(asyncio.run(ask_all(server.url))) > 70, "hardly anybody left, so this says nothing"
+        assert sum(asyncio.run(ask_all(server.url))) > 70, (
+            "hardly anybody left, so this says nothing"
+        )
         server.process.terminate()  # one sequence that nobody ended would run for 20 s
         assert ended(server, 15) == 0
         submitted = [line for line in server.notes() if line.startswith("submit")]
@@ -274,7 +315,10 @@ def test_a_port_in_use_says_by_whom() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(CapacityError, match=rf"port {port} on 127.0.0.1 is in use by .*pid {os.getpid()}.*--port"):
+        with pytest.raises(
+            CapacityError,
+            match=rf"port {port} on 127.0.0.1 is in use by .*pid {os.getpid()}.*--port",
+        ):
             listen("127.0.0.1", port)
 
 
@@ -304,7 +348,8 @@ def test_nothing_listens_but_the_given_address(tmp_path: Path) -> None:
         port = int(server.url.rsplit(":", 1)[1])
         for pid in (server.process.pid, server.engine_pid()):
             listening = [
-                connection.laddr for connection in psutil.Process(pid).net_connections("inet")
+                connection.laddr
+                for connection in psutil.Process(pid).net_connections("inet")
                 if connection.status == psutil.CONN_LISTEN
             ]
             assert all(address == ("127.0.0.1", port) for address in listening)

@@ -46,7 +46,9 @@ class Reader:
     finish: int = 0
     error: ApiError | None = None
 
-    def take(self, token_ids: Any, finish: int, num_cached: int, logprobs: TokenColumns | None) -> bool:
+    def take(
+        self, token_ids: Any, finish: int, num_cached: int, logprobs: TokenColumns | None
+    ) -> bool:
         if self.breaks:
             raise ZeroDivisionError
         self.tokens += token_ids
@@ -75,18 +77,27 @@ class Peer:
         return to_engine.unpack(self.socket.recv())
 
 
-def outputs(rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int, ...] = (), width: int = 0) -> Outputs:
+def outputs(
+    rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int, ...] = (), width: int = 0
+) -> Outputs:
     """Return a step's output; log-probabilities are those of tokens that are easy to recognise."""
     told = [token for row in logprob_rows for token in list(rows.values())[row]]
     return Outputs(
-        np.array(list(rows), np.int64), np.array([len(t) for t in rows.values()], np.int32),
+        np.array(list(rows), np.int64),
+        np.array([len(t) for t in rows.values()], np.int32),
         np.array([i for tokens in rows.values() for i in tokens], np.int32),
-        np.full(len(rows), finish, np.int32), np.zeros(len(rows), np.int32),
+        np.full(len(rows), finish, np.int32),
+        np.zeros(len(rows), np.int32),
         StepLogprobs(
-            np.array(logprob_rows, np.int32), width, np.array([-i for i in told], np.float32),
-            np.ones(len(told), np.int32), np.array([i + k for i in told for k in range(width)], np.int32),
+            np.array(logprob_rows, np.int32),
+            width,
+            np.array([-i for i in told], np.float32),
+            np.ones(len(told), np.int32),
+            np.array([i + k for i in told for k in range(width)], np.int32),
             np.array([-i - k for i in told for k in range(width)], np.float32),
-        ) if logprob_rows else None,
+        )
+        if logprob_rows
+        else None,
     )
 
 
@@ -114,7 +125,9 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 @asynccontextmanager
-async def linked(folder: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[EngineLink, Peer]]:
+async def linked(
+    folder: Path, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[tuple[EngineLink, Peer]]:
     address = f"ipc://{folder}/s"
     link = EngineLink(address, clock)
     peer = Peer(address)
@@ -209,8 +222,13 @@ def test_health_follows_the_pulse(tmp_path: Path) -> None:
 
             async def hear(message: Pulse) -> None:
                 peer.send(message)
-                await until(lambda: link.pulse is not None and link.pulse.num_steps == message.num_steps
-                            and link.pulse.num_running == message.num_running)
+                await until(
+                    lambda: (
+                        link.pulse is not None
+                        and link.pulse.num_steps == message.num_steps
+                        and link.pulse.num_running == message.num_running
+                    )
+                )
 
             await hear(pulse(1))
             now[0] += 100
@@ -303,7 +321,9 @@ def test_a_flood_of_messages_arrives_whole_while_requests_go_out(tmp_path: Path)
     run(test)
 
 
-def test_a_message_that_came_while_a_request_went_out_is_read_without_another(tmp_path: Path) -> None:
+def test_a_message_that_came_while_a_request_went_out_is_read_without_another(
+    tmp_path: Path,
+) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             reader = Reader()

@@ -109,7 +109,10 @@ def test_a_bad_field_of_a_completion_is_named_with_its_bound(
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -124,7 +127,9 @@ def test_a_bad_field_of_a_completion_is_named_with_its_bound(
         ({"stream": True, "stream_options": {"include_all": True}}, "stream_options.include_all"),
     ],
 )
-def test_a_bad_field_of_a_chat_is_named(client: httpx.Client, change: dict[str, Any], param: str) -> None:
+def test_a_bad_field_of_a_chat_is_named(
+    client: httpx.Client, change: dict[str, Any], param: str
+) -> None:
     error = refusal(client.post("/v1/chat/completions", json={"messages": USER, **change}))
     assert (error["param"] or "").startswith(param), error
 
@@ -139,8 +144,16 @@ def test_arguments_of_a_past_call_must_be_an_object(client: httpx.Client) -> Non
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "a"', b'{"prompt": "\\ud800"}',
-        b'{"prompt": ' + b"[" * 20_000, b'{"a":' * 20_000, b"9" * 5000,
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "a"',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 20_000,
+        b'{"a":' * 20_000,
+        b"9" * 5000,
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     ],
 )
@@ -151,12 +164,16 @@ def test_a_malformed_body_is_a_400(client: httpx.Client, path: str, body: bytes)
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
 def test_a_number_that_is_none_names_its_field(client: httpx.Client, number: bytes) -> None:
-    error = refusal(client.post("/v1/completions", content=b'{"prompt": "a", "temperature": ' + number + b"}"))
+    error = refusal(
+        client.post("/v1/completions", content=b'{"prompt": "a", "temperature": ' + number + b"}")
+    )
     assert error["param"] == "temperature"
 
 
 def test_a_null_field_is_a_field_left_out(client: httpx.Client) -> None:
-    nulls = dict.fromkeys(["temperature", "stop", "echo", "logprobs", "stream_options", "user", "max_tokens"])
+    nulls = dict.fromkeys(
+        ["temperature", "stop", "echo", "logprobs", "stream_options", "user", "max_tokens"]
+    )
     assert client.post("/v1/completions", json={"prompt": "hi", **nulls}).status_code == 200
 
 
@@ -167,8 +184,12 @@ def test_a_body_beyond_the_cap_is_a_413_with_and_without_a_length(server: Runnin
         refusal(client.post("/v1/completions", content=(b"x" * 10_000 for _ in range(20))), 413)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/openapi.json", "/nothing", "//health", "/Health"])
-@pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer", "Bearer secret key x", "Basic secret key", "é"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/completions", "/openapi.json", "/nothing", "//health", "/Health"]
+)
+@pytest.mark.parametrize(
+    "key", [None, "Bearer wrong", "Bearer", "Bearer secret key x", "Basic secret key", "é"]
+)
 def test_every_route_but_health_needs_the_key(server: Running, path: str, key: str | None) -> None:
     headers = {} if key is None else {b"authorization": key.encode()}
     with server.client() as client:
@@ -185,7 +206,8 @@ def test_unknown_routes_methods_and_models_say_what_there_is(client: httpx.Clien
     assert "POST" in refusal(client.get("/v1/completions"), 405)["message"]
     refusal(client.post("/health"), 405)
     for response in (
-        client.post("/v1/completions", json={"prompt": "a", "model": "x"}), client.get("/v1/models/x")
+        client.post("/v1/completions", json={"prompt": "a", "model": "x"}),
+        client.get("/v1/models/x"),
     ):
         error = refusal(response, 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -201,7 +223,9 @@ def test_a_full_queue_is_a_429_with_retry_after(client: httpx.Client, streams: b
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_sequence_that_the_engine_fails_is_a_500_of_its_own(client: httpx.Client, streams: bool) -> None:
+def test_a_sequence_that_the_engine_fails_is_a_500_of_its_own(
+    client: httpx.Client, streams: bool
+) -> None:
     body = {"prompt": [fake_engine.ERRS, 5], "stream": streams}
     refusal(client.post("/v1/completions", json=body), 500)
 

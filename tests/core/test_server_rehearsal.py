@@ -63,13 +63,28 @@ def told(record: RequestRecord) -> None:
 
 
 def options(parser: str = "Hears", **more: Any) -> Options:
-    entry = Entry("reasoning_parsers", parser, f"{__name__}:x", 1, "acme", "1.0", "installed", "", Status.OK, "")
+    entry = Entry(
+        "reasoning_parsers",
+        parser,
+        f"{__name__}:x",
+        1,
+        "acme",
+        "1.0",
+        "installed",
+        "",
+        Status.OK,
+        "",
+    )
     named = NamedParser(entry, ParserSpec(f"{__name__}:{parser}"))
     return Options("m", observers=(told,), parsers=(named, None), **more)
 
 
 def model_text(tokenizer: Tokenizer | None = TOKENIZER, *, has_template: bool = True) -> ModelText:
-    template = ChatTemplate(TEMPLATE, tokenizer.special_tokens) if tokenizer is not None and has_template else None
+    template = (
+        ChatTemplate(TEMPLATE, tokenizer.special_tokens)
+        if tokenizer is not None and has_template
+        else None
+    )
     return ModelText(tokenizer, template, Defaults(eos_token_ids=(0,)))
 
 
@@ -88,7 +103,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bytes]]:
                 await send(message)
 
             await super().__call__(scope, receive, noting)
-            found.append((scope["path"], parts[0]["status"], b"".join(part["body"] for part in parts[1:])))
+            found.append(
+                (scope["path"], parts[0]["status"], b"".join(part["body"] for part in parts[1:]))
+            )
 
     monkeypatch.setattr(rehearsal, "Routes", Listening)
     return found
@@ -102,7 +119,12 @@ def test_both_routes_are_served_whole_and_streamed_and_no_observer_and_no_log_he
     asyncio.run(rehearse(options(api_key="secret"), model_text()))
     paths = ["/v1/completions", "/v1/completions", "/v1/chat/completions", "/v1/chat/completions"]
     assert [(path, status) for path, status, _ in answers] == [(path, 200) for path in paths]
-    assert [body.endswith(b"data: [DONE]\n\n") for *_, body in answers] == [False, True, False, True]
+    assert [body.endswith(b"data: [DONE]\n\n") for *_, body in answers] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert b'"text": "Hello!"' in answers[0][2]
     whole, _, *deltas = heard
     assert whole == "".join(deltas[:-1]) == PROMPT, "a prompt comes back as it was rendered"
@@ -137,10 +159,16 @@ def test_what_a_rehearsal_fails_with_is_in_the_log_for_who_debugs(
     monkeypatch.setattr(rehearsal, "Routes", Fails)
     caplog.set_level(logging.DEBUG, logger=rehearsal.__name__)
     asyncio.run(rehearse(options(), model_text()))
-    said = [(record.levelno, record.getMessage(), str(record.exc_info and record.exc_info[1]))
-            for record in caplog.records if record.name == rehearsal.__name__]
-    assert said == [(logging.DEBUG, f"rehearsing {path} failed", "no rehearsal")
-                    for path in ("/v1/completions", "/v1/chat/completions") for _ in range(2)]
+    said = [
+        (record.levelno, record.getMessage(), str(record.exc_info and record.exc_info[1]))
+        for record in caplog.records
+        if record.name == rehearsal.__name__
+    ]
+    assert said == [
+        (logging.DEBUG, f"rehearsing {path} failed", "no rehearsal")
+        for path in ("/v1/completions", "/v1/chat/completions")
+        for _ in range(2)
+    ]
 
 
 class Silent:
@@ -155,10 +183,14 @@ class Silent:
         self.ready.set_result(Ready(100, 100, 400, "{}"))
 
 
-def test_a_worker_says_that_it_can_serve_when_it_has_rehearsed(answers: list[tuple[str, int, bytes]]) -> None:
+def test_a_worker_says_that_it_can_serve_when_it_has_rehearsed(
+    answers: list[tuple[str, int, bytes]],
+) -> None:
     async def main() -> None:
         service = Service(options(), Silent())  # type: ignore[arg-type]
-        launch = Launch(None, service.options, model_text, on_ready=lambda text: heard.append("ready"))  # type: ignore[arg-type]
+        launch = Launch(
+            None, service.options, model_text, on_ready=lambda text: heard.append("ready")
+        )  # type: ignore[arg-type]
         await _Life(launch, None)._open(service)  # type: ignore[arg-type]
         service.close()
 

@@ -67,7 +67,9 @@ def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1
     for start, end in itertools.pairwise([0, *cuts, len(ids)]):
         num = end - start
         columns = TokenColumns(
-            [-0.5] * num, [1] * num, [[(i, value) for value in (-0.5, -1.0, float("-inf"))] for i in ids[start:end]],
+            [-0.5] * num,
+            [1] * num,
+            [[(i, value) for value in (-0.5, -1.0, float("-inf"))] for i in ids[start:end]],
         )
         finish = Finish.LENGTH if end == len(ids) else Finish.NOT
         if choice.take(ids[start:end], finish, 0, columns if num_logprobs >= 0 else None):
@@ -84,8 +86,11 @@ tokens = st.lists(st.integers(1, 388), min_size=1, max_size=16)
 
 @settings(max_examples=300, deadline=None)
 @given(
-    ids=tokens, stops=st.lists(st.sampled_from(["o", "he", "ll", "w", "a", " ", "é"]), max_size=3),
-    interval=st.integers(1, 5), width=st.integers(-1, 2), data=st.data(),
+    ids=tokens,
+    stops=st.lists(st.sampled_from(["o", "he", "ll", "w", "a", " ", "é"]), max_size=3),
+    interval=st.integers(1, 5),
+    width=st.integers(-1, 2),
+    data=st.data(),
 )
 def test_rows_of_any_length_and_any_interval_make_the_same_reply(
     ids: list[int], stops: list[str], interval: int, width: int, data: st.DataObject
@@ -101,7 +106,9 @@ def test_rows_of_any_length_and_any_interval_make_the_same_reply(
     assert parts[-1]["finish_reason"] == answer.finish_reason
     assert streamed.usage == whole.usage
     if width >= 0:
-        report = json.loads(whole.dialect.body(whole.answers, whole.usage, True, False))["choices"][0]["logprobs"]
+        report = json.loads(whole.dialect.body(whole.answers, whole.usage, True, False))["choices"][
+            0
+        ]["logprobs"]
         for name, values in report.items():
             told = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
             assert told == values
@@ -116,7 +123,9 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=5)))
     whole, choice = make(Shape(False, 1, width), [], Chat, [Shouts(), Capitals()])
     feed(choice, ids, [], width)
-    (body,) = json.loads(whole.dialect.body(whole.answers, whole.usage, width >= 0, False))["choices"]
+    (body,) = json.loads(whole.dialect.body(whole.answers, whole.usage, width >= 0, False))[
+        "choices"
+    ]
     streamed, choice = make(Shape(True, interval, width), [], Chat, [Shouts(), Capitals()])
     feed(choice, ids, cuts, width)
     parts = [event["choices"][0] for event in events(streamed)]
@@ -129,7 +138,9 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
         calls[call["index"]]["arguments"] += call["function"]["arguments"]
     message = body["message"]
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message.get("reasoning_content", "")
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message.get(
+        "reasoning_content", ""
+    )
     assert calls == [call["function"] for call in message.get("tool_calls", ())]
     assert all(call.keys() == {"id", "type", "function"} for call in message.get("tool_calls", ()))
     assert parts[-1]["finish_reason"] == body["finish_reason"] == "length"
@@ -140,8 +151,13 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('eh{"x": 1}', "tool_calls"), ('h{"x": 1}ah{}', "tool_calls"), ('h{"x": 1}a ;', "tool_calls"), ("you", "stop"),
-        ('h{"x": 1;', "stop"), ("h;", "stop"), ('h{"x": 1}ah{"y"', "stop"),
+        ('eh{"x": 1}', "tool_calls"),
+        ('h{"x": 1}ah{}', "tool_calls"),
+        ('h{"x": 1}a ;', "tool_calls"),
+        ("you", "stop"),
+        ('h{"x": 1;', "stop"),
+        ("h;", "stop"),
+        ('h{"x": 1}ah{"y"', "stop"),
     ],
 )
 def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_that_are_whole(
@@ -186,9 +202,12 @@ class BreaksAtTheEnd(Shouts):
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        (RuntimeError("no idea"), "RuntimeError: no idea"), (SystemExit(5), "SystemExit: 5"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"), (asyncio.CancelledError(), "CancelledError"),
-        (None, "'NoneType' object is not iterable"), (["text"], "'str' object has no attribute 'kind'"),
+        (RuntimeError("no idea"), "RuntimeError: no idea"),
+        (SystemExit(5), "SystemExit: 5"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (None, "'NoneType' object is not iterable"),
+        (["text"], "'str' object has no attribute 'kind'"),
     ],
 )
 @pytest.mark.parametrize("is_first", [True, False])

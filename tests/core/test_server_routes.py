@@ -29,7 +29,9 @@ def client(server: Running) -> Iterator[httpx.Client]:
 @pytest.fixture
 def sdk(server: Running) -> openai.OpenAI:
     http = httpx.Client(trust_env=False)
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", http_client=http, max_retries=0)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="any", http_client=http, max_retries=0
+    )
 
 
 def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -47,10 +49,17 @@ def test_a_completion_has_text_usage_and_a_reason(client: httpx.Client) -> None:
     ids = TOKENIZER.encode("hello world", add_special_tokens=True).tolist()
     assert answer["object"] == "text_completion"
     assert answer["choices"] == [
-        {"index": 0, "text": TOKENIZER.decode((ids * 3)[:3]), "finish_reason": "length", "logprobs": None}
+        {
+            "index": 0,
+            "text": TOKENIZER.decode((ids * 3)[:3]),
+            "finish_reason": "length",
+            "logprobs": None,
+        }
     ]
     assert answer["usage"] == {
-        "prompt_tokens": len(ids), "completion_tokens": 3, "total_tokens": len(ids) + 3,
+        "prompt_tokens": len(ids),
+        "completion_tokens": 3,
+        "total_tokens": len(ids) + 3,
         "prompt_tokens_details": {"cached_tokens": len(ids) - 1},
     }
 
@@ -133,21 +142,31 @@ def test_log_probabilities_of_a_completion_line_up_with_its_text(client: httpx.C
     body = {"prompt": "hello world é", "max_tokens": 20, "logprobs": 2}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]
     report = choice["logprobs"]
-    assert len(report["tokens"]) == len(report["token_logprobs"]) == len(report["text_offset"]) == 20
+    assert (
+        len(report["tokens"]) == len(report["token_logprobs"]) == len(report["text_offset"]) == 20
+    )
     for token, offset in zip(report["tokens"], report["text_offset"], strict=True):
         assert "�" in token or choice["text"][offset:].startswith(token)
     assert all(2 <= len(top) <= 3 or "�" in "".join(top) for top in report["top_logprobs"])
-    streamed = [event["choices"][0]["logprobs"] for event in events(client, "/v1/completions", body)]
+    streamed = [
+        event["choices"][0]["logprobs"] for event in events(client, "/v1/completions", body)
+    ]
     assert [token for part in streamed if part for token in part["tokens"]] == report["tokens"]
 
 
 def test_log_probabilities_of_a_chat_have_bytes(client: httpx.Client) -> None:
     body = {
-        "messages": [{"role": "user", "content": "é"}], "max_tokens": 9, "logprobs": True, "top_logprobs": 3,
+        "messages": [{"role": "user", "content": "é"}],
+        "max_tokens": 9,
+        "logprobs": True,
+        "top_logprobs": 3,
     }
     choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
     entries = choice["logprobs"]["content"]
-    assert bytes(b for entry in entries for b in entry["bytes"]).decode() == choice["message"]["content"]
+    assert (
+        bytes(b for entry in entries for b in entry["bytes"]).decode()
+        == choice["message"]["content"]
+    )
     assert all(len(entry["top_logprobs"]) == 3 for entry in entries)
 
 
@@ -156,12 +175,23 @@ def test_a_chat_is_its_template_with_roles_and_tools(client: httpx.Client) -> No
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
     body: dict[str, Any] = {
         "messages": [
-            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "developer",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
             {"role": "user", "content": "q"},
-            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call],
+                "refusal": None,
+                "annotations": [],
+            },
             {"role": "tool", "tool_call_id": "1", "content": "r"},
         ],
-        "tools": [tool], "chat_template_kwargs": {"shout": True}, "max_tokens": 200,
+        "tools": [tool],
+        "chat_template_kwargs": {"shout": True},
+        "max_tokens": 200,
     }
     text = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     assert text.startswith(
@@ -175,15 +205,26 @@ def test_the_openai_client_works_unmodified(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == ["fake"]
     assert sdk.models.retrieve("fake").id == "fake"
     chat = sdk.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=4, seed=3,
-        temperature=0, logit_bias={"5": -100}, frequency_penalty=1, stop="zz", user="me",
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_completion_tokens=4,
+        seed=3,
+        temperature=0,
+        logit_bias={"5": -100},
+        frequency_penalty=1,
+        stop="zz",
+        user="me",
     )
     assert chat.choices[0].message.role == "assistant"
     assert chat.usage is not None
     assert chat.usage.completion_tokens == 4
     stream = sdk.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True,
-        stream_options={"include_usage": True}, extra_body={"top_k": 5, "min_p": 0.1},
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=4,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"top_k": 5, "min_p": 0.1},
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -202,7 +243,10 @@ def test_the_openai_client_works_unmodified(sdk: openai.OpenAI) -> None:
 def test_a_model_may_be_left_out_and_its_report_is_public(client: httpx.Client) -> None:
     assert client.get("/v1/plugins").json() == {"plan": []}
     assert client.get("/version").json()["version"]
-    assert client.get("/openapi.json").json()["paths"].keys() >= {"/v1/completions", "/v1/chat/completions"}
+    assert client.get("/openapi.json").json()["paths"].keys() >= {
+        "/v1/completions",
+        "/v1/chat/completions",
+    }
 
 
 def test_each_request_that_ends_is_a_line_in_the_log(server: Running, client: httpx.Client) -> None:
@@ -216,7 +260,10 @@ def test_each_request_that_ends_is_a_line_in_the_log(server: Running, client: ht
 
 def test_tokens_wait_for_the_stream_interval(tmp_path_factory: pytest.TempPathFactory) -> None:
     options = {"stream_interval": 4, "reports_cached_tokens": False}
-    with running(tmp_path_factory.mktemp("interval"), options=options) as server, server.client() as client:
+    with (
+        running(tmp_path_factory.mktemp("interval"), options=options) as server,
+        server.client() as client,
+    ):
         parts = events(client, "/v1/completions", {"prompt": [70, 71, 72], "max_tokens": 10})
         lengths = [len(event["choices"][0]["text"]) for event in parts]
         assert lengths == [1, 4, 4, 1]
@@ -225,7 +272,10 @@ def test_tokens_wait_for_the_stream_interval(tmp_path_factory: pytest.TempPathFa
 
 
 def test_without_a_tokenizer_ids_go_in_and_out(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with running(tmp_path_factory.mktemp("ids"), has_tokenizer=False) as server, server.client() as client:
+    with (
+        running(tmp_path_factory.mktemp("ids"), has_tokenizer=False) as server,
+        server.client() as client,
+    ):
         body = {"prompt": [5, 6, 7], "max_tokens": 4}
         choice = client.post("/v1/completions", json=body).json()["choices"][0]
         assert (choice["token_ids"], choice["text"]) == ([5, 6, 7, 5], "")

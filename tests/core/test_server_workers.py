@@ -52,19 +52,29 @@ def owners(server: Running) -> Counter[int]:
 def workers(server: Running) -> list[psutil.Process]:
     """Return the processes of the workers beside the first, in the order of their numbers."""
     children = psutil.Process(server.process.pid).children()
-    others = (child for child in children if any(part.endswith("server_support.py") for part in child.cmdline()))
+    others = (
+        child
+        for child in children
+        if any(part.endswith("server_support.py") for part in child.cmdline())
+    )
     return sorted(others, key=lambda child: child.pid)
 
 
 def all_ended(server: Running, others: list[psutil.Process], seconds: float = 20.0) -> int:
     """Wait for the end of every process of a server; return its status."""
     status = server.process.wait(seconds)
-    wait_until(lambda: not any(map(is_alive, [server.engine_pid(), *(each.pid for each in others)])), 20, "all ended")
+    wait_until(
+        lambda: not any(map(is_alive, [server.engine_pid(), *(each.pid for each in others)])),
+        20,
+        "all ended",
+    )
     assert not list(server.log.parent.glob("*tokenspeed-*")), "a socket's folder was left behind"
     return status
 
 
-def ask_from_all(clients: list[httpx.Client], body: dict[str, Any]) -> list[httpx.Response | httpx.HTTPError]:
+def ask_from_all(
+    clients: list[httpx.Client], body: dict[str, Any]
+) -> list[httpx.Response | httpx.HTTPError]:
     """Send a request on every connection at once; return the answers, or how they failed, in that order."""
     answers: dict[int, httpx.Response | httpx.HTTPError] = {}
 
@@ -82,7 +92,9 @@ def ask_from_all(clients: list[httpx.Client], body: dict[str, Any]) -> list[http
     return [answers[number] for number in range(len(clients))]
 
 
-def in_background(clients: list[httpx.Client], body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+def in_background(
+    clients: list[httpx.Client], body: dict[str, Any]
+) -> tuple[threading.Thread, list[Any]]:
     """Do the same from a thread; the answers will be in the list."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.extend(ask_from_all(clients, body)))
@@ -94,7 +106,10 @@ def connection_to(worker: int, server: Running, clients: list[httpx.Client]) -> 
     """Return the first of the connections that this worker has."""
     for client in clients:
         before = owners(server)
-        assert client.post("/v1/completions", json={"prompt": [70], "max_tokens": 1}).status_code == 200
+        assert (
+            client.post("/v1/completions", json={"prompt": [70], "max_tokens": 1}).status_code
+            == 200
+        )
         if owners(server)[worker] > before[worker]:
             return client
     raise AssertionError(f"no connection of {len(clients)} is to worker {worker}")
@@ -106,10 +121,17 @@ def test_requests_are_spread_and_answered_as_by_one_worker(tmp_path: Path) -> No
         expected = client.post("/v1/completions", json=body).json()["choices"]
     with running(tmp_path, num_workers=3) as server, connections(server, 24) as clients:
         answers = ask_from_all(clients, body)
-        assert all(isinstance(each, httpx.Response) and each.json()["choices"] == expected for each in answers)
+        assert all(
+            isinstance(each, httpx.Response) and each.json()["choices"] == expected
+            for each in answers
+        )
         assert set(owners(server)) == {0, 1, 2}
         assert max(owners(server).values()) <= 19, "one worker got nearly everything"
-        told = {client.get(path).text for client in clients for path in ("/v1/plugins", "/v1/models", "/health")}
+        told = {
+            client.get(path).text
+            for client in clients
+            for path in ("/v1/plugins", "/v1/models", "/health")
+        }
         assert len(told) == 3, "workers differ in what they say of the server"
 
 
@@ -118,21 +140,34 @@ def test_no_worker_serves_before_all_can_and_the_engine_is_ready(tmp_path: Path)
         with server.client() as client:
             return client.get("/health").status_code
 
-    with running(tmp_path, engine={"starts_after": str(tmp_path / "go")}, num_workers=3, waits=False) as server:
+    with running(
+        tmp_path, engine={"starts_after": str(tmp_path / "go")}, num_workers=3, waits=False
+    ) as server:
         assert {health() for _ in range(12)} == {503}
         (tmp_path / "go").touch()
         wait_until(lambda: health() == 200, 20, "one worker serves")
         time.sleep(1)  # the word reaches the workers one after another
         assert {health() for _ in range(20)} == {200}
-        assert {note for note in server.notes() if note.startswith("hello")} == {"hello 0", "hello 1", "hello 2"}
+        assert {note for note in server.notes() if note.startswith("hello")} == {
+            "hello 0",
+            "hello 1",
+            "hello 2",
+        }
 
 
 def test_a_client_that_leaves_is_aborted_whichever_worker_it_spoke_to(tmp_path: Path) -> None:
     def leave(client: httpx.Client) -> None:
         with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json=ENDLESS | {"stream": False}, timeout=httpx.Timeout(10, read=1))
+            client.post(
+                "/v1/completions",
+                json=ENDLESS | {"stream": False},
+                timeout=httpx.Timeout(10, read=1),
+            )
 
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 24) as clients:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 24) as clients,
+    ):
         with ThreadPoolExecutor(24) as pool:
             list(pool.map(leave, clients))
         ids = [note.split()[1] for note in server.notes() if note.startswith("submit")]
@@ -141,13 +176,22 @@ def test_a_client_that_leaves_is_aborted_whichever_worker_it_spoke_to(tmp_path: 
         assert set(owners(server)) == {0, 1}
 
 
-def test_a_killed_worker_ends_the_server_once_the_others_have_finished_theirs(tmp_path: Path) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+def test_a_killed_worker_ends_the_server_once_the_others_have_finished_theirs(
+    tmp_path: Path,
+) -> None:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
         thread, answers = in_background(clients, ENDLESS | {"max_tokens": 60})
         wait_until(lambda: owners(server).total() == 12, 20, "all at work")
         (other,) = others = workers(server)
         other.kill()
-        wait_until(lambda: "API worker 1 of 2 was killed by SIGKILL" in server.said(), 20, "the death is in the log")
+        wait_until(
+            lambda: "API worker 1 of 2 was killed by SIGKILL" in server.said(),
+            20,
+            "the death is in the log",
+        )
         assert "the others finish what they have, then the server ends" in server.said()
         assert thread.is_alive(), "it was told only when all was answered"
         thread.join(20)
@@ -159,20 +203,29 @@ def test_a_killed_worker_ends_the_server_once_the_others_have_finished_theirs(tm
 
 
 def test_what_a_killed_worker_had_asked_for_does_not_keep_the_engine(tmp_path: Path) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
         others = workers(server)
         thread, _ = in_background(clients, ENDLESS)
         wait_until(lambda: owners(server).total() == 12, 20, "all at work")
         others[0].kill()
         for client in clients:
             client.close()
-        assert all_ended(server, others, 10) == 1  # at thirty steps a second they would keep it for twelve
+        assert (
+            all_ended(server, others, 10) == 1
+        )  # at thirty steps a second they would keep it for twelve
         thread.join(30)
 
 
 def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     with running(tmp_path, engine={"start_seconds": 30}, num_workers=2, waits=False) as server:
-        wait_until(lambda: len(workers(server)) == 1 if server.log.exists() else False, 30, "the worker's process")
+        wait_until(
+            lambda: len(workers(server)) == 1 if server.log.exists() else False,
+            30,
+            "the worker's process",
+        )
         others = workers(server)
         others[0].kill()
         assert all_ended(server, others) == 1
@@ -181,7 +234,10 @@ def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=3) as server, connections(server, 24) as clients:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=3) as server,
+        connections(server, 24) as clients,
+    ):
         others = workers(server)
         thread, answers = in_background(clients, ENDLESS | {"max_tokens": 40})
         wait_until(lambda: owners(server).total() == 24, 20, "all at work")
@@ -195,8 +251,13 @@ def test_a_signal_drains_all_workers(tmp_path: Path, number: signal.Signals) -> 
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_drain_says_that_it_waits_whichever_worker_has_the_requests(tmp_path: Path, worker: int) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+def test_a_drain_says_that_it_waits_whichever_worker_has_the_requests(
+    tmp_path: Path, worker: int
+) -> None:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
         client, others = connection_to(worker, server, clients), workers(server)
         thread, answers = in_background([client], ENDLESS | {"max_tokens": 60})
         time.sleep(0.5)
@@ -208,7 +269,10 @@ def test_a_drain_says_that_it_waits_whichever_worker_has_the_requests(tmp_path: 
 
 
 def test_a_worker_killed_in_a_drain_is_told_and_the_others_finish_theirs(tmp_path: Path) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
         client, others = connection_to(0, server, clients), workers(server)
         lost = connection_to(1, server, clients)
         thread, answers = in_background([client, lost], ENDLESS | {"max_tokens": 60})
@@ -224,8 +288,13 @@ def test_a_worker_killed_in_a_drain_is_told_and_the_others_finish_theirs(tmp_pat
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_an_engine_that_dies_while_one_worker_drains_ends_the_server(tmp_path: Path, worker: int) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+def test_an_engine_that_dies_while_one_worker_drains_ends_the_server(
+    tmp_path: Path, worker: int
+) -> None:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
         client, others = connection_to(worker, server, clients), workers(server)
         thread, answers = in_background([client], ENDLESS)
         time.sleep(0.5)
@@ -239,10 +308,14 @@ def test_an_engine_that_dies_while_one_worker_drains_ends_the_server(tmp_path: P
 
 
 @pytest.mark.parametrize("worker_seconds", [0, 30])
-def test_a_signal_while_the_engine_or_the_workers_start_ends_all(tmp_path: Path, worker_seconds: int) -> None:
+def test_a_signal_while_the_engine_or_the_workers_start_ends_all(
+    tmp_path: Path, worker_seconds: int
+) -> None:
     slow = {"start_seconds": 30, "worker_seconds": worker_seconds}
     with running(tmp_path, engine=slow, num_workers=3, waits=False) as server:
-        wait_until(lambda: server.log.exists() and len(workers(server)) == 2, 30, "the workers' processes")
+        wait_until(
+            lambda: server.log.exists() and len(workers(server)) == 2, 30, "the workers' processes"
+        )
         others = workers(server)
         time.sleep(1)  # all have begun
         server.process.send_signal(signal.SIGTERM)
@@ -250,7 +323,10 @@ def test_a_signal_while_the_engine_or_the_workers_start_ends_all(tmp_path: Path,
 
 
 def test_a_signal_that_a_service_manager_sends_to_every_worker_drains(tmp_path: Path) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
         others = workers(server)
         thread, answers = in_background(clients, ENDLESS | {"max_tokens": 40})
         wait_until(lambda: owners(server).total() == 12, 20, "all at work")
@@ -262,7 +338,10 @@ def test_a_signal_that_a_service_manager_sends_to_every_worker_drains(tmp_path: 
 
 
 def test_a_second_signal_ends_all_workers_at_once(tmp_path: Path) -> None:
-    with running(tmp_path, engine={"step_seconds": 0.5}, num_workers=2) as server, connections(server, 8) as clients:
+    with (
+        running(tmp_path, engine={"step_seconds": 0.5}, num_workers=2) as server,
+        connections(server, 8) as clients,
+    ):
         others = workers(server)
         thread, answers = in_background(clients, ENDLESS)
         wait_until(lambda: owners(server).total() == 8, 20, "all at work")
@@ -276,13 +355,18 @@ def test_a_second_signal_ends_all_workers_at_once(tmp_path: Path) -> None:
 
 
 def test_a_dead_engine_is_told_by_every_worker_to_those_who_wait(tmp_path: Path) -> None:
-    with running(tmp_path, engine=SLOW, num_workers=2) as server, connections(server, 12) as clients:
+    with (
+        running(tmp_path, engine=SLOW, num_workers=2) as server,
+        connections(server, 12) as clients,
+    ):
         others = workers(server)
         thread, answers = in_background(clients, ENDLESS)
         wait_until(lambda: owners(server).total() == 12, 20, "all at work")
         os.kill(server.engine_pid(), signal.SIGKILL)
         thread.join(30)
-        assert all('"code": "engine_dead"' in each.text for each in answers)  # an event, or an answer not yet begun
+        assert all(
+            '"code": "engine_dead"' in each.text for each in answers
+        )  # an event, or an answer not yet begun
         assert all_ended(server, others) == 1
 
 
@@ -301,20 +385,36 @@ def test_a_number_of_workers_that_cannot_be_is_refused(number: Any) -> None:
 
 
 def test_each_worker_gets_its_own_rows_with_their_log_probabilities() -> None:
-    ids = np.array([1, (1 << WORKER_SHIFT) + 1, 2, (2 << WORKER_SHIFT) + 7, (1 << WORKER_SHIFT) + 2], np.int64)
+    ids = np.array(
+        [1, (1 << WORKER_SHIFT) + 1, 2, (2 << WORKER_SHIFT) + 7, (1 << WORKER_SHIFT) + 2], np.int64
+    )
     counts = np.array([1, 2, 0, 1, 3], np.int32)
     outputs = Outputs(
-        ids, counts, np.arange(7, dtype=np.int32), np.array([0, 0, 3, 2, 1], np.int32), np.arange(5, dtype=np.int32),
+        ids,
+        counts,
+        np.arange(7, dtype=np.int32),
+        np.array([0, 0, 3, 2, 1], np.int32),
+        np.arange(5, dtype=np.int32),
         StepLogprobs(
-            np.array([1, 3, 4], np.int32), 2, np.arange(6, dtype=np.float32), np.arange(6, dtype=np.int32),
-            np.arange(12, dtype=np.int32), np.arange(12, dtype=np.float32),
+            np.array([1, 3, 4], np.int32),
+            2,
+            np.arange(6, dtype=np.float32),
+            np.arange(6, dtype=np.int32),
+            np.arange(12, dtype=np.int32),
+            np.arange(12, dtype=np.float32),
         ),
     )
     parts = dict(split(outputs))
     assert {worker: part.sequence_ids.tolist() for worker, part in parts.items()} == {
-        0: [1, 2], 1: [(1 << WORKER_SHIFT) + 1, (1 << WORKER_SHIFT) + 2], 2: [(2 << WORKER_SHIFT) + 7],
+        0: [1, 2],
+        1: [(1 << WORKER_SHIFT) + 1, (1 << WORKER_SHIFT) + 2],
+        2: [(2 << WORKER_SHIFT) + 7],
     }
-    assert {worker: part.token_ids.tolist() for worker, part in parts.items()} == {0: [0], 1: [1, 2, 4, 5, 6], 2: [3]}
+    assert {worker: part.token_ids.tolist() for worker, part in parts.items()} == {
+        0: [0],
+        1: [1, 2, 4, 5, 6],
+        2: [3],
+    }
     assert [parts[worker].finish.tolist() for worker in range(3)] == [[0, 3], [0, 1], [2]]
     told = [part.logprobs for _, part in sorted(parts.items()) if part.logprobs is not None]
     assert [each.rows.tolist() for each in told] == [[], [0, 1], [0]]

@@ -22,11 +22,15 @@ class Letters:
         return ""
 
 
-def run(ids: list[int], bounds: list[int], stops: list[str], keeps: bool) -> tuple[str, Assembler, list[str]]:
+def run(
+    ids: list[int], bounds: list[int], stops: list[str], keeps: bool
+) -> tuple[str, Assembler, list[str]]:
     assembler = Assembler(Letters(), stops, keeps)
     shown = []
     for start, end in itertools.pairwise(bounds):
-        shown.append(assembler.feed(ids[start:end], Finish.LENGTH if end == len(ids) else Finish.NOT))
+        shown.append(
+            assembler.feed(ids[start:end], Finish.LENGTH if end == len(ids) else Finish.NOT)
+        )
         if assembler.finish_reason is not None:
             break
     return "".join(shown), assembler, shown
@@ -36,7 +40,8 @@ def run(ids: list[int], bounds: list[int], stops: list[str], keeps: bool) -> tup
 @given(
     ids=st.lists(st.integers(0, 2), min_size=1, max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4)),
-    keeps=st.booleans(), data=st.data(),
+    keeps=st.booleans(),
+    data=st.data(),
 )
 def test_text_ends_at_the_stop_string_that_is_complete_first(
     ids: list[int], stops: list[str], keeps: bool, data: st.DataObject
@@ -46,7 +51,7 @@ def test_text_ends_at_the_stop_string_that_is_complete_first(
     end, start = min(ends, default=(len(text), len(text)))
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(ids) - 1)), max_size=5)) - {len(ids)})
     got, assembler, _ = run(ids, [0, *cuts, len(ids)], stops, keeps)
-    assert got == text[:end if keeps else start]
+    assert got == text[: end if keeps else start]
     assert assembler.finish_reason == ("stop" if ends else "length")
     assert assembler.num_tokens == end
 

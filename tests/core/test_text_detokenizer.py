@@ -14,8 +14,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenspeed_core.text import Tokenizer
 
 TEXTS = [
-    "hello world, it is a fine day", "naïve café — déjà vu", "日本語のテキスト",
-    "🙂👩‍👩‍👧 emoji 🎉", "a  b   c\n\n\td",
+    "hello world, it is a fine day",
+    "naïve café — déjà vu",
+    "日本語のテキスト",
+    "🙂👩‍👩‍👧 emoji 🎉",
+    "a  b   c\n\n\td",
 ]
 SPECIAL = ["<|end|>", "<s>"]
 
@@ -25,7 +28,9 @@ def byte_level() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(TEXTS * 4, trainer)
@@ -37,11 +42,18 @@ def metaspace() -> Tokenizer:
     letters = ["▁", "▁hello", "▁a", "b", "▁é", "lo", ".", "�"]
     words = ["<unk>", *SPECIAL, *[f"<0x{i:02X}>" for i in range(256)], *letters]
     backend = tokenizers.Tokenizer(
-        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            {word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"
+        )
     )
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return Tokenizer(backend, {"bos_token": "<s>"})
 
@@ -55,14 +67,26 @@ def words() -> Tokenizer:
 
 
 def pieces() -> Tokenizer:
-    vocab = [("<unk>", 0.0), ("▁the", -1.0), ("▁", -2.0), ("cat", -2.0), ("▁日本", -3.0), ("s", -3.0)]
+    vocab = [
+        ("<unk>", 0.0),
+        ("▁the", -1.0),
+        ("▁", -2.0),
+        ("cat", -2.0),
+        ("▁日本", -3.0),
+        ("s", -3.0),
+    ]
     backend = tokenizers.Tokenizer(models.Unigram(vocab, 0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     return Tokenizer(backend, {})
 
 
-KINDS = {"byte-level": byte_level(), "byte-fallback": metaspace(), "words": words(), "metaspace": pieces()}
+KINDS = {
+    "byte-level": byte_level(),
+    "byte-fallback": metaspace(),
+    "words": words(),
+    "metaspace": pieces(),
+}
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -78,7 +102,9 @@ def test_pieces_joined_are_the_decoded_whole(kind: str, skip: bool, data: st.Dat
         assert "".join(stream(tokenizer, ids, bounds, skip)) == whole
 
 
-def stream(tokenizer: Tokenizer, ids: Sequence[int], bounds: Sequence[int], skip: bool) -> list[str]:
+def stream(
+    tokenizer: Tokenizer, ids: Sequence[int], bounds: Sequence[int], skip: bool
+) -> list[str]:
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
     parts = [detokenizer.push(ids[a:b]) for a, b in itertools.pairwise(bounds)]
     return [*parts, detokenizer.flush()]

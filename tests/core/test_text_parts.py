@@ -19,18 +19,45 @@ from tokenspeed_core.text.tokenizer import Tokenizer
 TEXT = "hello world, how are you? I am fine. <turn> </turn> <think> 12 34 \n\n  HÉLLO thére 🙂"
 # Such as models have, and such as may hide each other, by taking a part, or whitespace, or by what stands beside them.
 ADDED = (
-    AddedToken("<turn>", special=True, normalized=False), AddedToken("</turn>", special=True, normalized=False),
-    AddedToken("<think>", special=False, normalized=False), AddedToken("ow", special=False, normalized=True),
+    AddedToken("<turn>", special=True, normalized=False),
+    AddedToken("</turn>", special=True, normalized=False),
+    AddedToken("<think>", special=False, normalized=False),
+    AddedToken("ow", special=False, normalized=True),
     AddedToken("<l>", special=True, normalized=False, lstrip=True),
     AddedToken("<r>", special=True, normalized=False, rstrip=True),
-    AddedToken("<n>", special=True, normalized=True), AddedToken(" <s>", special=True, normalized=False),
-    AddedToken("<in>", special=True, normalized=False), AddedToken("<out<in>>", special=False, normalized=False),
-    AddedToken("<ab", special=True, normalized=False), AddedToken("b>", special=True, normalized=False),
-    AddedToken("xyx", special=True, normalized=False), AddedToken("[INST]", special=True, normalized=False),
+    AddedToken("<n>", special=True, normalized=True),
+    AddedToken(" <s>", special=True, normalized=False),
+    AddedToken("<in>", special=True, normalized=False),
+    AddedToken("<out<in>>", special=False, normalized=False),
+    AddedToken("<ab", special=True, normalized=False),
+    AddedToken("b>", special=True, normalized=False),
+    AddedToken("xyx", special=True, normalized=False),
+    AddedToken("[INST]", special=True, normalized=False),
 )
 PIECES = [
-    *(token.content for token in ADDED), "<turn", "turn>", "<out<in>", "<ab>", "xyxyx", " ", "  ", "\n", "\n\n",
-    "hello", "world", "HÉLLO", "é", "🙂", "12", "how", "'s", ",", "?!", "▁", "<", ">",
+    *(token.content for token in ADDED),
+    "<turn",
+    "turn>",
+    "<out<in>",
+    "<ab>",
+    "xyxyx",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "hello",
+    "world",
+    "HÉLLO",
+    "é",
+    "🙂",
+    "12",
+    "how",
+    "'s",
+    ",",
+    "?!",
+    "▁",
+    "<",
+    ">",
 ]
 
 
@@ -40,33 +67,48 @@ def byte_level(add_prefix_space: bool) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([TEXT] * 3, trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    backend.train_from_iterator(
+        [TEXT] * 3,
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+    )
     return backend
 
 
 def metaspace(scheme: str) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    backend.train_from_iterator([TEXT] * 3, trainers.BpeTrainer(
-        vocab_size=120, special_tokens=["<unk>"], show_progress=False))
+    backend.train_from_iterator(
+        [TEXT] * 3,
+        trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False),
+    )
     return backend
 
 
 def prepending() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.train_from_iterator([TEXT] * 3, trainers.BpeTrainer(
-        vocab_size=120, special_tokens=["<unk>"], show_progress=False))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.train_from_iterator(
+        [TEXT] * 3,
+        trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False),
+    )
     return backend
 
 
 def word_pieces() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    backend.train_from_iterator([TEXT] * 3, trainers.WordPieceTrainer(
-        vocab_size=150, special_tokens=["<unk>"], show_progress=False))
-    backend.post_processor = processors.TemplateProcessing(single="<unk> $A <unk>", special_tokens=[("<unk>", 0)])
+    backend.normalizer, backend.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    backend.train_from_iterator(
+        [TEXT] * 3,
+        trainers.WordPieceTrainer(vocab_size=150, special_tokens=["<unk>"], show_progress=False),
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<unk> $A <unk>", special_tokens=[("<unk>", 0)]
+    )
     return backend
 
 
@@ -74,15 +116,23 @@ def unigram() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.train_from_iterator([TEXT] * 3, trainers.UnigramTrainer(
-        vocab_size=80, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False))
+    backend.train_from_iterator(
+        [TEXT] * 3,
+        trainers.UnigramTrainer(
+            vocab_size=80, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+        ),
+    )
     return backend
 
 
 BACKENDS = {
-    "bytes": byte_level(add_prefix_space=False), "bytes, a space first": byte_level(add_prefix_space=True),
-    "metaspace, first": metaspace("first"), "metaspace, always": metaspace("always"), "Llama 2": prepending(),
-    "word pieces": word_pieces(), "unigram": unigram(),
+    "bytes": byte_level(add_prefix_space=False),
+    "bytes, a space first": byte_level(add_prefix_space=True),
+    "metaspace, first": metaspace("first"),
+    "metaspace, always": metaspace("always"),
+    "Llama 2": prepending(),
+    "word pieces": word_pieces(),
+    "unigram": unigram(),
 }
 for each in BACKENDS.values():
     each.add_tokens(list(ADDED))
@@ -100,17 +150,27 @@ def test_the_tokens_are_those_of_the_library(name: str, text: str) -> None:
 
 def test_a_token_that_looks_beyond_itself_has_its_text_encoded_whole() -> None:
     backend = byte_level(add_prefix_space=False)
-    backend.add_tokens([AddedToken("bot", special=True, single_word=True, normalized=False),
-                        AddedToken("END", special=True, normalized=False)])
+    backend.add_tokens(
+        [
+            AddedToken("bot", special=True, single_word=True, normalized=False),
+            AddedToken("END", special=True, normalized=False),
+        ]
+    )
     tokenizer = Tokenizer(backend, {})
     for text in ("the botEND", "the bot END", "END bot"):
         assert tokenizer.encode(text, add_special_tokens=False).tolist() == backend.encode(text).ids
 
 
 @settings(deadline=None)
-@given(st.sets(st.text("<|ab>é", min_size=1, max_size=5), max_size=40), st.text("<|ab>é", max_size=60))
+@given(
+    st.sets(st.text("<|ab>é", min_size=1, max_size=5), max_size=40), st.text("<|ab>é", max_size=60)
+)
 def test_all_marks_of_a_text_are_found(marks: set[str], text: str) -> None:
-    marks = {mark for mark in marks if not any(other != mark and mark.startswith(other) for other in marks)}
+    marks = {
+        mark
+        for mark in marks
+        if not any(other != mark and mark.startswith(other) for other in marks)
+    }
     if marks:
         plain = "|".join(map(re.escape, marks))
         assert re.findall(module._pattern(sorted(marks)), text) == re.findall(plain, text)
@@ -152,9 +212,13 @@ def test_the_turns_before_are_not_encoded_again_but_for_another_salt() -> None:
     assert spy.texts == ["<turn>one"]
 
 
-def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     num_tokens = len(BACKENDS["bytes"].encode("<turn>a", add_special_tokens=False).ids)
-    monkeypatch.setattr(module, "MOST_BYTES", 3 * (module.ENTRY_BYTES + 4 * (len("<turn>a") + num_tokens)))
+    monkeypatch.setattr(
+        module, "MOST_BYTES", 3 * (module.ENTRY_BYTES + 4 * (len("<turn>a") + num_tokens))
+    )
     spy, encoder = spied()
     for text in ("<turn>a", "<turn>b", "<turn>c", "<turn>a", "<turn>d"):
         encoder.encode(text, "")
@@ -162,7 +226,10 @@ def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(monkeypatc
     assert spy.texts == ["<turn>a", "<turn>b", "<turn>c", "<turn>d"]
     assert encoder._num_bytes == module.MOST_BYTES
     long = "<turn>" + "a" * 1000
-    assert encoder.encode(long, "").tolist() == BACKENDS["bytes"].encode(long, add_special_tokens=False).ids
+    assert (
+        encoder.encode(long, "").tolist()
+        == BACKENDS["bytes"].encode(long, add_special_tokens=False).ids
+    )
     assert (encoder._kept, encoder._num_bytes) == ({}, 0)
 
 
@@ -179,5 +246,11 @@ def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"<turn>{i % 70}</turn>\n<turn>{i % 50}" for i in range(2000)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda text: encoder.encode(text, "").tolist(), texts))
-    assert found == [each.ids for each in BACKENDS["bytes"].encode_batch(texts, add_special_tokens=False)]
-    assert encoder._num_bytes == sum(module._num_bytes(*each) for each in encoder._kept.items()) <= module.MOST_BYTES
+    assert found == [
+        each.ids for each in BACKENDS["bytes"].encode_batch(texts, add_special_tokens=False)
+    ]
+    assert (
+        encoder._num_bytes
+        == sum(module._num_bytes(*each) for each in encoder._kept.items())
+        <= module.MOST_BYTES
+    )

@@ -27,7 +27,9 @@ def test_a_template_sees_messages_special_tokens_and_options() -> None:
 
 def test_json_is_written_as_it_is_without_escapes() -> None:
     assert render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "hi <é>"}'
-    assert render("{{ messages[0] | tojson(indent=1, sort_keys=true) }}").startswith('{\n "content"')
+    assert render("{{ messages[0] | tojson(indent=1, sort_keys=true) }}").startswith(
+        '{\n "content"'
+    )
 
 
 def test_loop_controls_and_generation_blocks_work() -> None:
@@ -44,10 +46,14 @@ def test_a_templates_own_refusal_is_passed_on() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}",
+        "{{ messages[7].content }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__ }}", "{{ range(1000000000) | list }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ range(1000000000) | list }}",
     ],
 )
 def test_a_template_that_breaks_or_breaks_out_is_an_error(source: str) -> None:
@@ -55,7 +61,9 @@ def test_a_template_that_breaks_or_breaks_out_is_an_error(source: str) -> None:
         render(source)
 
 
-@pytest.mark.parametrize(("limit", "most"), [("MAX_RENDER_SECONDS", 0.0), ("MAX_RENDER_CHARS", 1000)])
+@pytest.mark.parametrize(
+    ("limit", "most"), [("MAX_RENDER_SECONDS", 0.0), ("MAX_RENDER_CHARS", 1000)]
+)
 def test_a_template_that_goes_beyond_a_limit_is_stopped(
     monkeypatch: pytest.MonkeyPatch, limit: str, most: float
 ) -> None:
@@ -82,7 +90,9 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
     assert rendered(tmp_path, str(tmp_path / "mine.jinja")) == "mine"
 
 
-def rendered(folder: Path, chosen: str | None = None, tools: list[dict[str, str]] | None = None) -> str:
+def rendered(
+    folder: Path, chosen: str | None = None, tools: list[dict[str, str]] | None = None
+) -> str:
     template = load_chat_template(folder, {}, chosen)
     assert template is not None
     return template.render(USER, tools)
@@ -105,7 +115,9 @@ def test_a_bad_template_is_an_error_of_the_start_with_its_line(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("chosen", [None, "latin.jinja"])
-def test_a_template_that_is_no_utf_8_is_an_error_that_names_its_file(tmp_path: Path, chosen: str | None) -> None:
+def test_a_template_that_is_no_utf_8_is_an_error_that_names_its_file(
+    tmp_path: Path, chosen: str | None
+) -> None:
     file = tmp_path / (chosen or "chat_template.jinja")
     file.write_bytes("Grüße".encode("latin-1"))
     with pytest.raises(CheckpointError) as caught:
@@ -113,10 +125,19 @@ def test_a_template_that_is_no_utf_8_is_an_error_that_names_its_file(tmp_path: P
     assert str(caught.value).startswith(f"{file} cannot be read: ")
 
 
-@pytest.mark.parametrize("entry", [{"template": "a"}, {"name": "a"}, {"name": "a", "template": None}, "a"])
-def test_a_named_template_without_a_name_or_a_text_is_an_error_that_names_its_file(tmp_path: Path, entry: Any) -> None:
+@pytest.mark.parametrize(
+    "entry", [{"template": "a"}, {"name": "a"}, {"name": "a", "template": None}, "a"]
+)
+def test_a_named_template_without_a_name_or_a_text_is_an_error_that_names_its_file(
+    tmp_path: Path, entry: Any
+) -> None:
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"chat_template": [{"name": "default", "template": "plain"}, entry]}))
+    config.write_text(
+        json.dumps({"chat_template": [{"name": "default", "template": "plain"}, entry]})
+    )
     with pytest.raises(CheckpointError) as caught:
         load_chat_template(tmp_path, {})
-    assert str(caught.value) == f"{config}: each entry of its chat_template needs a name and a template"
+    assert (
+        str(caught.value)
+        == f"{config}: each entry of its chat_template needs a name and a template"
+    )

@@ -16,7 +16,9 @@ from tokenspeed_core.text.tokenizer import load_tokenizer
 
 
 def write(folder: Path, config: dict[str, Any], processor: Any = None) -> Path:
-    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "<s>": 3, "</s>": 4}, "<unk>"))
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "<s>": 3, "</s>": 4}, "<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     if processor is not None:
         backend.post_processor = processor
@@ -73,9 +75,15 @@ def test_special_tokens_are_known_by_role_and_left_out_of_text(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("tokenizer.model", "only tokenizer.model"), ("vocab.json", "only vocab.json"), ("readme", "no tokenizer at all")],
+    [
+        ("tokenizer.model", "only tokenizer.model"),
+        ("vocab.json", "only vocab.json"),
+        ("readme", "no tokenizer at all"),
+    ],
 )
-def test_a_folder_without_tokenizer_json_says_what_to_do(tmp_path: Path, name: str, said: str) -> None:
+def test_a_folder_without_tokenizer_json_says_what_to_do(
+    tmp_path: Path, name: str, said: str
+) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError, match=rf"{said}.*save_pretrained.*--skip-tokenizer-init"):
         load_tokenizer(tmp_path)

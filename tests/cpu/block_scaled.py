@@ -22,26 +22,49 @@ FORMATS = {"mxfp8": "mxfp8-quantized", "nvfp4": "nvfp4-pack-quantized"}
 GROUPS = {"mxfp8": 32, "nvfp4": 16}
 MODELOPT = {  # config.json's quantization_config, as NVIDIA ModelOpt 0.41 writes it
     form: {
-        "ignore": ["lm_head"], "quant_algo": form.upper(), "producer": {"name": "modelopt", "version": "0.41.0"},
-        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "quant_method": "modelopt",
+        "ignore": ["lm_head"],
+        "quant_algo": form.upper(),
+        "producer": {"name": "modelopt", "version": "0.41.0"},
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "quant_method": "modelopt",
     }
     for form in FORMATS
 }
-MODELOPT["nvfp4"]["config_groups"] = {"group_0": {
-    "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
-    "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"],
-}}
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 32, "moe_intermediate_size": 64, "initializer_range": 0.08}
-_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+MODELOPT["nvfp4"]["config_groups"] = {
+    "group_0": {
+        "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+        "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
+        "targets": ["Linear"],
+    }
+}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "initializer_range": 0.08,
+}
+_TOGETHER = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+}
 
 
 def compressed_config(form: str) -> dict[str, Any]:
     """Return `quantization_config` as llm-compressor writes it."""
     scheme = preset_name_to_scheme(form.upper(), ["Linear"]).model_dump(mode="json")
     return {
-        "config_groups": {"group_0": scheme}, "format": FORMATS[form], "ignore": ["lm_head", "re:.*mlp.gate$"],
-        "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "format": FORMATS[form],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
     }
 
 
@@ -51,7 +74,9 @@ def compressed(form: str, weight: Tensor, largest: float | None = None) -> dict[
     groups = weight.float().unflatten(1, (-1, GROUPS[form]))
     state, options = {"weight": weight.float()}, {}
     if form == "nvfp4":
-        bound = weight.abs().max().float().reshape(1) if largest is None else torch.tensor([largest])
+        bound = (
+            weight.abs().max().float().reshape(1) if largest is None else torch.tensor([largest])
+        )
         state["weight_global_scale"] = options["global_scale"] = generate_gparam(-bound, bound)
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights, **options)
     state["weight_scale"] = scale
@@ -68,7 +93,12 @@ def decompressed(form: str, stored: dict[str, Tensor]) -> Tensor:
         rows, half = stored["weight_packed"].shape
         codes = unpack_fp4_from_uint8(stored["weight_packed"], rows, 2 * half, torch.float32)
     weight: Tensor = dequantize(
-        codes, scale.float(), args=scheme.weights, global_scale=stored.get("weight_global_scale"), dtype=torch.float32)
+        codes,
+        scale.float(),
+        args=scheme.weights,
+        global_scale=stored.get("weight_global_scale"),
+        dtype=torch.float32,
+    )
     return weight
 
 
@@ -78,7 +108,11 @@ def _compressor(form: str) -> Any:
 
 def by_modelopt(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what compressed-tensors stores under ModelOpt's names."""
-    names = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
+    names = {
+        "weight_packed": "weight",
+        "weight_global_scale": "weight_scale_2",
+        "input_global_scale": "input_scale",
+    }
     found = {}
     for name, tensor in stored.items():
         *parents, leaf = name.split(".")
@@ -88,7 +122,13 @@ def by_modelopt(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def store(
-    folder: Path, model: nn.Module, form: str, writer: str, token_ids: list[int], *, whole_names: str = "nothing",
+    folder: Path,
+    model: nn.Module,
+    form: str,
+    writer: str,
+    token_ids: list[int],
+    *,
+    whole_names: str = "nothing",
     **changes: Any,
 ) -> dict[str, Tensor]:
     """Quantise a checkpoint on disk and give its model the values that it now holds; return what is stored.
@@ -98,8 +138,11 @@ def store(
     """
     ranges = _ranges(model, token_ids) if form == "nvfp4" else {}
     tensors, whole, largest = load_file(folder / "model.safetensors"), {}, {}
-    linear = [name.removesuffix(".weight") for name in tensors
-              if name.endswith("_proj.weight") and not re.search(whole_names, name)]
+    linear = [
+        name.removesuffix(".weight")
+        for name in tensors
+        if name.endswith("_proj.weight") and not re.search(whole_names, name)
+    ]
     for name in linear:
         weight = tensors[f"{name}.weight"]
         largest[_together(name)] = max(largest.get(_together(name), 0.0), float(weight.abs().max()))
@@ -138,8 +181,11 @@ def _ranges(model: nn.Module, token_ids: list[int]) -> dict[str, float]:
 
         return note
 
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in model.named_modules()
-             if name.endswith("_proj") and isinstance(module, nn.Linear)]
+    hooks = [
+        module.register_forward_pre_hook(watch(name))
+        for name, module in model.named_modules()
+        if name.endswith("_proj") and isinstance(module, nn.Linear)
+    ]
     with torch.inference_mode():
         model(torch.tensor([token_ids]))
     for hook in hooks:
@@ -160,5 +206,9 @@ def _give(model: nn.Module, whole: dict[str, Tensor]) -> None:
             stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"
             held = state[f"{parent}.experts.{stacked}"][int(expert)]
             half = held.shape[0] // 2
-            rows = {"gate_proj": slice(half), "up_proj": slice(half, None), "down_proj": slice(None)}[projection]
+            rows = {
+                "gate_proj": slice(half),
+                "up_proj": slice(half, None),
+                "down_proj": slice(None),
+            }[projection]
             held[rows].copy_(weight)

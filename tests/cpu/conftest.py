@@ -23,10 +23,22 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers that stand beside 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))  # and what makes the pages
 
 TINY = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "vocab_size": 97, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "float32",
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "torch_dtype": "float32",
 }
 
 
@@ -38,7 +50,9 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelConformance]:
         module = ModuleType("kernel_under_test")
         module.factory = factory  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "kernel_under_test", module)
-        said = Capability(**{"platforms": ("cpu",), "dtypes": ("float32", "bfloat16"), **capability})
+        said = Capability(
+            **{"platforms": ("cpu",), "dtypes": ("float32", "bfloat16"), **capability}
+        )
         spec = KernelSpec(op, "acme/mine", said, load="kernel_under_test:factory")
         return type("Mine", (KernelConformance,), {"spec": spec})()
 
@@ -46,10 +60,14 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelConformance]:
 
 
 @pytest.fixture
-def many_processors(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def many_processors(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Have the Python processes that a test starts believe that they may use sixteen processors."""
     folder = tmp_path_factory.mktemp("many")
-    (folder / "sitecustomize.py").write_text("import os\nos.sched_getaffinity = lambda pid: set(range(16))\n")
+    (folder / "sitecustomize.py").write_text(
+        "import os\nos.sched_getaffinity = lambda pid: set(range(16))\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
@@ -64,8 +82,13 @@ def tiny(catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Callable
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(TINY))
     defaults: dict[str, Any] = {
-        "model": str(folder), "device": "cpu", "load_format": "dummy", "max_num_seqs": 8, "chunked_prefill_size": 256,
-        "block_size": 4, "max_total_tokens": 4096,
+        "model": str(folder),
+        "device": "cpu",
+        "load_format": "dummy",
+        "max_num_seqs": 8,
+        "chunked_prefill_size": 256,
+        "block_size": 4,
+        "max_total_tokens": 4096,
     }
     return lambda **settings: resolve(Config.from_keywords(**{**defaults, **settings}), catalog)
 

@@ -15,9 +15,20 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 BLOCK = 128
-STORED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 64, "initializer_range": 0.08}
+STORED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.08,
+}
 
 
 def quantized(weight: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -29,7 +40,9 @@ def quantized(weight: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
     """Return what codes and scales stand for, in float32."""
-    found: Tensor = Fp8Dequantize(None).convert({"weight": [codes], "weight_scale_inv": [scale.float()]})["weight"]
+    found: Tensor = Fp8Dequantize(None).convert(
+        {"weight": [codes], "weight_scale_inv": [scale.float()]}
+    )["weight"]
     return found
 
 

@@ -22,7 +22,9 @@ class QuantizedBuild(DenseBuild):
         self.quantization = method
         names = {method.quantize, method.quantize_weight, method.linear, *method.fused.values()}
         self._references = {
-            name: contract.reference for name, contract in installed_ops(Catalog.discover()).items() if name in names
+            name: contract.reference
+            for name, contract in installed_ops(Catalog.discover()).items()
+            if name in names
         }
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:

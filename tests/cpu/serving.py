@@ -43,7 +43,9 @@ class Served:
     def openai(self, api_key: str = "any") -> openai.OpenAI:
         """Return the unmodified openai client."""
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0,
+            base_url=f"{self.url}/v1",
+            api_key=api_key,
+            max_retries=0,
             http_client=httpx.Client(trust_env=False, timeout=60),
         )
 
@@ -77,14 +79,19 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
     """Run a server until the block ends; yield it once it says that it serves."""
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(
-            [*COMMAND, "serve", "--port", "0", *flags], stdout=subprocess.PIPE, stderr=errors, text=True,
+            [*COMMAND, "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             env=environment(folder),
         )
     assert process.stdout is not None
     try:
         line, curl = process.stdout.readline(), process.stdout.readline()
         found = re.search(r"at (http://\S+)", line)
-        assert found, f"it said {line!r} and ended with {process.poll()}: {(folder / 'stderr').read_text()}"
+        assert found, (
+            f"it said {line!r} and ended with {process.poll()}: {(folder / 'stderr').read_text()}"
+        )
         yield Served(found[1], curl.strip(), process, folder)
     finally:
         process.kill()
@@ -92,13 +99,22 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
         process.stdout.close()
 
 
-def said_at_its_end(folder: Path, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+def said_at_its_end(
+    folder: Path, *arguments: str, environ: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """Run a command that ends by itself; return its status and what it wrote to stderr, less the progress."""
     done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
-        env={**environment(folder), **(environ or {})}, check=False,
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env={**environment(folder), **(environ or {})},
+        check=False,
     )
-    return done.returncode, "".join(line for line in done.stderr.splitlines(True) if line != "weights ...\n")
+    return done.returncode, "".join(
+        line for line in done.stderr.splitlines(True) if line != "weights ...\n"
+    )
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:

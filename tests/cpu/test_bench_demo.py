@@ -34,7 +34,11 @@ def _nothing_outlives_a_test() -> Iterator[None]:
 def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     path = folder / "result.json"
     done = subprocess.run(
-        [*BENCH, *words, *SMALL, "--json", str(path)], capture_output=True, text=True, timeout=200, env=ENVIRON,
+        [*BENCH, *words, *SMALL, "--json", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRON,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -44,37 +48,81 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
 def test_the_first_commands_of_the_readme_take_the_demo_well_under_a_minute(tmp_path: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     lines = readme.partition("## Measure")[2].splitlines()
-    commands = [line.partition("#")[0].split() for line in lines if line.startswith(".venv/bin/tokenspeed bench")][:2]
+    commands = [
+        line.partition("#")[0].split()
+        for line in lines
+        if line.startswith(".venv/bin/tokenspeed bench")
+    ][:2]
     assert [words[2] for words in commands] == ["throughput", "serve"]
     for words in commands:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([*BENCH, *words[2:]], cwd=tmp_path, capture_output=True, text=True, timeout=280,
-                              env=ENVIRON, check=False)
+        done = subprocess.run(
+            [*BENCH, *words[2:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env=ENVIRON,
+            check=False,
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert done.returncode == 0, done.stderr
-        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 40  # seconds of one core
+        assert (
+            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 40
+        )  # seconds of one core
     assert {path.name for path in tmp_path.iterdir()} == {"before.json", "before.svg"}
 
 
 @pytest.mark.parametrize(
-    "words", [("prefill", "--requests", "2", "--input-len", "2048"),
-              ("agentic", "--shared-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2"),
-              ("agents", "--first-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2")],
+    "words",
+    [
+        ("prefill", "--requests", "2", "--input-len", "2048"),
+        ("agentic", "--shared-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2"),
+        ("agents", "--first-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2"),
+    ],
     ids=lambda words: words[0],
 )
 def test_the_demo_holds_no_long_traffic_until_it_is_made_shorter(words: tuple[str, ...]) -> None:
-    refused = subprocess.run([*BENCH, words[0], *SMALL], capture_output=True, text=True, timeout=200, env=ENVIRON,
-                             check=False)
+    refused = subprocess.run(
+        [*BENCH, words[0], *SMALL],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRON,
+        check=False,
+    )
     assert (refused.returncode, f"{words[0]} was left out" in refused.stderr) == (1, True)
-    taken = subprocess.run([*BENCH, *words, "--repeats", "1", "--device", "cpu"], capture_output=True, text=True,
-                           timeout=200, env=ENVIRON, check=False)
+    taken = subprocess.run(
+        [*BENCH, *words, "--repeats", "1", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRON,
+        check=False,
+    )
     assert taken.returncode == 0, taken.stderr
 
 
-def test_agents_in_process_find_their_history_in_the_cache_again_in_every_repeat(tmp_path: Path) -> None:
+def test_agents_in_process_find_their_history_in_the_cache_again_in_every_repeat(
+    tmp_path: Path,
+) -> None:
     result, said = bench(
-        tmp_path, "agentic", "--sessions", "3", "--turns", "3", "--shared-len", "160", "--turn-len", "32",
-        "--output-len", "8", "--repeats", "2", "--plot", str(tmp_path / "x.svg"),
+        tmp_path,
+        "agentic",
+        "--sessions",
+        "3",
+        "--turns",
+        "3",
+        "--shared-len",
+        "160",
+        "--turn-len",
+        "32",
+        "--output-len",
+        "8",
+        "--repeats",
+        "2",
+        "--plot",
+        str(tmp_path / "x.svg"),
     )
     start, run = result["runs"]
     figures = run["figures"]
@@ -89,8 +137,12 @@ def test_agents_in_process_find_their_history_in_the_cache_again_in_every_repeat
 
 def test_a_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    _, said = bench(tmp_path, "latency", "--output-len", "4", "--repeats", "1", "--profile", str(path))
-    names = {event.get("args", {}).get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    _, said = bench(
+        tmp_path, "latency", "--output-len", "4", "--repeats", "1", "--profile", str(path)
+    )
+    names = {
+        event.get("args", {}).get("name") for event in json.loads(path.read_text())["traceEvents"]
+    }
     assert "TokenSpeed: launches and gaps" in names
     assert "busy" in said
 
@@ -98,9 +150,28 @@ def test_a_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
 def test_a_profile_without_room_leaves_no_part_of_it_and_keeps_the_figures(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = subprocess.run(
-        ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *BENCH, "latency", "--output-len", "4", "--repeats", "1",
-         *SMALL, "--profile", str(tmp_path / "trace.json"), "--json", str(path)],
-        capture_output=True, text=True, timeout=200, env=ENVIRON, check=False,
+        [
+            "bash",
+            "-c",
+            'ulimit -f 100; exec "$@"',
+            "bash",
+            *BENCH,
+            "latency",
+            "--output-len",
+            "4",
+            "--repeats",
+            "1",
+            *SMALL,
+            "--profile",
+            str(tmp_path / "trace.json"),
+            "--json",
+            str(path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRON,
+        check=False,
     )
     assert done.returncode == 1, done.stderr
     assert "torch could not write its trace; is there room on the disk?" in done.stderr
@@ -115,9 +186,23 @@ def test_who_is_broken_off_in_process_before_a_repeat_is_over_ends_with_130(
 ) -> None:
     path = tmp_path / "result.json"
     child = subprocess.Popen(
-        [*BENCH, "throughput", "--requests", "64", "--output-len", "3000", *SMALL, "--json", str(path),
-         "--plot", str(tmp_path / "x.svg")],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
+        [
+            *BENCH,
+            "throughput",
+            "--requests",
+            "64",
+            "--output-len",
+            "3000",
+            *SMALL,
+            "--json",
+            str(path),
+            "--plot",
+            str(tmp_path / "x.svg"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRON,
     )
     assert child.stdout is not None
     while "median of the next" not in child.stdout.readline():
@@ -132,8 +217,22 @@ def test_who_is_broken_off_in_process_before_a_repeat_is_over_ends_with_130(
 
 def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
     result, said = bench(
-        tmp_path, "serve", "--users", "1,4", "--requests", "3,8", "--input-len", "48", "--output-len", "16",
-        "--fixed", "--api-key", "secret", "--no-client-cost", "--served-model-name", str(tmp_path),
+        tmp_path,
+        "serve",
+        "--users",
+        "1,4",
+        "--requests",
+        "3,8",
+        "--input-len",
+        "48",
+        "--output-len",
+        "16",
+        "--fixed",
+        "--api-key",
+        "secret",
+        "--no-client-cost",
+        "--served-model-name",
+        str(tmp_path),
     )
     start, first, one, four = result["runs"]
     assert start["traffic"]["name"] == "start"
@@ -147,13 +246,37 @@ def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
     assert named(tmp_path) == []
 
 
-def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_said_to_be(tmp_path: Path) -> None:
+def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_said_to_be(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "result.json"
     done = subprocess.run(
-        [*BENCH, "serve", "--users", "1,4", "--requests", "1,8", "--input-len", "16", "--output-len", "1,24", "--fixed",
-         "--no-client-cost", *SMALL, "--json", str(path), "--profile", str(tmp_path / "trace.json"),
-         "--served-model-name", str(tmp_path)],
-        capture_output=True, text=True, timeout=200, env=ENVIRON, check=False,
+        [
+            *BENCH,
+            "serve",
+            "--users",
+            "1,4",
+            "--requests",
+            "1,8",
+            "--input-len",
+            "16",
+            "--output-len",
+            "1,24",
+            "--fixed",
+            "--no-client-cost",
+            *SMALL,
+            "--json",
+            str(path),
+            "--profile",
+            str(tmp_path / "trace.json"),
+            "--served-model-name",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRON,
+        check=False,
     )
     assert done.returncode == 1, done.stderr
     assert "load, 1 user: no profile: the load was over in fewer than 3 steps" in done.stderr
@@ -164,7 +287,9 @@ def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_sai
     assert f"profile of load, 4 users: {trace}\n  operators on the CPU: busy" in done.stdout
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(str(event["name"]).startswith("step ") for event in events) == 24
-    assert "TokenSpeed: launches and gaps" in {event.get("args", {}).get("name") for event in events}
+    assert "TokenSpeed: launches and gaps" in {
+        event.get("args", {}).get("name") for event in events
+    }
     assert set(tmp_path.iterdir()) == {path, trace}
     assert named(tmp_path) == []
 
@@ -172,23 +297,67 @@ def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_sai
 def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_path: Path) -> None:
     path, left_out = tmp_path / "result.json", "-tokenspeed-bench:hooks"
     done = subprocess.run(
-        [*BENCH, "serve", "--users", "1", "--requests", "2", "--output-len", "8", "--no-client-cost", *SMALL,
-         "--json", str(path), "--profile", str(tmp_path / "trace.json")],
-        capture_output=True, text=True, timeout=200, env={**ENVIRON, "TOKENSPEED_PLUGINS": left_out}, check=False,
+        [
+            *BENCH,
+            "serve",
+            "--users",
+            "1",
+            "--requests",
+            "2",
+            "--output-len",
+            "8",
+            "--no-client-cost",
+            *SMALL,
+            "--json",
+            str(path),
+            "--profile",
+            str(tmp_path / "trace.json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**ENVIRON, "TOKENSPEED_PLUGINS": left_out},
+        check=False,
     )
     assert done.returncode == 1, done.stderr
-    assert f"which record the steps, are disabled: left out by TOKENSPEED_PLUGINS={left_out}" in done.stderr
+    assert (
+        f"which record the steps, are disabled: left out by TOKENSPEED_PLUGINS={left_out}"
+        in done.stderr
+    )
     assert json.loads(path.read_text())["runs"][-1]["figures"]["answered"] == 2
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measured(tmp_path: Path) -> None:
+def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measured(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "result.json"
     child = subprocess.Popen(
-        [*BENCH, "serve", "--users", "32", "--requests", "64", "--input-len", "16", "--output-len", "200",
-         "--no-client-cost", *SMALL,
-         "--json", str(path), "--profile", str(tmp_path / "trace.json"), "--served-model-name", str(tmp_path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON, start_new_session=True,
+        [
+            *BENCH,
+            "serve",
+            "--users",
+            "32",
+            "--requests",
+            "64",
+            "--input-len",
+            "16",
+            "--output-len",
+            "200",
+            "--no-client-cost",
+            *SMALL,
+            "--json",
+            str(path),
+            "--profile",
+            str(tmp_path / "trace.json"),
+            "--served-model-name",
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRON,
+        start_new_session=True,
     )
     assert child.stderr is not None
     while "profile of load" not in child.stderr.readline():
@@ -197,7 +366,9 @@ def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measure
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
     assert "what was measured is kept" in said
-    (run,) = (run for run in json.loads(path.read_text())["runs"] if run["traffic"]["name"] == "load")
+    (run,) = (
+        run for run in json.loads(path.read_text())["runs"] if run["traffic"]["name"] == "load"
+    )
     assert run["figures"]["answered"] == 64
     assert "is_part" not in run
     assert list(tmp_path.iterdir()) == [path]
@@ -206,17 +377,41 @@ def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measure
 
 def named(folder: Path) -> list[psutil.Process]:
     """Return the processes whose command names a folder."""
-    return [process for process in psutil.process_iter(["cmdline"])
-            if any(str(folder) in word for word in process.info["cmdline"] or ())]
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in word for word in process.info["cmdline"] or ())
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_who_is_broken_off_leaves_what_was_measured_and_no_server(number: signal.Signals, tmp_path: Path) -> None:
+def test_who_is_broken_off_leaves_what_was_measured_and_no_server(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     path = tmp_path / "result.json"
     child = subprocess.Popen(
-        [*BENCH, "serve", "--users", "2", "--requests", "5000", "--input-len", "16", "--output-len", "16", *SMALL,
-         "--json", str(path), "--served-model-name", str(tmp_path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON, start_new_session=True,
+        [
+            *BENCH,
+            "serve",
+            "--users",
+            "2",
+            "--requests",
+            "5000",
+            "--input-len",
+            "16",
+            "--output-len",
+            "16",
+            *SMALL,
+            "--json",
+            str(path),
+            "--served-model-name",
+            str(tmp_path),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRON,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup has the tests ignore one
     )
     assert child.stdout is not None
@@ -241,15 +436,32 @@ def listens(process: psutil.Process) -> bool:
     return any(each.status == psutil.CONN_LISTEN for each in process.net_connections())
 
 
-@pytest.mark.parametrize(("num_requests", "is_alone"), [("5000", False), ("4", True)],
-                         ids=["under load", "the client alone"])
+@pytest.mark.parametrize(
+    ("num_requests", "is_alone"),
+    [("5000", False), ("4", True)],
+    ids=["under load", "the client alone"],
+)
 def test_a_bench_that_is_killed_takes_its_server_and_clients_along(
     num_requests: str, is_alone: bool, tmp_path: Path
 ) -> None:
     child = subprocess.Popen(
-        [*BENCH, "serve", "--users", "2", "--requests", num_requests, "--input-len", "16", "--output-len", "16",
-         *SMALL],
-        stdout=subprocess.PIPE, text=True, env={**ENVIRON, "TMPDIR": str(tmp_path)}, start_new_session=True,
+        [
+            *BENCH,
+            "serve",
+            "--users",
+            "2",
+            "--requests",
+            num_requests,
+            "--input-len",
+            "16",
+            "--output-len",
+            "16",
+            *SMALL,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**ENVIRON, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
     )
     assert child.stdout is not None
     while "median of the next" not in child.stdout.readline():
@@ -270,12 +482,33 @@ def test_a_bench_that_is_killed_takes_its_server_and_clients_along(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_dies_under_load_is_quoted_and_its_requests_are_failed(tmp_path: Path) -> None:
+def test_a_server_that_dies_under_load_is_quoted_and_its_requests_are_failed(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "result.json"
     child = subprocess.Popen(
-        [*BENCH, "serve", "--users", "2", "--requests", "2000", "--input-len", "16", "--output-len", "16", *SMALL,
-         "--json", str(path), "--served-model-name", str(tmp_path), "--no-client-cost"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON,
+        [
+            *BENCH,
+            "serve",
+            "--users",
+            "2",
+            "--requests",
+            "2000",
+            "--input-len",
+            "16",
+            "--output-len",
+            "16",
+            *SMALL,
+            "--json",
+            str(path),
+            "--served-model-name",
+            str(tmp_path),
+            "--no-client-cost",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRON,
     )
     assert child.stdout is not None
     while "median of the next" not in child.stdout.readline():

@@ -14,8 +14,14 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a script to its end."""
-    return subprocess.run([sys.executable, str(FOLDER / name), *words], capture_output=True, text=True, timeout=200,
-                          env=ENVIRON, check=False)
+    return subprocess.run(
+        [sys.executable, str(FOLDER / name), *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRON,
+        check=False,
+    )
 
 
 def test_the_hosts_share_of_a_step_is_told_with_its_budget_its_floor_and_the_cpu() -> None:
@@ -31,7 +37,9 @@ def test_what_needs_a_gpu_explains_itself_without_one() -> None:
     assert "Times the Triton attention" in script("attention_tilings.py", "--help").stdout
     done = script("attention_tilings.py")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2, "attention_tilings.py: error: needs a CUDA device, and torch finds none")
+        2,
+        "attention_tilings.py: error: needs a CUDA device, and torch finds none",
+    )
 
 
 def test_the_pace_is_played_in_virtual_time() -> None:
@@ -39,7 +47,8 @@ def test_the_pace_is_played_in_virtual_time() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
-        f"8 users, steps beside decodes of {least} ms" for least in (12, 9)]
+        f"8 users, steps beside decodes of {least} ms" for least in (12, 9)
+    ]
     assert all(float(line.split()[8]) > 1000 for line in lines), lines
 
 

@@ -47,7 +47,9 @@ def caught() -> Callable[[Callable[[], object]], Exception]:
 
 def chosen(*wishes: Preference) -> Selector:
     here = [kernel(op, "mine", f"{__name__}:{op}") for op in ("sample", "greedy")]
-    selector = Selector([*here, kernel("greedy", "other", "builtins:print")], PlatformInfo("cpu"), wishes)
+    selector = Selector(
+        [*here, kernel("greedy", "other", "builtins:print")], PlatformInfo("cpu"), wishes
+    )
     for op in ("sample", "greedy"):
         selector.select(op, LOGITS)
     return selector
@@ -55,8 +57,10 @@ def chosen(*wishes: Preference) -> Selector:
 
 def test_of_kernels_in_one_module_the_one_whose_function_raised_is_named(caught: Any) -> None:
     said = blame(caught(greedy(LOGITS)), chosen())
-    assert said == (f"raised in {__name__}.greedy.<locals>.run, greedy by mine of dist-mine; "
-                    "`--kernel-backend greedy=other` goes on without it")
+    assert said == (
+        f"raised in {__name__}.greedy.<locals>.run, greedy by mine of dist-mine; "
+        "`--kernel-backend greedy=other` goes on without it"
+    )
 
 
 def test_what_goes_on_without_it_is_said_with_the_flag_that_asked_for_it(caught: Any) -> None:
@@ -67,11 +71,15 @@ def test_what_goes_on_without_it_is_said_with_the_flag_that_asked_for_it(caught:
 
 
 def test_what_goes_on_without_it_is_no_backend_that_does_not_fit(caught: Any) -> None:
-    elsewhere = KernelSpec("greedy", "elsewhere", Capability(("cuda",), ("float32",)), "builtins:print")
+    elsewhere = KernelSpec(
+        "greedy", "elsewhere", Capability(("cuda",), ("float32",)), "builtins:print"
+    )
     mine = kernel("greedy", "mine", f"{__name__}:greedy")
     selector = Selector([mine, InstalledKernel(elsewhere, "dist-elsewhere")], PlatformInfo("cpu"))
     selector.select("greedy", LOGITS)
-    assert blame(caught(greedy(LOGITS)), selector).endswith("greedy by mine of dist-mine; no other backend fits")
+    assert blame(caught(greedy(LOGITS)), selector).endswith(
+        "greedy by mine of dist-mine; no other backend fits"
+    )
 
 
 def test_code_that_kernels_share_is_put_down_to_the_kernel_that_called_it(caught: Any) -> None:
@@ -91,12 +99,16 @@ def test_an_exception_of_no_kernel_is_put_down_to_nobody(caught: Any) -> None:
 def test_where_no_logit_is_finite_a_stranger_may_be_to_blame_and_so_may_the_weights() -> None:
     said = no_finite_logit(chosen().plan())
     assert "weights are not finite" in said
-    assert said.endswith("; sample by mine of dist-mine; no other backend fits, or greedy by mine of dist-mine; "
-                         "`--kernel-backend greedy=other` goes on without it")
+    assert said.endswith(
+        "; sample by mine of dist-mine; no other backend fits, or greedy by mine of dist-mine; "
+        "`--kernel-backend greedy=other` goes on without it"
+    )
 
 
 def test_where_no_logit_is_finite_kernels_that_are_all_default_are_not_listed() -> None:
-    own = InstalledKernel(KernelSpec("greedy", "torch", ANYWHERE, "builtins:print"), "tokenspeed-kernels")
+    own = InstalledKernel(
+        KernelSpec("greedy", "torch", ANYWHERE, "builtins:print"), "tokenspeed-kernels"
+    )
     selector = Selector([own], PlatformInfo("cpu"))
     selector.select("greedy", LOGITS)
     assert no_finite_logit(selector.plan()).endswith("; all kernels are TokenSpeed's own")

@@ -11,7 +11,9 @@ import make_broken_plugins
 import pytest
 
 pytestmark = pytest.mark.tree
-HEAD, *SHOWN = re.split(r"^(?=## )", make_broken_plugins.PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+HEAD, *SHOWN = re.split(
+    r"^(?=## )", make_broken_plugins.PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE
+)
 
 
 def title(shown: str) -> str:
@@ -21,7 +23,9 @@ def title(shown: str) -> str:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Return what breaks the plugin in the way with this title, once, and returns what is said."""
-    sections = make_broken_plugins.sections(make_broken_plugins.wheel(tmp_path_factory.mktemp("acme")))
+    sections = make_broken_plugins.sections(
+        make_broken_plugins.wheel(tmp_path_factory.mktemp("acme"))
+    )
     return cache(lambda title: sections[title]().strip())
 
 
@@ -36,7 +40,12 @@ def test_the_page_shows_every_way_and_no_other() -> None:
 
 
 def test_no_start_ends_with_a_traceback_where_a_plugin_was_asked_for_by_name() -> None:
-    named = [part for text in SHOWN for part in text.split("$ tokenspeed ") if "--attention-backend" in part]
+    named = [
+        part
+        for text in SHOWN
+        for part in text.split("$ tokenspeed ")
+        if "--attention-backend" in part
+    ]
     ends = [part for part in named if "# exit status 2" in part.partition("\n")[0]]
     assert len(ends) >= 9
     assert all(re.search(r"^tokenspeed: .*acme/flash", part, re.MULTILINE) for part in ends)

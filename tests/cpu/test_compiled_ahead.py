@@ -29,18 +29,51 @@ from tokenspeed_kernels.triton.gated_linear import gated_linear
 
 CPU = torch.device("cpu")
 AHEAD = (
-    "rms_norm", "add_rms_norm", "silu_mul", "linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul",
-    "between_attention", "rope_write_kv", "qk_norm_rope_write_kv", "greedy", "sample",
-    "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8", "linear_fp8", "quantize_linear_fp8", "add_rms_norm_linear_fp8",
-    "add_rms_norm_mlp_fp8", "write_kv", "moe_route", "moe_experts", "moe_experts_fp8", "between_attention_in_place",
-    "advance_rows", "map_tokens", "note_tokens", "quantize_fp8_groups", "add_rms_norm_fp8_groups",
-    "silu_mul_fp8_groups", "linear_fp8_block",
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "linear",
+    "add_rms_norm_linear",
+    "add_rms_norm_linear_silu_mul",
+    "between_attention",
+    "rope_write_kv",
+    "qk_norm_rope_write_kv",
+    "greedy",
+    "sample",
+    "quantize_fp8",
+    "add_rms_norm_fp8",
+    "silu_mul_fp8",
+    "linear_fp8",
+    "quantize_linear_fp8",
+    "add_rms_norm_linear_fp8",
+    "add_rms_norm_mlp_fp8",
+    "write_kv",
+    "moe_route",
+    "moe_experts",
+    "moe_experts_fp8",
+    "between_attention_in_place",
+    "advance_rows",
+    "map_tokens",
+    "note_tokens",
+    "quantize_fp8_groups",
+    "add_rms_norm_fp8_groups",
+    "silu_mul_fp8_groups",
+    "linear_fp8_block",
 )
 SPECS = [
-    spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs
+    spec
+    for name, specs in sorted(vars(descriptors).items())
+    if name.startswith("TRITON_")
+    for spec in specs
     if spec.op in AHEAD
 ]
-USUAL = {"bias": None, "gate_up_bias": None, "down_bias": None, "renormalize": True, "interleaved": False}
+USUAL = {
+    "bias": None,
+    "gate_up_bias": None,
+    "down_bias": None,
+    "renormalize": True,
+    "interleaved": False,
+}
 DEVICES = count(1000)  # Triton keeps what it compiles for a device as long as the process lives
 
 
@@ -56,7 +89,11 @@ class Compiler:
         self.compiled.append((src.name, threading.current_thread().name))
         self.before()
         return SimpleNamespace(
-            src=src, metadata=None, packed_metadata=None, function=None, launch_metadata=lambda *_: None,
+            src=src,
+            metadata=None,
+            packed_metadata=None,
+            function=None,
+            launch_metadata=lambda *_: None,
             run=lambda *_: None,
         )
 
@@ -64,7 +101,8 @@ class Compiler:
         """Return the driver of a device for which no kernel stands compiled."""
         device = next(DEVICES)
         return SimpleNamespace(
-            get_current_device=lambda: device, get_current_stream=lambda _: 0,
+            get_current_device=lambda: device,
+            get_current_stream=lambda _: 0,
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
             launcher_cls=lambda src, _: self.glued.append(src.name),
         )
@@ -106,8 +144,12 @@ def launch(x: Tensor, *sizes: int, kernel: Any = one) -> None:
         kernel[(1,)](x, N=size)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.op} of {spec.load.partition(':')[0]}")
-def test_what_a_factory_has_compiled_is_what_its_kernel_launches(spec: KernelSpec, compiler: Compiler) -> None:
+@pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda spec: f"{spec.op} of {spec.load.partition(':')[0]}"
+)
+def test_what_a_factory_has_compiled_is_what_its_kernel_launches(
+    spec: KernelSpec, compiler: Compiler
+) -> None:
     contract = contract_of(spec)
     for problem in problems(spec):
         kernel = spec.factory()(problem)
@@ -117,23 +159,36 @@ def test_what_a_factory_has_compiled_is_what_its_kernel_launches(spec: KernelSpe
         for num_rows in (1, 33, 65, 129):
             given = make_inputs(contract, problem, num_rows, CPU, strided=False)
             kernel(*(USUAL.get(name, value) for name, value in given.items()))
-            assert compiler.names() == found, f"{num_rows} rows launch what was not compiled ahead: {problem}"
+            assert compiler.names() == found, (
+                f"{num_rows} rows launch what was not compiled ahead: {problem}"
+            )
     assert found
 
 
-def test_the_gated_product_of_many_rows_is_compiled_ahead_for_any_number_of_them(compiler: Compiler) -> None:
+def test_the_gated_product_of_many_rows_is_compiled_ahead_for_any_number_of_them(
+    compiler: Compiler,
+) -> None:
     apply = gated_linear({"in_size": 64, "out_size": 96, "dtype": "bfloat16"})
     settle()
     for num_rows in (2048, 2051):
-        apply(torch.zeros(num_rows, 64, dtype=torch.bfloat16), torch.zeros(192, 64, dtype=torch.bfloat16))
+        apply(
+            torch.zeros(num_rows, 64, dtype=torch.bfloat16),
+            torch.zeros(192, 64, dtype=torch.bfloat16),
+        )
     assert compiler.names() == ["_gated"]
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("num_heads", [8, 32])
-@pytest.mark.parametrize(("kv_dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", None), ("bfloat16", 512)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", None), ("bfloat16", 512)]
+)
 def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
-    monkeypatch: pytest.MonkeyPatch, compiler: Compiler, phase: str, num_heads: int, kv_dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: Compiler,
+    phase: str,
+    num_heads: int,
+    kv_dtype: str,
     window: int | None,
 ) -> None:
     monkeypatch.setattr("tokenspeed_kernels.triton.attention.FALLBACK_MULTIPROCESSORS", 132)
@@ -145,22 +200,42 @@ def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
     k_cache, v_cache = torch.zeros(4, 6, 2, 16, 8, 128).to(getattr(torch, kv_dtype))[:, 2].unbind(1)
     chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
     rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
-    forms = [(*bound, beside) for bound in ((True, 8192), (True, 4000), (False, 4096)) for beside in (False, True)]
+    forms = [
+        (*bound, beside)
+        for bound in ((True, 8192), (True, 4000), (False, 4096))
+        for beside in (False, True)
+    ]
     for counts, (shares, longest, is_beside) in product([*rows, *chunks], forms):
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         qkv = torch.zeros(starts[-1], num_heads + 16, 128, dtype=torch.bfloat16)
-        backend.prepare(AttentionStep(
-            len(counts), starts[-1], max(counts), longest, torch.tensor(starts, dtype=torch.int32),
-            torch.tensor(counts, dtype=torch.int32), torch.zeros(len(counts), 512, dtype=torch.int32),
-            tuple(starts), None, shares, is_beside,
-        ))
+        backend.prepare(
+            AttentionStep(
+                len(counts),
+                starts[-1],
+                max(counts),
+                longest,
+                torch.tensor(starts, dtype=torch.int32),
+                torch.tensor(counts, dtype=torch.int32),
+                torch.zeros(len(counts), 512, dtype=torch.int32),
+                tuple(starts),
+                None,
+                shares,
+                is_beside,
+            )
+        )
         for layer in (0, 1):
-            backend.forward(qkv[:, :num_heads], k_cache, v_cache, torch.empty_like(qkv[:, :num_heads]))
-            assert compiler.names() == ahead_of_it, f"not compiled ahead: {counts}, {shares}, layer {layer}"
+            backend.forward(
+                qkv[:, :num_heads], k_cache, v_cache, torch.empty_like(qkv[:, :num_heads])
+            )
+            assert compiler.names() == ahead_of_it, (
+                f"not compiled ahead: {counts}, {shares}, layer {layer}"
+            )
     assert "attend" in ahead_of_it
 
 
-def test_a_kernel_that_is_being_compiled_is_waited_for_and_not_compiled_twice(compiler: Compiler) -> None:
+def test_a_kernel_that_is_being_compiled_is_waited_for_and_not_compiled_twice(
+    compiler: Compiler,
+) -> None:
     began, may_end = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -182,16 +257,24 @@ def test_a_kernel_that_is_being_compiled_is_waited_for_and_not_compiled_twice(co
 
 def test_a_launch_compiles_by_itself_what_no_thread_has_begun(compiler: Compiler) -> None:
     may_end = threading.Event()
-    compiler.before = lambda: threading.current_thread() is threading.main_thread() or may_end.wait(60)
+    compiler.before = lambda: (
+        threading.current_thread() is threading.main_thread() or may_end.wait(60)
+    )
     ahead.compile_for(launch, ahead.blank("float32", 4), 1, 2, 3)  # two threads begin two of them
     launch(torch.zeros(4), 3)
     may_end.set()
     settle()
     launch(torch.zeros(4), 1, 2, 3)
-    assert sorted(thread for _, thread in compiler.compiled) == ["MainThread", "compile-ahead", "compile-ahead"]
+    assert sorted(thread for _, thread in compiler.compiled) == [
+        "MainThread",
+        "compile-ahead",
+        "compile-ahead",
+    ]
 
 
-def test_the_longest_kernel_is_begun_first(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_kernel_is_begun_first(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ahead, "num_processors", lambda: 2)
     may_end = threading.Event()
     compiler.before = lambda: may_end.wait(60)
@@ -240,7 +323,9 @@ for _ in range(200):
     ahead._THREADS.put(1, lambda: time.sleep(0.5))
 print("ends", flush=True)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=40, check=True
+    )
     assert ended.stdout == "ends\n"
     assert not ended.stderr
 

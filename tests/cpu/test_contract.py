@@ -42,7 +42,9 @@ def contract() -> ModuleType:
 
 
 @pytest.mark.parametrize("surface", RECORDED)
-def test_no_public_signature_changed_without_its_version(contract: ModuleType, surface: str) -> None:
+def test_no_public_signature_changed_without_its_version(
+    contract: ModuleType, surface: str
+) -> None:
     version, read = contract.surfaces()[surface]
     signatures = read()
     assert contract.misversioned(RECORDED[surface], version, signatures) == ""
@@ -60,12 +62,18 @@ def test_every_name_that_a_stranger_may_import_is_recorded(contract: ModuleType)
     recorded = {name for surface in RECORDED.values() for name in surface["signatures"]}
     listed = {
         f"{module}.{name}"
-        for module in ("tokenspeed_core", "tokenspeed_core.api", *contract.modules("tokenspeed_core.commands"),
-                       "tokenspeed_models.layers")
-        for name in import_module(module).__all__ if not name.endswith("_API") and name != "API_VERSION"
+        for module in (
+            "tokenspeed_core",
+            "tokenspeed_core.api",
+            *contract.modules("tokenspeed_core.commands"),
+            "tokenspeed_models.layers",
+        )
+        for name in import_module(module).__all__
+        if not name.endswith("_API") and name != "API_VERSION"
     }
     kit = {
-        f"{module}.{name}" for module in contract.modules("tokenspeed_core.testing")
+        f"{module}.{name}"
+        for module in contract.modules("tokenspeed_core.testing")
         for name, value in vars(import_module(module)).items()
         if getattr(value, "__module__", "") == module and not name.startswith("_")
     }
@@ -76,11 +84,17 @@ def test_every_name_that_a_stranger_may_import_is_recorded(contract: ModuleType)
 
 def test_every_op_of_a_distribution_of_this_tree_is_recorded() -> None:
     recorded = {name for surface in RECORDED.values() for name in surface["signatures"]}
-    ours = {tomllib.loads(path.read_text())["project"]["name"]
-            for pattern in ("tokenspeed_*", "plugins/*") for path in DOCS.parent.glob(f"{pattern}/pyproject.toml")}
+    ours = {
+        tomllib.loads(path.read_text())["project"]["name"]
+        for pattern in ("tokenspeed_*", "plugins/*")
+        for path in DOCS.parent.glob(f"{pattern}/pyproject.toml")
+    }
     catalog = Catalog.discover(Selection())
     entries = [entry for entry in catalog.entries("ops") if entry.distribution in ours]
-    assert {entry.distribution for entry in entries} >= {"tokenspeed-kernels", "tokenspeed-kernels-blackwell"}
+    assert {entry.distribution for entry in entries} >= {
+        "tokenspeed-kernels",
+        "tokenspeed-kernels-blackwell",
+    }
     ops = [op for entry in entries for op in catalog.need(entry, tuple)]
     assert {f"op {op.name}.signature" for op in ops} - recorded == set()
 
@@ -149,21 +163,29 @@ def test_a_tighter_tolerance_asks_for_a_major_and_a_wider_one_for_a_minor(
     complaint = contract.misversioned(old, version, after)
     assert said in complaint
     assert bool(said) == bool(complaint)
-    assert "new major" in contract.misversioned(old, "1.1", contract.contracts([replace(told, tolerances=())]))
+    assert "new major" in contract.misversioned(
+        old, "1.1", contract.contracts([replace(told, tolerances=())])
+    )
 
 
 def test_the_tolerances_of_every_op_of_this_tree_are_recorded() -> None:
     recorded = {name for surface in RECORDED.values() for name in surface["signatures"]}
     ops = installed_ops(Catalog.discover(Selection()))
-    wanted = {f"op {op.name}.{part} tolerance of {each.dtype}" for op in ops.values() for each in op.tolerances
-              for part in ("relative", "absolute")}
+    wanted = {
+        f"op {op.name}.{part} tolerance of {each.dtype}"
+        for op in ops.values()
+        for each in op.tolerances
+        for part in ("relative", "absolute")
+    }
     assert len(wanted) > 100
     assert wanted - recorded == set()
 
 
 def test_what_is_deprecated_is_recorded_and_in_its_two_minors(contract: ModuleType) -> None:
     recorded = RECORDED[contract.CORE]["deprecated"]
-    assert contract.untimely(recorded, contract.deprecations(), contract.offered(), __version__) == []
+    assert (
+        contract.untimely(recorded, contract.deprecations(), contract.offered(), __version__) == []
+    )
     assert recorded == contract.deprecations(), "run python docs/make_contract.py"
 
 
@@ -178,12 +200,40 @@ ROWS = {"m.f": ["0.2", "0.4", "m.g"]}
         (ROWS, {}, set(), "0.4.0", ""),
         (ROWS, ROWS, set(), "0.3.0", "m.f: is gone, and was to stay until 0.4; put it back"),
         (ROWS, {}, set(), "0.3.0", "m.f: was announced to go with 0.4; put its row back as it was"),
-        (ROWS, {"m.f": ["0.3", "0.5", "m.g"]}, {"m.f"}, "0.3.0", "m.f: was announced to go with 0.4; put its row back"),
-        (ROWS, ROWS, {"m.f"}, "0.4.0", "m.f: was to go with 0.4, and this is 0.4.0; remove it and its row"),
-        ({}, {"m.f": ["0.2", "0.3", "m.g"]}, {"m.f"}, "0.2.0", "m.f: goes with 0.3, which is not two minors after 0.2"),
+        (
+            ROWS,
+            {"m.f": ["0.3", "0.5", "m.g"]},
+            {"m.f"},
+            "0.3.0",
+            "m.f: was announced to go with 0.4; put its row back",
+        ),
+        (
+            ROWS,
+            ROWS,
+            {"m.f"},
+            "0.4.0",
+            "m.f: was to go with 0.4, and this is 0.4.0; remove it and its row",
+        ),
+        (
+            {},
+            {"m.f": ["0.2", "0.3", "m.g"]},
+            {"m.f"},
+            "0.2.0",
+            "m.f: goes with 0.3, which is not two minors after 0.2",
+        ),
         ({}, {"m.f": ["0.2", "0.4", ""]}, {"m.f"}, "0.2.0", "m.f: names nothing that replaces it"),
     ],
-    ids=["new", "old", "over", "gone too early", "row gone too early", "put off", "kept too long", "short", "bare"],
+    ids=[
+        "new",
+        "old",
+        "over",
+        "gone too early",
+        "row gone too early",
+        "put off",
+        "kept too long",
+        "short",
+        "bare",
+    ],
 )
 def test_what_is_deprecated_neither_goes_too_early_nor_stays_too_long(
     contract: ModuleType, recorded: Any, rows: Any, there: set[str], version: str, said: str
@@ -193,15 +243,27 @@ def test_what_is_deprecated_neither_goes_too_early_nor_stays_too_long(
     assert bool(said) == bool(complaint)
 
 
-def test_names_parameters_fields_hooks_contracts_and_flags_can_be_deprecated(contract: ModuleType) -> None:
+def test_names_parameters_fields_hooks_contracts_and_flags_can_be_deprecated(
+    contract: ModuleType,
+) -> None:
     assert contract.offered() >= {
-        "tokenspeed_core.api.View", "tokenspeed_core.api.BuildContext.attention(group)", "hook observe_step(record)",
-        "tokenspeed_core.api.KernelSpec.obtain", "kind policies [api1]", "flag --seed",
+        "tokenspeed_core.api.View",
+        "tokenspeed_core.api.BuildContext.attention(group)",
+        "hook observe_step(record)",
+        "tokenspeed_core.api.KernelSpec.obtain",
+        "kind policies [api1]",
+        "flag --seed",
     }
 
 
-def test_a_deprecated_name_stays_in_the_contract(contract: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DEPRECATED, "tokenspeed_core.api.Glance", Deprecation("0.2", "0.4", "tokenspeed_core.api.View"))
+def test_a_deprecated_name_stays_in_the_contract(
+    contract: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        DEPRECATED,
+        "tokenspeed_core.api.Glance",
+        Deprecation("0.2", "0.4", "tokenspeed_core.api.View"),
+    )
     monkeypatch.setattr(api, "_Glance", api.View, raising=False)
     monkeypatch.setattr(api, "__all__", [*api.__all__, "Glance"])
     with pytest.warns(FutureWarning, match="Glance"):

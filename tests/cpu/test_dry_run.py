@@ -18,7 +18,9 @@ from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
 from tokenspeed_core.server.serve import run
 
 
-def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_applies(tmp_path: Path) -> None:
+def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_applies(
+    tmp_path: Path,
+) -> None:
     report = dry_run(Config(device="cpu"))
     assert "chat template: the model's own" in report
     assert "left_bytes" not in report
@@ -46,15 +48,21 @@ def test_a_dry_run_says_how_many_processes_serve_http_and_who_chose(
         ("schedule_policy", "prioritty", PluginError, "did you mean priority"),
     ],
 )
-def test_a_dry_run_refuses_what_a_start_would(setting: str, value: str, error: type[Exception], said: str) -> None:
+def test_a_dry_run_refuses_what_a_start_would(
+    setting: str, value: str, error: type[Exception], said: str
+) -> None:
     with pytest.raises(error) as caught:
         dry_run(Config(device="cpu", **{setting: value}))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "start", lambda *arguments, **keywords: pytest.fail("the engine was started"))
+def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        llm, "start", lambda *arguments, **keywords: pytest.fail("the engine was started")
+    )
     with pytest.raises(CheckpointError, match="--tokenizer /nope: no such directory"):
         llm.LLM(device="cpu", tokenizer="/nope")
 
@@ -66,11 +74,20 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_loaded(monk
         (dry_run, "tool_call_parser", "nope", "no tool_parsers named 'nope'; "),
         (plan_kernels, "max_model_len", 10**6, "--max-model-len 1000000: demo was made for "),
         (run, "tool_call_parser", "nope", "no tool_parsers named 'nope'; "),
-        (lambda config: llm.LLM(device="cpu"), "quantization", "nope", "no quantization named 'nope'; "),
+        (
+            lambda config: llm.LLM(device="cpu"),
+            "quantization",
+            "nope",
+            "no quantization named 'nope'; ",
+        ),
     ],
 )
 def test_whatever_starts_names_the_plugin_that_set_what_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Config], Any], setting: str, value: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[[Config], Any],
+    setting: str,
+    value: object,
     said: str,
 ) -> None:
     info = tmp_path / "wishing-1.0.dist-info"
@@ -85,4 +102,6 @@ def test_whatever_starts_names_the_plugin_that_set_what_is_refused(
         start(Config(device="cpu", port=0))
     blame = f"; plugin wishing:wishes set --{setting.replace('_', '-')}: give your own, or "
     assert str(caught.value).startswith(said)
-    assert str(caught.value).endswith(f"{blame}TOKENSPEED_PLUGINS=-wishing:hooks goes without its changes")
+    assert str(caught.value).endswith(
+        f"{blame}TOKENSPEED_PLUGINS=-wishing:hooks goes without its changes"
+    )

@@ -8,18 +8,28 @@ import pytest
 from tokenspeed_demo.score import CHECKPOINT, in_process, score
 from tokenspeed_demo.training.tasks import SCORED
 
-NUM_ITEMS = 24   # of each task; one that is wrong is 4 %
+NUM_ITEMS = 24  # of each task; one that is wrong is 4 %
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {}, {"max_total_tokens": 2048, "chunked_prefill_size": 64, "max_num_seqs": 16, "max_model_len": 1024},
+        {},
+        {
+            "max_total_tokens": 2048,
+            "chunked_prefill_size": 64,
+            "max_num_seqs": 16,
+            "max_model_len": 1024,
+        },
         {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
     ],
     ids=["default", "small chunks in a small pool", "eight bits"],
 )
 def test_the_demo_does_what_it_was_trained_for(settings: dict[str, Any]) -> None:
     results = score(in_process(CHECKPOINT, settings), list(SCORED), NUM_ITEMS, show_wrong=3)
-    missed = {task: result["exact"] for task, result in results.items() if result["exact"] < result["required"]}
+    missed = {
+        task: result["exact"]
+        for task, result in results.items()
+        if result["exact"] < result["required"]
+    }
     assert not missed

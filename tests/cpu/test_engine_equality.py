@@ -17,8 +17,8 @@ from tokenspeed_core.engine.outputs import SequenceOutput
 from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.messages import Finish, Submit
 
-CONTEXT = 128   # of the tiny checkpoints
-NEAR = 1e-4     # logits this close are equal: either token is right
+CONTEXT = 128  # of the tiny checkpoints
+NEAR = 1e-4  # logits this close are equal: either token is right
 EOS = 2
 LENGTHS = (1, 2, 4, 7, 8, 15, 16, 17, 33, 60)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,10 @@ class Family:
     def start(self, depth: int = 1, **settings: Any) -> LLM:
         """Start an engine with `depth` steps in flight; a GPU has 2."""
         defaults: dict[str, Any] = {
-            "skip_tokenizer_init": True, "max_total_tokens": 1024, "block_size": 4, "max_num_seqs": 8,
+            "skip_tokenizer_init": True,
+            "max_total_tokens": 1024,
+            "block_size": 4,
+            "max_num_seqs": 8,
         }
         llm = LLM(str(self.folder), **{**defaults, **settings})
         llm._engine._depth = depth
@@ -62,7 +65,9 @@ class Family:
         """Raise AssertionError at a token that transformers finds less likely than another."""
         logits = self.logits((*prompt, *tokens))
         for at, token in enumerate(tokens, len(prompt) - 1):
-            assert logits[at].max() - logits[at, token] <= NEAR, f"token {at + 1 - len(prompt)} after {len(prompt)}"
+            assert logits[at].max() - logits[at, token] <= NEAR, (
+                f"token {at + 1 - len(prompt)} after {len(prompt)}"
+            )
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +96,11 @@ def drive(llm: LLM, submits: list[Submit]) -> tuple[dict[int, list[int]], dict[i
             assert engine.submit(waiting.pop(0)) is None
         for outputs in engine.step():
             at = 0
-            columns = (outputs.sequence_ids.tolist(), outputs.num_tokens.tolist(), outputs.finish.tolist())
+            columns = (
+                outputs.sequence_ids.tolist(),
+                outputs.num_tokens.tolist(),
+                outputs.finish.tolist(),
+            )
             for key, num, end in zip(*columns, strict=True):
                 tokens[key] += outputs.token_ids[at : at + num].tolist()
                 at += num
@@ -105,7 +114,8 @@ def prompts() -> list[list[int]]:
     random = np.random.default_rng(3)
     shared = random.integers(3, 101, 60).tolist()
     return [
-        shared[:length] if i % 2 else random.integers(3, 101, length).tolist() for i, length in enumerate(LENGTHS)
+        shared[:length] if i % 2 else random.integers(3, 101, length).tolist()
+        for i, length in enumerate(LENGTHS)
     ]
 
 
@@ -118,7 +128,9 @@ def ask(llm: LLM, prompt: list[int], params: SamplingParams) -> SequenceOutput:
     return llm.generate({"prompt_token_ids": prompt}, params)[0].outputs[0]
 
 
-def run(llm: LLM, wanted: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+def run(
+    llm: LLM, wanted: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[list[int]]:
     """Generate for prompts together."""
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in wanted], params)
     return [output.outputs[0].token_ids for output in outputs]
@@ -132,7 +144,7 @@ def test_greedy_tokens_are_those_of_transformers(
     model, wanted = families(family), prompts()
     params = [greedy(6 + 3 * i % 17) for i in range(len(wanted))]
     with model.start(**SETTINGS[setting]) as llm:
-        for _ in range(2):   # the second time with hits
+        for _ in range(2):  # the second time with hits
             for prompt, tokens, each in zip(wanted, run(llm, wanted, params), params, strict=True):
                 assert len(tokens) == each.max_tokens
                 model.check_greedy(prompt, tokens)
@@ -164,7 +176,7 @@ def test_greedy_tokens_do_not_depend_on_who_arrives_when(
     params = greedy(20)
     with model.start(depth, chunked_prefill_size=9, max_num_seqs=4) as llm:
         submits = [llm._submit_for({"prompt_token_ids": prompt}, params) for prompt in wanted]
-        got, _ = drive(llm, submits[::-1])   # the longest first
+        got, _ = drive(llm, submits[::-1])  # the longest first
     for submit in submits:
         assert len(got[submit.request_id]) == 20
         model.check_greedy(submit.prompt.tolist(), got[submit.request_id])
@@ -176,7 +188,7 @@ def test_a_repeated_prompt_is_found_cached_and_forgotten_when_told(qwen3: Family
         cached = [llm.generate(prompt, greedy(3))[0].num_cached_tokens for _ in range(2)]
         llm.reset_prefix_cache()
         cached.append(llm.generate(prompt, greedy(3))[0].num_cached_tokens)
-    assert cached == [0, 56, 0]   # of 60 tokens in blocks of 4, the last block's logits being needed
+    assert cached == [0, 56, 0]  # of 60 tokens in blocks of 4, the last block's logits being needed
 
 
 def test_what_arrives_together_with_one_beginning_computes_it_once(qwen3: Family) -> None:
@@ -206,9 +218,16 @@ def test_n_sequences_of_a_prompt_are_drawn_apart_and_again_alike(llm: LLM, qwen3
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_company(llm: LLM) -> None:
     wanted = prompts()
-    seeded = SamplingParams(temperature=5, top_p=0.95, top_k=50, seed=123, max_tokens=20, ignore_eos=True)
+    seeded = SamplingParams(
+        temperature=5, top_p=0.95, top_k=50, seed=123, max_tokens=20, ignore_eos=True
+    )
     alone = [ask(llm, prompt, seeded).token_ids for prompt in wanted]
-    others = [seeded, greedy(20), seeded.model_copy(update={"seed": 5}), greedy(20, presence_penalty=1, logprobs=3)]
+    others = [
+        seeded,
+        greedy(20),
+        seeded.model_copy(update={"seed": 5}),
+        greedy(20, presence_penalty=1, logprobs=3),
+    ]
     mixed = run(llm, wanted, [others[i % 4] for i in range(len(wanted))])
     assert run(llm, wanted, seeded) == alone
     assert mixed[::4] == alone[::4]
@@ -222,18 +241,25 @@ def test_without_seeds_requests_draw_apart(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_log_probabilities_are_those_of_transformers(llm: LLM, qwen3: Family, temperature: float) -> None:
+def test_log_probabilities_are_those_of_transformers(
+    llm: LLM, qwen3: Family, temperature: float
+) -> None:
     wanted = prompts()
-    asked = SamplingParams(temperature=temperature, logprobs=5, max_tokens=10, seed=1, ignore_eos=True)
+    asked = SamplingParams(
+        temperature=temperature, logprobs=5, max_tokens=10, seed=1, ignore_eos=True
+    )
     none = asked.model_copy(update={"logprobs": 0})
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in wanted], [none if i % 3 == 2 else asked for i in range(len(wanted))]
+        [{"prompt_token_ids": prompt} for prompt in wanted],
+        [none if i % 3 == 2 else asked for i in range(len(wanted))],
     )
     for i, output in enumerate(outputs):
         tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
         assert entries is not None
         expected = qwen3.logits((*output.prompt_token_ids, *tokens)).log_softmax(-1)
-        for at, (token, entry) in enumerate(zip(tokens, entries, strict=True), len(output.prompt_token_ids) - 1):
+        for at, (token, entry) in enumerate(
+            zip(tokens, entries, strict=True), len(output.prompt_token_ids) - 1
+        ):
             assert {key: value.logprob for key, value in entry.items()} == pytest.approx(
                 {key: float(expected[at, key]) for key in entry}, abs=NEAR
             )
@@ -242,9 +268,9 @@ def test_log_probabilities_are_those_of_transformers(llm: LLM, qwen3: Family, te
             if i % 3 == 2:
                 assert list(entry) == [token]
             else:
-                assert sorted((v.logprob for v in entry.values()), reverse=True)[:5] == pytest.approx(
-                    best.values.tolist(), abs=NEAR
-                )
+                assert sorted((v.logprob for v in entry.values()), reverse=True)[
+                    :5
+                ] == pytest.approx(best.values.tolist(), abs=NEAR)
                 assert len(entry) == (5 if entry[token].rank <= 5 else 6)
 
 
@@ -252,29 +278,40 @@ def test_the_chosen_tokens_log_probability_can_be_had_alone(llm: LLM) -> None:
     output = ask(llm, [5, 6, 7], greedy(4, logprobs=0))
     assert output.logprobs is not None
     assert [list(entry) for entry in output.logprobs] == [[token] for token in output.token_ids]
-    assert all(entry[token].rank == 1 for entry, token in zip(output.logprobs, output.token_ids, strict=True))
+    assert all(
+        entry[token].rank == 1
+        for entry, token in zip(output.logprobs, output.token_ids, strict=True)
+    )
 
 
 def test_log_probabilities_survive_preemption_a_step_ahead(qwen3: Family) -> None:
     wanted = prompts()
     with qwen3.start(depth=2, max_total_tokens=112, max_model_len=100) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in wanted], greedy(30, logprobs=0))
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in wanted], greedy(30, logprobs=0)
+        )
         assert llm._engine.scheduler.roster.num_preemptions
     for output in outputs:
         tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
-        expected = qwen3.logits((*output.prompt_token_ids, *tokens)).log_softmax(-1)[len(output.prompt_token_ids) - 1 :]
+        expected = qwen3.logits((*output.prompt_token_ids, *tokens)).log_softmax(-1)[
+            len(output.prompt_token_ids) - 1 :
+        ]
         assert entries is not None
-        assert [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)] == pytest.approx(
-            [float(expected[i, token]) for i, token in enumerate(tokens)], abs=NEAR
-        )
+        assert [
+            entry[token].logprob for entry, token in zip(entries, tokens, strict=True)
+        ] == pytest.approx([float(expected[i, token]) for i, token in enumerate(tokens)], abs=NEAR)
 
 
-def adjusted(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:
+def adjusted(
+    logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams
+) -> torch.Tensor:
     """Return logits as the documentation of the parameters says they change."""
     wanted = logits.clone()
     for token in {*prompt, *output}:
         repetition = params.repetition_penalty or 1.0
-        wanted[token] = wanted[token] / repetition if wanted[token] > 0 else wanted[token] * repetition
+        wanted[token] = (
+            wanted[token] / repetition if wanted[token] > 0 else wanted[token] * repetition
+        )
     for token in set(output):
         wanted[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
     for token, bias in params.logit_bias.items():
@@ -285,9 +322,17 @@ def adjusted(logits: torch.Tensor, prompt: list[int], output: list[int], params:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"presence_penalty": 2.0}, {"frequency_penalty": 1.5}, {"frequency_penalty": -2.0},
-        {"repetition_penalty": 1.7}, {"logit_bias": {40: 9.0, 7: -100.0}},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {40: 9.0}},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 1.5},
+        {"frequency_penalty": -2.0},
+        {"repetition_penalty": 1.7},
+        {"logit_bias": {40: 9.0, 7: -100.0}},
+        {
+            "presence_penalty": 1.0,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.2,
+            "logit_bias": {40: 9.0},
+        },
     ],
     ids=lambda asked: " ".join(asked),
 )
@@ -327,7 +372,9 @@ def test_the_models_end_of_sequence_ends_it_unless_ignored(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [1, 60, CONTEXT - 1])
-def test_without_max_tokens_a_sequence_runs_to_the_contexts_end(llm: LLM, qwen3: Family, num_prompt: int) -> None:
+def test_without_max_tokens_a_sequence_runs_to_the_contexts_end(
+    llm: LLM, qwen3: Family, num_prompt: int
+) -> None:
     prompt = (prompts()[9] * 3)[:num_prompt]
     output = ask(llm, prompt, SamplingParams(temperature=0, ignore_eos=True))
     assert len(output.token_ids) == CONTEXT - num_prompt
@@ -345,7 +392,11 @@ def test_stop_strings_end_the_text_before_them_wherever_events_fall() -> None:
             at = whole.index(stop)
             for keeps in (False, True):
                 params = SamplingParams(
-                    temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,), include_stop_str_in_output=keeps
+                    temperature=0,
+                    max_tokens=24,
+                    ignore_eos=True,
+                    stop=(stop,),
+                    include_stop_str_in_output=keeps,
                 )
                 stopped = demo.generate([ask_for, "other"], params)[0].outputs[0]
                 assert stopped.text == whole[: at + (length if keeps else 0)]
@@ -354,7 +405,9 @@ def test_stop_strings_end_the_text_before_them_wherever_events_fall() -> None:
         assert pool.num_available == pool.num_pages
 
 
-def test_an_abort_while_log_probabilities_are_computed_harms_nobody(llm: LLM, qwen3: Family) -> None:
+def test_an_abort_while_log_probabilities_are_computed_harms_nobody(
+    llm: LLM, qwen3: Family
+) -> None:
     engine = llm._engine
     submit = llm._submit_for({"prompt_token_ids": [5, 6, 7]}, greedy(20, logprobs=2))
     engine.submit(submit)
@@ -367,7 +420,9 @@ def test_an_abort_while_log_probabilities_are_computed_harms_nobody(llm: LLM, qw
 
 
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"presence_penalty": 1.0}], ids=str)
-def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(qwen3: Family, asked: dict[str, Any]) -> None:
+def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(
+    qwen3: Family, asked: dict[str, Any]
+) -> None:
     with qwen3.start() as llm:
         weights = {slot.name: slot.target for slot in llm._engine.runner._model.weight_map()}  # type: ignore[attr-defined]
         weights["model.embed_tokens.weight"][50] = float("nan")

@@ -15,8 +15,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=80)
 WEATHER = {
     "type": "function",
     "function": {
-        "name": "get_weather", "description": "Get the weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -46,7 +51,9 @@ def test_several_conversations_are_answered_in_their_order(llm: LLM) -> None:
 
 
 def test_tools_and_template_options_reach_the_prompt(llm: LLM) -> None:
-    (output,) = llm.chat(ask("What is the weather in Paris?"), GREEDY, tools=[WEATHER], enable_thinking=False)
+    (output,) = llm.chat(
+        ask("What is the weather in Paris?"), GREEDY, tools=[WEATHER], enable_thinking=False
+    )
     assert "get_weather" in str(output.prompt)
     assert "<tool_call>" in str(output.outputs[0].text)
 
@@ -62,7 +69,8 @@ def test_settings_of_the_http_server_are_refused() -> None:
 
 
 def test_a_model_without_a_template_cannot_chat() -> None:
-    with LLM(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=2) as bare, pytest.raises(
-        BadRequestError, match="no chat template"
+    with (
+        LLM(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=2) as bare,
+        pytest.raises(BadRequestError, match="no chat template"),
     ):
         bare.chat(ask("hi"))

@@ -45,7 +45,9 @@ def calls_differ(problem: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tens
 
 
 class OneHeadSize(TorchAttention):
-    def __init__(self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> None:
+    def __init__(
+        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+    ) -> None:
         if problem.head_size == 96 and problem.block_size == 8:
             raise RuntimeError("no such tile")
         super().__init__(problem, limits, device)
@@ -58,7 +60,9 @@ class LooksAtOtherRows(TorchAttention):
 
 
 def test_a_declared_dtype_that_does_not_run_is_found(suite: Suite) -> None:
-    with pytest.raises(AssertionError, match=r"it declares .*bfloat16.* and fails on cpu: NotImplementedError"):
+    with pytest.raises(
+        AssertionError, match=r"it declares .*bfloat16.* and fails on cpu: NotImplementedError"
+    ):
         suite("linear", knows_float32_alone).test_every_declared_cell_runs()
     suite("linear", knows_float32_alone, dtypes=("float32",)).test_every_declared_cell_runs()
 
@@ -81,7 +85,9 @@ def test_a_claim_of_batch_invariance_is_held_to_the_bit(suite: Suite) -> None:
 
 def test_a_bound_on_an_axis_that_the_op_does_not_have_is_found(suite: Suite) -> None:
     odd = suite("linear", product_of, limits=(AxisLimit("hidden_size", 1, 64),))
-    with pytest.raises(AssertionError, match="bounds the axis 'hidden_size', which op 'linear' has not"):
+    with pytest.raises(
+        AssertionError, match="bounds the axis 'hidden_size', which op 'linear' has not"
+    ):
         odd.test_one_value_beyond_each_bound_is_refused()
 
 
@@ -92,17 +98,34 @@ def test_a_kernel_for_devices_that_are_not_here_is_skipped_with_the_reason(suite
 
 def test_one_value_beyond_each_bound_is_tried() -> None:
     capability = Capability(
-        ("cpu",), ("float32",), kv_dtypes=("float32",), head_sizes=(64, 128), block_sizes=(16,), phases=("decode",),
+        ("cpu",),
+        ("float32",),
+        kv_dtypes=("float32",),
+        head_sizes=(64, 128),
+        block_sizes=(16,),
+        phases=("decode",),
         limits=(AxisLimit("num_heads", 4, 16, multiple_of=2),),
     )
     spec = KernelSpec("attention", "acme/mine", capability, load="m:f")
     tried = {what for what, _ in beyond(spec, common_ops()["attention"])}
-    assert {"num_heads 2", "num_heads 18", "num_heads 7", "head_size 63", "head_size 129", "block_size 17",
-            "phase prefill", "dtype bfloat16", "kv_dtype float16", "window 20"} <= tried
+    assert {
+        "num_heads 2",
+        "num_heads 18",
+        "num_heads 7",
+        "head_size 63",
+        "head_size 129",
+        "block_size 17",
+        "phase prefill",
+        "dtype bfloat16",
+        "kv_dtype float16",
+        "window 20",
+    } <= tried
     assert not {"head_size 64", "phase decode", "dtype float32"} & tried
 
 
-@pytest.mark.parametrize("limit", [AxisLimit("n", 1), AxisLimit("n", 16, 64), AxisLimit("n", 5, 90, multiple_of=8)])
+@pytest.mark.parametrize(
+    "limit", [AxisLimit("n", 1), AxisLimit("n", 16, 64), AxisLimit("n", 5, 90, multiple_of=8)]
+)
 def test_what_is_outside_a_limit_is_refused_by_it(limit: AxisLimit) -> None:
     assert all(limit.refusal(value) for value in outside(limit))
 
@@ -111,7 +134,9 @@ def test_a_covering_has_every_pair_of_values_and_few_rows() -> None:
     axes = {"a": "xyz", "b": "12", "c": "pqrs", "d": "uv"}
     rows = list(covering(axes))
     for first, second in combinations(axes, 2):
-        assert {(row[first], row[second]) for row in rows} == set(product(axes[first], axes[second]))
+        assert {(row[first], row[second]) for row in rows} == set(
+            product(axes[first], axes[second])
+        )
     assert len(rows) <= 16
 
 
@@ -132,26 +157,40 @@ def test_a_factory_that_raises_is_a_failed_cell_and_no_crash(suite: Suite) -> No
 
 
 def test_our_own_descriptors_declare_no_bound_that_refuses_nothing() -> None:
-    specs = [spec for specs in vars(descriptors).values() if isinstance(specs, tuple) for spec in specs
-             if isinstance(spec, KernelSpec)]
+    specs = [
+        spec
+        for specs in vars(descriptors).values()
+        if isinstance(specs, tuple)
+        for spec in specs
+        if isinstance(spec, KernelSpec)
+    ]
     assert len(specs) > 20
     for spec in specs:
-        type("Ours", (KernelConformance,), {"spec": replace(spec, requires=())})(
-        ).test_one_value_beyond_each_bound_is_refused()
+        type(
+            "Ours", (KernelConformance,), {"spec": replace(spec, requires=())}
+        )().test_one_value_beyond_each_bound_is_refused()
 
 
 @pytest.mark.parametrize(
     ("low", "high", "named"),
     [
-        (None, None, "a device cuda"), ((42, 0), None, "a device sm420 or newer"),
-        ((42, 0), (42, 0), "a device sm420"), ((42, 0), (42, 3), "a device sm420 to sm423"),
+        (None, None, "a device cuda"),
+        ((42, 0), None, "a device sm420 or newer"),
+        ((42, 0), (42, 0), "a device sm420"),
+        ((42, 0), (42, 3), "a device sm420 to sm423"),
         (None, (1, 0), "a device sm10 or older"),
     ],
 )
 def test_what_was_not_run_says_how_many_cells_need_which_device(
     suite: Suite, low: tuple[int, int] | None, high: tuple[int, int] | None, named: str
 ) -> None:
-    mine = suite("linear", product_of, platforms=("cuda",), min_compute_capability=low, max_compute_capability=high)
+    mine = suite(
+        "linear",
+        product_of,
+        platforms=("cuda",),
+        min_compute_capability=low,
+        max_compute_capability=high,
+    )
     if named == "a device cuda" and torch.cuda.is_available():
         mine.test_no_declared_cell_waits_for_another_machine()
         return
@@ -164,6 +203,8 @@ def test_what_was_not_run_says_how_many_cells_need_which_device(
 def test_a_kernel_whose_device_and_libraries_are_here_leaves_no_cell(suite: Suite) -> None:
     mine = suite("linear", product_of)
     mine.test_no_declared_cell_waits_for_another_machine()
-    lacking = type("Lacking", (KernelConformance,), {"spec": replace(mine.spec, requires=("no_such_library",))})()
+    lacking = type(
+        "Lacking", (KernelConformance,), {"spec": replace(mine.spec, requires=("no_such_library",))}
+    )()
     with pytest.raises(SkipTest, match=r"^\d+ cells need the module no_such_library$"):
         lacking.test_no_declared_cell_waits_for_another_machine()

@@ -118,7 +118,9 @@ class LeavesPaddingRows(TorchAttention):
 
 
 @pytest.mark.parametrize("backend", [ReadsPastTheRow, IgnoresTheWindow, LeavesPaddingRows])
-def test_a_wrong_attention_backend_is_caught(spec_of: Callable[[str, Any], KernelSpec], backend: Any) -> None:
+def test_a_wrong_attention_backend_is_caught(
+    spec_of: Callable[[str, Any], KernelSpec], backend: Any
+) -> None:
     assert check_attention(spec_of("attention", TorchAttention), CPU, cases=[PROBLEM]) == 6
     with pytest.raises(AssertionError, match="num_heads=4"):
         check_attention(spec_of("attention", backend), CPU, cases=[PROBLEM])

@@ -30,13 +30,17 @@ def test_rms_norm_has_the_roundings_of_transformers(dtype: torch.dtype) -> None:
 
 
 def table(num: int, rotary_size: int) -> torch.Tensor:
-    angles = torch.arange(num)[:, None] / 10000 ** (torch.arange(rotary_size // 2) / (rotary_size // 2))
+    angles = torch.arange(num)[:, None] / 10000 ** (
+        torch.arange(rotary_size // 2) / (rotary_size // 2)
+    )
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
 @pytest.mark.parametrize("rotary_size", [32, 16])
-def test_half_pairs_rotate_as_transformers_rotates_them(side_by_side: bool, rotary_size: int) -> None:
+def test_half_pairs_rotate_as_transformers_rotates_them(
+    side_by_side: bool, rotary_size: int
+) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 4 + 2 + 2, 32)
     q, k = qkv[:, :4], qkv[:, 4:6]
@@ -48,7 +52,13 @@ def test_half_pairs_rotate_as_transformers_rotates_them(side_by_side: bool, rota
     expected = [x[0].transpose(0, 1).clone() for x in apply_rotary_pos_emb(*turned, cos, sin)]
     rest = [x[..., rotary_size:].clone() for x in (q, k)]
     v = qkv[:, 6:].clone()
-    problem = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "rotary_size": rotary_size, "dtype": "float32"}
+    problem = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 32,
+        "rotary_size": rotary_size,
+        "dtype": "float32",
+    }
     rope.rope(problem)(q, k, positions, cos_sin, False)
     for got, want, kept in zip((q, k), expected, rest, strict=True):
         torch.testing.assert_close(got[..., :rotary_size], want)
@@ -62,8 +72,17 @@ def test_interleaved_pairs_rotate_as_complex_numbers() -> None:
     cos_sin, positions = table(20, 16), torch.arange(6) * 3
     cos, sin = cos_sin[positions].chunk(2, dim=1)
     factor = torch.complex(cos, sin)[:, None]
-    expected = [torch.view_as_real(torch.view_as_complex(x.view(6, -1, 8, 2)) * factor).flatten(2) for x in (q, k)]
-    problem = {"num_heads": 3, "num_kv_heads": 1, "head_size": 16, "rotary_size": 16, "dtype": "float32"}
+    expected = [
+        torch.view_as_real(torch.view_as_complex(x.view(6, -1, 8, 2)) * factor).flatten(2)
+        for x in (q, k)
+    ]
+    problem = {
+        "num_heads": 3,
+        "num_kv_heads": 1,
+        "head_size": 16,
+        "rotary_size": 16,
+        "dtype": "float32",
+    }
     rope.rope(problem)(q, k, positions, cos_sin, True)
     torch.testing.assert_close(q, expected[0])
     torch.testing.assert_close(k, expected[1])
@@ -78,7 +97,13 @@ def test_the_fused_norm_and_rope_is_the_composition_of_both(side_by_side: bool) 
         q, k = q.clone(), k.clone()
     q_weight, k_weight = torch.randn(2, 32)
     cos_sin, positions = table(50, 16), torch.arange(5)
-    problem = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "rotary_size": 16, "dtype": "float32"}
+    problem = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 32,
+        "rotary_size": 16,
+        "dtype": "float32",
+    }
     one = norm.rms_norm({"size": 32, "dtype": "float32"})
     expected = one(q, q_weight, 1e-6), one(k, k_weight, 1e-6)
     rope.rope(problem)(*expected, positions, cos_sin, False)
@@ -90,14 +115,22 @@ def test_the_fused_norm_and_rope_is_the_composition_of_both(side_by_side: bool) 
 def test_silu_mul_gates_with_the_first_half() -> None:
     x = torch.tensor([[1.0, -2.0, 3.0, 5.0]])
     expected = [[3.0 / (1 + torch.e**-1), -10.0 / (1 + torch.e**2)]]
-    torch.testing.assert_close(activation.silu_mul({"size": 2, "dtype": "float32"})(x), torch.tensor(expected))
+    torch.testing.assert_close(
+        activation.silu_mul({"size": 2, "dtype": "float32"})(x), torch.tensor(expected)
+    )
 
 
 def test_a_negative_slot_writes_nothing_and_others_write_where_they_say() -> None:
     arena = torch.zeros(3, 2, 2, 4, 1, 2)
     k, v = torch.ones(3, 1, 2), 2 * torch.ones(3, 1, 2)
     write = cache.write_kv(
-        {"num_kv_heads": 1, "head_size": 2, "block_size": 4, "kv_dtype": "float32", "dtype": "float32"}
+        {
+            "num_kv_heads": 1,
+            "head_size": 2,
+            "block_size": 4,
+            "kv_dtype": "float32",
+            "dtype": "float32",
+        }
     )
     write(k, v, arena[:, 1, 0], arena[:, 1, 1], torch.tensor([6, -1, 0]))
     assert arena.sum() == 2 * (2 + 4)
@@ -108,7 +141,11 @@ def test_a_negative_slot_writes_nothing_and_others_write_where_they_say() -> Non
 def test_routing_and_experts_are_those_of_transformers() -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        hidden_size=32, moe_intermediate_size=16, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
     )
     block = Qwen3MoeSparseMoeBlock(config)
     for parameter in block.parameters():
@@ -119,7 +156,11 @@ def test_routing_and_experts_are_those_of_transformers() -> None:
         expected = result[0] if isinstance(result, tuple) else result
         logits = x[0] @ block.gate.weight.T
         problem = {
-            "num_experts": 6, "top_k": 3, "hidden_size": 32, "intermediate_size": 16, "dtype": "float32"
+            "num_experts": 6,
+            "top_k": 3,
+            "hidden_size": 32,
+            "intermediate_size": 16,
+            "dtype": "float32",
         }
         weights, ids = moe.moe_route(problem)(logits, 3, True)
         gate_up, down = block.experts.gate_up_proj, block.experts.down_proj

@@ -14,7 +14,12 @@ from tokenspeed_kernels.contracts import ROPE_CACHE
 from tokenspeed_kernels.reference import cache, rope, rope_cache
 
 PROBLEM = {
-    "num_heads": 4, "num_kv_heads": 2, "head_size": 16, "rotary_size": 8, "block_size": 4, "dtype": "float32",
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 16,
+    "rotary_size": 8,
+    "block_size": 4,
+    "dtype": "float32",
     "kv_dtype": "float32",
 }
 

@@ -16,7 +16,9 @@ NUM_ROWS = 84
 
 
 @pytest.mark.parametrize(("size", "spread"), [(300, 3.0), (2000, 4.0), (2000, 0.2)])
-def test_tokens_are_those_of_a_full_sort_whatever_the_filters_and_ties(size: int, spread: float) -> None:
+def test_tokens_are_those_of_a_full_sort_whatever_the_filters_and_ties(
+    size: int, spread: float
+) -> None:
     torch.manual_seed(3)
     row = torch.arange(NUM_ROWS)
     logits = (torch.randn(NUM_ROWS, size) * spread * 4).round() / 4
@@ -39,5 +41,10 @@ def test_tokens_are_those_of_a_full_sort_whatever_the_filters_and_ties(size: int
 def test_a_cpu_takes_heads_and_other_devices_the_sort() -> None:
     kernels = [k for k in installed_kernels(Catalog.discover()) if k.spec.backend == "torch"]
     problem = {"vocab_size": 1536, "dtype": "float32"}
-    assert "cpu.sampling" in Selector(kernels, PlatformInfo("cpu")).select("sample", problem).spec.load
-    assert "reference" in Selector(kernels, PlatformInfo("cuda", (9, 0))).select("sample", problem).spec.load
+    assert (
+        "cpu.sampling" in Selector(kernels, PlatformInfo("cpu")).select("sample", problem).spec.load
+    )
+    assert (
+        "reference"
+        in Selector(kernels, PlatformInfo("cuda", (9, 0))).select("sample", problem).spec.load
+    )

@@ -16,9 +16,17 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 HEADS, LATENT, ROPE, NOPE, VALUE, HIDDEN = 4, 32, 16, 24, 20, 96
 LENGTHS, BLOCK_SIZE = (21, 1, 16, 40), 8
 SIZES = {
-    "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": 28,
-    "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE,
-    "head_dim": ROPE, "attn_implementation": "eager", "max_position_embeddings": 64,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 28,
+    "kv_lora_rank": LATENT,
+    "qk_rope_head_dim": ROPE,
+    "qk_nope_head_dim": NOPE,
+    "v_head_dim": VALUE,
+    "head_dim": ROPE,
+    "attn_implementation": "eager",
+    "max_position_embeddings": 64,
 }
 
 
@@ -60,11 +68,15 @@ def rotated_v3(config: DeepseekV3Config, q: Tensor, k: Tensor) -> tuple[Tensor, 
     ids=["DeepSeek-V2", "DeepSeek-V3"],
 )
 def test_a_decode_over_latents_is_what_transformers_computes_with_expanded_keys_and_values(
-    config: Any, attention: type[nn.Module], rotated: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Any]]
+    config: Any,
+    attention: type[nn.Module],
+    rotated: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Any]],
 ) -> None:
     torch.manual_seed(0)
     module = randomised(attention(config, layer_idx=0))
-    up_k, up_v = module.kv_b_proj.weight.unflatten(0, (HEADS, NOPE + VALUE)).split((NOPE, VALUE), dim=1)
+    up_k, up_v = module.kv_b_proj.weight.unflatten(0, (HEADS, NOPE + VALUE)).split(
+        (NOPE, VALUE), dim=1
+    )
     blocks = iter(torch.randperm(16).tolist())
     cache = torch.full((16, BLOCK_SIZE, LATENT + ROPE), float("nan"))
     table = torch.full((len(LENGTHS), 6), -1, dtype=torch.int32)
@@ -73,17 +85,27 @@ def test_a_decode_over_latents_is_what_transformers_computes_with_expanded_keys_
         hidden = torch.randn(length, HIDDEN)
         q, q_rope, latent, k_rope = projected(module, hidden)
         q_rope, k_rope, angles = rotated(config, q_rope.transpose(0, 1)[None], k_rope[None, None])
-        attended = module(hidden_states=hidden[None], position_embeddings=angles, attention_mask=causal(length))[0]
+        attended = module(
+            hidden_states=hidden[None], position_embeddings=angles, attention_mask=causal(length)
+        )[0]
         expected.append(attended[0, -1])
-        queries.append(torch.cat([torch.einsum("hd,hdl->hl", q[-1], up_k), q_rope[0, :, -1]], dim=-1))
+        queries.append(
+            torch.cat([torch.einsum("hd,hdl->hl", q[-1], up_k), q_rope[0, :, -1]], dim=-1)
+        )
         for index, part in enumerate(torch.cat([latent, k_rope[0, 0]], dim=-1).split(BLOCK_SIZE)):
             table[row, index] = block = next(blocks)
             cache[block, : part.shape[0]] = part
     problem = {
-        "num_heads": HEADS, "latent_size": LATENT, "rope_size": ROPE, "block_size": BLOCK_SIZE, "dtype": "float32",
+        "num_heads": HEADS,
+        "latent_size": LATENT,
+        "rope_size": ROPE,
+        "block_size": BLOCK_SIZE,
+        "dtype": "float32",
         "kv_dtype": "float32",
     }
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    y = mla_decode(problem)(torch.stack(queries), cache, table, lengths, max(LENGTHS), module.scaling)
+    y = mla_decode(problem)(
+        torch.stack(queries), cache, table, lengths, max(LENGTHS), module.scaling
+    )
     found = module.o_proj(torch.einsum("thl,hvl->thv", y, up_v).flatten(1))
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenspeed_core.api import DOTS, AttentionProblem, AttentionStep, AxisLimit, Capability, OpContract
+from tokenspeed_core.api import (
+    DOTS,
+    AttentionProblem,
+    AttentionStep,
+    AxisLimit,
+    Capability,
+    OpContract,
+)
 from tokenspeed_core.kernels import select
 from tokenspeed_core.kernels.plan import Reason
 from tokenspeed_core.kernels.spec import PlatformInfo
@@ -27,7 +34,11 @@ from tokenspeed_kernels.reference.sampling import greedy
 
 Suite = Callable[..., KernelConformance]
 Kernel = Callable[..., Any]
-IN_GRAPHS = {"platforms": ("cpu", "cuda"), "features": frozenset({"graph_safe"}), "min_compute_capability": (99, 0)}
+IN_GRAPHS = {
+    "platforms": ("cpu", "cuda"),
+    "features": frozenset({"graph_safe"}),
+    "min_compute_capability": (99, 0),
+}
 INVARIANT = {"features": frozenset({"batch_invariant"})}
 SMALL = {"head_sizes": (16,), "block_sizes": (8,), "kv_dtypes": ("float32", "bfloat16")}
 AGREES = "test_it_agrees_with_the_reference_in_poisoned_memory"
@@ -51,7 +62,9 @@ def always(kernel: Kernel) -> Kernel:
 def wrong_in_bfloat16(problem: Any) -> Kernel:
     if problem["dtype"] != "bfloat16":
         return functional.linear
-    return lambda x, weight, bias: functional.linear(x.to(torch.float8_e4m3fn).to(x.dtype), weight, bias)
+    return lambda x, weight, bias: functional.linear(
+        x.to(torch.float8_e4m3fn).to(x.dtype), weight, bias
+    )
 
 
 def asks_for_a_value(x: Tensor) -> Tensor:
@@ -119,12 +132,20 @@ class RowByRow:
         for row, (first, last) in enumerate(pairwise(step.query_start.tolist())):
             length = int(step.seq_lens[row])
             self.rows.append((TorchAttention(*self.given), first, last))
-            self.rows[-1][0].prepare(replace(
-                step, num_rows=1, num_tokens=last - first, max_num_query=last - first, max_seq_len=length,
-                query_start=step.query_start[row : row + 2] - first, seq_lens=step.seq_lens[row : row + 1],
-                block_table=step.block_table[row : row + 1], host_query_start=(0, last - first),
-                host_seq_lens=(length,),
-            ))
+            self.rows[-1][0].prepare(
+                replace(
+                    step,
+                    num_rows=1,
+                    num_tokens=last - first,
+                    max_num_query=last - first,
+                    max_seq_len=length,
+                    query_start=step.query_start[row : row + 2] - first,
+                    seq_lens=step.seq_lens[row : row + 1],
+                    block_table=step.block_table[row : row + 1],
+                    host_query_start=(0, last - first),
+                    host_seq_lens=(length,),
+                )
+            )
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         for kernel, first, last in self.rows:
@@ -257,43 +278,111 @@ class Loose(AxisLimit):
 
 LIES: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
     ("linear", wrong_in_bfloat16, {}, CELLS, "bfloat16.*not close"),
-    ("silu_mul", always(asks_for_a_value), IN_GRAPHS, GRAPHS, r"asks on the host .*item at test_kernels_liars.py:\d+"),
+    (
+        "silu_mul",
+        always(asks_for_a_value),
+        IN_GRAPHS,
+        GRAPHS,
+        r"asks on the host .*item at test_kernels_liars.py:\d+",
+    ),
     ("silu_mul", always(asks_for_a_list), IN_GRAPHS, GRAPHS, "tolist at test_kernels_liars"),
-    ("silu_mul", always(takes_rows_by_their_values), IN_GRAPHS, GRAPHS, "__getitem__ at test_kernels_liars"),
-    ("attention", AsksInForward, {**IN_GRAPHS, **SMALL}, GRAPHS, "phase=.*item at test_kernels_liars"),
+    (
+        "silu_mul",
+        always(takes_rows_by_their_values),
+        IN_GRAPHS,
+        GRAPHS,
+        "__getitem__ at test_kernels_liars",
+    ),
+    (
+        "attention",
+        AsksInForward,
+        {**IN_GRAPHS, **SMALL},
+        GRAPHS,
+        "phase=.*item at test_kernels_liars",
+    ),
     ("silu_mul", other_bits_now_and_then, INVARIANT, ROWS, "other bits another time"),
-    ("silu_mul", always(favours_the_first_row), INVARIANT, ROWS, "a row depends on the others, of 33"),
-    ("silu_mul", always(changes_with_many_rows), INVARIANT, ROWS, "a row depends on the others, of 130"),
+    (
+        "silu_mul",
+        always(favours_the_first_row),
+        INVARIANT,
+        ROWS,
+        "a row depends on the others, of 33",
+    ),
+    (
+        "silu_mul",
+        always(changes_with_many_rows),
+        INVARIANT,
+        ROWS,
+        "a row depends on the others, of 130",
+    ),
     ("attention", FavoursTheFirstRow, {**INVARIANT, **SMALL}, ROWS, "a row depends on the others"),
     ("attention", ChangesWithManyRows, {**INVARIANT, **SMALL}, ROWS, "a row depends on the others"),
     ("silu_mul", always(adds_what_nobody_wrote), {}, AGREES, "nan"),
     ("silu_mul", always(reads_past_its_rows), {}, AGREES, "nan"),
     ("rope", writes_past_its_rows, {}, AGREES, "it wrote beyond q"),
-    ("write_kv", writes_between_its_blocks, {"kv_dtypes": ("float32",)}, AGREES, "it wrote beyond k_cache and v_cache"),
+    (
+        "write_kv",
+        writes_between_its_blocks,
+        {"kv_dtypes": ("float32",)},
+        AGREES,
+        "it wrote beyond k_cache and v_cache",
+    ),
     ("attention", WritesPastItsRows, SMALL, AGREES, "it wrote beyond out"),
     ("attention", WritesTheCache, SMALL, AGREES, "it wrote into k_cache"),
     ("attention", ClearsTheTable, SMALL, AGREES, "it wrote into block_table"),
     ("attention", IgnoresTheBlockSize, {"block_sizes": (16, 32)}, CELLS, "'block_size': 32"),
     ("attention", ServesOneLayer, SMALL, AGREES, "beside another"),
-    ("silu_mul", gives_the_same_memory, {}, AGREES, "a second call wrote into what the first gave back"),
+    (
+        "silu_mul",
+        gives_the_same_memory,
+        {},
+        AGREES,
+        "a second call wrote into what the first gave back",
+    ),
     ("silu_mul", remembers_an_address, {}, AGREES, "called again with other values"),
     ("linear", takes_eighths, {}, EDGES, "does not exclude .*'in_size': 1.*multiples of 8"),
     ("greedy", knows_short_vocabularies, {}, EDGES, "'vocab_size': 262145"),
     ("moe_route", knows_few_experts, {}, EDGES, "does not exclude .*'num_experts': 257"),
     ("attention", bounded(head_size=lambda size: size <= 256), {}, EDGES, "'head_size': 512"),
-    ("attention", bounded(block_size=lambda size: size & (size - 1) == 0), {}, EDGES, "'block_size': 24"),
-    ("attention", bounded(kv_dtype=lambda kind: "float8" not in kind), {}, EDGES, "'kv_dtype': 'float8_e4m3fn'"),
+    (
+        "attention",
+        bounded(block_size=lambda size: size & (size - 1) == 0),
+        {},
+        EDGES,
+        "'block_size': 24",
+    ),
+    (
+        "attention",
+        bounded(kv_dtype=lambda kind: "float8" not in kind),
+        {},
+        EDGES,
+        "'kv_dtype': 'float8_e4m3fn'",
+    ),
     ("attention", bounded(num_heads=lambda num: num <= 32), {}, EDGES, "'num_heads': 48"),
-    ("attention", bounded(window=lambda size: size != 1), {"features": frozenset({"window"})}, EDGES, "'window': 1,"),
+    (
+        "attention",
+        bounded(window=lambda size: size != 1),
+        {"features": frozenset({"window"})},
+        EDGES,
+        "'window': 1,",
+    ),
     ("attention", HasAScaleOfItsOwn, SMALL, EDGES, r"scale=0\.125.*not close"),
-    ("linear", always(functional.linear), {"limits": (Loose("in_size", 64, 256),)}, BOUNDS,
-     "not refused because 'in_size 63 is …', but for nothing, and taken"),
+    (
+        "linear",
+        always(functional.linear),
+        {"limits": (Loose("in_size", 64, 256),)},
+        BOUNDS,
+        "not refused because 'in_size 63 is …', but for nothing, and taken",
+    ),
 )
 
 
 @pytest.mark.parametrize(
-    ("op", "factory", "capability", "question", "complaint"), LIES,
-    ids=[f"{lie[3].removeprefix('test_')[:20]}-{lie[0]}-{number}" for number, lie in enumerate(LIES)],
+    ("op", "factory", "capability", "question", "complaint"),
+    LIES,
+    ids=[
+        f"{lie[3].removeprefix('test_')[:20]}-{lie[0]}-{number}" for number, lie in enumerate(LIES)
+    ],
 )
 def test_a_lie_is_caught_by_the_question_that_is_about_it(
     suite: Suite, op: str, factory: Any, capability: dict[str, Any], question: str, complaint: str
@@ -305,15 +394,31 @@ def test_a_lie_is_caught_by_the_question_that_is_about_it(
 @pytest.mark.parametrize(
     ("op", "factory", "capability"),
     [
-        ("silu_mul", always(right), {**IN_GRAPHS, "features": frozenset({"graph_safe", "batch_invariant"})}),
-        ("linear", always(functional.linear), IN_GRAPHS), ("rope", rope, {}), ("greedy", greedy, {}),
-        ("moe_route", moe_route, {}), ("write_kv", write_kv, {}), ("attention", TorchAttention, {}),
+        (
+            "silu_mul",
+            always(right),
+            {**IN_GRAPHS, "features": frozenset({"graph_safe", "batch_invariant"})},
+        ),
+        ("linear", always(functional.linear), IN_GRAPHS),
+        ("rope", rope, {}),
+        ("greedy", greedy, {}),
+        ("moe_route", moe_route, {}),
+        ("write_kv", write_kv, {}),
+        ("attention", TorchAttention, {}),
         ("attention", TorchAttention, {**SMALL, "features": frozenset({"window"})}),
         ("attention", RowByRow, {**SMALL, **INVARIANT}),
         ("linear", takes_eighths, {"limits": (AxisLimit("in_size", 8, multiple_of=8),)}),
         ("moe_route", knows_few_experts, {"limits": (AxisLimit("num_experts", 1, 256),)}),
-        ("attention", bounded(head_size=lambda size: size <= 256), {"limits": (AxisLimit("head_size", 1, 256),)}),
-        ("attention", bounded(kv_dtype=lambda kind: "float8" not in kind), {"kv_dtypes": ("float32", "bfloat16")}),
+        (
+            "attention",
+            bounded(head_size=lambda size: size <= 256),
+            {"limits": (AxisLimit("head_size", 1, 256),)},
+        ),
+        (
+            "attention",
+            bounded(kv_dtype=lambda kind: "float8" not in kind),
+            {"kv_dtypes": ("float32", "bfloat16")},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -332,10 +437,21 @@ def same(problem: Any) -> Kernel:
 
 def test_a_result_in_the_memory_of_an_input_is_caught(suite: Suite) -> None:
     contract = OpContract(
-        "same", "norm", "(x [T, N]) -> y [T, N]: x", {"size": "elements of a row, N"},
-        f"{__name__}:same", "tokenspeed_kernels.inputs:silu_mul", DOTS, rows=("x",), cases=({"size": 24},),
+        "same",
+        "norm",
+        "(x [T, N]) -> y [T, N]: x",
+        {"size": "elements of a row, N"},
+        f"{__name__}:same",
+        "tokenspeed_kernels.inputs:silu_mul",
+        DOTS,
+        rows=("x",),
+        cases=({"size": 24},),
     )
-    for factory, is_caught in ((same, False), (always(lambda x: x), True), (always(lambda x: x[:]), True)):
+    for factory, is_caught in (
+        (same, False),
+        (always(lambda x: x), True),
+        (always(lambda x: x[:]), True),
+    ):
         mine = type("Mine", (type(suite("same", factory)),), {"contract": contract})()
         if is_caught:
             with pytest.raises(AssertionError, match="result 0 is in the memory of x"):
@@ -347,7 +463,9 @@ def test_a_result_in_the_memory_of_an_input_is_caught(suite: Suite) -> None:
 def test_bounds_are_asked_of_selection_which_may_forget_or_mistake_them(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = suite("linear", always(functional.linear), limits=(AxisLimit("in_size", 8, multiple_of=8),))
+    mine = suite(
+        "linear", always(functional.linear), limits=(AxisLimit("in_size", 8, multiple_of=8),)
+    )
     getattr(mine, BOUNDS)()
     monkeypatch.setattr(select, "problem_refusals", lambda *given: ())
     with pytest.raises(AssertionError, match="'in_size 17 is …', but for nothing, and taken"):
@@ -357,19 +475,28 @@ def test_bounds_are_asked_of_selection_which_may_forget_or_mistake_them(
         getattr(mine, BOUNDS)()
 
 
-def test_hardware_beyond_the_bounds_is_refused_because_of_them(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardware_beyond_the_bounds_is_refused_because_of_them(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = suite("linear", always(functional.linear), **IN_GRAPHS)
 
     def by_kind_alone(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
         return () if platform.kind in capability.platforms else (Reason("it runs on another"),)
 
     monkeypatch.setattr(select, "hardware_refusals", by_kind_alone)
-    with pytest.raises(AssertionError, match=r"'compute capability 98\.9 is …', but for nothing, and taken"):
+    with pytest.raises(
+        AssertionError, match=r"'compute capability 98\.9 is …', but for nothing, and taken"
+    ):
         getattr(mine, BOUNDS)()
 
 
-def test_what_is_declared_and_refused_is_caught_and_a_kernel_that_does_not_load_passes_no_bound(suite: Suite) -> None:
+def test_what_is_declared_and_refused_is_caught_and_a_kernel_that_does_not_load_passes_no_bound(
+    suite: Suite,
+) -> None:
     mine = suite("linear", always(functional.linear), dtypes=("float32",))
     mine.spec = replace(mine.spec, load="no_such_module:factory")  # type: ignore[misc]
-    with pytest.raises(AssertionError, match=r"it declares .*, and is refused: it does not load: ModuleNotFoundError"):
+    with pytest.raises(
+        AssertionError,
+        match=r"it declares .*, and is refused: it does not load: ModuleNotFoundError",
+    ):
         getattr(mine, BOUNDS)()

@@ -14,7 +14,12 @@ from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import descriptors
 
 CPU = torch.device("cpu")
-TORCH = [spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TORCH_") for spec in specs]
+TORCH = [
+    spec
+    for name, specs in sorted(vars(descriptors).items())
+    if name.startswith("TORCH_")
+    for spec in specs
+]
 
 
 @pytest.mark.parametrize("spec", [s for s in TORCH if s.op != "attention"], ids=lambda s: s.op)

@@ -21,7 +21,12 @@ from tokenspeed_kernels.reference.attention import TorchAttention
 CPU = torch.device("cpu")
 ASK = "test_a_captured_call_replays_where_it_claims_so"
 CAPABILITY = Capability(
-    ("cpu", "cuda"), ("float32",), (99, 0), head_sizes=(16,), block_sizes=(8,), features=frozenset({"graph_safe"})
+    ("cpu", "cuda"),
+    ("float32",),
+    (99, 0),
+    head_sizes=(16,),
+    block_sizes=(8,),
+    features=frozenset({"graph_safe"}),
 )
 
 
@@ -37,7 +42,9 @@ def spec_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelSpec]:
         module = ModuleType("kernel_under_test")
         module.factory = factory  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "kernel_under_test", module)
-        return KernelSpec("attention", "acme/mine", replace(CAPABILITY, **capability), "kernel_under_test:factory")
+        return KernelSpec(
+            "attention", "acme/mine", replace(CAPABILITY, **capability), "kernel_under_test:factory"
+        )
 
     return make
 
@@ -98,13 +105,17 @@ class AsksTheHost(TorchAttention):
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_a_backend_that_reads_each_step_anew_passes(spec_of: Callable[..., KernelSpec], phase: str) -> None:
+def test_a_backend_that_reads_each_step_anew_passes(
+    spec_of: Callable[..., KernelSpec], phase: str
+) -> None:
     replays(spec_of(TorchAttention), problem(phase), CPU)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize(
-    "wrong", [KeepsWhatItSawFirst, KeepsTheBlocks, SpendsItsPlan, AsksTheHost], ids=lambda wrong: str(wrong.__name__)
+    "wrong",
+    [KeepsWhatItSawFirst, KeepsTheBlocks, SpendsItsPlan, AsksTheHost],
+    ids=lambda wrong: str(wrong.__name__),
 )
 def test_a_backend_that_keeps_what_changes_between_replays_is_caught(
     spec_of: Callable[..., KernelSpec], wrong: Any, phase: str
@@ -121,7 +132,7 @@ def test_padding_is_part_of_captured_steps(spec_of: Callable[..., KernelSpec]) -
 
 
 def test_decodes_beside_prompts_are_replayed_where_the_backend_declares_them(
-    spec_of: Callable[..., KernelSpec]
+    spec_of: Callable[..., KernelSpec],
 ) -> None:
     built: list[str] = []
 
@@ -137,19 +148,25 @@ def test_decodes_beside_prompts_are_replayed_where_the_backend_declares_them(
 
 def test_replays_change_lengths_blocks_and_positions_and_share_keys() -> None:
     for wanted in (DECODES, CHUNKS):
-        assert {len({each.rows().seq_lens for each in wanted if each.size == size}) for size in
-                {each.size for each in wanted}} <= {2, 3}
+        assert {
+            len({each.rows().seq_lens for each in wanted if each.size == size})
+            for size in {each.size for each in wanted}
+        } <= {2, 3}
         assert any(each.num_shared for each in wanted)
     assert any(each.num_shared and each.decodes and each.chunks for each in CHUNKS)
 
 
-def test_without_a_device_the_cells_are_counted_as_not_run(spec_of: Callable[..., KernelSpec]) -> None:
+def test_without_a_device_the_cells_are_counted_as_not_run(
+    spec_of: Callable[..., KernelSpec],
+) -> None:
     def ask(spec: KernelSpec) -> None:
         getattr(type("Mine", (KernelConformance,), {"spec": spec})(), ASK)()
 
     with pytest.raises(SkipTest, match=r"^\d+ cells need a device sm990 or newer, for graphs$"):
         ask(spec_of(TorchAttention))
-    with pytest.raises(SkipTest, match=r"^\d+ cells need .* and the module no_such_library, for graphs$"):
+    with pytest.raises(
+        SkipTest, match=r"^\d+ cells need .* and the module no_such_library, for graphs$"
+    ):
         ask(replace(spec_of(SpendsItsPlan), requires=("no_such_library",)))
     with pytest.raises(AssertionError, match="a captured step replayed"):
         ask(spec_of(SpendsItsPlan))

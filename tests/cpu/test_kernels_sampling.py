@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tokenspeed_kernels.reference.sampling import sample, uniform
 
@@ -16,15 +21,23 @@ draw = sample({"vocab_size": 12, "dtype": "float32"})
 
 def columns(num: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Columns:
     return (
-        torch.full((num,), temperature), torch.full((num,), top_k, dtype=torch.int32),
-        torch.full((num,), top_p), torch.full((num,), min_p),
+        torch.full((num,), temperature),
+        torch.full((num,), top_k, dtype=torch.int32),
+        torch.full((num,), top_p),
+        torch.full((num,), min_p),
     )
 
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0), (1.0, 4, 1.0, 0.0), (1.3, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.2),
-     (0.8, 6, 0.9, 0.05)],
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.0, 4, 1.0, 0.0),
+        (1.3, 0, 0.7, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (0.8, 6, 0.9, 0.05),
+    ],
 )
 def test_tokens_follow_the_distribution_of_transformers_filters(
     temperature: float, top_k: int, top_p: float, min_p: float
@@ -41,12 +54,16 @@ def test_tokens_follow_the_distribution_of_transformers_filters(
     expected = filtered.softmax(dim=-1)[0]
     positions = torch.arange(DRAWS)
     ids = draw(
-        logits.expand(DRAWS, -1), *columns(DRAWS, temperature, top_k, top_p, min_p),
-        torch.full((DRAWS,), 77), positions,
+        logits.expand(DRAWS, -1),
+        *columns(DRAWS, temperature, top_k, top_p, min_p),
+        torch.full((DRAWS,), 77),
+        positions,
     )
     found = torch.bincount(ids, minlength=12) / DRAWS
     assert (found[expected == 0] == 0).all()
-    assert (found - expected).abs().max() < 0.015  # four standard deviations of a half in 20,000 draws
+    assert (
+        found - expected
+    ).abs().max() < 0.015  # four standard deviations of a half in 20,000 draws
 
 
 def test_temperature_0_takes_the_likeliest_and_the_lowest_id_among_equals() -> None:
@@ -61,12 +78,17 @@ def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
     together = draw(logits, *columns(9, 1.0, 0, 0.95, 0.0), seeds, positions)
     for row in range(9):
         alone = draw(
-            logits[row : row + 1], *columns(1, 1.0, 0, 0.95, 0.0), seeds[row : row + 1], positions[row : row + 1]
+            logits[row : row + 1],
+            *columns(1, 1.0, 0, 0.95, 0.0),
+            seeds[row : row + 1],
+            positions[row : row + 1],
         )
         assert alone.item() == together[row].item()
 
 
-def test_the_hashed_numbers_are_uniform_and_differ_between_neighbouring_seeds_and_positions() -> None:
+def test_the_hashed_numbers_are_uniform_and_differ_between_neighbouring_seeds_and_positions() -> (
+    None
+):
     seeds = torch.arange(300).repeat_interleave(300)
     numbers = uniform(seeds, torch.arange(300).repeat(300))
     assert numbers.min() >= 0
@@ -74,8 +96,10 @@ def test_the_hashed_numbers_are_uniform_and_differ_between_neighbouring_seeds_an
     histogram = torch.histc(numbers, 20, 0, 1) / len(numbers)
     assert (histogram - 0.05).abs().max() < 0.004
     table = numbers.view(300, 300)
-    for neighbours in (torch.stack((table[:-1].flatten(), table[1:].flatten())),
-                       torch.stack((table[:, :-1].flatten(), table[:, 1:].flatten()))):
+    for neighbours in (
+        torch.stack((table[:-1].flatten(), table[1:].flatten())),
+        torch.stack((table[:, :-1].flatten(), table[:, 1:].flatten())),
+    ):
         assert torch.corrcoef(neighbours)[0, 1].abs() < 0.02
 
 
@@ -96,5 +120,10 @@ def test_the_numbers_are_those_of_splitmix64() -> None:
 def test_a_token_that_is_masked_out_is_never_drawn() -> None:
     logits = torch.full((DRAWS, 12), float("-inf"))
     logits[:, 3], logits[:, 8] = 0.0, -5.0
-    ids = draw(logits, *columns(DRAWS, 1.0, 0, 1.0, 0.0), torch.arange(DRAWS), torch.zeros(DRAWS, dtype=torch.int64))
+    ids = draw(
+        logits,
+        *columns(DRAWS, 1.0, 0, 1.0, 0.0),
+        torch.arange(DRAWS),
+        torch.zeros(DRAWS, dtype=torch.int64),
+    )
     assert set(ids.tolist()) == {3, 8}

@@ -24,7 +24,13 @@ from tokenspeed_kernels.reference.cache import write_kv
 
 
 def test_what_is_beyond_the_caches_type_becomes_its_largest_number() -> None:
-    problem = {"num_kv_heads": 1, "head_size": 4, "block_size": 2, "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+    problem = {
+        "num_kv_heads": 1,
+        "head_size": 4,
+        "block_size": 2,
+        "dtype": "bfloat16",
+        "kv_dtype": "float8_e4m3fn",
+    }
     caches = torch.zeros(2, 3, 2, 1, 4, dtype=torch.float8_e4m3fn)
     k = torch.tensor([[[1.0, -1000.0, 0.3, 1e30]]], dtype=torch.bfloat16)
     write_kv(problem)(k, -k, *caches, torch.tensor([3]))
@@ -37,10 +43,13 @@ def test_a_page_takes_as_many_bytes_as_its_type_says(
     tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
     (plain, plain_memory), (eight, eight_memory) = (
-        plan_only(tiny(dtype="bfloat16", block_size=16, kv_cache_dtype=kind), catalog) for kind in ("auto", "fp8_e4m3")
+        plan_only(tiny(dtype="bfloat16", block_size=16, kv_cache_dtype=kind), catalog)
+        for kind in ("auto", "fp8_e4m3")
     )
     assert plain_memory["page_bytes"] == 2 * eight_memory["page_bytes"]
-    assert [dict(planned.problem)["kv_dtype"] for planned in eight.find("write_kv")] == ["float8_e4m3fn"]
+    assert [dict(planned.problem)["kv_dtype"] for planned in eight.find("write_kv")] == [
+        "float8_e4m3fn"
+    ]
     assert [dict(planned.problem)["kv_dtype"] for planned in plain.find("write_kv")] == ["bfloat16"]
 
 
@@ -76,7 +85,11 @@ def test_a_layers_scale_divides_what_is_kept_and_multiplies_what_asks_and_comes_
 
 def scales_file(folder: Path, factors: object) -> str:
     path = folder / "scales.json"
-    path.write_text(json.dumps({"model_type": "x", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors}}))
+    path.write_text(
+        json.dumps(
+            {"model_type": "x", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors}}
+        )
+    )
     return str(path)
 
 
@@ -110,14 +123,22 @@ def test_scales_are_read_for_each_layer(tmp_path: Path) -> None:
         ({"0": {"0": 1.0, "1": 0.0}}, "above 0 and finite"),
     ],
 )
-def test_a_file_without_a_number_for_each_layer_is_refused(tmp_path: Path, factors: object, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=f"--quantization-param-path .*scales.json: .*{complaint}"):
+def test_a_file_without_a_number_for_each_layer_is_refused(
+    tmp_path: Path, factors: object, complaint: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--quantization-param-path .*scales.json: .*{complaint}"
+    ):
         read_kv_scales(scales_file(tmp_path, factors), 2)
 
 
 def test_a_file_that_is_not_there_is_refused_in_one_line() -> None:
-    config = Config.from_keywords(kv_cache_dtype="fp8_e4m3", quantization_param_path="/nowhere.json")
-    with pytest.raises(ConfigError, match=r"--quantization-param-path /nowhere.json: FileNotFoundError"):
+    config = Config.from_keywords(
+        kv_cache_dtype="fp8_e4m3", quantization_param_path="/nowhere.json"
+    )
+    with pytest.raises(
+        ConfigError, match=r"--quantization-param-path /nowhere.json: FileNotFoundError"
+    ):
         resolve(config, discover(config))
 
 

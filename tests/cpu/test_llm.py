@@ -33,7 +33,9 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def test_ctrl_c_in_a_step_ends_the_call_and_the_next_one_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_step_ends_the_call_and_the_next_one_works(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids
     forward, num_steps = llm._engine.runner.forward, 0
 
@@ -54,7 +56,7 @@ def test_ctrl_c_in_a_step_ends_the_call_and_the_next_one_works(llm: LLM, monkeyp
 
 
 def test_a_second_ctrl_c_ends_the_call_at_once_and_the_next_one_says_that_the_llm_is_of_no_more_use(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(step_id: int) -> NoReturn:
         signal.raise_signal(signal.SIGINT)
@@ -79,15 +81,24 @@ def test_once_it_has_started_nothing_chooses_a_kernel_loads_a_plugin_or_imports_
     expected = llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids
     plan = llm.kernel_plan
     with monkeypatch.context() as patched:
-        for owner, name in ((Selector, "select"), (Selector, "select_attention"), (Catalog, "load"),
-                            (Catalog, "discover"), (importlib, "import_module")):
+        for owner, name in (
+            (Selector, "select"),
+            (Selector, "select_attention"),
+            (Catalog, "load"),
+            (Catalog, "discover"),
+            (importlib, "import_module"),
+        ):
             patched.setattr(owner, name, never)
         assert llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids == expected
-        assert len(llm.generate(["a", "b " * 40], SamplingParams(max_tokens=4, ignore_eos=True))) == 2
+        assert (
+            len(llm.generate(["a", "b " * 40], SamplingParams(max_tokens=4, ignore_eos=True))) == 2
+        )
     assert llm.kernel_plan == plan
 
 
-def test_what_no_kernel_can_do_ends_the_start_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_kernel_can_do_ends_the_start_before_a_weight_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tokenspeed_models.loading.safetensors.read_safetensors", never)
     with pytest.raises(AssertionError, match=r"asked for: .*demo"):
         LLM(device="cpu")
@@ -95,9 +106,17 @@ def test_what_no_kernel_can_do_ends_the_start_before_a_weight_is_read(monkeypatc
         LLM(device="cpu", attention_backend="triton")
 
 
-@pytest.mark.parametrize("ids", [
-    [5, 6, 7], (5, 6, 7), range(5, 8), np.array([5, 6, 7]), np.array([5, 6, 7], np.uint8), [np.int32(5), 6, 7],
-])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [5, 6, 7],
+        (5, 6, 7),
+        range(5, 8),
+        np.array([5, 6, 7]),
+        np.array([5, 6, 7], np.uint8),
+        [np.int32(5), 6, 7],
+    ],
+)
 def test_token_ids_may_come_in_any_sequence(llm: LLM, ids: Any) -> None:
     assert llm.generate({"prompt_token_ids": ids}, FEW)[0].prompt_token_ids == [5, 6, 7]
 
@@ -106,15 +125,33 @@ def test_the_ids_that_truths_would_pack_as_are_tokens_like_others(llm: LLM) -> N
     assert llm.generate({"prompt_token_ids": [0, 1, 5]}, FEW)[0].prompt_token_ids == [0, 1, 5]
 
 
-@pytest.mark.parametrize("prompt", [
-    {"prompt_token_ids": [True]}, {"prompt_token_ids": 7}, {"prompt_token_ids": "567"}, {"prompt_token_ids": [-1]},
-    {"prompt_token_ids": [1.0]}, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": []},
-    {"prompt_token_ids": [2**70]}, {"prompt_token_ids": np.array([2**32 + 5])}, {"prompt_token_ids": np.array([[5]])},
-    {"prompt_token_ids": np.array([5.0])}, {"prompt_token_ids": [5, True]}, {"prompt_token_ids": np.array([True])},
-    {"prompt_token_ids": [5, np.True_]}, {"prompt_token_ids": {5, 6}}, {"prompt_token_ids": [[5]]},
-    {"prompt_token_ids": [5, None]}, {"prompt_token_ids": np.array(5)},
-    {"prompt": "a", "images": []}, {}, {"prompt": 5}, "",
-])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt_token_ids": [True]},
+        {"prompt_token_ids": 7},
+        {"prompt_token_ids": "567"},
+        {"prompt_token_ids": [-1]},
+        {"prompt_token_ids": [1.0]},
+        {"prompt_token_ids": [10**6]},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": [2**70]},
+        {"prompt_token_ids": np.array([2**32 + 5])},
+        {"prompt_token_ids": np.array([[5]])},
+        {"prompt_token_ids": np.array([5.0])},
+        {"prompt_token_ids": [5, True]},
+        {"prompt_token_ids": np.array([True])},
+        {"prompt_token_ids": [5, np.True_]},
+        {"prompt_token_ids": {5, 6}},
+        {"prompt_token_ids": [[5]]},
+        {"prompt_token_ids": [5, None]},
+        {"prompt_token_ids": np.array(5)},
+        {"prompt": "a", "images": []},
+        {},
+        {"prompt": 5},
+        "",
+    ],
+)
 def test_a_prompt_that_is_none_is_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(BadRequestError):
         llm.generate([prompt], FEW)
@@ -131,12 +168,15 @@ def test_behind_the_last_step_only_what_ended_with_it_is_put_into_text(
         def note(*words: Any, **keywords: Any) -> Any:
             calls.append(name)
             return call(*words, **keywords)
+
         return note
 
     with monkeypatch.context() as patched:
         patched.setattr(runner, "collect", noted("collect", runner.collect))
         patched.setattr(tokenizer, "detokenizer", noted("text", tokenizer.detokenizer))
-        params = [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for num in (8, 2, 4)]
+        params = [
+            SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for num in (8, 2, 4)
+        ]
         outputs = llm.generate(["a", "b c", "12 + 34 ="], params)
     assert calls.count("text") == 3
     assert calls[-2:] == ["collect", "text"]
@@ -158,21 +198,44 @@ def test_after_its_shutdown_it_says_so() -> None:
         llm.generate("a", FEW)
 
 
-def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_what_sizes_the_pool() -> None:
-    with pytest.raises(CapacityError, match=r"--max-model-len 100 .* 64 tokens.* larger --max-total-tokens"):
+def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_what_sizes_the_pool() -> (
+    None
+):
+    with pytest.raises(
+        CapacityError, match=r"--max-model-len 100 .* 64 tokens.* larger --max-total-tokens"
+    ):
         LLM(max_total_tokens=64, max_model_len=100)
 
 
 def test_a_start_tells_the_tokens_that_the_cache_holds_also_where_groups_of_layers_share_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({
-        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
-        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
-    }))
-    settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "block_size": 16}
-    with caplog.at_level("INFO", "tokenspeed.engine"), LLM(str(tmp_path), max_total_tokens=512, **settings) as llm:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "vocab_size": 64,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 128,
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+            }
+        )
+    )
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "block_size": 16,
+    }
+    with (
+        caplog.at_level("INFO", "tokenspeed.engine"),
+        LLM(str(tmp_path), max_total_tokens=512, **settings) as llm,
+    ):
         kv = llm._engine.scheduler.kv
         assert (len(kv.groups), kv.pool.num_pages) == (2, 2 * 512 // 16)
     assert "a KV cache of 512 tokens in blocks of 16, sequences of up to 128 tokens" in caplog.text
@@ -180,9 +243,17 @@ def test_a_start_tells_the_tokens_that_the_cache_holds_also_where_groups_of_laye
 
 
 def test_what_is_set_and_does_nothing_here_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with LLM(device="cpu", enforce_eager=True, max_prefill_tokens=100, max_total_tokens=512, max_model_len=64):
+    with LLM(
+        device="cpu",
+        enforce_eager=True,
+        max_prefill_tokens=100,
+        max_total_tokens=512,
+        max_model_len=64,
+    ):
         pass
-    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()
+    ]
     assert told == [
         "--enforce-eager has no effect on a CPU",
         "--max-prefill-tokens has no effect unless --chunked-prefill-size is -1",
@@ -215,8 +286,12 @@ def test_hooks_that_failed_when_the_configuration_was_adjusted_are_asked_nothing
 
 
 @pytest.mark.parametrize("names", ["nonsense", "nonsense,auto", "torch,nonsense"])
-def test_a_backend_that_is_not_installed_is_refused_wherever_it_stands_in_a_list(names: str) -> None:
-    with pytest.raises(PluginError, match=r"no kernels.attention named 'nonsense'; installed: .*torch"):
+def test_a_backend_that_is_not_installed_is_refused_wherever_it_stands_in_a_list(
+    names: str,
+) -> None:
+    with pytest.raises(
+        PluginError, match=r"no kernels.attention named 'nonsense'; installed: .*torch"
+    ):
         LLM(attention_backend=names)
 
 
@@ -241,19 +316,38 @@ def warners(called: Mapping[types.CodeType, Mapping[str, Any]]) -> list[str]:
     """Return those that may warn of what is deprecated, also where this call did not come by."""
     warning = (deprecations.warn, warnings.warn, warnings)
     return [
-        code.co_qualname for code, names in called.items()
+        code.co_qualname
+        for code, names in called.items()
         if any(names.get(name) is each for name in code.co_names for each in warning)
     ]
 
 
 def test_what_a_step_calls_cannot_warn(llm: LLM) -> None:
     many = SamplingParams(
-        max_tokens=6, n=2, seed=3, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=2,
-        presence_penalty=0.1, stop=["%"],
+        max_tokens=6,
+        n=2,
+        seed=3,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        logprobs=2,
+        presence_penalty=0.1,
+        stop=["%"],
     )
     called = called_by(lambda: llm.generate(["12 + 34 =", "a " * 90], [FEW, many]))
-    steps = {"Engine.step", "Scheduler.plan", "LocalRunner.forward", "LocalRunner.sample", "LocalRunner.collect"}
+    steps = {
+        "Engine.step",
+        "Scheduler.plan",
+        "LocalRunner.forward",
+        "LocalRunner.sample",
+        "LocalRunner.collect",
+    }
     assert steps <= {code.co_qualname for code in called}
     assert len(called) > 100
     assert warners(called) == []
-    assert warners(called_by(lambda: rebuild(Config(), {"port": 1}, "plugin acme"))) == ["build", "warn"]
+    assert warners(called_by(lambda: rebuild(Config(), {"port": 1}, "plugin acme"))) == [
+        "build",
+        "warn",
+    ]

@@ -23,11 +23,20 @@ from tokenspeed_models.qwen3_moe import Qwen3MoeForCausalLM
 from tokenspeed_models.testing import DenseBuild, sequence_logits
 
 LLAMA: dict[str, Any] = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
 }
 MOE: dict[str, Any] = {
-    **LLAMA, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    **LLAMA,
+    "head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
 }
 Weights = dict[str, torch.Tensor]
 
@@ -39,7 +48,10 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 def random_weights(model: LlamaForCausalLM | Qwen3MoeForCausalLM) -> Weights:
     """Return a complete checkpoint of a model, by the model's own map."""
     generator = torch.Generator().manual_seed(1)
-    return {slot.name: torch.randn(slot.target.shape, generator=generator) for slot in model.weight_map()}
+    return {
+        slot.name: torch.randn(slot.target.shape, generator=generator)
+        for slot in model.weight_map()
+    }
 
 
 def quiet(done: int, total: int) -> None:
@@ -82,12 +94,16 @@ def test_missing_surplus_and_misshapen_weights_are_all_named_at_once() -> None:
     assert "missing: model.norm.weight, model.layers.0.mlp.up_proj.weight" in message
     assert "not expected: model.layers.2.mlp.up_proj.weight" in message
     assert "lm_head.weight has shape [16, 31] and needs [31, 16]" in message
-    assert "model.embed_tokens.weight is torch.int8; only unquantised weights are supported" in message
+    assert (
+        "model.embed_tokens.weight is torch.int8; only unquantised weights are supported" in message
+    )
 
 
 def test_many_missing_weights_are_named_by_pattern() -> None:
     model = Qwen3MoeForCausalLM(MOE, DenseBuild())
-    weights = {name: tensor for name, tensor in random_weights(model).items() if "experts" not in name}
+    weights = {
+        name: tensor for name, tensor in random_weights(model).items() if "experts" not in name
+    }
     message = fault(model, weights)
     assert "model.layers.*.mlp.experts.*.gate_proj.weight (12 of them)" in message
     assert len(message) < 400
@@ -107,7 +123,9 @@ def test_only_rotary_tables_and_the_copy_of_a_tied_head_may_be_left_unread() -> 
     assert "lm_head.weight" not in weights
     model.load_weights({**weights, **table, "lm_head.weight": torch.zeros(31, 16)}.items())
     assert torch.equal(model.head.weight, weights["model.embed_tokens.weight"])
-    assert "not expected: other_inv_freq" in fault(model, {**weights, "other_inv_freq": torch.zeros(1)})
+    assert "not expected: other_inv_freq" in fault(
+        model, {**weights, "other_inv_freq": torch.zeros(1)}
+    )
 
 
 def test_experts_one_by_one_and_stacked_are_the_same_model() -> None:
@@ -116,10 +134,17 @@ def test_experts_one_by_one_and_stacked_are_the_same_model() -> None:
     fused = {name: tensor for name, tensor in weights.items() if "experts" not in name}
     for layer in range(2):
         at = f"model.layers.{layer}.mlp.experts"
-        fused[f"{at}.gate_up_proj"] = torch.stack([
-            torch.cat([weights[f"{at}.{e}.gate_proj.weight"], weights[f"{at}.{e}.up_proj.weight"]])
-            for e in range(6)])
-        fused[f"{at}.down_proj"] = torch.stack([weights[f"{at}.{e}.down_proj.weight"] for e in range(6)])
+        fused[f"{at}.gate_up_proj"] = torch.stack(
+            [
+                torch.cat(
+                    [weights[f"{at}.{e}.gate_proj.weight"], weights[f"{at}.{e}.up_proj.weight"]]
+                )
+                for e in range(6)
+            ]
+        )
+        fused[f"{at}.down_proj"] = torch.stack(
+            [weights[f"{at}.{e}.down_proj.weight"] for e in range(6)]
+        )
     single.load_weights(weights.items())
     stacked.load_weights(fused.items())
     assert_same(held(single), held(stacked))
@@ -141,14 +166,18 @@ def write_shards(folder: Path, weights: Weights, num_shards: int, *, indexed: bo
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_shards_are_read_in_full_and_progress_reaches_the_total(tmp_path: Path, indexed: bool) -> None:
+def test_shards_are_read_in_full_and_progress_reaches_the_total(
+    tmp_path: Path, indexed: bool
+) -> None:
     model = llama()
     weights = random_weights(model)
     write_shards(tmp_path, weights, 3, indexed=indexed)
     if indexed:  # another copy that the index does not name
         save_file(weights, tmp_path / "consolidated.safetensors")
     seen: list[tuple[int, int]] = []
-    model.load_weights(read_safetensors(str(tmp_path), model, lambda *progress: seen.append(progress)))
+    model.load_weights(
+        read_safetensors(str(tmp_path), model, lambda *progress: seen.append(progress))
+    )
     assert_same(held(model), weights)
     done = [at for at, _ in seen]
     assert done == sorted(done)
@@ -159,7 +188,9 @@ def test_shards_are_read_in_full_and_progress_reaches_the_total(tmp_path: Path, 
 def test_a_missing_shard_is_named_before_anything_is_read(tmp_path: Path, indexed: bool) -> None:
     files = write_shards(tmp_path, random_weights(llama()), 3, indexed=indexed)
     files[1].unlink()
-    with pytest.raises(ValueError, match=r"lacks model-00002-of-00003\.safetensors, of the 3 files .* again"):
+    with pytest.raises(
+        ValueError, match=r"lacks model-00002-of-00003\.safetensors, of the 3 files .* again"
+    ):
         next(iter(read_safetensors(str(tmp_path), llama(), quiet)))
 
 
@@ -168,12 +199,16 @@ def test_a_shard_cut_short_is_named(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read .* cut short or damaged"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors cannot be read .* cut short or damaged"
+    ):
         dict(read_safetensors(str(tmp_path), llama(), quiet))
 
 
 @pytest.mark.parametrize("reader", [read_safetensors, read_pt])
-def test_a_directory_without_weights_says_which_files_would_do(tmp_path: Path, reader: WeightReader) -> None:
+def test_a_directory_without_weights_says_which_files_would_do(
+    tmp_path: Path, reader: WeightReader
+) -> None:
     with pytest.raises(ValueError, match=r"holds no (model\.safetensors|pytorch_model\.bin) or "):
         list(reader(str(tmp_path), llama(), quiet))
 
@@ -181,7 +216,9 @@ def test_a_directory_without_weights_says_which_files_would_do(tmp_path: Path, r
 def test_several_sets_of_weights_are_not_guessed_among(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"x": torch.zeros(1)}, tmp_path / name)
-    with pytest.raises(ValueError, match=r"several weight files \(a\.safetensors, b\.safetensors\)"):
+    with pytest.raises(
+        ValueError, match=r"several weight files \(a\.safetensors, b\.safetensors\)"
+    ):
         list(read_safetensors(str(tmp_path), llama(), quiet))
 
 
@@ -246,8 +283,13 @@ def test_a_checkpoint_in_another_precision_is_cast(tmp_path: Path) -> None:
     weights = random_weights(llama())
     save_file(weights, tmp_path / "model.safetensors")
     model.load_weights(read_safetensors(str(tmp_path), model, quiet))
-    assert_same(held(model), {name: tensor.bfloat16() for name, tensor in load_file(
-        tmp_path / "model.safetensors").items()})
+    assert_same(
+        held(model),
+        {
+            name: tensor.bfloat16()
+            for name, tensor in load_file(tmp_path / "model.safetensors").items()
+        },
+    )
 
 
 MEASURE = """
@@ -276,7 +318,16 @@ def test_reading_holds_about_one_tensor_in_memory(tmp_path: Path, kind: str) -> 
         torch.save(weights, tmp_path / "pytorch_model.bin")
     else:
         save_file(weights, tmp_path / "model.safetensors")
-    gives_back = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps what was freed, at times
-    out = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), kind], capture_output=True, text=True,
-                         timeout=120, check=True, env=gives_back)
+    gives_back = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }  # else glibc keeps what was freed, at times
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), kind],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=gives_back,
+    )
     assert int(out.stdout) < 48 << 20

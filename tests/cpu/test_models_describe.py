@@ -10,76 +10,163 @@ import pytest
 from tokenspeed_models_mistral.describe import describe_mistral
 
 from tokenspeed_core.api import FullAttention, SlidingWindow
-from tokenspeed_models.describe import describe_llama, describe_qwen2, describe_qwen3, describe_qwen3_moe
+from tokenspeed_models.describe import (
+    describe_llama,
+    describe_qwen2,
+    describe_qwen3,
+    describe_qwen3_moe,
+)
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
 }
 QWEN3_30B: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "eos_token_id": 151645, "bos_token_id": 151643,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
 }
 
 
 def test_a_real_configuration_is_described_in_full() -> None:
     info = describe_qwen3_moe(QWEN3_30B)
-    assert (info.vocab_size, info.max_model_len, info.dtype, info.num_layers) == (151936, 40960, "bfloat16", 48)
+    assert (info.vocab_size, info.max_model_len, info.dtype, info.num_layers) == (
+        151936,
+        40960,
+        "bfloat16",
+        48,
+    )
     assert info.num_parameters == 30_532_122_624
     assert info.cache_groups == (FullAttention("full", 48, 4, 128),)
     assert (info.eos_token_ids, info.bos_token_id) == ((151645,), 151643)
 
 
-@pytest.mark.parametrize(("keys", "dtype"), [
-    ({"dtype": "float16"}, "float16"), ({"torch_dtype": "bfloat16"}, "bfloat16"),
-    ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"), ({}, "float32"),
-])
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"),
+        ({}, "float32"),
+    ],
+)
 def test_the_dtype_stands_under_its_old_or_new_key(keys: dict[str, Any], dtype: str) -> None:
     assert describe_llama({**SMALL, **keys}).dtype == dtype
 
 
-@pytest.mark.parametrize(("eos", "expected"), [(None, ()), (2, (2,)), ([128001, 128009], (128001, 128009))])
+@pytest.mark.parametrize(
+    ("eos", "expected"), [(None, ()), (2, (2,)), ([128001, 128009], (128001, 128009))]
+)
 def test_there_may_be_several_ends_of_sequence(eos: object, expected: tuple[int, ...]) -> None:
     assert describe_llama({**SMALL, "eos_token_id": eos}).eos_token_ids == expected
 
 
-@pytest.mark.parametrize(("keys", "windowed"), [
-    ({"sliding_window": 32, "max_window_layers": 1}, 0),
-    ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, 3),
-    ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, 4),
-    ({"use_sliding_window": True, "sliding_window": 32}, 0),
-    ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0,
-      "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]}, 1),
-])
+@pytest.mark.parametrize(
+    ("keys", "windowed"),
+    [
+        ({"sliding_window": 32, "max_window_layers": 1}, 0),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, 3),
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, 4),
+        ({"use_sliding_window": True, "sliding_window": 32}, 0),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 32,
+                "max_window_layers": 0,
+                "layer_types": [
+                    "full_attention",
+                    "sliding_attention",
+                    "full_attention",
+                    "full_attention",
+                ],
+            },
+            1,
+        ),
+    ],
+)
 def test_windows_make_a_cache_group_of_their_layers(keys: dict[str, Any], windowed: int) -> None:
-    full, window = FullAttention("full", 4 - windowed, 2, 16), SlidingWindow("window", windowed, 2, 16, 32)
+    full, window = (
+        FullAttention("full", 4 - windowed, 2, 16),
+        SlidingWindow("window", windowed, 2, 16, 32),
+    )
     expected = tuple(group for group in (full, window) if group.num_layers)
     assert describe_qwen2({**SMALL, **keys}).cache_groups == expected
 
 
 def test_a_mistral_has_a_window_unless_it_says_null() -> None:
-    assert describe_mistral({**SMALL, "sliding_window": None}).cache_groups == (FullAttention("full", 4, 2, 16),)
+    assert describe_mistral({**SMALL, "sliding_window": None}).cache_groups == (
+        FullAttention("full", 4, 2, 16),
+    )
     assert describe_mistral(SMALL).cache_groups == (SlidingWindow("window", 4, 2, 16, 4096),)
 
 
-@pytest.mark.parametrize(("describe", "keys", "message"), [
-    (describe_llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
-    (describe_llama, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8.*: served are"),
-    (describe_llama, {"vocab_size": None}, "vocab_size is missing, and must be a positive integer"),
-    (describe_llama, {"hidden_size": "64"}, "hidden_size is '64'"),
-    (describe_llama, {"num_key_value_heads": 3}, r"num_attention_heads \(4\) is no multiple"),
-    (describe_llama, {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported: bfloat16"),
-    (describe_llama, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, and must be true or false"),
-    (describe_llama, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
-    (describe_llama, {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
-    (describe_qwen3, {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 4}, "layer_types is"),
-    (describe_qwen3_moe, {"num_experts": 4}, "num_experts_per_tok is missing"),
-    (describe_qwen3_moe, {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5 of 4 experts"),
-    (describe_mistral, {"layer_types": ["full_attention"] * 4}, "layer_types is set: .*Ministral"),
-])
-def test_what_cannot_be_served_is_named_by_its_key(describe: Any, keys: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("describe", "keys", "message"),
+    [
+        (describe_llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
+        (
+            describe_llama,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config is .*fp8.*: served are",
+        ),
+        (
+            describe_llama,
+            {"vocab_size": None},
+            "vocab_size is missing, and must be a positive integer",
+        ),
+        (describe_llama, {"hidden_size": "64"}, "hidden_size is '64'"),
+        (describe_llama, {"num_key_value_heads": 3}, r"num_attention_heads \(4\) is no multiple"),
+        (
+            describe_llama,
+            {"dtype": "float8_e4m3fn"},
+            "dtype is 'float8_e4m3fn'; supported: bfloat16",
+        ),
+        (
+            describe_llama,
+            {"tie_word_embeddings": 1},
+            "tie_word_embeddings is 1, and must be true or false",
+        ),
+        (describe_llama, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        (describe_llama, {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        (
+            describe_qwen3,
+            {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 4},
+            "layer_types is",
+        ),
+        (describe_qwen3_moe, {"num_experts": 4}, "num_experts_per_tok is missing"),
+        (
+            describe_qwen3_moe,
+            {"num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok is 5 of 4 experts",
+        ),
+        (
+            describe_mistral,
+            {"layer_types": ["full_attention"] * 4},
+            "layer_types is set: .*Ministral",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_named_by_its_key(
+    describe: Any, keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         describe({**SMALL, **keys})
 
@@ -90,5 +177,7 @@ def test_descriptors_and_descriptions_import_no_tensor_library() -> None:
         "import tokenspeed_models_mistral, tokenspeed_models_mistral.describe\n"
         "print(sorted({'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
     assert out.stdout.strip() == "[]"

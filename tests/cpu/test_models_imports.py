@@ -11,8 +11,14 @@ import tokenspeed_models_mistral
 
 import tokenspeed_models
 
-PUBLIC = {"tokenspeed_models.config", "tokenspeed_models.describe", "tokenspeed_models.layers",
-          "tokenspeed_models.placement", "tokenspeed_models.weights", "tokenspeed_models.testing"}
+PUBLIC = {
+    "tokenspeed_models.config",
+    "tokenspeed_models.describe",
+    "tokenspeed_models.layers",
+    "tokenspeed_models.placement",
+    "tokenspeed_models.weights",
+    "tokenspeed_models.testing",
+}
 
 
 def imports(package: str) -> Iterator[str]:
@@ -24,14 +30,23 @@ def imports(package: str) -> Iterator[str]:
                 yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("package", [tokenspeed_models.__file__, tokenspeed_models_mistral.__file__])
+@pytest.mark.parametrize(
+    "package", [tokenspeed_models.__file__, tokenspeed_models_mistral.__file__]
+)
 def test_of_the_core_only_the_api_is_imported_and_of_kernels_nothing(package: str) -> None:
-    ours = {name for name in imports(package) if name.startswith(("tokenspeed_core", "tokenspeed_kernels"))}
+    ours = {
+        name
+        for name in imports(package)
+        if name.startswith(("tokenspeed_core", "tokenspeed_kernels"))
+    }
     assert ours == {"tokenspeed_core.api"}
 
 
 def test_a_family_plugin_needs_only_the_public_modules_of_the_shared_layers() -> None:
-    shared = {name for name in imports(tokenspeed_models_mistral.__file__)
-              if name.startswith("tokenspeed_models.")}
+    shared = {
+        name
+        for name in imports(tokenspeed_models_mistral.__file__)
+        if name.startswith("tokenspeed_models.")
+    }
     assert shared
     assert shared <= PUBLIC

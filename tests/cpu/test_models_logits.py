@@ -18,40 +18,100 @@ from tokenspeed_models.loading.safetensors import read_safetensors
 from tokenspeed_models.testing import DenseBuild, sequence_logits
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None,
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": None,
 }
 MOE: dict[str, Any] = {
-    "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "head_dim": 16,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16, "rope_theta": 500.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
 
 CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
     ("llama", LLAMA, "Llama", {}),
-    ("llama-one-kv-head-per-head", LLAMA, "Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
-    ("llama-tied-with-biases", LLAMA, "Llama",
-     {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    (
+        "llama-one-kv-head-per-head",
+        LLAMA,
+        "Llama",
+        {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    ),
+    (
+        "llama-tied-with-biases",
+        LLAMA,
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 20},
+    ),
     ("llama-linear", LLAMA, "Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5}}),
     ("llama-dynamic", LLAMA, "Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
     ("llama-llama3", LLAMA, "Llama", {"rope_parameters": LLAMA3}),
     ("qwen2", QWEN2, "Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     ("qwen2-yarn", QWEN2, "Qwen2", {"rope_parameters": YARN}),
-    ("qwen2-windows-in-upper-layers", QWEN2, "Qwen2",
-     {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    (
+        "qwen2-windows-in-upper-layers",
+        QWEN2,
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     ("qwen3", QWEN3, "Qwen3", {"head_dim": 16}),
-    ("qwen3-tied-with-biases", QWEN3, "Qwen3",
-     {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
-    ("qwen3-yarn-untruncated", QWEN3, "Qwen3",
-     {"head_dim": 16, "rope_parameters": {**YARN, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.8}}),
+    (
+        "qwen3-tied-with-biases",
+        QWEN3,
+        "Qwen3",
+        {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    (
+        "qwen3-yarn-untruncated",
+        QWEN3,
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {**YARN, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.8},
+        },
+    ),
     ("qwen3-moe", QWEN3_MOE, "Qwen3Moe", {**MOE, "norm_topk_prob": True}),
-    ("qwen3-moe-partly-dense", QWEN3_MOE, "Qwen3Moe",
-     {**MOE, "num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2}),
-    ("qwen3-moe-window", QWEN3_MOE, "Qwen3Moe", {**MOE, "use_sliding_window": True, "sliding_window": 6}),
+    (
+        "qwen3-moe-partly-dense",
+        QWEN3_MOE,
+        "Qwen3Moe",
+        {**MOE, "num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2},
+    ),
+    (
+        "qwen3-moe-window",
+        QWEN3_MOE,
+        "Qwen3Moe",
+        {**MOE, "use_sliding_window": True, "sliding_window": 6},
+    ),
     ("mistral-window", MISTRAL, "Mistral", {"sliding_window": 5}),
-    ("mistral-open", MISTRAL, "Mistral", {"sliding_window": None, "head_dim": 20, "tie_word_embeddings": True}),
+    (
+        "mistral-open",
+        MISTRAL,
+        "Mistral",
+        {"sliding_window": None, "head_dim": 20, "tie_word_embeddings": True},
+    ),
 ]
 
 
@@ -68,7 +128,9 @@ def save_reference(family: str, changes: dict[str, Any], folder: Path) -> Any:
     return reference
 
 
-@pytest.mark.parametrize(("spec", "family", "changes"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    ("spec", "family", "changes"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+)
 def test_logits_are_those_of_transformers(
     spec: ModelSpec, family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -78,10 +140,14 @@ def test_logits_are_those_of_transformers(
     build = DenseBuild()
     model = getattr(importlib.import_module(module), name)(config, build)
     model.load_weights(read_safetensors(str(tmp_path), model, lambda done, total: None))
-    token_ids = torch.randint(0, SMALL["vocab_size"], (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    token_ids = torch.randint(
+        0, SMALL["vocab_size"], (40,), generator=torch.Generator().manual_seed(3)
+    ).tolist()
     with torch.inference_mode():
         expected = reference(torch.tensor([token_ids])).logits[0]
-        torch.testing.assert_close(sequence_logits(model, build, token_ids), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            sequence_logits(model, build, token_ids), expected, atol=1e-4, rtol=1e-4
+        )
         chunked = sequence_logits(model, build, token_ids, chunk=7)
         for wanted in ([39], [3, 20, 20], []):
             build.clear()
@@ -91,7 +157,9 @@ def test_logits_are_those_of_transformers(
     torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("spec", "family", "changes"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    ("spec", "family", "changes"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+)
 def test_the_description_counts_the_parameters_of_transformers(
     spec: ModelSpec, family: str, changes: dict[str, Any]
 ) -> None:

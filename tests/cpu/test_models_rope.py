@@ -15,7 +15,11 @@ from tokenspeed_models.layers import inverse_frequencies, rotary_table
 from tokenspeed_models.rope_config import read_rope
 
 BASE: dict[str, Any] = {
-    "vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 8,
+    "hidden_size": 64,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "max_position_embeddings": 256,
 }
 FACTORS = st.floats(1.0, 40.0).filter(lambda value: value > 1.0)
@@ -24,21 +28,42 @@ SCALINGS = st.one_of(
     st.just({"rope_type": "default"}),
     st.fixed_dictionaries({"rope_type": st.just("linear"), "factor": FACTORS}),
     st.fixed_dictionaries({"rope_type": st.just("dynamic"), "factor": FACTORS}),
-    st.fixed_dictionaries({
-        "rope_type": st.just("llama3"), "factor": FACTORS, "low_freq_factor": st.floats(0.5, 2.0),
-        "high_freq_factor": st.floats(2.5, 8.0), "original_max_position_embeddings": ORIGINALS}),
     st.fixed_dictionaries(
-        {"rope_type": st.just("yarn"), "factor": FACTORS, "original_max_position_embeddings": ORIGINALS},
+        {
+            "rope_type": st.just("llama3"),
+            "factor": FACTORS,
+            "low_freq_factor": st.floats(0.5, 2.0),
+            "high_freq_factor": st.floats(2.5, 8.0),
+            "original_max_position_embeddings": ORIGINALS,
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "rope_type": st.just("yarn"),
+            "factor": FACTORS,
+            "original_max_position_embeddings": ORIGINALS,
+        },
         optional={
-            "attention_factor": st.floats(0.5, 2.0), "beta_fast": st.floats(8.0, 64.0),
-            "beta_slow": st.floats(0.5, 4.0), "truncate": st.booleans(), "mscale": st.floats(0.5, 2.0),
-            "mscale_all_dim": st.floats(0.5, 2.0)}),
+            "attention_factor": st.floats(0.5, 2.0),
+            "beta_fast": st.floats(8.0, 64.0),
+            "beta_slow": st.floats(0.5, 4.0),
+            "truncate": st.booleans(),
+            "mscale": st.floats(0.5, 2.0),
+            "mscale_all_dim": st.floats(0.5, 2.0),
+        },
+    ),
 )
 
 
 @settings(max_examples=80, deadline=None)
-@given(scaling=SCALINGS, theta=st.sampled_from([500.0, 10000.0, 1000000.0]), head_size=st.sampled_from([8, 32, 80]))
-def test_the_table_is_that_of_transformers(scaling: dict[str, Any], theta: float, head_size: int) -> None:
+@given(
+    scaling=SCALINGS,
+    theta=st.sampled_from([500.0, 10000.0, 1000000.0]),
+    head_size=st.sampled_from([8, 32, 80]),
+)
+def test_the_table_is_that_of_transformers(
+    scaling: dict[str, Any], theta: float, head_size: int
+) -> None:
     config = {**BASE, "head_dim": head_size, "rope_parameters": {**scaling, "rope_theta": theta}}
     reference = LlamaRotaryEmbedding(LlamaConfig(**config))
     rope = read_rope(config, head_size)
@@ -58,36 +83,80 @@ def test_old_and_new_keys_mean_the_same(scaling: dict[str, Any], theta: float) -
     new = read_rope({**BASE, "rope_parameters": {**scaling, "rope_theta": theta}}, 32)
     legacy = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
     assert read_rope({**BASE, "rope_theta": theta, "rope_scaling": legacy}, 32) == new
-    assert read_rope({**BASE, "rope_parameters": {"rope_theta": theta}, "rope_scaling": legacy}, 32) == new
+    assert (
+        read_rope({**BASE, "rope_parameters": {"rope_theta": theta}, "rope_scaling": legacy}, 32)
+        == new
+    )
 
 
-@pytest.mark.parametrize(("keys", "length"), [
-    ({}, 256),
-    ({"rope_scaling": None, "rope_theta": 5e5}, 256),
-    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1024),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 256),
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 256),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                       "original_max_position_embeddings": 32}}, 256),
-])
-def test_the_table_reaches_as_far_as_the_scaling_is_made_for(keys: dict[str, Any], length: int) -> None:
+@pytest.mark.parametrize(
+    ("keys", "length"),
+    [
+        ({}, 256),
+        ({"rope_scaling": None, "rope_theta": 5e5}, 256),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1024),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 256),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                }
+            },
+            1024,
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            256,
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            256,
+        ),
+    ],
+)
+def test_the_table_reaches_as_far_as_the_scaling_is_made_for(
+    keys: dict[str, Any], length: int
+) -> None:
     rope = read_rope({**BASE, **keys}, 32)
     assert rope.max_positions == length
     assert rotary_table(rope, torch.device("cpu")).shape == (length, 32)
 
 
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-     r"rope_scaling\.rope_type is 'longrope'; supported: default, linear, dynamic, llama3, yarn"),
-    ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor is None"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, r"rope_parameters\.low_freq_factor is None"),
-    ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor is '2'"),
-    ({"rope_scaling": [1]}, "rope_scaling is .*must be an object"),
-    ({"rope_theta": -1.0}, "rope_theta is -1.0"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
-    ({"max_position_embeddings": None}, "max_position_embeddings is None"),
-])
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            r"rope_scaling\.rope_type is 'longrope'; supported: default, linear, dynamic, llama3, yarn",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor is None"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            r"rope_parameters\.low_freq_factor is None",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor is '2'"),
+        ({"rope_scaling": [1]}, "rope_scaling is .*must be an object"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None"),
+    ],
+)
 def test_what_is_not_supported_is_named_by_its_key(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_rope({**BASE, **keys}, 32)

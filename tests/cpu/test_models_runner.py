@@ -30,7 +30,12 @@ def start(folder: Path) -> tuple[LocalRunner, int]:
     """Return a runner of a checkpoint, and the number of its cache groups."""
     catalog = Catalog.discover()
     config = Config(
-        model=str(folder), device="cpu", max_model_len=128, max_num_seqs=4, chunked_prefill_size=128, block_size=4,
+        model=str(folder),
+        device="cpu",
+        max_model_len=128,
+        max_num_seqs=4,
+        chunked_prefill_size=128,
+        block_size=4,
         max_total_tokens=2048,
     )
     resolved = resolve(config, catalog)
@@ -60,7 +65,9 @@ def serve_as_transformers_does(family: str, folder: Path) -> LocalRunner:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_through_the_paged_cache_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_greedy_tokens_through_the_paged_cache_are_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
     runner = serve_as_transformers_does(family, tmp_path)
     (fused,) = (op for op in runner.kernel_plan.ops if op.op.endswith("rope_write_kv"))
     assert fused.backend == ""
@@ -73,11 +80,16 @@ def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
 ) -> None:
     own = [
         InstalledKernel(
-            KernelSpec(contract.name, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin"
+            KernelSpec(
+                contract.name, "own", Capability(("cpu",), ("float32",)), contract.reference
+            ),
+            "a-plugin",
         )
         for contract in ROPE_CACHE
     ]
-    monkeypatch.setattr(assemble, "installed_kernels", lambda *asked: (*installed_kernels(*asked), *own))
+    monkeypatch.setattr(
+        assemble, "installed_kernels", lambda *asked: (*installed_kernels(*asked), *own)
+    )
     runner = serve_as_transformers_does(family, tmp_path)
     ops = {planned.op: planned for planned in runner.kernel_plan.ops}
     assert not {"rope", "qk_norm_rope", "write_kv"} & set(ops)
@@ -85,19 +97,34 @@ def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
     assert (fused.backend, fused.layers) == ("own", (0, 1, 2))
 
 
-@pytest.mark.parametrize(("op", "expected"), [
-    ("between_attention", [23, 16, 31, *[3] * 12]), ("between_attention_in_place", [23, 31]),
-])
-@pytest.mark.parametrize(("family", "is_asked"), [("Llama", True), ("Mistral", True), ("Qwen2", False)])
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("between_attention", [23, 16, 31, *[3] * 12]),
+        ("between_attention_in_place", [23, 31]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "is_asked"), [("Llama", True), ("Mistral", True), ("Qwen2", False)]
+)
 def test_a_kernel_of_all_between_two_layers_attention_runs_for_the_rows_it_is_for_and_gives_the_same_tokens(
-    family: str, is_asked: bool, op: str, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    is_asked: bool,
+    op: str,
+    expected: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if op == "between_attention_in_place":  # prompts here are too short for it
         monkeypatch.setattr(decoder, "FEW_ROWS", 16)
         monkeypatch.setattr(decoder, "MANY_ROWS", 20)
     contract = next(each for each in DENSE if each.name == op)
-    own = InstalledKernel(KernelSpec(op, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin")
-    monkeypatch.setattr(assemble, "installed_kernels", lambda *asked: (*installed_kernels(*asked), own))
+    own = InstalledKernel(
+        KernelSpec(op, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin"
+    )
+    monkeypatch.setattr(
+        assemble, "installed_kernels", lambda *asked: (*installed_kernels(*asked), own)
+    )
     num_rows: list[int] = []
     reference = getattr(fused_linear, op)
 

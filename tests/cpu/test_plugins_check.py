@@ -25,7 +25,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         info = site / "acme-1.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\nRequires-Dist: tokenspeed-core>=0.1\n")
+            "Metadata-Version: 2.1\nName: acme\nVersion: 1.0\nRequires-Dist: tokenspeed-core>=0.1\n"
+        )
         (info / "entry_points.txt").write_text("[tokenspeed.commands]\nacme = acme:run [api1]\n")
         (site / "acme").mkdir()
         (site / "acme" / "__init__.py").write_text(source)
@@ -37,8 +38,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_plugin_that_imports_internals_of_the_core_fails(package: Any) -> None:
-    suite = package("from tokenspeed_core.scheduler import policy\ndef run(words):\n    import tokenspeed_core.kv\n")
-    with pytest.raises(AssertionError, match=r"tokenspeed_core.scheduler.policy; .*tokenspeed_core.kv"):
+    suite = package(
+        "from tokenspeed_core.scheduler import policy\ndef run(words):\n    import tokenspeed_core.kv\n"
+    )
+    with pytest.raises(
+        AssertionError, match=r"tokenspeed_core.scheduler.policy; .*tokenspeed_core.kv"
+    ):
         suite.test_it_imports_only_what_is_public_of_the_core()
 
 
@@ -47,7 +52,10 @@ def test_what_is_public_may_be_imported(package: Any) -> None:
     package(source).test_it_imports_only_what_is_public_of_the_core()
     assert is_public("tokenspeed_core.testing.kernel.KernelConformance")
     assert is_public("tokenspeed_core.commands.settings.configure")
-    assert all(is_public(f"tokenspeed_core.commands.{each.name}") for each in iter_modules(commands.__path__))
+    assert all(
+        is_public(f"tokenspeed_core.commands.{each.name}")
+        for each in iter_modules(commands.__path__)
+    )
     assert not is_public("tokenspeed_core.commands.settings.Path")
     assert not is_public("tokenspeed_core.apiary")
 
@@ -55,24 +63,50 @@ def test_what_is_public_may_be_imported(package: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("import importlib\nimportlib.import_module('tokenspeed_core.scheduler')", "tokenspeed_core.scheduler"),
-        ("from importlib import import_module\nimport_module('tokenspeed_core.' + 'kv')", "tokenspeed_core.kv"),
-        ("import importlib\nimportlib.import_module('.kv', package='tokenspeed_core')", "tokenspeed_core.kv"),
-        ("run = __import__('tokenspeed_core.engine.llm', fromlist=['LLM'])", "tokenspeed_core.engine.llm"),
-        ("import pkgutil\npkgutil.resolve_name('tokenspeed_core.kv.pool:Pool')", "tokenspeed_core.kv.pool.Pool"),
+        (
+            "import importlib\nimportlib.import_module('tokenspeed_core.scheduler')",
+            "tokenspeed_core.scheduler",
+        ),
+        (
+            "from importlib import import_module\nimport_module('tokenspeed_core.' + 'kv')",
+            "tokenspeed_core.kv",
+        ),
+        (
+            "import importlib\nimportlib.import_module('.kv', package='tokenspeed_core')",
+            "tokenspeed_core.kv",
+        ),
+        (
+            "run = __import__('tokenspeed_core.engine.llm', fromlist=['LLM'])",
+            "tokenspeed_core.engine.llm",
+        ),
+        (
+            "import pkgutil\npkgutil.resolve_name('tokenspeed_core.kv.pool:Pool')",
+            "tokenspeed_core.kv.pool.Pool",
+        ),
         ("import sys\nrun = sys.modules['tokenspeed_core.requests']", "tokenspeed_core.requests"),
-        ("import sys\nrun = sys.modules.get('tokenspeed_core.requests')", "tokenspeed_core.requests"),
+        (
+            "import sys\nrun = sys.modules.get('tokenspeed_core.requests')",
+            "tokenspeed_core.requests",
+        ),
         ("from tokenspeed_core import kernels", "tokenspeed_core.kernels"),
         ("from tokenspeed_core import scheduler as api", "tokenspeed_core.scheduler"),
         ("from tokenspeed_core.api import warn", "tokenspeed_core.api.warn"),
-        ("from tokenspeed_core.testing.kernel import _named", "tokenspeed_core.testing.kernel._named"),
+        (
+            "from tokenspeed_core.testing.kernel import _named",
+            "tokenspeed_core.testing.kernel._named",
+        ),
         ("import tokenspeed_core as core\nrun = core.kv.pool", "tokenspeed_core.kv.pool"),
-        ("import tokenspeed_core.api\nrun = tokenspeed_core.engine.llm.LLM", "tokenspeed_core.engine.llm.LLM"),
+        (
+            "import tokenspeed_core.api\nrun = tokenspeed_core.engine.llm.LLM",
+            "tokenspeed_core.engine.llm.LLM",
+        ),
         ("import tokenspeed_core\nrun = getattr(tokenspeed_core, 'kv')", "tokenspeed_core.kv"),
         ("from tokenspeed_core import api\nrun = api.importlib", "tokenspeed_core.api.importlib"),
     ],
 )
-def test_whatever_form_an_import_of_internals_has_its_sources_show_it(package: Any, source: str, name: str) -> None:
+def test_whatever_form_an_import_of_internals_has_its_sources_show_it(
+    package: Any, source: str, name: str
+) -> None:
     with pytest.raises(AssertionError, match=rf"__init__\.py:\d: {re.escape(name)}\b"):
         package(f"{source}\n").test_it_imports_only_what_is_public_of_the_core()
 
@@ -90,7 +124,9 @@ def test_what_is_installed_beside_the_package_of_an_entry_is_read_as_well(
     path = tmp_path / "site" / beside
     path.parent.mkdir(exist_ok=True)
     path.write_text("import tokenspeed_core.kv\n")
-    (tmp_path / "site" / "acme-1.0.dist-info" / "RECORD").write_text(f"acme/__init__.py,,\n{beside},,\n")
+    (tmp_path / "site" / "acme-1.0.dist-info" / "RECORD").write_text(
+        f"acme/__init__.py,,\n{beside},,\n"
+    )
     with pytest.raises(AssertionError, match=rf"{path.name}:1: tokenspeed_core.kv"):
         suite.test_it_imports_only_what_is_public_of_the_core()
 
@@ -107,12 +143,18 @@ def test_a_plugin_of_one_file_is_read(package: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "held"),
     [
-        ("import importlib\nrun = importlib.import_module('tokenspeed_core.{}'.format('kv.pool'))",
-         "acme.run is tokenspeed_core.kv.pool"),
-        ("import tokenspeed_core.api as it\nrun = vars(it)['war' + 'n']",
-         "acme.run is tokenspeed_core.plugins.deprecations.warn"),
-        ("import tokenspeed_core.testing.cells as it\nrun = it.problem_refusals",
-         "acme.run is tokenspeed_core.kernels.select.problem_refusals"),
+        (
+            "import importlib\nrun = importlib.import_module('tokenspeed_core.{}'.format('kv.pool'))",
+            "acme.run is tokenspeed_core.kv.pool",
+        ),
+        (
+            "import tokenspeed_core.api as it\nrun = vars(it)['war' + 'n']",
+            "acme.run is tokenspeed_core.plugins.deprecations.warn",
+        ),
+        (
+            "import tokenspeed_core.testing.cells as it\nrun = it.problem_refusals",
+            "acme.run is tokenspeed_core.kernels.select.problem_refusals",
+        ),
         ("from acme.parts import kernels as run", "acme.parts.kernels is tokenspeed_core.kernels"),
     ],
 )
@@ -121,7 +163,8 @@ def test_internals_that_a_loaded_plugin_holds_are_found_however_it_came_by_them(
 ) -> None:
     suite = package(f"{source}\n")
     (tmp_path / "site" / "acme" / "parts.py").write_text(
-        "import importlib\nkernels = importlib.import_module('{}_core.kernels'.format('tokenspeed'))\n")
+        "import importlib\nkernels = importlib.import_module('{}_core.kernels'.format('tokenspeed'))\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     if "parts" not in source:
         suite.test_it_imports_only_what_is_public_of_the_core()  # nothing that its sources show
@@ -184,9 +227,12 @@ def kernels(package: Any, tmp_path: Path) -> Any:
     """Return a function that installs a package `acme` of a kernel, and returns its suite."""
 
     def make(backend: str, load: str, *, reference: bool) -> DistributionConformance:
-        suite: DistributionConformance = package(SPEC.format(backend=backend, load=load, reference=reference))
+        suite: DistributionConformance = package(
+            SPEC.format(backend=backend, load=load, reference=reference)
+        )
         (tmp_path / "site" / "acme-1.0.dist-info" / "entry_points.txt").write_text(
-            "[tokenspeed.kernels.sampling]\nacme = acme:run [api1]\n")
+            "[tokenspeed.kernels.sampling]\nacme = acme:run [api1]\n"
+        )
         return suite
 
     return make
@@ -199,14 +245,18 @@ def kernels(package: Any, tmp_path: Path) -> Any:
         ("other", False, "is no KernelSpec of backend 'acme'"),
     ],
 )
-def test_a_kernel_that_every_start_leaves_out_fails(kernels: Any, backend: str, reference: bool, said: str) -> None:
+def test_a_kernel_that_every_start_leaves_out_fails(
+    kernels: Any, backend: str, reference: bool, said: str
+) -> None:
     suite = kernels(backend, "acme:make", reference=reference)
     with pytest.raises(AssertionError, match=rf"kernels\.sampling acme: .*{said}"):
         suite.test_its_entries_load()
 
 
 def test_a_kernel_that_a_start_takes_passes_also_as_the_reference_that_it_is(kernels: Any) -> None:
-    kernels("acme", "tokenspeed_kernels.reference.sampling:greedy", reference=True).test_its_entries_load()
+    kernels(
+        "acme", "tokenspeed_kernels.reference.sampling:greedy", reference=True
+    ).test_its_entries_load()
 
 
 def test_a_package_made_now_works_for_two_minors() -> None:
@@ -214,8 +264,13 @@ def test_a_package_made_now_works_for_two_minors() -> None:
     assert core_range("1.9.2.dev1") == "tokenspeed-core>=1.9,<1.11"
 
 
-@pytest.mark.parametrize("name", sorted(
-    {str(d.name) for d in distributions() if str(d.name).startswith("tokenspeed-")} - {"tokenspeed-core"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        {str(d.name) for d in distributions() if str(d.name).startswith("tokenspeed-")}
+        - {"tokenspeed-core"}
+    ),
+)
 def test_our_own_distributions_pass(name: str) -> None:
     suite = type("Ours", (DistributionConformance,), {"distribution": name})()
     suite.test_its_metadata_names_known_kinds_their_api_and_the_core_it_needs()

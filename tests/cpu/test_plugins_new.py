@@ -14,7 +14,17 @@ import pytest
 
 from tokenspeed_core.cli import main
 
-KINDS = ("attention", "moe", "linear", "sampling", "model", "tool-parser", "reasoning-parser", "policy", "command")
+KINDS = (
+    "attention",
+    "moe",
+    "linear",
+    "sampling",
+    "model",
+    "tool-parser",
+    "reasoning-parser",
+    "policy",
+    "command",
+)
 PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
 ASK = """
 import json, sys
@@ -35,7 +45,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         assert main(["plugins", "new", kind, "acme", "--path", str(folder / kind)]) == 0
     subprocess.run(
-        [sys.executable, "-P", *PIP, "--target", str(folder / "site"), *(str(folder / kind) for kind in KINDS)],
+        [
+            sys.executable,
+            "-P",
+            *PIP,
+            "--target",
+            str(folder / "site"),
+            *(str(folder / kind) for kind in KINDS),
+        ],
         check=True,
     )
     return folder
@@ -47,7 +64,9 @@ def run(made: Path) -> Callable[..., str]:
 
     def run(*words: str) -> str:
         environ = {**os.environ, "PYTHONPATH": str(made / "site"), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-P", *words], cwd=made, env=environ, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-P", *words], cwd=made, env=environ, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -55,14 +74,18 @@ def run(made: Path) -> Callable[..., str]:
 
 
 def test_the_tests_that_come_with_each_package_pass(made: Path, run: Callable[..., str]) -> None:
-    said = run("-m", "pytest", "-q", "--import-mode=importlib", *(f"{kind}/tests" for kind in KINDS))
+    said = run(
+        "-m", "pytest", "-q", "--import-mode=importlib", *(f"{kind}/tests" for kind in KINDS)
+    )
     assert "failed" not in said
     assert " passed" in said
 
 
 def test_each_package_gets_the_conformance_kits_verdicts(run: Callable[..., str]) -> None:
     for kind in KINDS:
-        report = json.loads(run("-m", "tokenspeed_core.cli", "plugins", "check", f"acme-{kind}", "--json"))
+        report = json.loads(
+            run("-m", "tokenspeed_core.cli", "plugins", "check", f"acme-{kind}", "--json")
+        )
         assert report["passed"], report
         assert len(report["verdicts"]) > (5 if kind != "command" else 4)
 
@@ -83,8 +106,12 @@ def test_each_package_serves_as_it_stands(
     made: Path, run: Callable[..., str], family: str, backend: str, settings: dict[str, Any]
 ) -> None:
     if "model" in settings:
-        settings = {**settings, "load_format": "dummy", "skip_tokenizer_init": True,
-                    "model": str(made / settings["model"])}
+        settings = {
+            **settings,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "model": str(made / settings["model"]),
+        }
     ids, backends = json.loads(run("-c", ASK, json.dumps(settings)).splitlines()[-1])
     assert len(ids) == 8
     assert backend in ("", *backends[family])

@@ -54,24 +54,36 @@ def test_every_kernel_of_the_op_is_a_candidate_with_all_its_reasons_in_the_text_
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tokenspeed.kernels.attention]\nacme = acme_reasons:SPEC [api1]\n")
+    (info / "entry_points.txt").write_text(
+        "[tokenspeed.kernels.attention]\nacme = acme_reasons:SPEC [api1]\n"
+    )
     (tmp_path / "acme_reasons.py").write_text(MANY_REASONS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    there = [kernel for kernel in installed_kernels(Catalog.discover()) if kernel.spec.op == "attention"]
+    there = [
+        kernel for kernel in installed_kernels(Catalog.discover()) if kernel.spec.op == "attention"
+    ]
     answer = why(capsys, "attention", "--platform", "cpu")
     assert main(["plugins", "why", "attention", "--platform", "cpu"]) == 0
     text = capsys.readouterr().out
     for op in answer["ops"]:
         told = [(each["backend"], each["distribution"]) for each in op["verdicts"]]
-        assert sorted(told) == sorted((kernel.spec.backend, kernel.distribution) for kernel in there)
+        assert sorted(told) == sorted(
+            (kernel.spec.backend, kernel.distribution) for kernel in there
+        )
         for each in op["verdicts"]:
             assert each["fits"] == (each["backend"] == "torch")
             assert each["reasons"] or each["fits"]
-            assert "".join(
-                f"           {reason['what']}\n" + f"           -> {reason['mend']}\n" * bool(reason["mend"])
-                for reason in each["reasons"]
-            ) in text
-    (reasons,) = [each["reasons"] for each in answer["ops"][0]["verdicts"] if each["backend"] == "acme"]
+            assert (
+                "".join(
+                    f"           {reason['what']}\n"
+                    + f"           -> {reason['mend']}\n" * bool(reason["mend"])
+                    for reason in each["reasons"]
+                )
+                in text
+            )
+    (reasons,) = [
+        each["reasons"] for each in answer["ops"][0]["verdicts"] if each["backend"] == "acme"
+    ]
     assert answer["ops"][0]["problem"]["phase"] == "prefill"
     assert [(each["what"], each["mend"]) for each in reasons] == [
         ("it runs on cuda, and the device is cpu", "a cuda device"),
@@ -84,7 +96,9 @@ def test_every_kernel_of_the_op_is_a_candidate_with_all_its_reasons_in_the_text_
     ]
 
 
-def test_a_platform_that_is_not_here_is_answered_without_its_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_platform_that_is_not_here_is_answered_without_its_gpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for name, capability in (("sm90", "9.0"), ("sm_100a", "10.0"), ("SM103", "10.3")):
         answer = why(capsys, "attention", "--platform", name)
         assert f"compute capability {capability} " in answer["platform"]
@@ -94,9 +108,22 @@ def test_a_platform_that_is_not_here_is_answered_without_its_gpu(capsys: pytest.
     assert why(capsys, "attention", "--platform", "cpu")["platform"] == "CPU"
 
 
-def test_an_answer_is_for_the_flags_of_serve_and_for_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
-    (prefill, decode) = why(capsys, "attention", "demo", "--platform", "sm90", "--layer", "1", "--block-size", "64",
-                            "--attention-backend.decode", "triton")["ops"]
+def test_an_answer_is_for_the_flags_of_serve_and_for_a_layer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (prefill, decode) = why(
+        capsys,
+        "attention",
+        "demo",
+        "--platform",
+        "sm90",
+        "--layer",
+        "1",
+        "--block-size",
+        "64",
+        "--attention-backend.decode",
+        "triton",
+    )["ops"]
     assert prefill["problem"]["block_size"] == 64
     assert 1 in prefill["layers"]
     assert decode["because"] == "asked for by --attention-backend.decode"
@@ -109,12 +136,15 @@ def test_kernels_that_were_not_even_candidates_are_told(
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[tokenspeed.kernels.attention]\n{name} = {value}\n")
+        (info / "entry_points.txt").write_text(
+            f"[tokenspeed.kernels.attention]\n{name} = {value}\n"
+        )
     monkeypatch.syspath_prepend(str(tmp_path))
     answer = why(capsys, "attention", "--device", "cpu")
     told = {entry["name"]: (entry["status"], entry["reason"]) for entry in answer["not_considered"]}
     assert told["old"] == (
-        "incompatible", "needs api 9 of kernels.attention, this core has 1: upgrade tokenspeed-core"
+        "incompatible",
+        "needs api 9 of kernels.attention, this core has 1: upgrade tokenspeed-core",
     )
     assert told["broken"] == ("failed", "ModuleNotFoundError: No module named 'no_such_module'")
     assert main(["plugins", "why", "attention", "--device", "cpu"]) == 0
@@ -123,14 +153,22 @@ def test_kernels_that_were_not_even_candidates_are_told(
 
 RAISING = {  # what raises: the entry points, and the modules beside them
     "its descriptor": ("kernels.attention", "acme = acme_ends:SPEC", {}),
-    "its kernel": ("kernels.attention", "acme = acme_spec:SPEC", {
-        "acme_spec": "from tokenspeed_core.api import Capability, KernelSpec\n"
-                     "SPEC = KernelSpec('attention', 'acme', Capability(('cpu',), ('bfloat16',)), 'acme_ends:make')\n",
-    }),
-    "its family": ("models", "AcmeForCausalLM = acme_spec:SPEC", {
-        "acme_spec": "from tokenspeed_core.api import ModelSpec\n"
-                     "SPEC = ModelSpec('AcmeForCausalLM', 'acme_ends:describe', 'acme_ends:Model')\n",
-    }),
+    "its kernel": (
+        "kernels.attention",
+        "acme = acme_spec:SPEC",
+        {
+            "acme_spec": "from tokenspeed_core.api import Capability, KernelSpec\n"
+            "SPEC = KernelSpec('attention', 'acme', Capability(('cpu',), ('bfloat16',)), 'acme_ends:make')\n",
+        },
+    ),
+    "its family": (
+        "models",
+        "AcmeForCausalLM = acme_spec:SPEC",
+        {
+            "acme_spec": "from tokenspeed_core.api import ModelSpec\n"
+            "SPEC = ModelSpec('AcmeForCausalLM', 'acme_ends:describe', 'acme_ends:Model')\n",
+        },
+    ),
 }
 
 
@@ -153,45 +191,75 @@ def test_a_plugin_that_ends_the_process_does_not_end_it_in_silence(
         words[1:1] = [str(tmp_path / "model")]
     command = [sys.executable, "-P", "-m", "tokenspeed_core.cli", "plugins", "why", *words]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=120
+    )
     told = done.stdout + done.stderr
     if error == "KeyboardInterrupt":
         assert done.returncode == 130, "as for Ctrl-C, which it may have been"
-        assert "interrupted while acme_ends was imported; where nobody pressed Ctrl-C it raised" in done.stderr
-        assert "TOKENSPEED_PLUGINS=-NAME goes without its distribution, one of `tokenspeed plugins list`" in done.stderr
+        assert (
+            "interrupted while acme_ends was imported; where nobody pressed Ctrl-C it raised"
+            in done.stderr
+        )
+        assert (
+            "TOKENSPEED_PLUGINS=-NAME goes without its distribution, one of `tokenspeed plugins list`"
+            in done.stderr
+        )
         without = {**environment, "TOKENSPEED_PLUGINS": "-acme"}
-        again = subprocess.run(command, capture_output=True, text=True, check=False, env=without, timeout=120)
+        again = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=without, timeout=120
+        )
         assert again.returncode == (2 if kind == "models" else 0)
         assert "interrupted" not in again.stderr
     elif kind == "models":
         assert done.returncode == 2
-        assert "models AcmeForCausalLM of acme 1.0: acme_ends:describe fails: SystemExit: 0; `pip uninst" in done.stderr
+        assert (
+            "models AcmeForCausalLM of acme 1.0: acme_ends:describe fails: SystemExit: 0; `pip uninst"
+            in done.stderr
+        )
     else:
         assert done.returncode == 0
         assert "acme from acme" in told
         assert "SystemExit: 0" in told
 
 
-def test_what_has_no_answer_is_refused_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "why atn: this model asks for no such op; it asks for add_rms_norm" in refused(capsys, "atn")
+def test_what_has_no_answer_is_refused_with_what_there_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "why atn: this model asks for no such op; it asks for add_rms_norm" in refused(
+        capsys, "atn"
+    )
     assert "attention has layers 0 to 4" in refused(capsys, "attention", "--layer", "99")
     assert "sample has no layers" in refused(capsys, "sample", "--layer", "0")
     assert "did you mean attention? it asks for" in refused(capsys, "atention")
     for platform in ("h100", "sm900", "sm9", "sm00"):
-        assert "no such platform; cpu, or a compute capability" in refused(capsys, "attention", "--platform", platform)
-    assert "--device cpu: --platform sm90" in refused(capsys, "attention", "--platform", "sm90", "--device", "cpu")
+        assert "no such platform; cpu, or a compute capability" in refused(
+            capsys, "attention", "--platform", platform
+        )
+    assert "--device cpu: --platform sm90" in refused(
+        capsys, "attention", "--platform", "sm90", "--device", "cpu"
+    )
 
 
 def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reason_and_what_would_change_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plugins", "why", "attention", "--platform", "cpu", "--attention-backend", "triton"]) == 2
+    assert (
+        main(["plugins", "why", "attention", "--platform", "cpu", "--attention-backend", "triton"])
+        == 2
+    )
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert said.err.endswith("on CPU: --attention-backend asks for triton\n")
-    assert "runs   nothing: --attention-backend asks for triton, and nothing of that fits\n" in said.out
+    assert (
+        "runs   nothing: --attention-backend asks for triton, and nothing of that fits\n"
+        in said.out
+    )
     assert "           -> --attention-backend triton,torch,auto\n" in said.out
-    assert "cannot triton from tokenspeed-kernels\n           it runs on cuda, and the device is cpu" in said.out
+    assert (
+        "cannot triton from tokenspeed-kernels\n           it runs on cuda, and the device is cpu"
+        in said.out
+    )
     assert "  fits   torch from tokenspeed-kernels\n" in said.out
 
 
@@ -207,11 +275,25 @@ def test_the_flag_that_is_told_for_an_unmet_wish_ends_in_an_answer(
     asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     op, flag = UNMET[asked]
-    model = json.loads((Path(__file__).parents[2] / "tokenspeed_models/example/qwen3_moe/config.json").read_text())
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "dtype": "bfloat16"}
+    model = json.loads(
+        (Path(__file__).parents[2] / "tokenspeed_models/example/qwen3_moe/config.json").read_text()
+    )
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "dtype": "bfloat16",
+    }
     (tmp_path / "config.json").write_text(json.dumps({**model, **sizes}))
-    words = ("plugins", "why", op, *([str(tmp_path), "--quantization", "mxfp8"] if op == "moe" else []),
-             "--platform", "sm100", flag)
+    words = (
+        "plugins",
+        "why",
+        op,
+        *([str(tmp_path), "--quantization", "mxfp8"] if op == "moe" else []),
+        "--platform",
+        "sm100",
+        flag,
+    )
     assert main([*words, asked.split()[0]]) == 2
     said = capsys.readouterr().out
     mend = said.partition("  runs   nothing: ")[2].splitlines()[1]
@@ -222,14 +304,29 @@ def test_the_flag_that_is_told_for_an_unmet_wish_ends_in_an_answer(
 def test_no_block_size_is_advised_where_every_one_was_tried_and_the_layer_where_it_ended_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plugins", "why", "attention", "--platform", "sm100", "--attention-backend", "blackwell"]) == 2
+    assert (
+        main(
+            [
+                "plugins",
+                "why",
+                "attention",
+                "--platform",
+                "sm100",
+                "--attention-backend",
+                "blackwell",
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().out
     assert "\nattention (layer 0): block_size=64, " in said
     blackwell = said.partition("cannot blackwell from tokenspeed-kernels-blackwell\n")[2]
     assert blackwell.startswith("           phase decode is not among prefill\n  ")
 
 
-def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ("attention", "--platform", "sm75", "--kv-cache-dtype", "fp8_e4m3", "--json")
     assert main(["plugins", "why", *words]) == 2
     said = capsys.readouterr()
@@ -246,31 +343,49 @@ def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(capsys: pytest
 def test_what_would_bring_a_kernel_back_is_the_cache_in_another_type(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plugins", "why", "attention", "--platform", "sm100", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+    assert (
+        main(["plugins", "why", "attention", "--platform", "sm100", "--kv-cache-dtype", "fp8_e4m3"])
+        == 0
+    )
     text = capsys.readouterr().out
-    assert "kv_dtype float8_e4m3fn is not among bfloat16, float16\n           -> --kv-cache-dtype auto\n" in text
+    assert (
+        "kv_dtype float8_e4m3fn is not among bfloat16, float16\n           -> --kv-cache-dtype auto\n"
+        in text
+    )
 
 
-@pytest.mark.parametrize("asked", [(), ("--quantization", "mxfp8"), ("--attention-backend", "triton")])
+@pytest.mark.parametrize(
+    "asked", [(), ("--quantization", "mxfp8"), ("--attention-backend", "triton")]
+)
 @pytest.mark.parametrize("platform", ["sm90", "sm100"])
 def test_the_flag_that_is_told_for_a_kernel_that_fits_makes_it_the_chosen_one(
     capsys: pytest.CaptureFixture[str], platform: str, asked: tuple[str, ...]
 ) -> None:
     on = ("--platform", platform, *asked)
-    everything = refused(capsys, "nothing", *on).partition("it asks for ")[2].partition(";")[0].split(", ")
+    everything = (
+        refused(capsys, "nothing", *on).partition("it asks for ")[2].partition(";")[0].split(", ")
+    )
     num_tried = 0
     for op in everything:
         for planned in (each for each in why(capsys, op, *on)["ops"] if each["op"] == op):
-            for verdict in (each for each in planned["verdicts"] if each["fits"] and each["reasons"]):
+            for verdict in (
+                each for each in planned["verdicts"] if each["fits"] and each["reasons"]
+            ):
                 (reason,) = verdict["reasons"]
                 again = why(capsys, op, *on, *reason["mend"].split())["ops"]
-                (same,) = [each for each in again if (each["op"], each["problem"]) == (op, planned["problem"])]
+                (same,) = [
+                    each
+                    for each in again
+                    if (each["op"], each["problem"]) == (op, planned["problem"])
+                ]
                 assert same["backend"] == verdict["backend"], reason["mend"]
                 num_tried += 1
     assert num_tried > 5
 
 
-def test_the_options_that_a_backend_was_given_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_that_a_backend_was_given_are_shown_as_they_are_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     option = ("--backend-option", "triton.max_splits=1")
     assert main(["plugins", "why", "attention", "--platform", "sm90", *option]) == 0
     assert "\n           --backend-option triton.max_splits=1\n" in capsys.readouterr().out

@@ -22,8 +22,18 @@ PAGE = (Path(__file__).parents[2] / "docs" / "porting.md").read_text(encoding="u
 HERE = [row.strip("|").rpartition(" | ")[2] for row in re.findall(r"^\|.*\|$", PAGE, re.MULTILINE)]
 NAMES = sorted({name for cell in HERE for name in re.findall(r"`([^`]+)`", cell)})
 PROSE = {  # what is neither of the api nor of the command line
-    "[api1]", "tokenspeed-core", "TOKENSPEED_PLUGINS", "tokenspeed_models.layers", "vendor/name", "graph_safe",
-    "[B, block_size, K, D]", "stride(0)", "block_size * K * D", "token_ids", "positions", "wanted",
+    "[api1]",
+    "tokenspeed-core",
+    "TOKENSPEED_PLUGINS",
+    "tokenspeed_models.layers",
+    "vendor/name",
+    "graph_safe",
+    "[B, block_size, K, D]",
+    "stride(0)",
+    "block_size * K * D",
+    "token_ids",
+    "positions",
+    "wanted",
 }
 STAND_IN = """
 import torch
@@ -52,14 +62,19 @@ def exists(name: str) -> bool:
     if name.startswith("--"):
         setting, _, key = name[2:].replace("-", "_").partition(".")
         return flag(setting) in {flag(each) for each in Config.model_fields} and (
-            not key or key in metadata(setting)["narrow"])
+            not key or key in metadata(setting)["narrow"]
+        )
     if name.startswith("tokenspeed plugins "):
         return name.split()[2] in SUBCOMMANDS
     if name.startswith(GROUP_PREFIX):
         return kind_of(name.removeprefix(GROUP_PREFIX)) is not None
     first, _, member = name.partition(".")
     found = getattr(api, first, None)
-    fields = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    fields = (
+        {field.name for field in dataclasses.fields(found)}
+        if dataclasses.is_dataclass(found)
+        else set()
+    )
     return found is not None and (not member or member in fields or hasattr(found, member))
 
 
@@ -69,12 +84,17 @@ def test_every_name_of_ours_exists(name: str) -> None:
 
 
 def test_the_guide_names_most_of_what_an_attention_backend_gets() -> None:
-    fields = {f"{each.__name__}.{field.name}" for each in (api.AttentionStep, api.AttentionLimits, api.Capability)
-              for field in dataclasses.fields(each)}
+    fields = {
+        f"{each.__name__}.{field.name}"
+        for each in (api.AttentionStep, api.AttentionLimits, api.Capability)
+        for field in dataclasses.fields(each)
+    }
     assert fields - set(NAMES) <= {"Capability.platforms", "Capability.phases", "Capability.limits"}
 
 
-def test_the_example_passes_the_conformance_kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_passes_the_conformance_kit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     descriptor, kernel = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "acme_ported").mkdir()
     (tmp_path / "acme_ported" / "__init__.py").write_text(descriptor)

@@ -19,10 +19,15 @@ from tokenspeed_core.plugins import Catalog
 def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
     """Run a process that is told a digest; return its status, what it wrote, and why it failed by its socket."""
     address = f"ipc://{folder}/engine"
-    config = Config.from_keywords(device="cpu", model=str(folder / "no-model"), served_model_name="none")
+    config = Config.from_keywords(
+        device="cpu", model=str(folder / "no-model"), served_model_name="none"
+    )
     told = {
         "config": config.to_wire(),
-        "catalog_digest": digest, "addresses": [address], "worker": 0, "listen_fds": [0],
+        "catalog_digest": digest,
+        "addresses": [address],
+        "worker": 0,
+        "listen_fds": [0],
     }
     theirs, ours = os.pipe()
     os.write(ours, msgpack.packb(told))
@@ -30,10 +35,16 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
     socket.connect(address)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", module, str(theirs)], pass_fds=(theirs,),
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+            [sys.executable, "-P", "-m", module, str(theirs)],
+            pass_fds=(theirs,),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
-        failed = to_api.unpack(socket.recv()) if socket.poll(5000 if "engine" in module else 0) else None
+        failed = (
+            to_api.unpack(socket.recv()) if socket.poll(5000 if "engine" in module else 0) else None
+        )
         return done.returncode, done.stderr, failed.message if isinstance(failed, Failed) else ""
     finally:
         socket.close(linger=0)
@@ -41,8 +52,12 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
         os.close(ours)
 
 
-@pytest.mark.parametrize("module", ["tokenspeed_core.engine.process", "tokenspeed_core.server.serve"])
-def test_a_process_that_finds_other_plugins_than_the_launcher_ends_and_says_so(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "module", ["tokenspeed_core.engine.process", "tokenspeed_core.server.serve"]
+)
+def test_a_process_that_finds_other_plugins_than_the_launcher_ends_and_says_so(
+    module: str, tmp_path: Path
+) -> None:
     status, written, failed = ended(module, tmp_path, "another")
     assert status == 1
     assert "other plugins than the launcher" in (failed or written)

@@ -32,7 +32,9 @@ def alone(runner: LocalRunner, prompt: list[int], count: int) -> list[int]:
 def expected(runner: LocalRunner) -> dict[str, list[int]]:
     found = {name: alone(runner, prompt, 8) for name, prompt in PROMPTS.items()}
     runner.forget()
-    assert len({token for tokens in found.values() for token in tokens}) > 8, "the model must not be constant"
+    assert len({token for tokens in found.values() for token in tokens}) > 8, (
+        "the model must not be constant"
+    )
     return found
 
 
@@ -60,7 +62,9 @@ def test_chunks_of_a_prompt_mixed_with_decodes_change_no_token(
         rows = maker.sequences
         decodes = [n for n, s in rows.items() if s.output and len(s.output) < 8]
         chunks = {
-            n: min(size, s.num_prompt - s.num_computed) for n, s in rows.items() if s.num_computed < s.num_prompt
+            n: min(size, s.num_prompt - s.num_computed)
+            for n, s in rows.items()
+            if s.num_computed < s.num_prompt
         }
         maker.step(runner, decodes, chunks)
     assert {name: maker.sequences[name].output for name in PROMPTS} == expected
@@ -168,7 +172,9 @@ def test_a_device_that_fails_under_a_chunk_that_samples_nothing_fails_the_step(
     runner.forward(plan)
     with monkeypatch.context() as patch:
         patch.setattr(runner._link, "fetch_ids", fetch)
-        with pytest.raises(StepFailed, match=r"sampling failed: RuntimeError: CUDA error: an illegal"):
+        with pytest.raises(
+            StepFailed, match=r"sampling failed: RuntimeError: CUDA error: an illegal"
+        ):
             runner.sample(plan.step_id, None)
     again = PlanMaker(runner.block_size)
     again.add("b", PROMPTS["b"], 0)
@@ -180,14 +186,18 @@ def test_a_step_without_memory_is_told_apart_and_the_next_one_runs(
     runner: LocalRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def allocate(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has little."
+        )
 
     maker = PlanMaker(runner.block_size)
     maker.add("b", PROMPTS["b"], 0)
     plan = maker.plan(chunks={"b": 4})
     with monkeypatch.context() as patch:
         patch.setattr(runner._model, "logits", allocate)
-        with pytest.raises(OutOfMemory, match=r"forward failed: OutOfMemoryError: CUDA out of memory"):
+        with pytest.raises(
+            OutOfMemory, match=r"forward failed: OutOfMemoryError: CUDA out of memory"
+        ):
             runner.forward(plan)
     again = PlanMaker(runner.block_size)
     again.add("b", PROMPTS["b"], 0)

@@ -73,7 +73,11 @@ def test_both_ways_give_the_same_inputs_and_leave_the_same_state(split: tuple[bo
     plans.add("b", list(range(20, 27)), 1, top_k=5)
     plans.add("c", [30], 0)
     for decodes, chunks in (
-        ((), {"a": 3, "c": 1}), (("c",), {"a": 7, "b": 2}), (("c", "a"), {"b": 5}), (("b", "c", "a"), {}), (("a",), {}),
+        ((), {"a": 3, "c": 1}),
+        (("c",), {"a": 7, "b": 2}),
+        (("c", "a"), {"b": 5}),
+        (("b", "c", "a"), {}),
+        (("a",), {}),
     ):
         plan = plans.plan(decodes, chunks)
         check(host_maker.make(plan), device_maker.make(plan))

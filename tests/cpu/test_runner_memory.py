@@ -6,7 +6,13 @@ import pytest
 
 from tokenspeed_core.errors import CapacityError
 from tokenspeed_core.kv.groups import FullAttention, RecurrentState
-from tokenspeed_core.runner.memory import GIB, DeviceBudget, PoolLimits, pages_of_device, pages_of_host
+from tokenspeed_core.runner.memory import (
+    GIB,
+    DeviceBudget,
+    PoolLimits,
+    pages_of_device,
+    pages_of_host,
+)
 
 GROUP = FullAttention("full", num_layers=36, num_kv_heads=8, head_size=128)
 
@@ -33,7 +39,9 @@ def test_the_pool_fills_what_the_device_has_left_and_keeps_a_page_for_padding() 
     assert (pages + 1) * limits().page_bytes <= left < (pages + 2) * limits().page_bytes
 
 
-def test_a_pool_too_small_for_one_sequence_names_what_is_missing_and_the_flags_that_mend_it() -> None:
+def test_a_pool_too_small_for_one_sequence_names_what_is_missing_and_the_flags_that_mend_it() -> (
+    None
+):
     with pytest.raises(CapacityError) as caught:
         pages_of_device(limits(), budget(weights=120 * GIB))
     message = str(caught.value)

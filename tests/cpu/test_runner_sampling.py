@@ -29,7 +29,9 @@ def reference_logprobs(runner: LocalRunner, tokens: list[int]) -> torch.Tensor:
     return values
 
 
-def generate(runner: LocalRunner, count: int, prompt: list[int] = PROMPT, **params: object) -> list[int]:
+def generate(
+    runner: LocalRunner, count: int, prompt: list[int] = PROMPT, **params: object
+) -> list[int]:
     runner.forget()
     maker = PlanMaker(runner.block_size)
     maker.add("x", prompt, 3, **params)  # type: ignore[arg-type]
@@ -40,21 +42,30 @@ def generate(runner: LocalRunner, count: int, prompt: list[int] = PROMPT, **para
 
 
 @pytest.mark.parametrize(
-    ("presence", "frequency", "repetition"), [(2.0, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 3.0), (0.5, 0.5, 0.6)]
+    ("presence", "frequency", "repetition"),
+    [(2.0, 0.0, 1.0), (0.0, 0.7, 1.0), (0.0, 0.0, 3.0), (0.5, 0.5, 0.6)],
 )
 def test_penalties_follow_their_formulas(
     runner: LocalRunner, presence: float, frequency: float, repetition: float
 ) -> None:
     output = generate(
-        runner, 6, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
+        runner,
+        6,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
     )
     logits_of = raw_logits(runner)
     tokens = list(PROMPT)
     for token in output:
         logits = logits_of(tokens)
         seen = sorted(set(tokens))
-        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
-        counts = torch.bincount(torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=VOCAB)
+        logits[seen] = torch.where(
+            logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition
+        )
+        counts = torch.bincount(
+            torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=VOCAB
+        )
         logits -= frequency * counts + presence * (counts > 0)
         assert token == int(logits.argmax())
         tokens.append(token)
@@ -78,7 +89,9 @@ def raw_logits(runner: LocalRunner):  # type: ignore[no-untyped-def]
     return logits
 
 
-def test_penalties_know_the_output_of_a_sequence_that_comes_back_after_preemption(runner: LocalRunner) -> None:
+def test_penalties_know_the_output_of_a_sequence_that_comes_back_after_preemption(
+    runner: LocalRunner,
+) -> None:
     params = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
     whole = generate(runner, 6, **params)
     runner.forget()
@@ -91,7 +104,9 @@ def test_penalties_know_the_output_of_a_sequence_that_comes_back_after_preemptio
     assert sequence.output == whole
 
 
-def test_a_bias_moves_the_choice_and_its_absence_in_the_next_sequence_moves_it_back(runner: LocalRunner) -> None:
+def test_a_bias_moves_the_choice_and_its_absence_in_the_next_sequence_moves_it_back(
+    runner: LocalRunner,
+) -> None:
     plain = generate(runner, 3)
     runner.forget()
     maker = PlanMaker(runner.block_size)
@@ -109,8 +124,13 @@ def test_what_one_row_asks_for_changes_no_token_of_its_neighbours(runner: LocalR
     plain, drawn = generate(runner, 6), generate(runner, 6, temperature=1.0, seed=11, top_p=0.9)
     runner.forget()
     maker = PlanMaker(runner.block_size)
-    names = {"plain": {}, "drawn": {"temperature": 1.0, "seed": 11, "top_p": 0.9}, "penalised": {
-        "repetition_penalty": 2.0}, "reported": {"logprobs": 3}, "biased": {"bias": {1: 9.0}}}
+    names = {
+        "plain": {},
+        "drawn": {"temperature": 1.0, "seed": 11, "top_p": 0.9},
+        "penalised": {"repetition_penalty": 2.0},
+        "reported": {"logprobs": 3},
+        "biased": {"bias": {1: 9.0}},
+    }
     for slot, (name, params) in enumerate(names.items()):
         maker.add(name, PROMPT, slot, **params)  # type: ignore[arg-type]
     maker.step(runner, chunks={name: len(PROMPT) for name in names})
@@ -120,7 +140,9 @@ def test_what_one_row_asks_for_changes_no_token_of_its_neighbours(runner: LocalR
     assert maker.sequences["drawn"].output == drawn
 
 
-def test_a_seed_gives_the_same_tokens_in_other_slots_chunks_and_company(runner: LocalRunner) -> None:
+def test_a_seed_gives_the_same_tokens_in_other_slots_chunks_and_company(
+    runner: LocalRunner,
+) -> None:
     first = generate(runner, 8, temperature=0.8, seed=2**62, top_k=40)
     other = generate(runner, 8, temperature=0.8, seed=5, top_k=40)
     assert first != other
@@ -137,7 +159,9 @@ def test_a_seed_gives_the_same_tokens_in_other_slots_chunks_and_company(runner: 
     assert maker.sequences["other"].output[:8] == other
 
 
-def test_a_sequence_resumed_after_preemption_draws_the_tokens_it_would_have_drawn(runner: LocalRunner) -> None:
+def test_a_sequence_resumed_after_preemption_draws_the_tokens_it_would_have_drawn(
+    runner: LocalRunner,
+) -> None:
     whole = generate(runner, 8, temperature=1.0, seed=77)
     assert generate(runner, 4, PROMPT + whole[:4], temperature=1.0, seed=77) == whole[4:]
 
@@ -145,7 +169,9 @@ def test_a_sequence_resumed_after_preemption_draws_the_tokens_it_would_have_draw
 def test_logprobs_are_those_of_the_models_own_logits(runner: LocalRunner) -> None:
     runner.forget()
     maker = PlanMaker(runner.block_size)
-    maker.add("asks", PROMPT, 0, logprobs=4, temperature=3.0, seed=1, bias={7: 50.0}, presence_penalty=1.0)
+    maker.add(
+        "asks", PROMPT, 0, logprobs=4, temperature=3.0, seed=1, bias={7: 50.0}, presence_penalty=1.0
+    )
     maker.add("does not", PROMPT, 1)
     result = maker.step(runner, chunks={"asks": 6, "does not": 6})
     expected = reference_logprobs(runner, PROMPT)

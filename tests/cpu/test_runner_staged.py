@@ -17,7 +17,9 @@ def make_plan(decodes: list[int], chunks: dict[int, int]) -> StepPlan:
     maker = PlanMaker(block_size=4)
     for slot in (*decodes, *chunks):
         maker.add(str(slot), [100 * slot + i for i in range(20)], slot)
-    return maker.plan([str(slot) for slot in decodes], {str(slot): count for slot, count in chunks.items()})
+    return maker.plan(
+        [str(slot) for slot in decodes], {str(slot): count for slot, count in chunks.items()}
+    )
 
 
 def fill(layout: StagedLayout, plan: StepPlan) -> dict[str, list[int]]:
@@ -32,7 +34,10 @@ def fill(layout: StagedLayout, plan: StepPlan) -> dict[str, list[int]]:
 def test_decodes_are_followed_by_rows_of_the_padding_slot_that_do_not_advance() -> None:
     columns = fill(StagedLayout(BucketSize(4, 0, 0), num_words=3), make_plan([3, 1], {}))
     assert columns == {
-        "slots": [3, 1, 9, 9], "words": [5, 6, 77], "values": [50, 60, 0], "advance": [1, 1, 0, 0],
+        "slots": [3, 1, 9, 9],
+        "words": [5, 6, 77],
+        "values": [50, 60, 0],
+        "advance": [1, 1, 0, 0],
     }
 
 

@@ -52,17 +52,24 @@ def test_the_largest_trial_has_all_tokens_and_all_rows() -> None:
     assert plan.num_tokens == 2000
     assert plan.num_rows == 8
     assert plan.num_query_tokens.max() == 300
-    assert largest(bounded(max_num_seqs=64, chunk_size=16), 1).plan.num_query_tokens.tolist() == [1] * 64
+    assert (
+        largest(bounded(max_num_seqs=64, chunk_size=16), 1).plan.num_query_tokens.tolist()
+        == [1] * 64
+    )
 
 
-def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(catalog: Catalog, tiny: Make) -> None:
+def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(
+    catalog: Catalog, tiny: Make
+) -> None:
     runner = build(tiny(block_size=None), catalog, quiet)
     assert runner.block_size == 16
     assert runner.num_pages == 4096 // 16
     assert runner.page_bytes == 2 * 2 * 16 * 2 * 16 * 4
 
 
-def test_the_ids_of_the_largest_captured_step_fit_into_the_buffers_that_bring_them_to_the_host() -> None:
+def test_the_ids_of_the_largest_captured_step_fit_into_the_buffers_that_bring_them_to_the_host() -> (
+    None
+):
     bounds = Config.model_fields["max_num_seqs"].metadata
     (most,) = (each.le for each in bounds if isinstance(each, annotated_types.Le))
     assert isinstance(most, int)
@@ -80,7 +87,9 @@ def test_a_plan_without_weights_decides_the_same_kernels(
     assert memory["num_pages"] == runner.num_pages
 
 
-def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(catalog: Catalog, tiny: Make) -> None:
+def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(
+    catalog: Catalog, tiny: Make
+) -> None:
     with pytest.raises(PluginError, match=r"nonesuch(.|\n)*torch"):
         build(tiny(attention_backend="nonesuch"), catalog, quiet)
 
@@ -95,19 +104,32 @@ def test_an_unknown_device_is_refused(catalog: Catalog, tiny: Make) -> None:
         build(tiny(device="abacus"), catalog, quiet)
 
 
-@pytest.mark.parametrize(("error", "what"), [
-    (torch.OutOfMemoryError, "the model, whose weights are 0.00 GiB as float32,"), (OutOfMemory, "the largest step"),
-], ids=["weights", "a step"])
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (torch.OutOfMemoryError, "the model, whose weights are 0.00 GiB as float32,"),
+        (OutOfMemory, "the largest step"),
+    ],
+    ids=["weights", "a step"],
+)
 def test_a_start_without_memory_says_what_it_asked_for_what_is_free_and_the_flags(
     error: type[Exception], what: str, catalog: Catalog, tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object, **keywords: object) -> None:
-        raise error("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 139.80 GiB of which 3.00 GiB is free.")
+        raise error(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 139.80 GiB of which 3.00 GiB is free."
+        )
 
     on_cpu = local.assemble
     monkeypatch.setattr(local, "resolve_device", lambda name: torch.device("meta"))
-    monkeypatch.setattr(local, "assemble", lambda config, catalog, device: on_cpu(config, catalog, torch.device("cpu")))
-    monkeypatch.setattr(local, "_load_weights" if error is torch.OutOfMemoryError else "LocalRunner", refuse)
+    monkeypatch.setattr(
+        local,
+        "assemble",
+        lambda config, catalog, device: on_cpu(config, catalog, torch.device("cpu")),
+    )
+    monkeypatch.setattr(
+        local, "_load_weights" if error is torch.OutOfMemoryError else "LocalRunner", refuse
+    )
     said = rf"^{what} does not fit: .*Tried to allocate 20.00 GiB. .* of which 3.00 GiB is free; .*--\w"
     with pytest.raises(CapacityError, match=said):
         local.build(tiny(), catalog, lambda what, done, total: None)
@@ -118,39 +140,78 @@ def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny: Make) -
         build(tiny(max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
 
 
-def test_every_step_of_few_prompts_of_up_to_4096_tokens_has_a_bucket_of_at_most_twice_its_tokens() -> None:
+def test_every_step_of_few_prompts_of_up_to_4096_tokens_has_a_bucket_of_at_most_twice_its_tokens() -> (
+    None
+):
     sizes = [size for size in bucket_sizes((1, 2, 4, 256), 8192, 300) if size.num_chunks]
     assert max(size.num_chunk_tokens for size in sizes) == 4096
     assert sizes == [size for size in bucket_sizes((1, 2, 4, 256), 4096, 300) if size.num_chunks]
-    for decodes, tokens in ((0, 1), (256, 3840), (17, 500), (65, 33), (1, 3000), (100, 3996), (0, 4096)):
+    for decodes, tokens in (
+        (0, 1),
+        (256, 3840),
+        (17, 500),
+        (65, 33),
+        (1, 3000),
+        (100, 3996),
+        (0, 4096),
+    ):
         fitting = [
-            size.num_chunk_tokens for size in sizes
-            if size.num_decodes >= decodes and size.num_chunk_tokens >= tokens and size.num_chunks >= min(tokens, 16)
+            size.num_chunk_tokens
+            for size in sizes
+            if size.num_decodes >= decodes
+            and size.num_chunk_tokens >= tokens
+            and size.num_chunks >= min(tokens, 16)
         ]
         assert min(fitting) <= max(32, 2 * tokens)
-    many = sorted({size.num_chunk_tokens for size in sizes if size.num_chunk_tokens >= 1792 and not size.num_decodes})
+    many = sorted(
+        {
+            size.num_chunk_tokens
+            for size in sizes
+            if size.num_chunk_tokens >= 1792 and not size.num_decodes
+        }
+    )
     assert many == [1792, 2048, 2560, 3072, 3584, 4096]
     few = [size.num_chunks for size in sizes if size.num_chunk_tokens <= 256]
     assert set(few) == {16}, "rows that few prompts of few tokens leave empty"
     assert {size.num_chunks for size in sizes if size.num_chunk_tokens == 4096} == {64}
-    full = [(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.num_chunk_tokens > 3584]
-    assert full == [(0, 4096), (64, 4096), (128, 4032), (192, 3968), (256, 3904)], "no more together than a step has"
-    assert bucket_sizes((1,), 16, 1) == (BucketSize(1, 0, 0), BucketSize(0, 1, 16), BucketSize(1, 1, 16))
+    full = [
+        (size.num_decodes, size.num_chunk_tokens) for size in sizes if size.num_chunk_tokens > 3584
+    ]
+    assert full == [(0, 4096), (64, 4096), (128, 4032), (192, 3968), (256, 3904)], (
+        "no more together than a step has"
+    )
+    assert bucket_sizes((1,), 16, 1) == (
+        BucketSize(1, 0, 0),
+        BucketSize(0, 1, 16),
+        BucketSize(1, 1, 16),
+    )
 
 
-def test_more_decodes_than_tokens_of_the_largest_captured_step_leave_no_bucket_without_tokens() -> None:
-    sizes = [size for size in bucket_sizes(decode_sizes(6000, 6000, None), 8192, 6000) if size.num_chunks]
+def test_more_decodes_than_tokens_of_the_largest_captured_step_leave_no_bucket_without_tokens() -> (
+    None
+):
+    sizes = [
+        size for size in bucket_sizes(decode_sizes(6000, 6000, None), 8192, 6000) if size.num_chunks
+    ]
     assert all(size.num_chunk_tokens > 0 for size in sizes)
-    assert {size.num_chunk_tokens for size in sizes if size.num_decodes in (3000, 4500)} == {2596, 1096}
+    assert {size.num_chunk_tokens for size in sizes if size.num_decodes in (3000, 4500)} == {
+        2596,
+        1096,
+    }
 
 
 @pytest.mark.parametrize(
     ("decodes", "chunks", "tokens", "expected"),
     [
-        (0, 16, 20, BucketSize(0, 16, 32)), (0, 17, 20, BucketSize(0, 20, 320)), (1, 33, 33, BucketSize(64, 40, 640)),
-        (0, 64, 64, BucketSize(0, 64, 1024)), (200, 1, 3896, BucketSize(256, 64, 3904)), (0, 1, 4097, None),
+        (0, 16, 20, BucketSize(0, 16, 32)),
+        (0, 17, 20, BucketSize(0, 20, 320)),
+        (1, 33, 33, BucketSize(64, 40, 640)),
+        (0, 64, 64, BucketSize(0, 64, 1024)),
+        (200, 1, 3896, BucketSize(256, 64, 3904)),
+        (0, 1, 4097, None),
         (0, 1, 3700, BucketSize(0, 64, 4096)),
-        (0, 65, 65, None), (257, 1, 1, None),
+        (0, 65, 65, None),
+        (257, 1, 1, None),
     ],
 )
 def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
@@ -158,19 +219,33 @@ def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
 ) -> None:
     graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
     graphs._decode_sizes = [1, 256]
-    sizes = [size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks and not size.is_plain]
+    sizes = [
+        size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks and not size.is_plain
+    ]
     graphs._mixed_sizes = sorted(sizes, key=lambda size: (size.num_tokens, size.num_decodes))
-    plan = replace(largest(bounded(max_num_seqs=300, chunk_size=8192), 1).plan, token_ids=np.zeros(tokens, np.int32),
-                   slots=np.zeros(decodes + chunks, np.int32), num_decodes=decodes)
+    plan = replace(
+        largest(bounded(max_num_seqs=300, chunk_size=8192), 1).plan,
+        token_ids=np.zeros(tokens, np.int32),
+        slots=np.zeros(decodes + chunks, np.int32),
+        num_decodes=decodes,
+    )
     assert graphs._size(plan) == expected
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(is_plain: bool) -> None:
+def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(
+    is_plain: bool,
+) -> None:
     graphs = StepGraphs.__new__(StepGraphs)
     graphs._max_model_len = 10_000
-    graphs._seq_lens, graphs._decode_start = torch.zeros(80, dtype=torch.int32), torch.arange(81, dtype=torch.int32)
-    table, starts = torch.zeros((80, 4), dtype=torch.int32), {"query_start": torch.zeros(17, dtype=torch.int32)}
+    graphs._seq_lens, graphs._decode_start = (
+        torch.zeros(80, dtype=torch.int32),
+        torch.arange(81, dtype=torch.int32),
+    )
+    table, starts = (
+        torch.zeros((80, 4), dtype=torch.int32),
+        {"query_start": torch.zeros(17, dtype=torch.int32)},
+    )
     for num_chunks in (0, 16):
         size = BucketSize(64, num_chunks, 32 if num_chunks else 0, is_plain)
         inputs = graphs._group_inputs(size, starts, table, torch.zeros(96, dtype=torch.int64))
@@ -179,8 +254,16 @@ def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(i
         assert (decodes.num_rows, decodes.max_seq_len) == (64, 4096 if is_plain else 10_000)
         if inputs.prefills is not None:
             prompts = inputs.prefills
-            assert (prompts.shares_prefix, prompts.is_beside, prompts.max_seq_len) == (True, False, 10_000)
-            assert (prompts.num_rows, prompts.num_tokens, prompts.block_table.shape[0]) == (16, 32, 16)
+            assert (prompts.shares_prefix, prompts.is_beside, prompts.max_seq_len) == (
+                True,
+                False,
+                10_000,
+            )
+            assert (prompts.num_rows, prompts.num_tokens, prompts.block_table.shape[0]) == (
+                16,
+                32,
+                16,
+            )
         assert (inputs.prefills is None) == (num_chunks == 0)
 
 
@@ -188,9 +271,16 @@ def test_many_decodes_have_a_plain_bucket_besides() -> None:
     sizes = bucket_sizes((1, 8, 16, 64, 256), 8192, 256)
     plain = {(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.is_plain}
     tokens = (32, 64, 128, 192, 256, 320, 384, 448, 512)
-    assert plain == {(16, 0), (64, 0), (256, 0), *((decodes, count) for decodes in (64, 256) for count in tokens)}
+    assert plain == {
+        (16, 0),
+        (64, 0),
+        (256, 0),
+        *((decodes, count) for decodes in (64, 256) for count in tokens),
+    }
     assert len(set(sizes)) == len(sizes)
-    assert {replace(size, is_plain=True) for size in sizes if not size.is_plain} > set(sizes[-len(plain):])
+    assert {replace(size, is_plain=True) for size in sizes if not size.is_plain} > set(
+        sizes[-len(plain) :]
+    )
 
 
 def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows() -> None:
@@ -204,7 +294,9 @@ def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows()
         decode_sizes(4, None, (8, 16))
 
 
-def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(catalog: Catalog, tiny: Make) -> None:
+def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(
+    catalog: Catalog, tiny: Make
+) -> None:
     resolved = tiny()
     spec = replace(resolved.checkpoint.spec, load="no_such_module:Model")
     said = "models Qwen3ForCausalLM of tokenspeed-models .*: no_such_module:Model fails: ModuleNotFound"
@@ -226,9 +318,12 @@ def test_a_load_format_whose_reader_fails_ends_in_a_line_that_blames_its_plugin_
     info = tmp_path / "acme_format-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-format\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tokenspeed.load_formats]\nacme = acme_format:FORMAT [api1]\n")
+    (info / "entry_points.txt").write_text(
+        "[tokenspeed.load_formats]\nacme = acme_format:FORMAT [api1]\n"
+    )
     (tmp_path / "acme_format.py").write_text(
-        f"from tokenspeed_core.api import LoadFormat\nFORMAT = LoadFormat('acme', {reader!r}, ())\n")
+        f"from tokenspeed_core.api import LoadFormat\nFORMAT = LoadFormat('acme', {reader!r}, ())\n"
+    )
     (tmp_path / "acme_reader.py").write_text("import acme_lib\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PluginError) as caught:
@@ -238,5 +333,7 @@ def test_a_load_format_whose_reader_fails_ends_in_a_line_that_blames_its_plugin_
     assert said.startswith(f"load_formats acme of acme-format 1.0: {reader} ")
     assert why in said
     named = "; where --load-format names it, name another or leave that out, else "
-    assert said.endswith(f"{named}`pip uninstall acme-format` or TOKENSPEED_PLUGINS=-acme-format goes without it")
+    assert said.endswith(
+        f"{named}`pip uninstall acme-format` or TOKENSPEED_PLUGINS=-acme-format goes without it"
+    )
     assert "\n" not in said

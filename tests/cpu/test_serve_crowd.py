@@ -45,8 +45,15 @@ class Crowd:
         """Note what each prompt gets when nobody else asks."""
         with self.server.http() as http:
             for prompt in self.prompts:
-                body = {"prompt": prompt, "max_tokens": MOST_TOKENS, "temperature": 0, "ignore_eos": True}
-                self.alone.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
+                body = {
+                    "prompt": prompt,
+                    "max_tokens": MOST_TOKENS,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
+                self.alone.append(
+                    http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+                )
 
     async def ask_together(self) -> None:
         """Send all requests over forty connections."""
@@ -67,8 +74,11 @@ class Crowd:
         chance = self.random.random
         number = self.random.randrange(NUM_PROMPTS)
         body: dict[str, Any] = {
-            "prompt": self.prompts[number], "max_tokens": self.random.randrange(1, MOST_TOKENS + 1),
-            "temperature": 0, "ignore_eos": True, "n": self.random.choice([1, 1, 1, 2, 3]),
+            "prompt": self.prompts[number],
+            "max_tokens": self.random.randrange(1, MOST_TOKENS + 1),
+            "temperature": 0,
+            "ignore_eos": True,
+            "n": self.random.choice([1, 1, 1, 2, 3]),
             "stream": chance() < 0.4,
         }
         body |= {"logprobs": self.random.randrange(4)} if chance() < 0.3 else {}
@@ -78,7 +88,9 @@ class Crowd:
         if chance() < 0.2:
             texts = await self.leave(client, body)
         elif body["stream"]:
-            texts = await self.stream(client, body, self.random.randrange(1, 80) if chance() < 0.5 else None)
+            texts = await self.stream(
+                client, body, self.random.randrange(1, 80) if chance() < 0.5 else None
+            )
         else:
             response = await client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
@@ -96,7 +108,9 @@ class Crowd:
             self.num_left += 1
         return []
 
-    async def stream(self, client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None) -> list[str]:
+    async def stream(
+        self, client: httpx.AsyncClient, body: dict[str, Any], leaves_after: int | None
+    ) -> list[str]:
         """Read events, all of them or some."""
         texts, num_events = [""] * body["n"], 0
         async with client.stream("POST", "/v1/completions", json=body) as response:
@@ -113,7 +127,9 @@ class Crowd:
         return texts
 
 
-def test_a_crowd_that_comes_and_goes_gets_what_each_gets_alone_and_leaves_nothing(server: Served) -> None:
+def test_a_crowd_that_comes_and_goes_gets_what_each_gets_alone_and_leaves_nothing(
+    server: Served,
+) -> None:
     crowd = Crowd(server)
     crowd.ask_alone()
     asyncio.run(crowd.ask_together())
@@ -123,8 +139,14 @@ def test_a_crowd_that_comes_and_goes_gets_what_each_gets_alone_and_leaves_nothin
     before = sum(server.engine().cpu_times()[:2])
     time.sleep(1)
     assert sum(server.engine().cpu_times()[:2]) - before < 0.1, "the engine does not rest"
-    with server.http() as http:   # and every block is free for whoever needs them all
-        whole = {"prompt": [5] * 10, "max_tokens": 310, "ignore_eos": True, "n": 2, "temperature": 0}
+    with server.http() as http:  # and every block is free for whoever needs them all
+        whole = {
+            "prompt": [5] * 10,
+            "max_tokens": 310,
+            "ignore_eos": True,
+            "n": 2,
+            "temperature": 0,
+        }
         assert http.post("/v1/completions", json=whole).json()["usage"]["completion_tokens"] == 620
         assert http.get("/health").status_code == 200
     assert "Traceback" not in server.said()

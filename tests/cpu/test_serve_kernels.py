@@ -39,7 +39,8 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[tokenspeed.kernels.attention]\nstrange/leaves = strange_specs:LEAVES [api1]\n"
-        "strange/empty = strange_specs:EMPTY [api1]\n")
+        "strange/empty = strange_specs:EMPTY [api1]\n"
+    )
     (tmp_path / "site" / "strange_specs.py").write_text(STRANGE)
     (tmp_path / "site" / "strange_attention.py").write_text(ATTENTION)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -54,17 +55,29 @@ def last_words(folder: Path, *flags: str) -> str:
 
 def test_a_kernel_that_would_end_the_process_in_prepare_is_named(tmp_path: Path) -> None:
     said = last_words(tmp_path, "--attention-backend", "strange/leaves")
-    assert said.startswith("tokenspeed: the engine could not start: step 1: forward failed: SystemExit: 4; raised in ")
+    assert said.startswith(
+        "tokenspeed: the engine could not start: step 1: forward failed: SystemExit: 4; raised in "
+    )
     assert "attention (prefill) by strange/leaves of strange; `--attention-backend " in said
 
 
 def test_a_kernel_that_gives_no_number_ends_the_start_and_is_named(tmp_path: Path) -> None:
-    said = last_words(tmp_path, "--attention-backend.decode", "strange/empty", "--attention-backend.prefill", "torch")
-    assert "none of the start's own requests got finite logits: either weights are not finite" in said
+    said = last_words(
+        tmp_path,
+        "--attention-backend.decode",
+        "strange/empty",
+        "--attention-backend.prefill",
+        "torch",
+    )
+    assert (
+        "none of the start's own requests got finite logits: either weights are not finite" in said
+    )
     assert "; attention by strange/empty of strange; `--attention-backend.decode " in said
     assert "prefill" not in said
 
 
 def test_weights_that_are_noise_are_served_whatever_their_logits(tmp_path: Path) -> None:
-    with served(tmp_path, "--attention-backend", "strange/empty", "--load-format", "dummy") as running:
+    with served(
+        tmp_path, "--attention-backend", "strange/empty", "--load-format", "dummy"
+    ) as running:
         assert "gave no finite logit" in running.said()

@@ -17,12 +17,19 @@ PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isol
 WEATHER = {
     "type": "function",
     "function": {
-        "name": "get_weather", "description": "Get the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 CALLING: dict[str, Any] = {
-    **DEMO, "messages": [{"role": "user", "content": "Get the weather in Paris."}], "tools": [WEATHER]
+    **DEMO,
+    "messages": [{"role": "user", "content": "Get the weather in Paris."}],
+    "tools": [WEATHER],
 }
 ADDING: dict[str, Any] = {**DEMO, "messages": [{"role": "user", "content": "What is 58+67?"}]}
 
@@ -44,8 +51,15 @@ def whole(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
     (choice,) = sdk.chat.completions.create(**ask).choices
     message = choice.message
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
-    assert all(call.id.startswith("call_") and call.type == "function" for call in message.tool_calls or ())
-    return message.content or "", getattr(message, "reasoning_content", ""), calls, choice.finish_reason
+    assert all(
+        call.id.startswith("call_") and call.type == "function" for call in message.tool_calls or ()
+    )
+    return (
+        message.content or "",
+        getattr(message, "reasoning_content", ""),
+        calls,
+        choice.finish_reason,
+    )
 
 
 def streamed(sdk: openai.OpenAI, ask: dict[str, Any]) -> tuple[Any, ...]:
@@ -67,7 +81,12 @@ def test_a_tool_call_is_one_for_the_client_streamed_and_whole(sdk: openai.OpenAI
     said = whole(sdk, CALLING)
     assert said == streamed(sdk, CALLING)
     content, _, ((name, arguments),), reason = said
-    assert (content, name, json.loads(arguments), reason) == ("", "get_weather", {"city": "Paris"}, "tool_calls")
+    assert (content, name, json.loads(arguments), reason) == (
+        "",
+        "get_weather",
+        {"city": "Paris"},
+        "tool_calls",
+    )
     with sdk.chat.completions.stream(**CALLING) as stream:
         (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
     assert (call.function.name, call.function.arguments) == (name, arguments)
@@ -101,14 +120,19 @@ def test_thinking_that_the_prompt_has_closed_leaves_all_to_the_answer(sdk: opena
 
 
 def test_without_tools_or_with_choice_none_a_call_stays_text(sdk: openai.OpenAI) -> None:
-    ask = {**DEMO, "messages": [{"role": "user", "content": 'Repeat: <tool_call>{"name": "f"}</tool_call>'}]}
+    ask = {
+        **DEMO,
+        "messages": [{"role": "user", "content": 'Repeat: <tool_call>{"name": "f"}</tool_call>'}],
+    }
     for extra in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         content, _, calls, reason = whole(sdk, {**ask, **extra})
         assert (calls, reason) == ([], "stop")
         assert content
 
 
-def test_a_call_that_was_cut_off_says_length_and_has_the_arguments_so_far(sdk: openai.OpenAI) -> None:
+def test_a_call_that_was_cut_off_says_length_and_has_the_arguments_so_far(
+    sdk: openai.OpenAI,
+) -> None:
     ask = {**CALLING, "max_tokens": 18}
     said = whole(sdk, ask)
     assert said == streamed(sdk, ask)
@@ -117,7 +141,9 @@ def test_a_call_that_was_cut_off_says_length_and_has_the_arguments_so_far(sdk: o
     assert '{"city": "Paris"}'.startswith(arguments)
 
 
-def test_a_call_that_a_stop_string_cuts_says_stop_and_has_the_arguments_so_far(sdk: openai.OpenAI) -> None:
+def test_a_call_that_a_stop_string_cuts_says_stop_and_has_the_arguments_so_far(
+    sdk: openai.OpenAI,
+) -> None:
     ask = {**CALLING, "stop": ["aris"]}
     said = whole(sdk, ask)
     assert said == streamed(sdk, ask)
@@ -133,14 +159,20 @@ def test_each_choice_has_calls_of_its_own(sdk: openai.OpenAI) -> None:
 
 
 def test_the_plugin_list_and_help_know_the_parsers() -> None:
-    done = subprocess.run([*COMMAND, "serve", "--help=tool-call-parser"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*COMMAND, "serve", "--help=tool-call-parser"], capture_output=True, text=True, check=True
+    )
     assert "qwen" in done.stdout
-    listed = subprocess.run([*COMMAND, "plugins", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [*COMMAND, "plugins", "list"], capture_output=True, text=True, check=True
+    ).stdout
     assert "reasoning_parsers" in listed
 
 
 @pytest.mark.parametrize("words", [("serve",), ("serve", "--dry-run", "--device", "cpu")])
-def test_a_parser_that_is_mistyped_ends_the_start_with_the_nearest(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_parser_that_is_mistyped_ends_the_start_with_the_nearest(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     status, said = said_at_its_end(tmp_path, *words, "--tool-call-parser", "qwenn")
     assert status == 2
     assert "did you mean qwen?" in said
@@ -194,7 +226,8 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "entry_points.txt").write_text(
         "[tokenspeed.tool_parsers]\nfailing = strange_parsers:FAILING [api1]\n"
         "leaving = strange_parsers:LEAVING [api1]\n"
-        "telling = strange_parsers:TELLING [api1]\n")
+        "telling = strange_parsers:TELLING [api1]\n"
+    )
     (tmp_path / "site" / "strange_parsers.py").write_text(STRANGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
 
@@ -205,7 +238,10 @@ def test_a_parser_that_fails_fails_its_request_alone(tmp_path: Path) -> None:
         sdk = running.openai()
         with pytest.raises(openai.InternalServerError, match="its log says why"):
             sdk.chat.completions.create(**CALLING)
-        assert "tool_parsers failing of strange 1.0 fails on a reply: RuntimeError: no idea" in running.said()
+        assert (
+            "tool_parsers failing of strange 1.0 fails on a reply: RuntimeError: no idea"
+            in running.said()
+        )
         assert "125" in whole(sdk, ADDING)[0]
 
 
@@ -214,7 +250,9 @@ def test_a_parser_that_would_end_the_process_ends_its_reply_alone(tmp_path: Path
     with served(tmp_path, "--tool-call-parser", "leaving") as running:
         sdk = running.openai()
         leave = {"messages": [{"role": "user", "content": "Do leave."}]}
-        other = Background(lambda: whole(sdk, {**ADDING, "max_tokens": 200, "extra_body": {"ignore_eos": True}}))
+        other = Background(
+            lambda: whole(sdk, {**ADDING, "max_tokens": 200, "extra_body": {"ignore_eos": True}})
+        )
         for ask in (CALLING, {**CALLING, **leave}):
             with pytest.raises(openai.InternalServerError, match="its log says why"):
                 sdk.chat.completions.create(**ask)
@@ -223,12 +261,17 @@ def test_a_parser_that_would_end_the_process_ends_its_reply_alone(tmp_path: Path
             streamed(sdk, CALLING)
         said = running.said()
         assert "tool_parsers leaving of strange 1.0 fails on a reply: SystemExit: 5" in said
-        assert "tool_parsers leaving of strange 1.0: strange_parsers:Leaving fails: SystemExit: 4" in said
+        assert (
+            "tool_parsers leaving of strange 1.0: strange_parsers:Leaving fails: SystemExit: 4"
+            in said
+        )
         assert running.process.poll() is None
 
 
 @pytest.mark.usefixtures("strange")
-def test_a_parser_is_told_of_the_request_and_gets_special_tokens_where_it_reads_them(tmp_path: Path) -> None:
+def test_a_parser_is_told_of_the_request_and_gets_special_tokens_where_it_reads_them(
+    tmp_path: Path,
+) -> None:
     with served(tmp_path, "--tool-call-parser", "telling") as running:
         sdk = running.openai()
         beyond = {"extra_body": {"ignore_eos": True}, "max_tokens": 60}
@@ -239,14 +282,25 @@ def test_a_parser_is_told_of_the_request_and_gets_special_tokens_where_it_reads_
         assert "<|im_end|>" not in whole(sdk, {**ADDING, **beyond})[0]
 
 
-def test_parsers_made_by_plugins_new_serve_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parsers_made_by_plugins_new_serve_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = tmp_path / "site"
     for kind in ("tool-parser", "reasoning-parser"):
         folder = str(tmp_path / kind)
-        subprocess.run([*COMMAND, "plugins", "new", kind, "acme", "--path", folder], check=True, capture_output=True)
+        subprocess.run(
+            [*COMMAND, "plugins", "new", kind, "acme", "--path", folder],
+            check=True,
+            capture_output=True,
+        )
         subprocess.run([sys.executable, "-P", *PIP, "--target", str(site), folder], check=True)
     monkeypatch.setenv("PYTHONPATH", str(site))
-    flags = ("--tool-call-parser", "acme/tool-parser", "--reasoning-parser", "acme/reasoning-parser")
+    flags = (
+        "--tool-call-parser",
+        "acme/tool-parser",
+        "--reasoning-parser",
+        "acme/reasoning-parser",
+    )
     with served(tmp_path, *flags) as running:
         sdk = running.openai()
         said = whole(sdk, CALLING)

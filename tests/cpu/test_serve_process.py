@@ -33,8 +33,13 @@ LONG: dict[str, Any] = {**DEMO, "prompt": "a", "extra_body": {"ignore_eos": True
 WEATHER = {
     "type": "function",
     "function": {
-        "name": "get_weather", "description": "Get the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -66,8 +71,12 @@ def test_the_demo_adds(sdk: openai.OpenAI) -> None:
 def test_the_printed_curl_line_works_as_it_stands(server: Served) -> None:
     assert server.curl.startswith("curl ")
     done = subprocess.run(
-        server.curl.replace("curl ", "curl -sS --noproxy '*' ", 1), shell=True, capture_output=True, text=True,
-        timeout=120, check=True,
+        server.curl.replace("curl ", "curl -sS --noproxy '*' ", 1),
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
@@ -81,9 +90,15 @@ def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) ->
         report = http.get("/v1/plugins").json()
         assert report["architecture"] == "Qwen3ForCausalLM"
         (family,) = (each for each in report["plugins"] if each["name"] == "Qwen3ForCausalLM")
-        assert (family["kind"], family["status"], family["distribution"]) == ("models", "ok", "tokenspeed-models")
+        assert (family["kind"], family["status"], family["distribution"]) == (
+            "models",
+            "ok",
+            "tokenspeed-models",
+        )
         decode = next(each for each in report["kernel_plan"]["ops"] if each["op"] == "attention")
-        refused = {each["backend"]: each["reasons"] for each in decode["verdicts"] if not each["fits"]}
+        refused = {
+            each["backend"]: each["reasons"] for each in decode["verdicts"] if not each["fits"]
+        }
         assert decode["backend"] not in refused
         assert all(reasons for reasons in refused.values())
 
@@ -91,13 +106,22 @@ def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) ->
 def test_a_stream_is_the_whole_and_a_repeated_prompt_is_cached(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "prompt": list(range(40, 100)), "max_tokens": 24}
     whole = sdk.completions.create(**ask)
-    chunks = list(sdk.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    chunks = list(
+        sdk.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    )
+    assert (
+        "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    )
     usage = chunks[-1].usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
-    assert usage.prompt_tokens_details.cached_tokens == 48   # whole blocks of 16, less the last token's
-    assert (usage.prompt_tokens, usage.completion_tokens) == (60, whole.usage.completion_tokens if whole.usage else 0)
+    assert (
+        usage.prompt_tokens_details.cached_tokens == 48
+    )  # whole blocks of 16, less the last token's
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        60,
+        whole.usage.completion_tokens if whole.usage else 0,
+    )
 
 
 def test_a_chat_streams_in_events_that_make_up_the_whole(sdk: openai.OpenAI) -> None:
@@ -120,15 +144,24 @@ def test_tools_are_rendered_and_a_call_comes_back_as_text(sdk: openai.OpenAI) ->
     assert tooled.usage is not None
     assert tooled.usage.prompt_tokens > plain.usage.prompt_tokens + 20
     assert tooled.choices[0].message.tool_calls is None
-    assert '"name": "get_weather", "arguments": {"city": "Paris"}' in (tooled.choices[0].message.content or "")
+    assert '"name": "get_weather", "arguments": {"city": "Paris"}' in (
+        tooled.choices[0].message.content or ""
+    )
 
 
 def test_log_probabilities_n_seed_and_stop_work_on_the_model(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {
-        "model": "demo", "messages": say("What is 3 + 4?"), "n": 3, "temperature": 1, "seed": 1, "logprobs": True,
+        "model": "demo",
+        "messages": say("What is 3 + 4?"),
+        "n": 3,
+        "temperature": 1,
+        "seed": 1,
+        "logprobs": True,
         "stop": ["</think>"],
     }
-    first, second = (sdk.chat.completions.create(**ask, **extra) for extra in ({"top_logprobs": 2}, {}))
+    first, second = (
+        sdk.chat.completions.create(**ask, **extra) for extra in ({"top_logprobs": 2}, {})
+    )
     assert [c.message.content for c in first.choices] == [c.message.content for c in second.choices]
     for choice in first.choices:
         assert "</think>" not in (choice.message.content or "")
@@ -163,7 +196,14 @@ def used(server: Served) -> float:
 def test_a_client_that_leaves_frees_its_place(server: Served, streams: bool) -> None:
     """All places are taken by clients that leave; the next one need not wait for their four thousand tokens."""
     sdk = server.openai()
-    body = {**DEMO, "prompt": "a", "ignore_eos": True, "max_tokens": 4000, "n": 16, "stream": streams}
+    body = {
+        **DEMO,
+        "prompt": "a",
+        "ignore_eos": True,
+        "max_tokens": 4000,
+        "n": 16,
+        "stream": streams,
+    }
     with server.http() as http:
         if streams:
             with http.stream("POST", "/v1/completions", json=body) as response:
@@ -180,14 +220,16 @@ def test_a_client_that_leaves_frees_its_place(server: Served, streams: bool) -> 
 
 
 def test_a_slow_reader_holds_up_nobody(server: Served) -> None:
-    body = json.dumps({**DEMO, "prompt": "a", "ignore_eos": True, "max_tokens": 2000, "stream": True}).encode()
+    body = json.dumps(
+        {**DEMO, "prompt": "a", "ignore_eos": True, "max_tokens": 2000, "stream": True}
+    ).encode()
     address = httpx.URL(server.url)
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((address.host, address.port))
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         slow.sendall(head + body)
-        assert slow.recv(12) == b"HTTP/1.1 200"   # and reads no more
+        assert slow.recv(12) == b"HTTP/1.1 200"  # and reads no more
         start = time.monotonic()
         server.openai().completions.create(**DEMO, prompt="b", max_tokens=8)
         assert time.monotonic() - start < 20
@@ -248,7 +290,10 @@ def test_a_body_beyond_bounds_is_cut_off(server: Served) -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"\x16\x03\x01\x00\xa5\x01\x00\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100,
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x00" * 100,
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 200_000 + b"\r\n\r\n",
@@ -274,7 +319,7 @@ def test_what_is_not_http_gets_a_400_or_the_door(server: Served, raw: bytes) -> 
 def test_idle_costs_under_a_hundredth_of_a_core(server: Served) -> None:
     api = psutil.Process(server.process.pid)
     processes = [api, *api.children(recursive=True)]
-    time.sleep(1.5)   # what the tests before have left to do
+    time.sleep(1.5)  # what the tests before have left to do
 
     def spent() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)
@@ -294,17 +339,27 @@ def test_a_key_is_asked_for_and_sigterm_lets_a_stream_finish(tmp_path: Path) -> 
         for key in ("wrong", "secre", "sécret"):
             with server.http() as http:
                 refused = http.post(
-                    "/v1/completions", json={"prompt": "a"}, headers={b"authorization": f"Bearer {key}".encode()}
+                    "/v1/completions",
+                    json={"prompt": "a"},
+                    headers={b"authorization": f"Bearer {key}".encode()},
                 )
-            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                401,
+                "invalid_api_key",
+            )
         engine = server.engine()
         stream = server.openai("secret").completions.create(**LONG, max_tokens=1000, stream=True)
         first = next(stream)
-        for process in (engine, server.process):  # as a service manager does, which tells every process
+        for process in (
+            engine,
+            server.process,
+        ):  # as a service manager does, which tells every process
             process.send_signal(signal.SIGTERM)
         rest = Background(lambda: list(stream))
         with server.http() as http:
-            wait_until(lambda: http.get("/health").status_code == 503, 5, "unhealthy while draining")
+            wait_until(
+                lambda: http.get("/health").status_code == 503, 5, "unhealthy while draining"
+            )
         assert server.process.wait(60) == 0
         assert len([first, *rest.result()]) >= 800
         assert rest.result()[-1].choices[0].finish_reason == "length"
@@ -319,8 +374,13 @@ def test_ctrl_c_ends_an_idle_server_whose_port_another_could_not_take(tmp_path: 
         assert status == 2
         assert re.fullmatch(rf"tokenspeed: .*port {port} .*in use.*--port.*\n", said), said
         with_chat = subprocess.run(
-            [*COMMAND, "chat", "--base-url", server.url, "--temperature", "0"], input="What is 23 + 45?\nThanks\n",
-            capture_output=True, text=True, timeout=120, env=environment(tmp_path), check=True,
+            [*COMMAND, "chat", "--base-url", server.url, "--temperature", "0"],
+            input="What is 23 + 45?\nThanks\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment(tmp_path),
+            check=True,
         )
         assert "68" in with_chat.stdout.splitlines()[0] + with_chat.stdout
         assert with_chat.stderr == ""
@@ -335,7 +395,11 @@ def test_a_chat_that_is_ended_takes_the_server_it_started_along(
     tmp_path: Path, many_processors: None, number: signal.Signals
 ) -> None:
     chat = subprocess.Popen(
-        [*COMMAND, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        [*COMMAND, "chat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
         env=environment(tmp_path),
     )
     assert chat.stdin is not None
@@ -354,7 +418,9 @@ def test_a_chat_that_is_ended_takes_the_server_it_started_along(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_along(tmp_path: Path) -> None:
+def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_along(
+    tmp_path: Path,
+) -> None:
     with served(tmp_path) as server:
         engine = server.engine()
         waiting = Background(lambda: server.openai().completions.create(**LONG, max_tokens=4000))
@@ -365,18 +431,27 @@ def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_a
             wait_until(lambda: http.get("/health").status_code == 503, 20, "unhealthy")
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 30, "the engine's end")
+        wait_until(
+            lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE,
+            30,
+            "the engine's end",
+        )
         assert isinstance(waiting.result(), openai.APIConnectionError)
         assert not server.sockets()
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_killed_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
+def test_a_killed_engine_is_told_to_those_who_wait_and_ends_the_server(
+    tmp_path: Path, streams: bool
+) -> None:
     with served(tmp_path) as server:
         sdk, engine = server.openai(), server.engine()
         waiting = Background(
-            lambda: list(sdk.completions.create(**LONG, max_tokens=4000, stream=True)) if streams
-            else sdk.completions.create(**LONG, max_tokens=4000)
+            lambda: (
+                list(sdk.completions.create(**LONG, max_tokens=4000, stream=True))
+                if streams
+                else sdk.completions.create(**LONG, max_tokens=4000)
+            )
         )
         wait_for_work(engine)
         engine.kill()
@@ -384,6 +459,8 @@ def test_a_killed_engine_is_told_to_those_who_wait_and_ends_the_server(tmp_path:
         assert isinstance(told, openai.APIError if streams else openai.InternalServerError)
         assert "engine died" in str(told)
         assert server.process.wait(60) == 2
-        assert server.said().splitlines()[-1].startswith("tokenspeed: the engine died: its process ")
+        assert (
+            server.said().splitlines()[-1].startswith("tokenspeed: the engine died: its process ")
+        )
         assert "Traceback" not in server.said()
         assert not server.sockets()

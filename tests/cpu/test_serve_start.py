@@ -51,14 +51,19 @@ def spoil(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "names"),
     [
-        ("missing shard", "model-00002-of-00002.safetensors"), ("wrong shape", "mlp.down_proj.weight has shape"),
-        ("unknown architecture", "NonsenseForCausalLM"), ("cut short", "model.safetensors"),
-        ("no JSON", "config.json"), ("no tokenizer", "tokenizer.json"),
+        ("missing shard", "model-00002-of-00002.safetensors"),
+        ("wrong shape", "mlp.down_proj.weight has shape"),
+        ("unknown architecture", "NonsenseForCausalLM"),
+        ("cut short", "model.safetensors"),
+        ("no JSON", "config.json"),
+        ("no tokenizer", "tokenizer.json"),
     ],
 )
 def test_a_bad_checkpoint_ends_in_one_line(tmp_path: Path, how: str, names: str) -> None:
     spoil(tmp_path / "model", how)
-    status, said = said_at_its_end(tmp_path, "serve", str(tmp_path / "model"), "--port", "0", "--log-level", "warning")
+    status, said = said_at_its_end(
+        tmp_path, "serve", str(tmp_path / "model"), "--port", "0", "--log-level", "warning"
+    )
     assert status == 2
     assert re.fullmatch(r"tokenspeed: .*\n", said), said
     assert names in said
@@ -66,26 +71,38 @@ def test_a_bad_checkpoint_ends_in_one_line(tmp_path: Path, how: str, names: str)
 
 
 def test_a_dry_run_says_what_would_be_and_loads_nothing(tmp_path: Path) -> None:
-    spoil(tmp_path / "model", "cut short")   # whose weights cannot be read
+    spoil(tmp_path / "model", "cut short")  # whose weights cannot be read
     done = subprocess.run(
         [*COMMAND, "serve", str(tmp_path / "model"), "--dry-run", "--max-model-len", "512"],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
         env={**environment(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"},
     )
     for part in ("Qwen3ForCausalLM", "max_model_len: 512", "num_pages", "attention", "collectives"):
         assert part in done.stdout
     assert " torch\n" in done.stderr
-    assert "torch._dynamo" not in done.stderr, "torch's compiler doubles the time that a dry run takes"
+    assert "torch._dynamo" not in done.stderr, (
+        "torch's compiler doubles the time that a dry run takes"
+    )
 
 
 @pytest.mark.parametrize("asked", [None, "active"])
 def test_threads_that_wait_leave_their_cores_to_others_unless_somebody_wants_them_to_spin(
     tmp_path: Path, asked: str | None
 ) -> None:
-    environ = {**environment(tmp_path), "OMP_DISPLAY_ENV": "verbose"}  # libgomp says how long, when torch loads it
+    environ = {
+        **environment(tmp_path),
+        "OMP_DISPLAY_ENV": "verbose",
+    }  # libgomp says how long, when torch loads it
     environ.pop("OMP_WAIT_POLICY", None)
     done = subprocess.run(
-        [*COMMAND, "serve", "--dry-run"], capture_output=True, text=True, timeout=120, check=True,
+        [*COMMAND, "serve", "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
         env=environ if asked is None else {**environ, "OMP_WAIT_POLICY": asked},
     )
     (spins,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
@@ -104,7 +121,9 @@ def test_threads_that_wait_leave_their_cores_to_others_unless_somebody_wants_the
     ],
 )
 def test_a_setting_that_cannot_be_met_says_so(tmp_path: Path, flags: str, names: str) -> None:
-    status, said = said_at_its_end(tmp_path, "serve", "--port", "0", "--log-level", "warning", *flags.split())
+    status, said = said_at_its_end(
+        tmp_path, "serve", "--port", "0", "--log-level", "warning", *flags.split()
+    )
     assert status == 2
     assert said.startswith("tokenspeed: ")
     assert names in said
@@ -123,39 +142,54 @@ def test_a_hook_sets_what_the_first_process_does_before_the_engine_starts(
         "from tokenspeed_core.api import hookimpl\n"
         "@hookimpl\n"
         "def adjust_config(config):\n"
-        "    return {'api_workers': 2, 'host': '127.0.0.2', 'log_level': 'error'}\n")
+        "    return {'api_workers': 2, 'host': '127.0.0.2', 'log_level': 'error'}\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     with served(tmp_path) as running:
         commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
         assert sorted(command[3] for command in commands) == [
-            "tokenspeed_core.engine.process", "tokenspeed_core.server.serve",
+            "tokenspeed_core.engine.process",
+            "tokenspeed_core.server.serve",
         ]
         assert running.url.startswith("http://127.0.0.2:")
         assert "INFO" not in running.said()
 
 
-@pytest.mark.parametrize(("flags", "expected"), [("", ["process", "serve"]), ("--api-workers 1", ["process"])])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("", ["process", "serve"]), ("--api-workers 1", ["process"])]
+)
 def test_two_processes_serve_http_where_processors_are_many_unless_a_flag_says_how_many(
     tmp_path: Path, many_processors: None, flags: str, expected: list[str]
 ) -> None:
     with served(tmp_path, *flags.split()) as running, running.http() as http:
         commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
         assert sorted(command[3].rpartition(".")[2] for command in commands) == expected
-        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        assert (
+            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        )
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_start_that_is_broken_off_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_start_that_is_broken_off_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     starting = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*COMMAND, "serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=environment(tmp_path),
     )
     server = psutil.Process(starting.pid)
-    while not (engines := [each for each in server.children() if "tokenspeed_core.engine.process" in each.cmdline()]):
+    while not (
+        engines := [
+            each for each in server.children() if "tokenspeed_core.engine.process" in each.cmdline()
+        ]
+    ):
         time.sleep(0.01)
-    time.sleep(0.3)   # the engine imports what it needs
+    time.sleep(0.3)  # the engine imports what it needs
     starting.send_signal(number)
     out, err = starting.communicate(timeout=60)
     assert starting.returncode == (-number if number == signal.SIGKILL else 0)
@@ -172,7 +206,10 @@ def test_logs_on_a_full_disk_stop_neither_start_nor_drain(tmp_path: Path) -> Non
         port = probe.getsockname()[1]
     with Path("/dev/full").open("w") as full:
         server = subprocess.Popen(
-            [*COMMAND, "serve", "--port", str(port)], stdout=full, stderr=full, env=environment(tmp_path)
+            [*COMMAND, "serve", "--port", str(port)],
+            stdout=full,
+            stderr=full,
+            env=environment(tmp_path),
         )
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as http:
         wait_until(lambda: is_healthy(http), 120, "healthy")

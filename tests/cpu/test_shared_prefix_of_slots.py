@@ -40,10 +40,14 @@ class TableKeeper:
             self._tables[slot][int(index)] = int(block)
         decodes = plan.slots[: plan.num_decodes]
         if len(decodes) > 1:
-            heads = [[self._tables[slot].get(i) for i in range(self._num_leading)] for slot in decodes]
+            heads = [
+                [self._tables[slot].get(i) for i in range(self._num_leading)] for slot in decodes
+            ]
             shares = all(head == heads[0] for head in heads) and None not in heads[0]
             said = self.traits.are_plain(plan)
-            assert said == (not shares and max(plan.num_computed_tokens[: plan.num_decodes]) < SHORT)
+            assert said == (
+                not shares and max(plan.num_computed_tokens[: plan.num_decodes]) < SHORT
+            )
             self.said.append(said)
         num_tokens = plan.wants_logits.astype(np.int32)
         tokens = np.full(int(num_tokens.sum()), 7, np.int32)
@@ -61,9 +65,24 @@ class TableKeeper:
 
 def request(request_id: int, prompt: list[int], max_tokens: int) -> Submit:
     return Submit(
-        request_id=request_id, prompt=np.asarray(prompt, np.int32), n=1, max_tokens=max_tokens, temperature=0.0,
-        top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, seed=None,
-        logprobs=-1, bias_ids=NO_INT, bias_values=NO_FLOAT, stop_token_ids=NO_INT, priority=0, cache_salt="",
+        request_id=request_id,
+        prompt=np.asarray(prompt, np.int32),
+        n=1,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=None,
+        logprobs=-1,
+        bias_ids=NO_INT,
+        bias_values=NO_FLOAT,
+        stop_token_ids=NO_INT,
+        priority=0,
+        cache_salt="",
     )
 
 
@@ -76,11 +95,18 @@ def test_whether_decodes_share_a_prefix_is_what_their_block_tables_say(block_siz
     engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), runner, spares_decodes=False)
     prefixes = [rng.integers(0, 999, 600).tolist() for _ in range(2)]
     number = 0
-    for few in (True, False, True, False):  # turns of one prefix, which may share, and of two with short prompts
+    for few in (
+        True,
+        False,
+        True,
+        False,
+    ):  # turns of one prefix, which may share, and of two with short prompts
         for _ in range(12):
             number += 1
             prefix = prefixes[0 if few else int(rng.integers(2))]
-            length = 560 if few else int(rng.choice([0, 100, SHARED_PREFIX - 16, SHARED_PREFIX, 560]))
+            length = (
+                560 if few else int(rng.choice([0, 100, SHARED_PREFIX - 16, SHARED_PREFIX, 560]))
+            )
             prompt = prefix[:length] + rng.integers(0, 999, int(rng.integers(1, 40))).tolist()
             engine.submit(request(number, prompt, int(rng.integers(2, 60))))
         while engine.has_work:

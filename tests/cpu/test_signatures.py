@@ -10,7 +10,7 @@ import pytest
 
 from tokenspeed_core.testing.signatures import held_to, kept, library_of, parsed, read, renew
 
-SOURCE = '''
+SOURCE = """
 class Wrapper:
     @overload
     def plan(self, rows): ...
@@ -21,7 +21,7 @@ try:
 except ImportError:
     pass
 product = multiply
-'''
+"""
 CODE = b"\x7fELF\0prefwd(Tensor x) -> ()\0fwd(Tensor q,Tensor(out!)? out = None, int n = 0) -> (Tensor(out!), Tensor)\0"
 NAMES = ["vendor/plan.py:Wrapper.plan", "vendor/plan.py:product", "vendor/_C.so:fwd"]
 
@@ -35,21 +35,29 @@ def wheel(tmp_path: Path) -> Path:
     return path
 
 
-def test_signatures_are_read_without_importing_what_they_are_of(wheel: Path, tmp_path: Path) -> None:
+def test_signatures_are_read_without_importing_what_they_are_of(
+    wheel: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "signatures.json"
     path.write_text(json.dumps({"read": NAMES}))
     renew(path, [wheel])
-    assert kept(path) == {"a-vendor==1.2.post3": {
-        NAMES[0]: "(self, rows, /, size=..., *others, out=..., name, **more)",
-        NAMES[1]: "(a, b, d, c=...)",
-        NAMES[2]: "(Tensor q, Tensor(out!)? out = None, int n = 0) -> (Tensor(out!), Tensor)",
-    }}
+    assert kept(path) == {
+        "a-vendor==1.2.post3": {
+            NAMES[0]: "(self, rows, /, size=..., *others, out=..., name, **more)",
+            NAMES[1]: "(a, b, d, c=...)",
+            NAMES[2]: "(Tensor q, Tensor(out!)? out = None, int n = 0) -> (Tensor(out!), Tensor)",
+        }
+    }
     assert library_of(wheel) == "a-vendor==1.2.post3"
-    assert "signatures.json WHEEL ..., of a-vendor==1.2.post3" in json.loads(path.read_text())["made by"]
+    assert (
+        "signatures.json WHEEL ..., of a-vendor==1.2.post3"
+        in json.loads(path.read_text())["made by"]
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["vendor/none.py:f", "vendor/plan.py:Wrapper.run", "vendor/_C.so:wd", "vendor/plan.py:f"]
+    "name",
+    ["vendor/none.py:f", "vendor/plan.py:Wrapper.run", "vendor/_C.so:wd", "vendor/plan.py:f"],
 )
 def test_what_a_wheel_no_longer_has_stops_the_renewal(wheel: Path, name: str) -> None:
     with pytest.raises(LookupError, match="has no"):
@@ -57,7 +65,9 @@ def test_what_a_wheel_no_longer_has_stops_the_renewal(wheel: Path, name: str) ->
 
 
 def test_a_signature_takes_what_the_function_took_and_no_more() -> None:
-    plan = held_to(lambda *given, **named: True, "(self, rows, /, size=..., *others, out=..., name, **more)")
+    plan = held_to(
+        lambda *given, **named: True, "(self, rows, /, size=..., *others, out=..., name, **more)"
+    )
     assert plan(1, 2, name="")
     assert plan(1, 2, 3, 4, name="", out=5, other=6)
     with pytest.raises(TypeError, match="'name'"):

@@ -57,22 +57,36 @@ ROLES = (
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "héllo <b> & 'quotes' \"x\" 🙂"}],
     [
-        {"role": "system", "content": "be brief"}, {"role": "user", "content": " two  spaces "},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}, {"role": "user", "content": "more\n\n"},
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": " two  spaces "},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
+        {"role": "user", "content": "more\n\n"},
     ],
     [
         {"role": "user", "content": "weather?"},
         {
-            "role": "assistant", "content": "",
-            "tool_calls": [{
-                "id": "1", "type": "function",
-                "function": {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2.5, None, True]}},
-            }],
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "1",
+                    "type": "function",
+                    "function": {
+                        "name": "weather",
+                        "arguments": {"city": "Zürich", "days": [1, 2.5, None, True]},
+                    },
+                }
+            ],
         },
         {"role": "tool", "content": "rain", "tool_call_id": "1"},
     ],
 ]
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "z": 1, "a": "é"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "z": 1, "a": "é"}},
+    }
+]
 
 
 def checkpoint(folder: Path, template: str, config: dict[str, Any], processor: Any = None) -> Path:
@@ -80,7 +94,9 @@ def checkpoint(folder: Path, template: str, config: dict[str, Any], processor: A
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
         special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
     )
     backend.train_from_iterator([template], trainer)
@@ -89,8 +105,11 @@ def checkpoint(folder: Path, template: str, config: dict[str, Any], processor: A
         backend.post_processor = processor
     backend.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
-        "chat_template": template, **config,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": template,
+        **config,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
@@ -126,7 +145,12 @@ BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]
 @pytest.mark.parametrize("processor", [None, BOS, processors.ByteLevel(trim_offsets=False)])
 @pytest.mark.parametrize(
     "config",
-    [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}],
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": False},
+        {"add_bos_token": True, "add_eos_token": True},
+    ],
 )
 def test_a_bare_prompts_ids_and_text_are_those_of_transformers(
     tmp_path: Path, config: dict[str, Any], processor: Any
@@ -138,5 +162,7 @@ def test_a_bare_prompts_ids_and_text_are_those_of_transformers(
         ids = theirs(text)["input_ids"]
         assert ours.encode(text, add_special_tokens=True).tolist() == ids
         for skip in (True, False):
-            expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            expected = theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
             assert ours.decode(ids, skip_special_tokens=skip) == expected

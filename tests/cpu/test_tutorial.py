@@ -28,7 +28,9 @@ def test_every_line_of_the_tutorial_works_in_its_order(tmp_path: Path) -> None:
 def test_the_times_are_those_of_the_commands_that_stand_there() -> None:
     _, _, section = tutorial.PAGE.read_text(encoding="utf-8").partition(tutorial.TITLE)
     rows = [line for line in section.splitlines() if line.startswith("| `")]
-    assert [row.rpartition(" | ")[0] for row in rows] == [f"| `{tutorial.label(c)}`" for c in tutorial.commands()]
+    assert [row.rpartition(" | ")[0] for row in rows] == [
+        f"| `{tutorial.label(c)}`" for c in tutorial.commands()
+    ]
 
 
 def test_the_package_is_not_left_behind() -> None:

@@ -26,8 +26,11 @@ def spec_of(backend: str, problem: AttentionProblem) -> KernelSpec:
     """Return the descriptor that serves a problem here, or skip with the reasons."""
     catalog, capability = Catalog.discover(), torch.cuda.get_device_capability()
     selector = Selector(
-        installed_kernels(catalog), PlatformInfo("cuda", capability), [Preference.parse("attention", (backend,))],
-        ops=installed_ops(catalog), needs=frozenset({"graph_safe"}),
+        installed_kernels(catalog),
+        PlatformInfo("cuda", capability),
+        [Preference.parse("attention", (backend,))],
+        ops=installed_ops(catalog),
+        needs=frozenset({"graph_safe"}),
     )
     try:
         spec = selector.select_attention(problem).spec
@@ -42,7 +45,9 @@ def spec_of(backend: str, problem: AttentionProblem) -> KernelSpec:
 @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("backend", ["triton", "fa3", "flashinfer", "blackwell", "trtllm", "fa4"])
-def test_a_captured_step_replays_on_other_rows(backend: str, phase: str, window: int | None, kv_dtype: str) -> None:
+def test_a_captured_step_replays_on_other_rows(
+    backend: str, phase: str, window: int | None, kv_dtype: str
+) -> None:
     problem = AttentionProblem(
         phase, 8, 2, 128, "bfloat16", kv_dtype, BLOCKS.get(backend, 16), 128**-0.5, window
     )

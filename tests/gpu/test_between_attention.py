@@ -18,7 +18,8 @@ from tokenspeed_kernels.triton.between_attention_in_place import between_attenti
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs Hopper",
     ),
 ]
 CUDA = torch.device("cuda")
@@ -27,7 +28,9 @@ QWEN3_8B = {"in_size": 4096, "hidden_size": 4096, "intermediate_size": 12288, "o
 ODD = {"in_size": 320, "hidden_size": 704, "intermediate_size": 1344, "out_size": 960}
 
 
-def inputs(shape: dict[str, int], num_rows: int, dtype: str = "bfloat16") -> tuple[dict[str, Any], dict[str, Any]]:
+def inputs(
+    shape: dict[str, int], num_rows: int, dtype: str = "bfloat16"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a problem and what its kernel takes."""
     (spec,) = (spec for spec in TRITON_LINEAR if spec.op == "between_attention")
     problem = {**shape, "max_rows": 64, "dtype": dtype}
@@ -44,7 +47,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_it_is_as_near_to_float64_as_its_parts(shape: dict[str, int], dtype: str) -> None:
     for num_rows in (1, 2, 17, 64):
         problem, given = inputs(shape, num_rows, dtype)
-        exact = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+        exact = {
+            name: value.double() if isinstance(value, Tensor) else value
+            for name, value in given.items()
+        }
         found = between_attention(problem)(*given.values())
         expected = fused_linear.between_attention({**problem, "dtype": "float64"})(*exact.values())
         parts = fused_linear.between_attention(problem)(*given.values())
@@ -80,7 +86,10 @@ def test_replayed_layer_after_layer_it_gives_the_same_bits() -> None:
 
 def test_two_on_two_streams_do_not_wait_for_each_other_for_ever() -> None:
     problem, given = inputs(QWEN3_06B, 64)
-    kernels, streams = [between_attention(problem) for _ in range(2)], [torch.cuda.Stream() for _ in range(2)]
+    kernels, streams = (
+        [between_attention(problem) for _ in range(2)],
+        [torch.cuda.Stream() for _ in range(2)],
+    )
     expected = [tensor.clone() for tensor in kernels[0](*given.values())]
     torch.cuda.synchronize()
     results = []
@@ -97,7 +106,10 @@ def test_two_on_two_streams_do_not_wait_for_each_other_for_ever() -> None:
 @pytest.mark.parametrize("num_rows", [2048, 3000])
 def test_products_that_add_to_the_stream_are_as_near_to_float64_as_the_parts(num_rows: int) -> None:
     problem, given = inputs(ODD, num_rows)
-    exact = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+    exact = {
+        name: value.double() if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
     expected = fused_linear.between_attention({**problem, "dtype": "float64"})(*exact.values())
     parts = fused_linear.between_attention(problem)(*given.values())
     y, residual = between_attention_in_place(problem)(*given.values())

@@ -17,16 +17,29 @@ from tokenspeed_kernels.triton import ahead
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs Hopper or newer"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="needs Hopper or newer",
     ),
     pytest.mark.skipif(ahead.num_processors() == 1, reason="needs a second processor"),
 ]
 
 SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 9000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "bfloat16",
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 9000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "torch_dtype": "bfloat16",
 }
 START = """
 import json, sys, threading
@@ -84,12 +97,20 @@ def test_a_start_compiles_ahead_all_that_it_launches_and_all_that_requests_will(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_attention_heads": num_heads}))
     settings: dict[str, Any] = {
-        "model": str(tmp_path), "dtype": "bfloat16", "device": "cuda", "load_format": "dummy", "max_model_len": 8192,
-        "max_num_seqs": max_num_seqs, "chunked_prefill_size": chunk_size, "max_total_tokens": 400_000,
+        "model": str(tmp_path),
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "load_format": "dummy",
+        "max_model_len": 8192,
+        "max_num_seqs": max_num_seqs,
+        "chunked_prefill_size": chunk_size,
+        "max_total_tokens": 400_000,
     }
     run = subprocess.run(
         [sys.executable, "-c", START, json.dumps(settings), str(chunk_size)],
-        capture_output=True, text=True, timeout=250,
+        capture_output=True,
+        text=True,
+        timeout=250,
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
     )
     assert run.returncode == 0, run.stderr

@@ -25,12 +25,22 @@ pytestmark = [
 
 NUM_TOKENS = 48
 TOP = 5
-PROMPTS = [[(seed * 7919 + i * 104729) % 1400 + 40 for i in range(12 + 9 * seed)] for seed in range(12)]
+PROMPTS = [
+    [(seed * 7919 + i * 104729) % 1400 + 40 for i in range(12 + 9 * seed)] for seed in range(12)
+]
 
 
-def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, **changes: object) -> list[RequestOutput]:
-    fields: dict[str, object] = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | changes
-    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams.model_validate(fields))
+def generate(
+    llm: LLM, prompts: list[list[int]] = PROMPTS, **changes: object
+) -> list[RequestOutput]:
+    fields: dict[str, object] = {
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+    } | changes
+    return llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts], SamplingParams.model_validate(fields)
+    )
 
 
 def chats(checkpoint: Path, num_items: int = 3) -> list[list[int]]:
@@ -57,7 +67,9 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def test_the_first_divergence_from_transformers_is_among_the_best_five_of_both(llm: LLM, checkpoint: Path) -> None:
+def test_the_first_divergence_from_transformers_is_among_the_best_five_of_both(
+    llm: LLM, checkpoint: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).cuda().eval()
@@ -65,9 +77,13 @@ def test_the_first_divergence_from_transformers_is_among_the_best_five_of_both(l
     for output in generate(llm, logprobs=TOP):
         ours, ids = output.outputs[0], output.prompt_token_ids
         with torch.inference_mode():
-            logits = reference(torch.tensor([ids + ours.token_ids], device="cuda")).logits[0, len(ids) - 1 : -1]
+            logits = reference(torch.tensor([ids + ours.token_ids], device="cuda")).logits[
+                0, len(ids) - 1 : -1
+            ]
         theirs = logits.argmax(-1).tolist()
-        at = next((i for i, (a, b) in enumerate(zip(ours.token_ids, theirs, strict=True)) if a != b), None)
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ours.token_ids, theirs, strict=True)) if a != b), None
+        )
         if at is None:
             num_equal += 1
             continue
@@ -90,18 +106,26 @@ def hold_together(answers: list[RequestOutput], others: list[RequestOutput]) -> 
         else:
             assert ours.token_ids[at] in theirs.logprobs[at]
             assert theirs.token_ids[at] in ours.logprobs[at]
-    assert num_equal >= len(answers) * 9 // 10, f"only {num_equal} of {len(answers)} answers are the same"
+    assert num_equal >= len(answers) * 9 // 10, (
+        f"only {num_equal} of {len(answers)} answers are the same"
+    )
 
 
-def test_graphs_chunks_prefix_hits_and_other_numbers_of_rows_hold_chats_together(llm: LLM, checkpoint: Path) -> None:
+def test_graphs_chunks_prefix_hits_and_other_numbers_of_rows_hold_chats_together(
+    llm: LLM, checkpoint: Path
+) -> None:
     prompts = chats(checkpoint)
     first = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
     again = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
-    assert any(output.num_cached_tokens for output in again), "the second run should hit the prefix cache"
+    assert any(output.num_cached_tokens for output in again), (
+        "the second run should hit the prefix cache"
+    )
     hold_together(first, again)
     alone = [generate(llm, [prompt], logprobs=TOP, ignore_eos=False)[0] for prompt in prompts]
     hold_together(first, alone)  # one row has kernels of its own, and so have up to 64
-    with LLM(device="cuda", gpu_memory_utilization=0.6, enforce_eager=True, chunked_prefill_size=16) as eager:
+    with LLM(
+        device="cuda", gpu_memory_utilization=0.6, enforce_eager=True, chunked_prefill_size=16
+    ) as eager:
         hold_together(first, generate(eager, prompts, logprobs=TOP, ignore_eos=False))
 
 
@@ -123,14 +147,21 @@ def test_an_engine_after_another_in_one_process_finds_the_memory_that_the_first_
             made.append(engine)  # as a notebook keeps it
 
 
-def test_chats_whose_shared_beginning_is_read_once_diverge_among_the_best_five_of_both(checkpoint: Path) -> None:
+def test_chats_whose_shared_beginning_is_read_once_diverge_among_the_best_five_of_both(
+    checkpoint: Path,
+) -> None:
     own = chats(checkpoint)
     shared = [token for ids in own[:20] for token in ids][:512]
     prompts = [shared + ids for ids in own]
     answers = []
     for is_shared in (True, False):
         options = {"triton.shared_prefix": is_shared}
-        with LLM(device="cuda", gpu_memory_utilization=0.6, attention_backend="triton", backend_option=options) as made:
+        with LLM(
+            device="cuda",
+            gpu_memory_utilization=0.6,
+            attention_backend="triton",
+            backend_option=options,
+        ) as made:
             answers.append([each.outputs[0] for each in generate(made, prompts, logprobs=TOP)])
     num_equal = 0
     for once, apart in zip(*answers, strict=True):
@@ -152,7 +183,9 @@ def test_tokens_alone_and_together_are_equally_far_from_float32(llm: LLM, checkp
     def log_probabilities(output: RequestOutput) -> torch.Tensor:
         ids = output.prompt_token_ids
         with torch.inference_mode():
-            logits = reference(torch.tensor([ids + output.outputs[0].token_ids], device="cuda")).logits
+            logits = reference(
+                torch.tensor([ids + output.outputs[0].token_ids], device="cuda")
+            ).logits
         return logits[0, len(ids) - 1 : -1].log_softmax(-1)
 
     errors: dict[str, list[float]] = {"together": [], "alone": []}
@@ -164,6 +197,8 @@ def test_tokens_alone_and_together_are_equally_far_from_float32(llm: LLM, checkp
             assert answer.logprobs is not None
             for i, token in enumerate(answer.token_ids[:at]):
                 errors[name].append(abs(answer.logprobs[i][token].logprob - float(exact[i, token])))
-            if at is not None:  # both took one of those that two steps of bfloat16 logits cannot tell from the best
+            if (
+                at is not None
+            ):  # both took one of those that two steps of bfloat16 logits cannot tell from the best
                 assert float(exact[at].max() - exact[at, answer.token_ids[at]]) < 0.125
     assert statistics.mean(errors["alone"]) < 1.25 * statistics.mean(errors["together"]) < 0.02

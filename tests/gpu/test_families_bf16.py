@@ -10,7 +10,9 @@ import torch
 
 from tokenspeed_core import LLM, SamplingParams
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # the tiny checkpoints of the CPU's tests
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "cpu")
+)  # the tiny checkpoints of the CPU's tests
 
 from tiny_families import FAMILIES, save_reference
 
@@ -25,20 +27,31 @@ PROMPTS = [[(seed * 31 + i * 17) % 95 + 3 for i in range(5 + 7 * seed)] for seed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_divergence_from_transformers_is_among_the_best_five_of_both(family: str, tmp_path: Path) -> None:
+def test_the_first_divergence_from_transformers_is_among_the_best_five_of_both(
+    family: str, tmp_path: Path
+) -> None:
     reference = save_reference(family, tmp_path).to(device=DEVICE, dtype=torch.bfloat16)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=TOP)
     with LLM(
-        str(tmp_path), device=DEVICE, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=8,
-        max_total_tokens=4096, chunked_prefill_size=64,
+        str(tmp_path),
+        device=DEVICE,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_total_tokens=4096,
+        chunked_prefill_size=64,
     ) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params)
     for output in outputs:
         ours, ids = output.outputs[0], output.prompt_token_ids
         with torch.inference_mode():
-            logits = reference(torch.tensor([ids + ours.token_ids], device=DEVICE)).logits[0, len(ids) - 1 : -1]
+            logits = reference(torch.tensor([ids + ours.token_ids], device=DEVICE)).logits[
+                0, len(ids) - 1 : -1
+            ]
         theirs = logits.argmax(-1).tolist()
-        at = next((i for i, (a, b) in enumerate(zip(ours.token_ids, theirs, strict=True)) if a != b), None)
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ours.token_ids, theirs, strict=True)) if a != b), None
+        )
         if at is not None:
             assert ours.logprobs is not None
             assert ours.token_ids[at] in logits[at].topk(TOP).indices.tolist()

@@ -12,14 +12,19 @@ from tokenspeed_kernels.triton.gated_linear import gated_linear
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs Hopper or newer"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="needs Hopper or newer",
     ),
 ]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("num_rows", "in_size", "out_size"), [(1, 64, 128), (513, 96, 200), (2049, 1024, 3072)])
-def test_it_is_the_product_and_the_gating_behind_it(num_rows: int, in_size: int, out_size: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "in_size", "out_size"), [(1, 64, 128), (513, 96, 200), (2049, 1024, 3072)]
+)
+def test_it_is_the_product_and_the_gating_behind_it(
+    num_rows: int, in_size: int, out_size: int, dtype: str
+) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "size": out_size, "dtype": dtype}
     x = torch.randn(num_rows, in_size, device="cuda", dtype=getattr(torch, dtype))
     weight = torch.randn(2 * out_size, in_size, device="cuda", dtype=x.dtype) / in_size**0.5

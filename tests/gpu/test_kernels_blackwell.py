@@ -6,24 +6,43 @@ import importlib.util
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import BLOCK_SCALED, EXPERTS, FA4, FLASHINFER, FLASHINFER_MLA, LATENT, PROMPTS
+from tokenspeed_kernels_blackwell import (
+    BLOCK_SCALED,
+    EXPERTS,
+    FA4,
+    FLASHINFER,
+    FLASHINFER_MLA,
+    LATENT,
+    PROMPTS,
+)
 
 from tokenspeed_core import LLM
 from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.testing.attention import check_attention
 from tokenspeed_core.testing.conformance import check
 
-IS_BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() in ((10, 0), (10, 3))
+IS_BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() in (
+    (10, 0),
+    (10, 3),
+)
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
 HAS_FA4 = all(importlib.util.find_spec(name) for name in FA4.requires)
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not IS_BLACKWELL, reason="needs a device of compute capability 10.0 or 10.3"),
+    pytest.mark.skipif(
+        not IS_BLACKWELL, reason="needs a device of compute capability 10.0 or 10.3"
+    ),
 ]
-NEEDS_LIBRARY = pytest.mark.skipif(not HAS_LIBRARY, reason=f"needs its library: {FLASHINFER.obtain}")
+NEEDS_LIBRARY = pytest.mark.skipif(
+    not HAS_LIBRARY, reason=f"needs its library: {FLASHINFER.obtain}"
+)
 NEEDS_FA4 = pytest.mark.skipif(not HAS_FA4, reason=f"needs its library: {FA4.obtain}")
-BACKENDS = [PROMPTS, pytest.param(FLASHINFER, marks=NEEDS_LIBRARY), pytest.param(FA4, marks=NEEDS_FA4)]
+BACKENDS = [
+    PROMPTS,
+    pytest.param(FLASHINFER, marks=NEEDS_LIBRARY),
+    pytest.param(FA4, marks=NEEDS_FA4),
+]
 
 
 @pytest.mark.parametrize("spec", BACKENDS, ids=lambda spec: spec.backend)
@@ -36,7 +55,9 @@ def test_block_scaled_rows_products_and_experts_conform_on_the_device(spec: Kern
     assert check(spec, torch.device("cuda"), num_rows=(0, 1, 17, 64, 131)) >= 20
 
 
-@pytest.mark.parametrize("spec", [LATENT, *(pytest.param(spec, marks=NEEDS_LIBRARY) for spec in FLASHINFER_MLA)])
+@pytest.mark.parametrize(
+    "spec", [LATENT, *(pytest.param(spec, marks=NEEDS_LIBRARY) for spec in FLASHINFER_MLA)]
+)
 def test_latent_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda")) >= 8
 

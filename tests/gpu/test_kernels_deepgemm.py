@@ -15,7 +15,10 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not IS_HOPPER, reason="needs a device of compute capability 9.0"),
-    pytest.mark.skipif(importlib.util.find_spec("deep_gemm") is None, reason=f"needs its library: {DEEPGEMM.obtain}"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deep_gemm") is None,
+        reason=f"needs its library: {DEEPGEMM.obtain}",
+    ),
 ]
 
 

@@ -46,8 +46,14 @@ FACTORY = ATTENTION[-1].factory()
 HEADS = ((32, 8), (7, 1), (4, 4), (64, 2))  # query and key heads
 
 
-def problem(phase: str, *, kv_dtype: str = "bfloat16", window: int | None = None, block_size: int = 16,
-            heads: tuple[int, int] = (32, 8)) -> AttentionProblem:
+def problem(
+    phase: str,
+    *,
+    kv_dtype: str = "bfloat16",
+    window: int | None = None,
+    block_size: int = 16,
+    heads: tuple[int, int] = (32, 8),
+) -> AttentionProblem:
     return AttentionProblem(phase, *heads, 128, "bfloat16", kv_dtype, block_size, 128**-0.5, window)
 
 
@@ -58,7 +64,8 @@ def compiled(kv_dtype: str = "bfloat16", head_size: int = 128, *, has_window: bo
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "window", "num_groupings"), [("bfloat16", None, 4), ("bfloat16", 20, 2), ("float8_e4m3fn", None, 2)],
+    ("kv_dtype", "window", "num_groupings"),
+    [("bfloat16", None, 4), ("bfloat16", 20, 2), ("float8_e4m3fn", None, 2)],
     ids=["bfloat16", "window", "eight bits"],
 )
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -79,7 +86,9 @@ def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan()
     first = make_scene(given, Rows((9, 5, 2), (20, 5, 40)), device, seed=1, max_len=256)
     second = make_scene(given, Rows((1, 10, 3), (200, 90, 3)), device, seed=2, max_len=256)
     kernel = FACTORY(given, limits_of(first), device)
-    step = replace(first.step, max_num_query=16, max_seq_len=256, host_query_start=None, host_seq_lens=None)
+    step = replace(
+        first.step, max_num_query=16, max_seq_len=256, host_query_start=None, host_seq_lens=None
+    )
     scene = replace(first, step=step)
     attend(kernel, scene)
     kernel.prepare(step)
@@ -112,9 +121,14 @@ def test_captured_decodes_of_many_rows_and_few_replay_beside_each_other(size: in
     parts: list[AttentionStep] = []
     for num in (size, size // 2):
         step = replace(
-            scene.step, num_rows=num, num_tokens=num, query_start=scene.step.query_start[: num + 1],
-            seq_lens=scene.step.seq_lens[:num], block_table=scene.step.block_table[:num],
-            host_query_start=None, host_seq_lens=None,
+            scene.step,
+            num_rows=num,
+            num_tokens=num,
+            query_start=scene.step.query_start[: num + 1],
+            seq_lens=scene.step.seq_lens[:num],
+            block_table=scene.step.block_table[:num],
+            host_query_start=None,
+            host_seq_lens=None,
         )
         out = torch.full_like(scene.q[:num], float("nan"), memory_format=torch.contiguous_format)
         kernel.prepare(step)
@@ -136,7 +150,9 @@ def test_a_long_row_and_a_long_prefix_are_attended_to_in_parts() -> None:
     compiled()
     device = torch.device("cuda")
     attends_once(FACTORY, problem("decode"), device, Rows((1,), (3000,)))
-    attends_once(FACTORY, problem("decode"), device, Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024))
+    attends_once(
+        FACTORY, problem("decode"), device, Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024)
+    )
 
 
 def test_mixed_rows_that_the_host_knows_and_rows_that_it_does_not_take_turns() -> None:
@@ -154,8 +170,12 @@ def test_what_was_compiled_is_found_by_its_files_and_then_needs_no_compilation()
     compiled()
     capability = torch.cuda.get_device_capability()
     plain = [
-        module for module in compiled_modules() if module.compute_capability == capability and module.head_size == 128
-        and module.dtype == module.kv_dtype == "bfloat16" and not module.has_window
+        module
+        for module in compiled_modules()
+        if module.compute_capability == capability
+        and module.head_size == 128
+        and module.dtype == module.kv_dtype == "bfloat16"
+        and not module.has_window
     ]
     assert {phase for module in plain for phase in module.phases} == {"prefill", "decode"}
     specs = attention_specs(compiled_modules())
@@ -163,18 +183,31 @@ def test_what_was_compiled_is_found_by_its_files_and_then_needs_no_compilation()
 
 
 @pytest.mark.parametrize(
-    ("backend", "eager"), [("flashinfer", False), ({"prefill": "triton", "decode": "flashinfer"}, True)],
+    ("backend", "eager"),
+    [("flashinfer", False), ({"prefill": "triton", "decode": "flashinfer"}, True)],
     ids=["both phases in graphs", "decodes without graphs"],
 )
 def test_a_model_computes_sums_with_it(backend: str | dict[str, str], eager: bool) -> None:
     compiled(head_size=64)
     sums = [(17 + 31 * i % 83, 12 + 47 * i % 79) for i in range(24)]
     with LLM(
-        device="cuda", gpu_memory_utilization=0.3, max_num_seqs=16, attention_backend=backend, enforce_eager=eager
+        device="cuda",
+        gpu_memory_utilization=0.3,
+        max_num_seqs=16,
+        attention_backend=backend,
+        enforce_eager=eager,
     ) as llm:
         taken = {dict(op.problem)["phase"]: op.backend for op in llm.kernel_plan.find("attention")}
-        assert taken == (backend if isinstance(backend, dict) else {"prefill": backend, "decode": backend})
+        assert taken == (
+            backend if isinstance(backend, dict) else {"prefill": backend, "decode": backend}
+        )
         chats = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in sums]
-        answers = [output.outputs[0].text or "" for output in llm.chat(chats, SamplingParams(temperature=0))]
-    right = [answer.rstrip(".").endswith(str(a + b)) for (a, b), answer in zip(sums, answers, strict=True)]
+        answers = [
+            output.outputs[0].text or ""
+            for output in llm.chat(chats, SamplingParams(temperature=0))
+        ]
+    right = [
+        answer.rstrip(".").endswith(str(a + b))
+        for (a, b), answer in zip(sums, answers, strict=True)
+    ]
     assert sum(right) >= 23, answers

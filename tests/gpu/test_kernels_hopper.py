@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not IS_HOPPER, reason="needs a device of compute capability 9.0"),
     pytest.mark.skipif(
-        importlib.util.find_spec("flash_attn_interface") is None, reason=f"needs its library: {FA3.obtain}"
+        importlib.util.find_spec("flash_attn_interface") is None,
+        reason=f"needs its library: {FA3.obtain}",
     ),
 ]
 
@@ -41,7 +42,9 @@ def test_keys_gathered_from_their_blocks_give_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(Gathered, "fill", fill)
     monkeypatch.setattr(fa3, "LEAST_QUERIES", 0)
     monkeypatch.setattr(fa3, "LEAST_TOKENS", 0)
-    problems = [each for each in attention_problems(FA3) if each.phase == "prefill" and each.window is None]
+    problems = [
+        each for each in attention_problems(FA3) if each.phase == "prefill" and each.window is None
+    ]
     assert len(problems) > 2
     assert check_attention(FA3, torch.device("cuda"), cases=problems) > 10
     assert len(gathered) > 30
@@ -52,11 +55,20 @@ def test_long_prompts_give_the_bits_of_their_blocks(monkeypatch: pytest.MonkeyPa
     device, found = torch.device("cuda"), []
     lengths, counts = (3000, 5003, 1), (3000, 2200, 1)
     table = torch.randperm(520, dtype=torch.int32).to(device)
-    rows = torch.nn.utils.rnn.pad_sequence(table.split([188, 313, 19]), batch_first=True, padding_value=-1)
+    rows = torch.nn.utils.rnn.pad_sequence(
+        table.split([188, 313, 19]), batch_first=True, padding_value=-1
+    )
     starts = (0, *accumulate(counts))
     step = AttentionStep(
-        3, starts[-1], max(counts), max(lengths), torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.tensor(lengths, dtype=torch.int32, device=device), rows, starts, lengths,
+        3,
+        starts[-1],
+        max(counts),
+        max(lengths),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        rows,
+        starts,
+        lengths,
     )
     assert fa3.pays(step)
     caches = torch.randn((520, 2, 16, 2, 128), dtype=torch.bfloat16, device=device)

@@ -15,10 +15,14 @@ from tokenspeed_kernels.triton.attention import TritonAttention
 pytestmark = pytest.mark.gpu
 
 ALL = [spec for specs in vars(descriptors).values() if isinstance(specs, tuple) for spec in specs]
-SPECS = [spec for spec in ALL if isinstance(spec, KernelSpec) and "cuda" in spec.capability.platforms]
+SPECS = [
+    spec for spec in ALL if isinstance(spec, KernelSpec) and "cuda" in spec.capability.platforms
+]
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.op != "attention"], ids=lambda s: f"{s.backend}-{s.op}")
+@pytest.mark.parametrize(
+    "spec", [s for s in SPECS if s.op != "attention"], ids=lambda s: f"{s.backend}-{s.op}"
+)
 def test_a_kernel_conforms_on_the_device(spec: KernelSpec) -> None:
     check(spec, torch.device("cuda"))
 
@@ -39,16 +43,25 @@ def test_paged_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     [
         pytest.param(32, Rows((1,), (3000,)), id="one long row in many parts"),
         pytest.param(64, Rows((1,) * 5, (900, 30, 400, 129, 0)), id="eight query heads a key head"),
-        pytest.param(32, Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024), id="keys that all rows share"),
+        pytest.param(
+            32, Rows((1,) * 32, tuple(range(1100, 1740, 20)), 1024), id="keys that all rows share"
+        ),
     ],
 )
-def test_parts_of_rows_are_merged_to_the_same_bits_at_every_replay(num_heads: int, rows: Rows) -> None:
+def test_parts_of_rows_are_merged_to_the_same_bits_at_every_replay(
+    num_heads: int, rows: Rows
+) -> None:
     device = torch.device("cuda")
-    problem = AttentionProblem("decode", num_heads, 8, 128, "bfloat16", "bfloat16", 16, 128**-0.5, None)
+    problem = AttentionProblem(
+        "decode", num_heads, 8, 128, "bfloat16", "bfloat16", 16, 128**-0.5, None
+    )
     scene = make_scene(problem, rows, device, seed=0)
     kernel = TritonAttention(problem, limits_of(scene), device)
     attends(kernel, problem, scene, rows)
-    outs = [torch.full_like(scene.q, float("nan"), memory_format=torch.contiguous_format) for _ in range(8)]
+    outs = [
+        torch.full_like(scene.q, float("nan"), memory_format=torch.contiguous_format)
+        for _ in range(8)
+    ]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for out in outs:  # layers, each of which uses the same memory for its parts

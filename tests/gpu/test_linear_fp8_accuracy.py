@@ -16,7 +16,8 @@ from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS, linear_fp8
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a device with e4m3"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="needs a device with e4m3",
     ),
 ]
 NUM_ROWS = 512
@@ -39,13 +40,20 @@ def errors(x: Tensor, weight: Tensor) -> dict[str, float]:
     exact = (codes.double() @ held.double().t()) * scale.double() * held_scale.double().t()
     products = {
         name: torch._scaled_mm(
-            codes, held.t(), scale_a=scale, scale_b=held_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=is_quick,
+            codes,
+            held.t(),
+            scale_a=scale,
+            scale_b=held_scale.t(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=is_quick,
         )
         for name, is_quick in (("quick", True), ("full", False))
     }
     found = {name: relative(product, exact) for name, product in products.items()}
     found["quantising"] = relative(exact, x.double() @ weight.double().t())
-    print(f"{tuple(weight.shape)}:", ", ".join(f"{name} {error:.2e}" for name, error in found.items()))
+    print(
+        f"{tuple(weight.shape)}:", ", ".join(f"{name} {error:.2e}" for name, error in found.items())
+    )
     return found
 
 
@@ -61,7 +69,9 @@ def test_sums_that_only_grow_lose_what_their_length_says(in_size: int, out_size:
     x, weight = operands(in_size, out_size)
     found = errors(x.abs(), weight.abs())
     assert found["full"] < 2.5e-3
-    assert found["quick"] < 2e-5 * in_size, "what is cut off adds up where no term is negative: 0.07 at 4,096 features"
+    assert found["quick"] < 2e-5 * in_size, (
+        "what is cut off adds up where no term is negative: 0.07 at 4,096 features"
+    )
 
 
 @pytest.mark.parametrize("num_rows", [MOST_ROWS, NUM_ROWS])

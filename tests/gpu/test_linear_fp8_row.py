@@ -15,7 +15,8 @@ from tokenspeed_kernels.triton.linear_fp8_row import add_rms_norm_mlp_fp8, quant
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a device with e4m3"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="needs a device with e4m3",
     ),
 ]
 CUDA = torch.device("cuda")
@@ -30,10 +31,14 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("in_size", "out_size"), [(1024, 4096), (2048, 1024), (4096, 4096), (12288, 4096)])
+@pytest.mark.parametrize(
+    ("in_size", "out_size"), [(1024, 4096), (2048, 1024), (4096, 4096), (12288, 4096)]
+)
 def test_a_map_quantises_its_row(in_size: int, out_size: int) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
-    given = inputs.quantize_linear_fp8(problem, 1, CUDA, torch.Generator().manual_seed(1), strided=False)
+    given = inputs.quantize_linear_fp8(
+        problem, 1, CUDA, torch.Generator().manual_seed(1), strided=False
+    )
     found = quantize_linear_fp8(problem)(*given.values())
     assert error(found, exactly(given["x"], given["weight"], given["weight_scale"])) < 6e-3
 
@@ -41,7 +46,9 @@ def test_a_map_quantises_its_row(in_size: int, out_size: int) -> None:
 @pytest.mark.parametrize(("hidden_size", "size"), [(1024, 3072), (4096, 12288)])
 def test_a_gated_map_adds_normalises_and_quantises_twice(hidden_size: int, size: int) -> None:
     problem = {"hidden_size": hidden_size, "size": size, "dtype": "bfloat16"}
-    given = inputs.add_rms_norm_mlp_fp8(problem, 1, CUDA, torch.Generator().manual_seed(2), strided=False)
+    given = inputs.add_rms_norm_mlp_fp8(
+        problem, 1, CUDA, torch.Generator().manual_seed(2), strided=False
+    )
     found, total = add_rms_norm_mlp_fp8(problem)(*given.values())
     assert torch.equal(total, given["x"] + given["residual"])
     normed = rms_norm(problem)(total, given["norm_weight"], given["eps"])

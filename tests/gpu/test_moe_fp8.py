@@ -16,11 +16,30 @@ from tokenspeed_kernels.triton.moe_fp8 import TILINGS, moe_experts_fp8
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 CUDA = torch.device("cuda")
 (SPEC,) = (spec for spec in descriptors.TRITON_MOE if spec.op == "moe_experts_fp8")
-REAL = {"num_experts": 128, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768, "dtype": "bfloat16"}
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 101,
-         "initializer_range": 0.08, "num_hidden_layers": 3, "max_position_embeddings": 256, "bos_token_id": 1,
-         "eos_token_id": 2, "mlp_only_layers": [0]}
+REAL = {
+    "num_experts": 128,
+    "top_k": 8,
+    "hidden_size": 2048,
+    "intermediate_size": 768,
+    "dtype": "bfloat16",
+}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 101,
+    "initializer_range": 0.08,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "mlp_only_layers": [0],
+}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,13 +49,23 @@ pytestmark = [
 
 @pytest.mark.parametrize("num_rows", [24, 25, 72, 73, 192, 193, 700])
 def test_it_conforms_on_both_sides_of_every_tiling(num_rows: int) -> None:
-    case = {"num_experts": 6, "top_k": 2, "hidden_size": 144, "intermediate_size": 80, "dtype": "bfloat16"}
+    case = {
+        "num_experts": 6,
+        "top_k": 2,
+        "hidden_size": 144,
+        "intermediate_size": 80,
+        "dtype": "bfloat16",
+    }
     assert check(SPEC, CUDA, cases=[case], num_rows=(num_rows,)) == 2
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, *(int(most * 16) for most, _ in TILINGS[1:-1]), 4096])
+@pytest.mark.parametrize(
+    "num_tokens", [1, 64, *(int(most * 16) for most, _ in TILINGS[1:-1]), 4096]
+)
 def test_experts_of_a_real_models_sizes_are_exact_to_the_roundings(num_tokens: int) -> None:
-    given = inputs.moe_experts_fp8(REAL, num_tokens, CUDA, torch.Generator().manual_seed(1), strided=False)
+    given = inputs.moe_experts_fp8(
+        REAL, num_tokens, CUDA, torch.Generator().manual_seed(1), strided=False
+    )
     found = moe_experts_fp8(REAL)(*given.values()).float()
     wide = {**given, "x": given["x"].float()}
     expected = moe.moe_experts_fp8({**REAL, "dtype": "float32"})(*wide.values())
@@ -55,9 +84,18 @@ def test_a_tiny_mixture_of_experts_answers_as_with_the_reference(tmp_path: Path)
     asked = SamplingParams(temperature=0, max_tokens=1, logprobs=5, ignore_eos=True)
     firsts = {}
     for backend in ("triton", "torch"):
-        with LLM(str(tmp_path), quantization="fp8", kernel_backend={"moe_experts_fp8": backend}, max_num_seqs=2,
-                 skip_tokenizer_init=True, max_total_tokens=1024, enforce_eager=backend == "torch") as llm:
-            assert {planned.backend for planned in llm.kernel_plan.find("moe_experts_fp8")} == {backend}
+        with LLM(
+            str(tmp_path),
+            quantization="fp8",
+            kernel_backend={"moe_experts_fp8": backend},
+            max_num_seqs=2,
+            skip_tokenizer_init=True,
+            max_total_tokens=1024,
+            enforce_eager=backend == "torch",
+        ) as llm:
+            assert {planned.backend for planned in llm.kernel_plan.find("moe_experts_fp8")} == {
+                backend
+            }
             firsts[backend] = llm.generate([prompt], asked)[0].outputs[0].logprobs or []
     (ours,), (theirs,) = firsts["triton"], firsts["torch"]
     shared = set(ours) & set(theirs)

@@ -21,10 +21,27 @@ HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8
 OPS = ("quantize_fp8_groups", "add_rms_norm_fp8_groups", "silu_mul_fp8_groups", "linear_fp8_block")
 TRITON = (*descriptors.TRITON_LINEAR, *descriptors.TRITON_NORM, *descriptors.TRITON_ACTIVATION)
 SPECS = [spec for spec in TRITON if spec.op in OPS]
-ROWS = (0, 1, 7, *(each + more for each in (FEW_ROWS, MOST_ROWS, MIDDLE_ROWS) for more in (0, 1)), 1090)
-SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 64, "initializer_range": 0.08, "vocab_size": 101, "num_hidden_layers": 3,
-         "max_position_embeddings": 256, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
+ROWS = (
+    0,
+    1,
+    7,
+    *(each + more for each in (FEW_ROWS, MOST_ROWS, MIDDLE_ROWS) for more in (0, 1)),
+    1090,
+)
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.08,
+    "vocab_size": 101,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,9 +56,16 @@ def test_the_kernels_conform_on_the_device_in_graphs_too(spec: KernelSpec) -> No
 
 @pytest.mark.parametrize("has_library", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 64, 128, 2046, 2048])
-@pytest.mark.parametrize(("in_size", "out_size"), [(4096, 6144), (12288, 4096), (4096, 24576), (4224, 4096)])
+@pytest.mark.parametrize(
+    ("in_size", "out_size"), [(4096, 6144), (12288, 4096), (4096, 24576), (4224, 4096)]
+)
 def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(
-    num_rows: int, in_size: int, out_size: int, *, has_library: bool, monkeypatch: pytest.MonkeyPatch
+    num_rows: int,
+    in_size: int,
+    out_size: int,
+    *,
+    has_library: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not has_library:
         monkeypatch.setattr(linear_fp8_block, "library_takes", lambda problem: False)
@@ -50,7 +74,10 @@ def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(
     given = make_inputs(contract_of(spec), problem, num_rows, torch.device("cuda"), strided=True)
     found = spec.factory()(problem)(*given.values())
     reference = load_target(contract_of(spec).reference)({**problem, "dtype": "float32"})
-    wide = {name: value.float() if name == "bias" and value is not None else value for name, value in given.items()}
+    wide = {
+        name: value.float() if name == "bias" and value is not None else value
+        for name, value in given.items()
+    }
     expected = reference(*wide.values())
     assert (found.float() - expected).norm() / expected.norm() < 4e-3
 
@@ -65,9 +92,17 @@ def test_a_tiny_model_answers_as_with_the_reference(tmp_path: Path) -> None:
     firsts = {}
     for backend in ("triton", "torch"):
         wishes = dict.fromkeys(OPS, backend)
-        with LLM(str(tmp_path), quantization="fp8-block", kernel_backend=wishes, skip_tokenizer_init=True,
-                 max_total_tokens=1024, max_num_seqs=2) as llm:
-            assert {planned.backend for op in OPS for planned in llm.kernel_plan.find(op)} == {backend}
+        with LLM(
+            str(tmp_path),
+            quantization="fp8-block",
+            kernel_backend=wishes,
+            skip_tokenizer_init=True,
+            max_total_tokens=1024,
+            max_num_seqs=2,
+        ) as llm:
+            assert {planned.backend for op in OPS for planned in llm.kernel_plan.find(op)} == {
+                backend
+            }
             firsts[backend] = llm.generate([prompt], asked)[0].outputs[0].logprobs or []
     (ours,), (theirs,) = firsts["triton"], firsts["torch"]
     shared = set(ours) & set(theirs)

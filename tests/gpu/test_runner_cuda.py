@@ -25,14 +25,30 @@ pytestmark = [
 ]
 
 SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-    "vocab_size": 1000, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "float32",
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "torch_dtype": "float32",
 }
 PARAMS: list[dict[str, Any]] = [
-    {}, {"temperature": 0.9, "seed": 5}, {"repetition_penalty": 1.4, "presence_penalty": 0.5},
-    {"bias": {11: 4.0}}, {"logprobs": 3}, {"temperature": 1.2, "seed": -1, "top_k": 30, "top_p": 0.8, "logprobs": 1},
+    {},
+    {"temperature": 0.9, "seed": 5},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"bias": {11: 4.0}},
+    {"logprobs": 3},
+    {"temperature": 1.2, "seed": -1, "top_k": 30, "top_p": 0.8, "logprobs": 1},
 ]
 
 
@@ -42,8 +58,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LocalRunner]
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(SHAPE))
     defaults: dict[str, Any] = {
-        "model": str(folder), "device": "cuda", "load_format": "dummy", "max_num_seqs": 20,
-        "chunked_prefill_size": 512, "max_total_tokens": 32768, "block_size": 16,
+        "model": str(folder),
+        "device": "cuda",
+        "load_format": "dummy",
+        "max_num_seqs": 20,
+        "chunked_prefill_size": 512,
+        "max_total_tokens": 32768,
+        "block_size": 16,
     }
 
     def made(**settings: Any) -> LocalRunner:
@@ -89,7 +110,9 @@ def start(maker: PlanMaker, num_rows: int, params: list[dict[str, Any]]) -> list
     return names
 
 
-def serve(runner: LocalRunner, num_rows: int, count: int, params: list[dict[str, Any]]) -> list[list[int]]:
+def serve(
+    runner: LocalRunner, num_rows: int, count: int, params: list[dict[str, Any]]
+) -> list[list[int]]:
     maker = PlanMaker(runner.block_size)
     names = start(maker, num_rows, params)
     maker.step(runner, chunks={name: maker.sequences[name].num_prompt for name in names})
@@ -106,7 +129,9 @@ def test_a_graph_computes_the_bits_of_the_eager_step(
 ) -> None:
     makers = [PlanMaker(graphs.block_size) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(graphs, "_graphs", None)  # prompts of the same shapes: matrix products round by shape
+        patch.setattr(
+            graphs, "_graphs", None
+        )  # prompts of the same shapes: matrix products round by shape
         for maker, runner in zip(makers, (graphs, eager), strict=True):
             names = start(maker, num_rows, [{"logprobs": 5}])
             maker.step(runner, chunks={name: maker.sequences[name].num_prompt for name in names})
@@ -114,7 +139,8 @@ def test_a_graph_computes_the_bits_of_the_eager_step(
     graphs._graphs.invalidate()
     for _ in range(20):
         one, other = (
-            maker.step(runner, decodes=names) for maker, runner in zip(makers, (graphs, eager), strict=True)
+            maker.step(runner, decodes=names)
+            for maker, runner in zip(makers, (graphs, eager), strict=True)
         )
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.logprobs is not None
@@ -124,11 +150,15 @@ def test_a_graph_computes_the_bits_of_the_eager_step(
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 13, 20])
-def test_padding_rows_change_no_token(graphs: LocalRunner, eager: LocalRunner, num_rows: int) -> None:
+def test_padding_rows_change_no_token(
+    graphs: LocalRunner, eager: LocalRunner, num_rows: int
+) -> None:
     assert serve(graphs, num_rows, 24, PARAMS) == serve(eager, num_rows, 24, PARAMS)
 
 
-def test_float32_tokens_are_those_of_the_cpu(graphs: LocalRunner, make: Callable[..., LocalRunner]) -> None:
+def test_float32_tokens_are_those_of_the_cpu(
+    graphs: LocalRunner, make: Callable[..., LocalRunner]
+) -> None:
     cpu = make(device="cpu")
     weights = {slot.name: slot.target for slot in cpu._model.weight_map()}  # type: ignore[attr-defined]
     for slot in graphs._model.weight_map():  # type: ignore[attr-defined]
@@ -136,7 +166,9 @@ def test_float32_tokens_are_those_of_the_cpu(graphs: LocalRunner, make: Callable
     assert serve(graphs, 6, 16, PARAMS) == serve(cpu, 6, 16, PARAMS)
 
 
-def overlapped(runner: LocalRunner, num_rows: int, count: int, params: list[dict[str, Any]]) -> list[list[int]]:
+def overlapped(
+    runner: LocalRunner, num_rows: int, count: int, params: list[dict[str, Any]]
+) -> list[list[int]]:
     """Serve with two steps in flight: a step is launched before the one before it is collected."""
     maker = PlanMaker(runner.block_size)
     names = start(maker, num_rows, params)
@@ -173,7 +205,9 @@ def test_decodes_that_share_a_prefix_and_those_that_do_not_get_the_tokens_of_eag
         maker.add("s0", [*prefix, 1], 0)
         maker.step(runner, chunks={"s0": 321})
         for slot, name in enumerate(names[1:], start=1):
-            prompt = [*prefix, *range(slot, slot + 4)] if num_shared else list(range(slot, slot + 20))
+            prompt = (
+                [*prefix, *range(slot, slot + 4)] if num_shared else list(range(slot, slot + 20))
+            )
             maker.add(name, prompt, slot, shared=("s0", num_shared) if num_shared else None)
         rest = {name: maker.sequences[name].num_prompt - num_shared for name in names[1:]}
         maker.step(runner, ["s0"], rest)
@@ -194,7 +228,9 @@ def test_two_steps_in_flight_give_the_tokens_of_one_after_another(
 
 
 @pytest.mark.parametrize("size", [1, 7, 40])
-def test_chunks_mixed_with_decodes_change_no_token(graphs: LocalRunner, eager: LocalRunner, size: int) -> None:
+def test_chunks_mixed_with_decodes_change_no_token(
+    graphs: LocalRunner, eager: LocalRunner, size: int
+) -> None:
     expected = serve(eager, 6, 12, PARAMS)
     maker = PlanMaker(graphs.block_size)
     names = start(maker, 6, PARAMS)
@@ -203,7 +239,8 @@ def test_chunks_mixed_with_decodes_change_no_token(graphs: LocalRunner, eager: L
         decodes = [n for n in names if rows[n].output and len(rows[n].output) < 12]
         chunks = {
             n: min(size, rows[n].num_prompt - rows[n].num_computed)
-            for n in names if rows[n].num_computed < rows[n].num_prompt
+            for n in names
+            if rows[n].num_computed < rows[n].num_prompt
         }
         maker.step(graphs, decodes, chunks)
     assert [maker.sequences[name].output for name in names] == expected
@@ -217,7 +254,9 @@ def test_launching_a_step_of_any_kind_never_waits_for_the_device(graphs: LocalRu
     kinds: list[tuple[list[str], dict[str, int], LateInputs | None]] = [
         ([], {name: maker.sequences[name].num_prompt for name in names[:5]}, None),
         (names[:5], {names[5]: maker.sequences[names[5]].num_prompt}, None),
-        (names, {}, None), (names, {}, late), (names[:1], {}, None),
+        (names, {}, None),
+        (names, {}, late),
+        (names[:1], {}, None),
     ]
     results: list[StepResult] = []
     for decodes, chunks, mask in kinds:
@@ -232,7 +271,9 @@ def test_launching_a_step_of_any_kind_never_waits_for_the_device(graphs: LocalRu
     assert [int(result.num_tokens.sum()) for result in results] == [5, 6, 6, 6, 1]
 
 
-def test_serving_compiles_nothing_that_start_up_did_not(graphs: LocalRunner, eager: LocalRunner) -> None:
+def test_serving_compiles_nothing_that_start_up_did_not(
+    graphs: LocalRunner, eager: LocalRunner
+) -> None:
     from triton import knobs
 
     compiled: list[str] = []
@@ -290,10 +331,14 @@ def test_a_step_without_memory_fails_alone(eager: LocalRunner) -> None:
     assert serve(eager, 4, 3, PARAMS[:1]) == expected
 
 
-@pytest.mark.parametrize(("num_bytes", "said"), [
-    (0, "the (model|largest step).* does not fit: .*Tried to allocate .* is free; .*--"),
-    (256 << 20, "a KV cache of 0.38 GiB does not fit: .*--max-total-tokens"),
-], ids=["no room at all", "no room for the cache"])
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [
+        (0, "the (model|largest step).* does not fit: .*Tried to allocate .* is free; .*--"),
+        (256 << 20, "a KV cache of 0.38 GiB does not fit: .*--max-total-tokens"),
+    ],
+    ids=["no room at all", "no room for the cache"],
+)
 def test_a_start_without_memory_names_what_does_not_fit_and_the_flags(
     make: Callable[..., LocalRunner], num_bytes: int, said: str
 ) -> None:
@@ -301,7 +346,9 @@ def test_a_start_without_memory_names_what_does_not_fit_and_the_flags(
         make(max_total_tokens=131072, enforce_eager=True)
 
 
-def test_the_arena_is_sized_by_what_the_largest_step_leaves(make: Callable[..., LocalRunner]) -> None:
+def test_the_arena_is_sized_by_what_the_largest_step_leaves(
+    make: Callable[..., LocalRunner],
+) -> None:
     runner = make(max_total_tokens=None, gpu_memory_utilization=0.5, enforce_eager=True)
     total = torch.cuda.get_device_properties(0).total_memory
     used = total - torch.cuda.mem_get_info()[0]

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.interpreter
 
 def operand(rows: int, size: int, block_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes and scales as transformers makes them, and the float64 values that it reads of those."""
-    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * torch.logspace(-2, 1, size)
+    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * torch.logspace(
+        -2, 1, size
+    )
     config = FineGrainedFP8Config(weight_block_size=(block_rows, 128))
     made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": x})
     codes, scale = made["x.weight"], made["x.weight_scale_inv"]

@@ -15,7 +15,9 @@ from tokenspeed_core.testing.shapes import contract_of
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of log2(0)
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter's NumPy warns of log2(0)
 ]
 
 CPU = torch.device("cpu")
@@ -26,22 +28,36 @@ SHAPES = [
 ]
 
 
-def problem(num_heads: int, num_kv_heads: int, head_size: int, window: int | None) -> AttentionProblem:
+def problem(
+    num_heads: int, num_kv_heads: int, head_size: int, window: int | None
+) -> AttentionProblem:
     # the interpreter's bfloat16 products are wrong
     return AttentionProblem(
-        "prefill", num_heads, num_kv_heads, head_size, "float16", "float16", 64, head_size**-0.5, window
+        "prefill",
+        num_heads,
+        num_kv_heads,
+        head_size,
+        "float16",
+        "float16",
+        64,
+        head_size**-0.5,
+        window,
     )
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "window"), SHAPES)
-def test_prompts_follow_the_formula(num_heads: int, num_kv_heads: int, head_size: int, window: int | None) -> None:
+def test_prompts_follow_the_formula(
+    num_heads: int, num_kv_heads: int, head_size: int, window: int | None
+) -> None:
     cases = [problem(num_heads, num_kv_heads, head_size, window)]
     assert check_attention(PROMPTS, CPU, cases=cases) >= 5
 
 
 @pytest.mark.parametrize("window", [None, 70, 64])
 def test_prompts_of_several_tiles_and_blocks_follow_the_formula(window: int | None) -> None:
-    asked = problem(40, 1, 64, window)  # three query tokens fill a tile of 128 rows, and leave eight of them
+    asked = problem(
+        40, 1, 64, window
+    )  # three query tokens fill a tile of 128 rows, and leave eight of them
     rows = Rows((1, 64, 2, 65, 1), (129, 192, 2, 130, 64))
     scene = make_scene(asked, rows, CPU, seed=0)
     attends(PROMPTS.factory()(asked, limits_of(scene), CPU), asked, scene, rows)
@@ -63,7 +79,9 @@ def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows:
         given = make_inputs(contract, problem, num_rows, CPU, strided=True)
         found = BLOCK_SCALED[1].factory()(problem)(*given.values())
         x, weight = (
-            nvfp4_values(given[name], torch.exp2(given[f"{name}_scale"].view(torch.uint8).float() - 127))
+            nvfp4_values(
+                given[name], torch.exp2(given[f"{name}_scale"].view(torch.uint8).float() - 127)
+            )
             for name in ("x", "weight")
         )
         expected = x @ weight.T * given["scale"] + (0 if given["bias"] is None else given["bias"])
@@ -72,14 +90,24 @@ def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows:
 
 
 @pytest.mark.parametrize("least_share", [latent_decode.LEAST_SHARE, 32], ids=["whole", "split"])
-@pytest.mark.parametrize(("num_heads", "latent_size", "rope_size"), [(3, 64, 16), (70, 64, 16), (16, 512, 64)])
+@pytest.mark.parametrize(
+    ("num_heads", "latent_size", "rope_size"), [(3, 64, 16), (70, 64, 16), (16, 512, 64)]
+)
 def test_latent_attention_follows_the_definition(
-    num_heads: int, latent_size: int, rope_size: int, least_share: int, monkeypatch: pytest.MonkeyPatch
+    num_heads: int,
+    latent_size: int,
+    rope_size: int,
+    least_share: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(latent_decode, "LEAST_SHARE", least_share)
     asked = {
-        "num_heads": num_heads, "latent_size": latent_size, "rope_size": rope_size, "block_size": 64,
-        "dtype": "float16", "kv_dtype": "float16",  # the interpreter's bfloat16 products are wrong
+        "num_heads": num_heads,
+        "latent_size": latent_size,
+        "rope_size": rope_size,
+        "block_size": 64,
+        "dtype": "float16",
+        "kv_dtype": "float16",  # the interpreter's bfloat16 products are wrong
     }
     kernel = LATENT.factory()(asked)
     for rows, strided in ((0, False), (1, True), (8, False)):
@@ -87,13 +115,25 @@ def test_latent_attention_follows_the_definition(
 
 
 @pytest.mark.parametrize("least_share", [latent_decode.LEAST_SHARE, 32], ids=["whole", "split"])
-def test_latents_that_nobody_wrote_do_not_reach_a_row(least_share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_that_nobody_wrote_do_not_reach_a_row(
+    least_share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(latent_decode, "LEAST_SHARE", least_share)
     asked = {
-        "num_heads": 3, "latent_size": 64, "rope_size": 16, "block_size": 64, "dtype": "float16", "kv_dtype": "float16",
+        "num_heads": 3,
+        "latent_size": 64,
+        "rope_size": 16,
+        "block_size": 64,
+        "dtype": "float16",
+        "kv_dtype": "float16",
     }
     cache = torch.full((4, 64, 80), float("nan"), dtype=torch.float16)
     cache[2], cache[0, :21] = 1.0, 1.0
-    table, lengths = torch.tensor([[2, 0], [-1, -1]], dtype=torch.int32), torch.tensor([85, 0], dtype=torch.int32)
-    y = LATENT.factory()(asked)(torch.ones(2, 3, 80, dtype=torch.float16), cache, table, lengths, 85, 0.1)
+    table, lengths = (
+        torch.tensor([[2, 0], [-1, -1]], dtype=torch.int32),
+        torch.tensor([85, 0], dtype=torch.int32),
+    )
+    y = LATENT.factory()(asked)(
+        torch.ones(2, 3, 80, dtype=torch.float16), cache, table, lengths, 85, 0.1
+    )
     assert torch.equal(y[0], torch.ones_like(y[0])) and torch.equal(y[1], torch.zeros_like(y[1]))

@@ -17,24 +17,42 @@ from tokenspeed_kernels import descriptors
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of log2(0)
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter's NumPy warns of log2(0)
 ]
 
 CPU = torch.device("cpu")
 MAX_ELEMENTS = 2000  # of a row: the interpreter is slow
-TRITON = [spec for name, specs in sorted(vars(descriptors).items()) if name.startswith("TRITON_") for spec in specs]
+TRITON = [
+    spec
+    for name, specs in sorted(vars(descriptors).items())
+    if name.startswith("TRITON_")
+    for spec in specs
+]
 WITH_ONE_ROW = ("linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul")
 WITH_DOTS = ("moe_experts", "between_attention", "between_attention_in_place", *WITH_ONE_ROW)
 TO_FP8 = (
-    "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8",
-    "quantize_fp8_groups", "add_rms_norm_fp8_groups", "silu_mul_fp8_groups",
+    "quantize_fp8",
+    "add_rms_norm_fp8",
+    "silu_mul_fp8",
+    "quantize_fp8_groups",
+    "add_rms_norm_fp8_groups",
+    "silu_mul_fp8_groups",
 )
 WITH_TILES = {"linear_fp8_block": (65, 130)}  # rows beyond which other kernels run
-OF_ROW_FP8 = ("quantize_linear_fp8", "add_rms_norm_linear_fp8", "add_rms_norm_mlp_fp8", "moe_experts_fp8")
+OF_ROW_FP8 = (
+    "quantize_linear_fp8",
+    "add_rms_norm_linear_fp8",
+    "add_rms_norm_mlp_fp8",
+    "moe_experts_fp8",
+)
 
 
 @pytest.mark.parametrize(
-    "spec", [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8)], ids=lambda s: s.op
+    "spec",
+    [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8)],
+    ids=lambda s: s.op,
 )
 def test_a_triton_kernel_conforms_on_strided_and_empty_inputs(spec: KernelSpec) -> None:
     if spec.op in WITH_DOTS:  # the interpreter's bfloat16 products are wrong
@@ -47,10 +65,16 @@ def test_a_triton_kernel_conforms_on_strided_and_empty_inputs(spec: KernelSpec) 
 
 @pytest.mark.parametrize("spec", [s for s in TRITON if s.op in TO_FP8], ids=lambda s: s.op)
 @pytest.mark.parametrize(("dtype", "num_rows"), [("float32", 5), ("float16", 3), ("float16", 0)])
-def test_rows_are_quantised_as_the_reference_does(spec: KernelSpec, dtype: str, num_rows: int) -> None:
+def test_rows_are_quantised_as_the_reference_does(
+    spec: KernelSpec, dtype: str, num_rows: int
+) -> None:
     contract = contract_of(spec)
     for problem in ({**case, "dtype": dtype} for case in contract.cases):
-        found = run(spec.factory()(problem), contract, make_inputs(contract, problem, num_rows, CPU, strided=True))
+        found = run(
+            spec.factory()(problem),
+            contract,
+            make_inputs(contract, problem, num_rows, CPU, strided=True),
+        )
         given = make_inputs(contract, problem, num_rows, CPU, strided=True)
         codes, scale, *others = run(load_target(contract.reference)(problem), contract, given)
         torch.testing.assert_close(found[1], scale, rtol=2e-3, atol=0)
@@ -65,10 +89,16 @@ def test_rows_are_quantised_as_the_reference_does(spec: KernelSpec, dtype: str, 
 @pytest.mark.parametrize("op", WITH_ONE_ROW)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_one_row_has_a_kernel_of_its_own_which_also_adds_a_bias(op: str, dtype: str) -> None:
-    (spec,) = (spec for spec in TRITON if spec.op == op and spec.load.startswith("tokenspeed_kernels.triton.linear:"))
+    (spec,) = (
+        spec
+        for spec in TRITON
+        if spec.op == op and spec.load.startswith("tokenspeed_kernels.triton.linear:")
+    )
     contract = contract_of(spec)
     for problem in ({**case, "dtype": dtype} for case in contract.cases):
-        given = make_inputs(contract, problem, 2, CPU, strided=True)  # an even number of rows has a bias
+        given = make_inputs(
+            contract, problem, 2, CPU, strided=True
+        )  # an even number of rows has a bias
         assert given["bias"] is not None
         one = {name: value[1:] if name in contract.rows else value for name, value in given.items()}
         expected = run(load_target(contract.reference)(problem), contract, one)
@@ -81,32 +111,54 @@ def test_one_row_has_a_kernel_of_its_own_which_also_adds_a_bias(op: str, dtype: 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "block_size", "window", "dtype", "kv_dtype"),
     [
-        (4, 2, 32, 16, None, "float32", "float32"), (7, 1, 48, 8, 20, "float16", "float16"),
-        (2, 2, 16, 64, None, "float16", "float16"), (4, 2, 24, 16, 20, "float16", "float8_e4m3fn"),
+        (4, 2, 32, 16, None, "float32", "float32"),
+        (7, 1, 48, 8, 20, "float16", "float16"),
+        (2, 2, 16, 64, None, "float16", "float16"),
+        (4, 2, 24, 16, 20, "float16", "float8_e4m3fn"),
     ],
 )
 def test_paged_attention_follows_the_formula(
-    phase: str, num_heads: int, num_kv_heads: int, head_size: int, block_size: int, window: int | None, dtype: str,
+    phase: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    window: int | None,
+    dtype: str,
     kv_dtype: str,
 ) -> None:
     problem = AttentionProblem(
-        phase, num_heads, num_kv_heads, head_size, dtype, kv_dtype, block_size, head_size**-0.5, window
+        phase,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        dtype,
+        kv_dtype,
+        block_size,
+        head_size**-0.5,
+        window,
     )
     spec = descriptors.TRITON_ATTENTION[0]
     assert check_attention(spec, CPU, cases=[problem]) >= 5
 
 
-@pytest.mark.parametrize(("op", "plain", "quantize"), [
-    ("add_rms_norm_fp8", "add_rms_norm", "quantize_fp8"), ("silu_mul_fp8", "silu_mul", "quantize_fp8"),
-    ("add_rms_norm_fp8_groups", "add_rms_norm", "quantize_fp8_groups"),
-    ("silu_mul_fp8_groups", "silu_mul", "quantize_fp8_groups"),
-])
+@pytest.mark.parametrize(
+    ("op", "plain", "quantize"),
+    [
+        ("add_rms_norm_fp8", "add_rms_norm", "quantize_fp8"),
+        ("silu_mul_fp8", "silu_mul", "quantize_fp8"),
+        ("add_rms_norm_fp8_groups", "add_rms_norm", "quantize_fp8_groups"),
+        ("silu_mul_fp8_groups", "silu_mul", "quantize_fp8_groups"),
+    ],
+)
 @pytest.mark.parametrize("size", [64, 1100])
 def test_what_quantises_behind_another_op_gives_the_bits_of_both_one_after_another(
     op: str, plain: str, quantize: str, size: int
 ) -> None:
     problem = {"size": size, "dtype": "float16"}
-    kernels = {spec.op: spec.factory()(problem) for spec in TRITON if spec.op in (op, plain, quantize)}
+    kernels = {
+        spec.op: spec.factory()(problem) for spec in TRITON if spec.op in (op, plain, quantize)
+    }
     contract = contract_of(next(spec for spec in TRITON if spec.op == op))
     given = (make_inputs(contract, problem, 7, CPU, strided=True) for _ in range(2))
     codes, scale, *total = run(kernels[op], contract, next(given))
@@ -118,7 +170,9 @@ def test_what_quantises_behind_another_op_gives_the_bits_of_both_one_after_anoth
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3])
-def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_zero(num_splits: int) -> None:
+def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_zero(
+    num_splits: int,
+) -> None:
     from tokenspeed_kernels.triton.linear_fp8 import FewRows, Tiling
 
     problem = {"in_size": 208, "out_size": 48, "dtype": "float32"}
@@ -132,10 +186,16 @@ def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_z
 
 
 @pytest.mark.parametrize("programs", [128, 114, 78, 7])
-def test_tiles_between_attention_cover_every_feature_whatever_the_number_of_multiprocessors(programs: int) -> None:
+def test_tiles_between_attention_cover_every_feature_whatever_the_number_of_multiprocessors(
+    programs: int,
+) -> None:
     from tokenspeed_kernels.triton.between_attention import tiling
 
-    for heads, hidden, inner, out_size in ((2048, 1024, 3072, 4096), (4096, 4096, 12288, 6144), (128, 64, 192, 256)):
+    for heads, hidden, inner, out_size in (
+        (2048, 1024, 3072, 4096),
+        (4096, 4096, 12288, 6144),
+        (128, 64, 192, 256),
+    ):
         tiles = tiling(heads, hidden, inner, out_size, programs)
         assert 0 < tiles.G_N <= tiles.G_BLOCK <= 128
         assert 0 < tiles.Q_N <= tiles.Q_BLOCK <= 64

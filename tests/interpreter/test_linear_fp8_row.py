@@ -19,16 +19,22 @@ TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}  # the order of sums, and one rounding
 @pytest.mark.parametrize(("in_size", "out_size"), [(96, 48), (256, 512), (4096, 256)])
 def test_a_map_quantises_its_row(in_size: int, out_size: int) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "size": in_size, "dtype": DTYPE}
-    given = inputs.quantize_linear_fp8(problem, 1, DEVICE, torch.Generator().manual_seed(1), strided=False)
+    given = inputs.quantize_linear_fp8(
+        problem, 1, DEVICE, torch.Generator().manual_seed(1), strided=False
+    )
     x, *weights = given.values()
     expected = linear_fp8.linear_fp8(problem)(*fp8.quantize_fp8(problem)(x), *weights)
-    torch.testing.assert_close(linear_fp8_row.quantize_linear_fp8(problem)(x, *weights), expected, **TOLERANCE)
+    torch.testing.assert_close(
+        linear_fp8_row.quantize_linear_fp8(problem)(x, *weights), expected, **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(("in_size", "out_size"), [(96, 48), (256, 512), (4096, 256)])
 def test_a_map_adds_and_normalises_before_it_quantises(in_size: int, out_size: int) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "size": in_size, "dtype": DTYPE}
-    given = inputs.add_rms_norm_linear_fp8(problem, 1, DEVICE, torch.Generator().manual_seed(2), strided=False)
+    given = inputs.add_rms_norm_linear_fp8(
+        problem, 1, DEVICE, torch.Generator().manual_seed(2), strided=False
+    )
     codes, scale, total = fp8.sum_rms_norm_fp8(problem)(*list(given.values())[:4])
     expected = linear_fp8.linear_fp8(problem)(codes, scale, *list(given.values())[4:])
     found, found_total = linear_fp8_row.add_rms_norm_linear_fp8(problem)(*given.values())
@@ -37,15 +43,21 @@ def test_a_map_adds_and_normalises_before_it_quantises(in_size: int, out_size: i
 
 
 @pytest.mark.parametrize(("hidden_size", "size"), [(96, 48), (256, 512)])
-def test_a_gated_map_is_its_two_products_and_what_stands_between(hidden_size: int, size: int) -> None:
+def test_a_gated_map_is_its_two_products_and_what_stands_between(
+    hidden_size: int, size: int
+) -> None:
     problem = {"hidden_size": hidden_size, "size": size, "dtype": DTYPE}
-    given = inputs.add_rms_norm_mlp_fp8(problem, 1, DEVICE, torch.Generator().manual_seed(3), strided=False)
+    given = inputs.add_rms_norm_mlp_fp8(
+        problem, 1, DEVICE, torch.Generator().manual_seed(3), strided=False
+    )
     *before, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias = given.values()
     wide = {"in_size": hidden_size, "out_size": 2 * size, "size": hidden_size, "dtype": DTYPE}
     narrow = {"in_size": size, "out_size": hidden_size, "size": size, "dtype": DTYPE}
     codes, scale, total = fp8.sum_rms_norm_fp8(wide)(*before)
     halves = linear_fp8.linear_fp8(wide)(codes, scale, gate_up, gate_up_scale, gate_up_bias)
-    expected = linear_fp8.linear_fp8(narrow)(*fp8.silu_mul_fp8(narrow)(halves), down, down_scale, down_bias)
+    expected = linear_fp8.linear_fp8(narrow)(
+        *fp8.silu_mul_fp8(narrow)(halves), down, down_scale, down_bias
+    )
     found, found_total = linear_fp8_row.add_rms_norm_mlp_fp8(problem)(*given.values())
     assert torch.equal(found_total, total)
     # a value that the order of sums moves over the middle of two codes moves what comes out by more than one rounding

@@ -16,10 +16,14 @@ from tokenspeed_kernels.triton.moe_fp8 import TILINGS
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of what is then not taken
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter's NumPy warns of what is then not taken
 ]
 (SPEC,) = (spec for spec in descriptors.TRITON_MOE if spec.op == "moe_experts_fp8")
-PAIRS = [int(most * 5) for most, _ in TILINGS[:-1]]  # the most that five experts share in each tiling
+PAIRS = [
+    int(most * 5) for most, _ in TILINGS[:-1]
+]  # the most that five experts share in each tiling
 CPU = torch.device("cpu")
 
 
@@ -35,10 +39,20 @@ def test_experts_conform_without_tokens_and_with() -> None:
 
 @pytest.mark.parametrize("num_pairs", [*PAIRS, PAIRS[-1] + 2])
 def test_every_tiling_gives_what_the_reference_gives(num_pairs: int) -> None:
-    case = {"num_experts": 5, "top_k": 2, "hidden_size": 144, "intermediate_size": 80, "dtype": "float32"}
+    case = {
+        "num_experts": 5,
+        "top_k": 2,
+        "hidden_size": 144,
+        "intermediate_size": 80,
+        "dtype": "float32",
+    }
     assert check(SPEC, CPU, cases=[case], num_rows=(num_pairs // 2,)) == 2
 
 
 def test_features_that_the_matrix_units_cannot_read_are_refused() -> None:
-    refused = [limit.axis for limit in SPEC.capability.limits if isinstance(limit, AxisLimit) and limit.refusal(40)]
+    refused = [
+        limit.axis
+        for limit in SPEC.capability.limits
+        if isinstance(limit, AxisLimit) and limit.refusal(40)
+    ]
     assert refused == ["hidden_size", "intermediate_size"]

@@ -16,7 +16,9 @@ from tokenspeed_kernels.descriptors import TRITON_ATTENTION
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of log2(0)
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter's NumPy warns of log2(0)
 ]
 
 CPU = torch.device("cpu")
@@ -36,10 +38,18 @@ PROMPTS_TOO = (
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(
-    ("spec", "phase"), [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PROMPTS, "prefill")],
+    ("spec", "phase"),
+    [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PROMPTS, "prefill")],
     ids=["decodes", "prompts beside decodes", "prompts of blackwell"],
 )
-def test_a_backend_finds_other_rows_in_the_same_buffers(spec: KernelSpec, phase: str, window: int | None) -> None:
+def test_a_backend_finds_other_rows_in_the_same_buffers(
+    spec: KernelSpec, phase: str, window: int | None
+) -> None:
     problem = AttentionProblem(phase, 4, 2, 64, "float32", "float32", 64, 0.125, window)
     capability = replace(spec.capability, dtypes=("float32",), kv_dtypes=("float32",))
-    replays(replace(spec, capability=capability), problem, CPU, DECODES if phase == "decode" else PROMPTS_TOO)
+    replays(
+        replace(spec, capability=capability),
+        problem,
+        CPU,
+        DECODES if phase == "decode" else PROMPTS_TOO,
+    )

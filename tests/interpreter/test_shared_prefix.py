@@ -12,11 +12,19 @@ from tokenspeed_core.runner.slots import SHARED_PREFIX, SHORT
 from tokenspeed_core.testing.attention import Rows, attend, attends, limits_of, make_scene
 from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton.attention import LONG_SPLIT, TritonAttention
-from tokenspeed_kernels.triton.shared import BLOCK_N, LEAST_KEYS, LEAST_ROWS, MERGED_PARTS, SharedPrefix
+from tokenspeed_kernels.triton.shared import (
+    BLOCK_N,
+    LEAST_KEYS,
+    LEAST_ROWS,
+    MERGED_PARTS,
+    SharedPrefix,
+)
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of log2(0)
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter's NumPy warns of log2(0)
 ]
 
 CPU = torch.device("cpu")
@@ -37,8 +45,14 @@ def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
         pytest.param(rows_of((0, *LENGTHS[1:]), 0), 0, id="too few rows"),
         pytest.param(rows_of(LENGTHS, 320), 320, id="shared"),
         pytest.param(rows_of((*LENGTHS, 0, 0), 320), 320, id="padding rows"),
-        pytest.param(rows_of((320, *LENGTHS), 320), 256, id="a row that would keep no key of its own"),
-        pytest.param(rows_of((641, *(300 + each for each in LENGTHS[:2]), *(650,) * 6), 640), 640, id="several splits"),
+        pytest.param(
+            rows_of((320, *LENGTHS), 320), 256, id="a row that would keep no key of its own"
+        ),
+        pytest.param(
+            rows_of((641, *(300 + each for each in LENGTHS[:2]), *(650,) * 6), 640),
+            640,
+            id="several splits",
+        ),
     ],
 )
 def test_the_keys_that_all_rows_share_are_found_and_attended_to(rows: Rows, num_found: int) -> None:
@@ -83,7 +97,10 @@ def test_each_pass_over_the_layers_finds_the_shared_keys_anew() -> None:
     caches[1].copy_(other.v_cache)
     out = torch.empty(scene.q.shape)
     kernel.prepare(scene.step)
-    for seen in (other, other):  # two passes without another `prepare`, as a graph captures and replays
+    for seen in (
+        other,
+        other,
+    ):  # two passes without another `prepare`, as a graph captures and replays
         kernel.forward(seen.q, caches[0], caches[1], out)
         torch.testing.assert_close(out, other.expected, rtol=1e-4, atol=1e-4)
         assert int(kernel.shared.found[0]) == 0
@@ -95,7 +112,9 @@ def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
     rows = rows_of((3000,), 0)
     scene = make_scene(problem, rows, CPU, seed=0)
     kernel = TritonAttention(problem, limits_of(scene), CPU)
-    for _ in range(2):  # programs count each other's results, and leave the counts as they found them
+    for _ in range(
+        2
+    ):  # programs count each other's results, and leave the counts as they found them
         attends(kernel, problem, scene, rows)
 
 
@@ -122,7 +141,9 @@ def test_rows_of_several_query_tokens_share_nothing() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "head_size", "num_rows"), [(16, 16, 10), (7, 48, 10)])
-def test_rows_of_several_tiles_attend_to_the_shared_keys(num_heads: int, head_size: int, num_rows: int) -> None:
+def test_rows_of_several_tiles_attend_to_the_shared_keys(
+    num_heads: int, head_size: int, num_rows: int
+) -> None:
     problem = replace(PROBLEM, num_heads=num_heads, num_kv_heads=1, head_size=head_size)
     rows = rows_of(tuple(300 + 3 * row for row in range(num_rows)), 256)
     scene = make_scene(problem, rows, CPU, seed=0)
@@ -136,22 +157,35 @@ def test_rows_of_several_tiles_attend_to_the_shared_keys(num_heads: int, head_si
 
 @pytest.mark.parametrize("num_rows", [9, 31, 70])
 @pytest.mark.parametrize("first_odd", [0, 17, 31, 32, 255, 256, 257, 511, 600, 1000])
-def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(num_rows: int, first_odd: int) -> None:
+def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(
+    num_rows: int, first_odd: int
+) -> None:
     block_size, num_columns = 8, 640
     generator = torch.Generator().manual_seed(num_rows + first_odd)
-    table = torch.randint(1000, (1, num_columns), dtype=torch.int32, generator=generator).repeat(num_rows, 1)
+    table = torch.randint(1000, (1, num_columns), dtype=torch.int32, generator=generator).repeat(
+        num_rows, 1
+    )
     odd_row = int(torch.randint(num_rows, (), generator=generator))
     if first_odd < num_columns:
         table[odd_row, first_odd] += 1
     seq_lens = torch.full((num_rows,), 605 * block_size, dtype=torch.int32)
     problem = replace(PROBLEM, block_size=block_size)
-    shared = SharedPrefix(problem, AttentionLimits(num_rows, num_rows, 8 * num_columns, num_columns), CPU, 16)
+    shared = SharedPrefix(
+        problem, AttentionLimits(num_rows, num_rows, 8 * num_columns, num_columns), CPU, 16
+    )
     launch = shared.launch(num_rows)
     assert launch is not None
     shared.find(
         AttentionStep(
-            num_rows, num_rows, 1, 8 * num_columns, torch.arange(num_rows + 1, dtype=torch.int32), seq_lens, table,
-            None, None,
+            num_rows,
+            num_rows,
+            1,
+            8 * num_columns,
+            torch.arange(num_rows + 1, dtype=torch.int32),
+            seq_lens,
+            table,
+            None,
+            None,
         ),
         launch,
     )

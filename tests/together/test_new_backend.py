@@ -21,16 +21,43 @@ import pytest
 
 TOKENSPEED = (str(Path(sys.executable).with_name("tokenspeed")),)
 PIP = (sys.executable, "-P", "-m", "pip", "-q", "--disable-pip-version-check")
-KINDS = ("attention", "moe", "linear", "sampling", "model", "tool-parser", "reasoning-parser", "policy", "command")
-CHAT = (  # the demo, from everything of acme's that a chat may use
-    "--attention-backend", "acme/attention", "--sampling-backend", "acme/sampling,auto",
-    "--kernel-backend", "linear=acme/linear,auto", "--schedule-policy", "acme/policy",
-    "--tool-call-parser", "acme/tool-parser", "--reasoning-parser", "acme/reasoning-parser",
+KINDS = (
+    "attention",
+    "moe",
+    "linear",
+    "sampling",
+    "model",
+    "tool-parser",
+    "reasoning-parser",
+    "policy",
+    "command",
 )
-WEATHER = {"type": "function", "function": {
-    "name": "get_weather", "description": "Get the weather.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}}
+CHAT = (  # the demo, from everything of acme's that a chat may use
+    "--attention-backend",
+    "acme/attention",
+    "--sampling-backend",
+    "acme/sampling,auto",
+    "--kernel-backend",
+    "linear=acme/linear,auto",
+    "--schedule-policy",
+    "acme/policy",
+    "--tool-call-parser",
+    "acme/tool-parser",
+    "--reasoning-parser",
+    "acme/reasoning-parser",
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
 
 
 def install(wheels: Sequence[Path]) -> None:
@@ -46,9 +73,18 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
     """Make a package of each kind as a stranger would, and install their wheels, which are given, until tests end."""
     folder = tmp_path_factory.mktemp("acme")
     for kind in KINDS:
-        subprocess.run([*TOKENSPEED, "plugins", "new", kind, "acme"], cwd=folder, check=True, capture_output=True)
+        subprocess.run(
+            [*TOKENSPEED, "plugins", "new", kind, "acme"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+        )
     made = [f"./acme-{kind}" for kind in KINDS]
-    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", "dist", *made], cwd=folder, check=True)
+    subprocess.run(
+        [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", "dist", *made],
+        cwd=folder,
+        check=True,
+    )
     wheels = sorted((folder / "dist").iterdir())
     assert len(wheels) == len(KINDS)
     try:
@@ -73,14 +109,22 @@ def served(folder: Path, *words: str) -> Iterator[httpx.Client]:
     """Run a server until the block ends, and yield a client once it can answer."""
     command = [*TOKENSPEED, "serve", *words, "--device", "cpu", "--port", "0"]
     with (folder / "errors").open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder,
-                                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     assert process.stdout is not None
     try:
         found = re.search(r" at (http://\S+)", process.stdout.readline())
         assert found, (folder / "errors").read_text()
         transport = httpx.HTTPTransport(retries=3)
-        with httpx.Client(base_url=found[1], trust_env=False, timeout=60, transport=transport) as client:
+        with httpx.Client(
+            base_url=found[1], trust_env=False, timeout=60, transport=transport
+        ) as client:
             while client.get("/health").status_code == 503:
                 assert process.poll() is None, (folder / "errors").read_text()
             yield client
@@ -97,14 +141,21 @@ def plan(client: httpx.Client) -> dict[str, tuple[str, str]]:
 
 def chat(client: httpx.Client, text: str, **more: Any) -> dict[str, Any]:
     """Return the message that answers."""
-    asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0, **more}
+    asked = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        **more,
+    }
     answered = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
     message: dict[str, Any] = answered["choices"][0]["message"]
     return message
 
 
 @pytest.mark.usefixtures("acme")
-def test_a_server_answers_from_the_kernels_the_policy_and_the_parsers_of_a_stranger(tmp_path: Path) -> None:
+def test_a_server_answers_from_the_kernels_the_policy_and_the_parsers_of_a_stranger(
+    tmp_path: Path,
+) -> None:
     with served(tmp_path, *CHAT) as client:
         assert client.get("/health").json() == {"status": "ok"}
         answer = chat(client, "what is 23 + 45?")
@@ -116,12 +167,16 @@ def test_a_server_answers_from_the_kernels_the_policy_and_the_parsers_of_a_stran
         for op in ("attention", "linear"):
             assert ran[op] == (f"acme/{op}", f"acme-{op}")
         assert ran["greedy"] == ("acme/sampling", "acme-sampling")
-        origins = {e["distribution"]: e["origin"] for e in client.get("/v1/plugins").json()["plugins"]}
+        origins = {
+            e["distribution"]: e["origin"] for e in client.get("/v1/plugins").json()["plugins"]
+        }
         assert origins["acme-policy"].endswith("acme_policy-0.1.0-py3-none-any.whl")
 
 
 @pytest.mark.usefixtures("acme")
-@pytest.mark.parametrize(("kind", "words"), [("moe", ("--moe-backend", "acme/moe,auto")), ("model", ())])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("moe", ("--moe-backend", "acme/moe,auto")), ("model", ())]
+)
 def test_the_example_that_comes_with_a_package_is_served(
     tmp_path: Path, kind: str, words: tuple[str, ...]
 ) -> None:
@@ -130,9 +185,16 @@ def test_the_example_that_comes_with_a_package_is_served(
     assert package.origin is not None
     assert Path(package.origin).is_relative_to(sys.prefix), "it is the wheel's"
     example = str(Path(package.origin).with_name("example"))
-    with served(tmp_path, example, "--load-format", "dummy", "--skip-tokenizer-init", *words) as client:
+    with served(
+        tmp_path, example, "--load-format", "dummy", "--skip-tokenizer-init", *words
+    ) as client:
         ask = {"model": example, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
-        assert client.post("/v1/completions", json=ask).raise_for_status().json()["usage"]["completion_tokens"] == 4
+        assert (
+            client.post("/v1/completions", json=ask)
+            .raise_for_status()
+            .json()["usage"]["completion_tokens"]
+            == 4
+        )
         described = client.get("/v1/plugins").json()
         assert (described["architecture"] == "AcmeForCausalLM") == (kind == "model")
         assert kind != "moe" or plan(client)["moe_experts"] == ("acme/moe", "acme-moe")
@@ -140,15 +202,24 @@ def test_the_example_that_comes_with_a_package_is_served(
 
 @pytest.mark.usefixtures("acme")
 def test_the_command_is_one_of_tokenspeeds() -> None:
-    said = subprocess.run([*TOKENSPEED, "acme-command", "Ada"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [*TOKENSPEED, "acme-command", "Ada"], capture_output=True, text=True, check=True
+    ).stdout
     assert said == "hello, Ada\n"
 
 
 @pytest.mark.usefixtures("none_of_acme")
-def test_once_it_is_uninstalled_the_same_start_says_in_one_line_what_to_install(tmp_path: Path) -> None:
-    for words, what in ((CHAT[:2], "acme/attention"), (("--tool-call-parser", "acme/tool-parser"), "acme/tool-parser")):
+def test_once_it_is_uninstalled_the_same_start_says_in_one_line_what_to_install(
+    tmp_path: Path,
+) -> None:
+    for words, what in (
+        (CHAT[:2], "acme/attention"),
+        (("--tool-call-parser", "acme/tool-parser"), "acme/tool-parser"),
+    ):
         command = [*TOKENSPEED, "serve", "--device", "cpu", "--port", "0", *words]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+        )
         (line,) = [line for line in done.stderr.splitlines() if line != "weights ..."]
         assert done.returncode == 2
         assert f"named '{what}'; installed: " in line

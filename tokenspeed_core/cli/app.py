@@ -28,7 +28,9 @@ _TOLD = (UsageError, TokenSpeedError, typer.Exit, typer.Abort, BrokenPipeError, 
 
 SERVE = "Serve a model over the OpenAI HTTP API."  # here, so that the list of commands imports none
 BROUGHT_BY = {
-    "bench": "tokenspeed-bench", "chat": "tokenspeed-chat", "env": "tokenspeed-plugin-tools",
+    "bench": "tokenspeed-bench",
+    "chat": "tokenspeed-chat",
+    "env": "tokenspeed-plugin-tools",
     "plugins": "tokenspeed-plugin-tools",
 }
 
@@ -41,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # nobody reads, or the disk is full: Python would end with a status of its own
+            except (
+                OSError
+            ):  # nobody reads, or the disk is full: Python would end with a status of its own
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -65,7 +69,10 @@ def _run(arguments: Sequence[str] | None) -> int:
             typer.echo(json.dumps({"error": explained}, indent=2, ensure_ascii=False))
         return _say(explained)
     except TokenSpeedError as error:
-        if logging.root.isEnabledFor(logging.DEBUG) or os.environ.get("TOKENSPEED_LOG_LEVEL", "").lower() == "debug":
+        if (
+            logging.root.isEnabledFor(logging.DEBUG)
+            or os.environ.get("TOKENSPEED_LOG_LEVEL", "").lower() == "debug"
+        ):
             typer.echo(printable(traceback.format_exc()), err=True)
         return _say(str(error))
     except UnicodeDecodeError as error:
@@ -85,8 +92,11 @@ def build(command: str | None) -> typer.Typer:
     completion: their values, typed or not, it checks with pydantic, whose import takes longer than most commands.
     """
     app = typer.Typer(
-        name="tokenspeed", help="Fast inference of language models, built of plugins.", rich_markup_mode=None,
-        add_completion=command is None, pretty_exceptions_enable=False,
+        name="tokenspeed",
+        help="Fast inference of language models, built of plugins.",
+        rich_markup_mode=None,
+        add_completion=command is None,
+        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"] if command is None else []},
     )
     app.callback()(_top)
@@ -107,7 +117,9 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_Version = Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)]
+_Version = Annotated[
+    bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+]
 
 
 def _top(version: _Version = False) -> None:
@@ -127,13 +139,23 @@ def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
     except PluginError as error:
         if wanted is None:  # a command says so itself, where it matters to it
             typer.echo(f"tokenspeed: {error}", err=True)
-        catalog = Catalog.discover(Selection(frozenset()), check=False)  # the default ones show what is wrong
-    passing_all_on = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+        catalog = Catalog.discover(
+            Selection(frozenset()), check=False
+        )  # the default ones show what is wrong
+    passing_all_on = {
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "help_option_names": [],
+    }
     entries = catalog.entries("commands")
     for entry in [entry for entry in entries if entry.name == wanted] or entries:
-        summary = str(metadata(entry.distribution).json.get("summary", "From")).partition(f"{entry.name}: ")
+        summary = str(metadata(entry.distribution).json.get("summary", "From")).partition(
+            f"{entry.name}: "
+        )
         described = f"{summary[2] or summary[0]} ({entry.distribution} {entry.version})"
-        app.command(entry.name, help=described, context_settings=passing_all_on)(_plugin_command(catalog, entry))
+        app.command(entry.name, help=described, context_settings=passing_all_on)(
+            _plugin_command(catalog, entry)
+        )
 
 
 def _plugin_command(catalog: Catalog, entry: Entry) -> Callable[[typer.Context], Any]:
@@ -144,7 +166,11 @@ def _plugin_command(catalog: Catalog, entry: Entry) -> Callable[[typer.Context],
     def run(context: typer.Context) -> Any:
         command: Any = catalog.need(entry, object)
         call = partial(command, list(context.args))
-        return call() if entry.distribution in DEFAULTS else make(entry, entry.value, call, object, _TOLD)
+        return (
+            call()
+            if entry.distribution in DEFAULTS
+            else make(entry, entry.value, call, object, _TOLD)
+        )
 
     return run
 
@@ -154,12 +180,18 @@ def _explain_usage(error: Any, command: str | None) -> str:
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     message = str(error.format_message())
     if option is not None and context is not None and "such option" in message.lower():
-        known = [form for each in context.command.params for form in each.opts if form.startswith("--")]
+        known = [
+            form for each in context.command.params for form in each.opts if form.startswith("--")
+        ]
         if "--max-model-len" in known:
             from tokenspeed_core.config.build import unknown
 
-            return unknown(option.removeprefix("--").replace("-", "_"), option, known, context.command_path)
-        return f"{option}: no such option" + (meant(option, known) or f"; `{context.command_path} --help` lists them")
+            return unknown(
+                option.removeprefix("--").replace("-", "_"), option, known, context.command_path
+            )
+        return f"{option}: no such option" + (
+            meant(option, known) or f"; `{context.command_path} --help` lists them"
+        )
     if command is not None and command != "serve" and message.lower().startswith("no such command"):
         return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")

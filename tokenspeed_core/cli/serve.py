@@ -13,7 +13,9 @@ from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="the same as --model")]
-ConfigFile = Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")]
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")
+]
 
 
 OVERVIEW = (
@@ -30,7 +32,9 @@ def configure(positional: str | None, flags: dict[str, Any], file: str | None) -
     """Return the configuration of a command line. Raises ConfigError."""
     if positional is not None:
         if flags.get("model", positional) != positional:
-            raise ConfigError(f"--model {flags['model']}: the model was given twice, first as {positional}")
+            raise ConfigError(
+                f"--model {flags['model']}: the model was given twice, first as {positional}"
+            )
         flags = {**flags, "model": positional}
     return load(flags, os.environ, file)
 
@@ -39,7 +43,9 @@ def serve(
     *,
     positional: ModelArgument = None,
     config: ConfigFile = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="resolve everything, load nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="resolve everything, load nothing")
+    ] = False,
     flags: dict[str, Any],
 ) -> int:
     """Serve until told to stop; return the exit status."""

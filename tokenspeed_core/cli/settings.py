@@ -15,7 +15,9 @@ from tokenspeed_core.config.describe import as_written, bounds
 from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata, narrowed
 from tokenspeed_core.errors import ConfigError
 
-Overview = tuple[str, str, tuple[tuple[str, str], ...]]  # of a command: usage, what it does, options of its own
+Overview = tuple[
+    str, str, tuple[tuple[str, str], ...]
+]  # of a command: usage, what it does, options of its own
 DOT = "__"  # stands for the dot of `--attention-backend.decode` in a Python name
 
 
@@ -25,13 +27,19 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
     The function is called with its own parameters and `flags`: what was typed, keyed by setting, or by
     `setting.key` where it was narrowed.
     """
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "flags"]
+    own = [
+        p
+        for p in inspect.signature(function, eval_str=True).parameters.values()
+        if p.name != "flags"
+    ]
     names = {p.name for p in own}
     settings = {each.name: each for each in _parameters() if each.name not in names}
 
     def command(**given: Any) -> int:
         flags = {name.replace(DOT, "."): given.pop(name) for name in settings}
-        return function(**given, flags={name: value for name, value in flags.items() if value not in (None, [])})
+        return function(
+            **given, flags={name: value for name, value in flags.items() if value not in (None, [])}
+        )
 
     parameters = [*own, *settings.values()]
     command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
@@ -43,13 +51,17 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
 def _parameters() -> Iterable[inspect.Parameter]:
     for name, field in Config.model_fields.items():
         if is_switch(name):
-            form = f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
+            form = (
+                f"{flag(name)}/--no-{flag(name)[2:]}" if name.startswith("enable_") else flag(name)
+            )
             yield _parameter(name, bool, form, field.description)
             continue
         takes = list[str] if "=" in str(metadata(name)["takes"]) else str  # pairs, of several flags
         yield _parameter(name, takes, flag(name), field.description)
         for key in metadata(name)["narrow"]:
-            yield _parameter(f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", f"{flag(name)} for {key}")
+            yield _parameter(
+                f"{name}{DOT}{key}", str, f"{flag(name)}.{key}", f"{flag(name)} for {key}"
+            )
 
 
 def _parameter(name: str, takes: Any, form: str, text: str | None) -> inspect.Parameter:
@@ -91,13 +103,23 @@ def _overview(command: Overview) -> str:
     usage, text, own = command
     width = shutil.get_terminal_size((80, 24)).columns
     lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
-    for form, meaning in (*own, ("--help=SECTION", "the options of a section, of a flag, or about a word; all")):
-        lines += textwrap.wrap(f"  {form:<22} {meaning}", width, subsequent_indent=" " * 25, break_long_words=False)
+    for form, meaning in (
+        *own,
+        ("--help=SECTION", "the options of a section, of a flag, or about a word; all"),
+    ):
+        lines += textwrap.wrap(
+            f"  {form:<22} {meaning}", width, subsequent_indent=" " * 25, break_long_words=False
+        )
     lines += ["", "Sections:"]
     for section, title in SECTIONS.items():
         names = [flag(name) for name in Config.model_fields if metadata(name)["section"] == section]
-        wrapper = textwrap.TextWrapper(max(1, width - 17), break_long_words=False, break_on_hyphens=False)
-        lines += [f"  {section:<15}{title}", *(" " * 17 + line for line in wrapper.wrap(" ".join(names)))]
+        wrapper = textwrap.TextWrapper(
+            max(1, width - 17), break_long_words=False, break_on_hyphens=False
+        )
+        lines += [
+            f"  {section:<15}{title}",
+            *(" " * 17 + line for line in wrapper.wrap(" ".join(names))),
+        ]
     return "\n".join(lines)
 
 
@@ -122,7 +144,9 @@ def _option(name: str, width: int) -> list[str]:
         form += f" {bounds(name)}"
     lines = [f"  {form}"]
     if metadata(name)["narrow"]:
-        lines += textwrap.wrap(f"  {narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False)
+        lines += textwrap.wrap(
+            f"  {narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False
+        )
     text = f"{field.description}; default: {as_written(field.default)}"
     installed = _installed(name)
     if installed:

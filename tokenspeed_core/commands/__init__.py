@@ -13,6 +13,16 @@ from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, normalise
 COMMANDS_API = 4
 
 __all__ = [
-    "COMMANDS_API", "DEFAULTS", "DEPRECATED", "KINDS", "VARIABLE", "Catalog", "Entry", "Selection", "Status",
-    "contract", "kind_of", "normalise",
+    "COMMANDS_API",
+    "DEFAULTS",
+    "DEPRECATED",
+    "KINDS",
+    "VARIABLE",
+    "Catalog",
+    "Entry",
+    "Selection",
+    "Status",
+    "contract",
+    "kind_of",
+    "normalise",
 ]

@@ -10,6 +10,15 @@ from tokenspeed_core.engine.orphan import end_with_parent
 from tokenspeed_core.errors import EngineDeadError
 
 __all__ = [
-    "Config", "ConfigFile", "EngineDeadError", "ModelArgument", "Overview", "configure", "end_with_parent",
-    "help_topic", "print_help", "with_settings", "without_settings",
+    "Config",
+    "ConfigFile",
+    "EngineDeadError",
+    "ModelArgument",
+    "Overview",
+    "configure",
+    "end_with_parent",
+    "help_topic",
+    "print_help",
+    "with_settings",
+    "without_settings",
 ]

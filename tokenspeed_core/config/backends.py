@@ -28,7 +28,9 @@ def _pairs(value: Any) -> Any:
     for word in value.split() if isinstance(value, str) else map(str, value):
         key, _, given = word.partition("=")
         if not key or not given or key in pairs:
-            raise ValueError(f"{key} stands there twice" if key in pairs else f"{word!r} must read NAME=VALUE")
+            raise ValueError(
+                f"{key} stands there twice" if key in pairs else f"{word!r} must read NAME=VALUE"
+            )
         pairs[key] = given
     return pairs
 

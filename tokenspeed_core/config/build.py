@@ -61,7 +61,9 @@ def called(name: str, origin: str) -> tuple[str, str]:
     return name if origin == PYTHON else flag(name), "" if is_typed else f" (from {origin})"
 
 
-def unknown(name: str, origin: str, flags: Sequence[str] = (), command: str = "tokenspeed serve") -> str:
+def unknown(
+    name: str, origin: str, flags: Sequence[str] = (), command: str = "tokenspeed serve"
+) -> str:
     """Say that a setting does not exist, and which one is meant, or which flag of the command that it was given to."""
     shown, where = called(name, origin)
     foreign = refuse_foreign(name)
@@ -106,4 +108,7 @@ def _bound(error: Any) -> str:
         return f"must be one of {', '.join(known)}{meant(str(error['input']), known)}"
     if kind == "value_error":
         return str(context["error"])
-    return next((rule.format(**context) for rule, kinds in _RULES.items() if kind in kinds), str(error["msg"]))
+    return next(
+        (rule.format(**context) for rule, kinds in _RULES.items() if kind in kinds),
+        str(error["msg"]),
+    )

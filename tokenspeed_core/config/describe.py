@@ -22,8 +22,17 @@ def bounds(name: str) -> str:
 
 
 def _range(rules: list[Any]) -> str:
-    low = next((f"above {r.gt}" if isinstance(r, Gt) else str(r.ge) for r in rules if isinstance(r, Gt | Ge)), "")
-    high = next((str(r.lt if isinstance(r, Lt) else r.le) for r in rules if isinstance(r, Lt | Le)), "")
+    low = next(
+        (
+            f"above {r.gt}" if isinstance(r, Gt) else str(r.ge)
+            for r in rules
+            if isinstance(r, Gt | Ge)
+        ),
+        "",
+    )
+    high = next(
+        (str(r.lt if isinstance(r, Lt) else r.le) for r in rules if isinstance(r, Lt | Le)), ""
+    )
     if low and high:
         return f"{low}..{high}" if " " not in low else f"{low}, at most {high}"
     return f"N >= {low}" if low else "N"

@@ -9,27 +9,55 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from tokenspeed_core.config.backends import AUTO, BackendChoice, NamePairs, Pairs
 
-Section = Literal["model", "device", "api", "scheduler", "backends", "parsers", "observability", "running"]
+Section = Literal[
+    "model", "device", "api", "scheduler", "backends", "parsers", "observability", "running"
+]
 SECTIONS: dict[Section, str] = {
-    "model": "Model loading", "device": "Device and precision", "api": "API surface",
-    "scheduler": "Scheduler and memory", "backends": "Backends", "parsers": "Reasoning and tools",
-    "observability": "Observability", "running": "Running",
+    "model": "Model loading",
+    "device": "Device and precision",
+    "api": "API surface",
+    "scheduler": "Scheduler and memory",
+    "backends": "Backends",
+    "parsers": "Reasoning and tools",
+    "observability": "Observability",
+    "running": "Running",
 }
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def _setting(
-    default: Any, section: Section, text: str, *, unit: str | None = None, narrow: tuple[str, ...] = (),
-    kind: str | None = None, takes: str | None = None, **bounds: Any,
+    default: Any,
+    section: Section,
+    text: str,
+    *,
+    unit: str | None = None,
+    narrow: tuple[str, ...] = (),
+    kind: str | None = None,
+    takes: str | None = None,
+    **bounds: Any,
 ) -> Any:
     """Declare a setting. `narrow` are keys by which it may be set apart (`--flag.key`), `kind` the
     kind of plugin whose names it takes, `takes` the form of what no type tells.
     """
-    extra: dict[str, Any] = {"section": section, "unit": unit, "narrow": list(narrow), "kind": kind, "takes": takes}
+    extra: dict[str, Any] = {
+        "section": section,
+        "unit": unit,
+        "narrow": list(narrow),
+        "kind": kind,
+        "takes": takes,
+    }
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
@@ -60,18 +88,27 @@ class Config(BaseModel):
     `ConfigError`, whose message names the setting, the value, the bound and where the value came from.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
 
     model: str | None = _setting(
         None, "model", "path or Hugging Face repo id; none: the bundled demo model", min_length=1
     )
-    tokenizer: str | None = _setting(None, "model", "tokenizer path, where it is not the model's", min_length=1)
+    tokenizer: str | None = _setting(
+        None, "model", "tokenizer path, where it is not the model's", min_length=1
+    )
     skip_tokenizer_init: bool = _setting(False, "model", "no tokenizer: serve token ids only")
     load_format: str = _setting(
-        "auto", "model", "how weights are read: auto, dummy, or a format that a plugin provides",
-        min_length=1, kind="load_formats",
+        "auto",
+        "model",
+        "how weights are read: auto, dummy, or a format that a plugin provides",
+        min_length=1,
+        kind="load_formats",
     )
-    revision: str | None = _setting(None, "model", "branch, tag or commit of the repo", min_length=1)
+    revision: str | None = _setting(
+        None, "model", "branch, tag or commit of the repo", min_length=1
+    )
     download_dir: str | None = _setting(
         None, "model", "where downloads are kept; none: Hugging Face's own cache", min_length=1
     )
@@ -80,30 +117,47 @@ class Config(BaseModel):
     )
 
     device: str = _setting(
-        "auto", "device", "auto, cpu, cuda or cuda:N; auto: the first GPU, else the CPU", min_length=1
+        "auto",
+        "device",
+        "auto, cpu, cuda or cuda:N; auto: the first GPU, else the CPU",
+        min_length=1,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "device", "type of weights and activations; auto follows the model's metadata"
     )
     quantization: str | None = _setting(
-        None, "device", "linear maps in fewer bits, which slow a CPU down; none: as the checkpoint holds them",
-        min_length=1, kind="quantization",
+        None,
+        "device",
+        "linear maps in fewer bits, which slow a CPU down; none: as the checkpoint holds them",
+        min_length=1,
+        kind="quantization",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(
-        "auto", "device", "type of the KV cache; auto: as --dtype; fp8_e4m3: half of 16 bits, less exact"
+        "auto",
+        "device",
+        "type of the KV cache; auto: as --dtype; fp8_e4m3: half of 16 bits, less exact",
     )
     quantization_param_path: str | None = _setting(
-        None, "device", "JSON file with each layer's scale of an fp8 KV cache; none: 1", min_length=1
+        None,
+        "device",
+        "JSON file with each layer's scale of an fp8 KV cache; none: 1",
+        min_length=1,
     )
 
     host: str = _setting("127.0.0.1", "api", "address to listen on", min_length=1)
     port: int = _setting(8000, "api", "port to listen on; 0 takes a free one", ge=0, le=65535)
-    served_model_name: str | None = _setting(None, "api", "the model's name in the API", min_length=1)
-    api_key: str | None = _setting(None, "api", "key that clients must send", min_length=1, repr=False)
+    served_model_name: str | None = _setting(
+        None, "api", "the model's name in the API", min_length=1
+    )
+    api_key: str | None = _setting(
+        None, "api", "key that clients must send", min_length=1, repr=False
+    )
     chat_template: str | None = _setting(
         None, "api", "Jinja file to use in place of the model's chat template", min_length=1
     )
-    stream_interval: int = _setting(1, "api", "tokens buffered per streamed event", unit="tokens", ge=1, le=4096)
+    stream_interval: int = _setting(
+        1, "api", "tokens buffered per streamed event", unit="tokens", ge=1, le=4096
+    )
     max_queued_requests: int = _setting(
         4096, "api", "requests waiting, beyond which the server answers 429", unit="requests", ge=1
     )
@@ -114,7 +168,9 @@ class Config(BaseModel):
     gpu_memory_utilization: float = _setting(
         0.9, "scheduler", "fraction of device memory for weights and KV cache", gt=0, le=1
     )
-    max_num_seqs: int = _setting(256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=8192)
+    max_num_seqs: int = _setting(
+        256, "scheduler", "most sequences running at once", unit="sequences", ge=1, le=8192
+    )
     chunked_prefill_size: Annotated[int, AfterValidator(_chunk)] = _setting(
         8192, "scheduler", "tokens that one step may compute; -1 turns chunking off", unit="tokens"
     )
@@ -125,68 +181,121 @@ class Config(BaseModel):
         None, "scheduler", "size of the KV cache, in place of the computed one", unit="tokens", ge=1
     )
     kv_cache_memory: ByteSize | None = _setting(
-        None, "scheduler", "size of the KV cache, such as 2GB or 512MiB; none: from the memory left",
-        unit="bytes", takes="SIZE", ge=1,
+        None,
+        "scheduler",
+        "size of the KV cache, such as 2GB or 512MiB; none: from the memory left",
+        unit="bytes",
+        takes="SIZE",
+        ge=1,
     )
     block_size: int | None = _setting(
-        None, "scheduler", "KV block size; none: what the backends do best", unit="tokens", ge=1, le=1024
+        None,
+        "scheduler",
+        "KV block size; none: what the backends do best",
+        unit="tokens",
+        ge=1,
+        le=1024,
     )
-    enable_prefix_caching: bool = _setting(True, "scheduler", "reuse the KV cache of equal prompt beginnings")
+    enable_prefix_caching: bool = _setting(
+        True, "scheduler", "reuse the KV cache of equal prompt beginnings"
+    )
     schedule_policy: str = _setting(
-        "fcfs", "scheduler", "who runs first: fcfs, by arrival; priority, by the request's own; or a plugin's policy",
-        min_length=1, kind="policies",
+        "fcfs",
+        "scheduler",
+        "who runs first: fcfs, by arrival; priority, by the request's own; or a plugin's policy",
+        min_length=1,
+        kind="policies",
     )
     enforce_eager: bool = _setting(False, "scheduler", "no CUDA graphs")
     max_cudagraph_capture_size: int | None = _setting(
         None, "scheduler", "most rows of a captured CUDA graph", unit="rows", ge=1
     )
-    cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_split)] = (
-        _setting(None, "scheduler", "the batch sizes to capture as CUDA graphs, such as 1,2,4,8", takes="N[,N...]")
+    cudagraph_capture_sizes: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...] | None, BeforeValidator(_split)
+    ] = _setting(
+        None,
+        "scheduler",
+        "the batch sizes to capture as CUDA graphs, such as 1,2,4,8",
+        takes="N[,N...]",
     )
     seed: int = _setting(0, "scheduler", "seed of what requests leave random", ge=0, le=2**63 - 1)
 
     attention_backend: BackendChoice = _setting(
-        {"default": AUTO}, "backends", "attention backends in order of preference",
-        narrow=("prefill", "decode"), kind="kernels.attention", takes="NAME[,NAME...]",
+        {"default": AUTO},
+        "backends",
+        "attention backends in order of preference",
+        narrow=("prefill", "decode"),
+        kind="kernels.attention",
+        takes="NAME[,NAME...]",
     )
     moe_backend: BackendChoice = _setting(
-        {"default": AUTO}, "backends", "expert backends in order of preference",
-        narrow=("bf16", "fp16", "fp8", "mxfp8", "nvfp4"), kind="kernels.moe", takes="NAME[,NAME...]",
+        {"default": AUTO},
+        "backends",
+        "expert backends in order of preference",
+        narrow=("bf16", "fp16", "fp8", "mxfp8", "nvfp4"),
+        kind="kernels.moe",
+        takes="NAME[,NAME...]",
     )
     sampling_backend: BackendChoice = _setting(
-        {"default": AUTO}, "backends", "sampling backends in order of preference",
-        kind="kernels.sampling", takes="NAME[,NAME...]",
+        {"default": AUTO},
+        "backends",
+        "sampling backends in order of preference",
+        kind="kernels.sampling",
+        takes="NAME[,NAME...]",
     )
     kernel_backend: NamePairs = _setting(
-        {}, "backends", "the same for any op or op family, and where: add_rms_norm=torch, "
-        "attention.decode.0-3=triton; repeatable", takes="OP[.PHASE][.DTYPE][.LAYERS]=NAME[,NAME...]",
+        {},
+        "backends",
+        "the same for any op or op family, and where: add_rms_norm=torch, "
+        "attention.decode.0-3=triton; repeatable",
+        takes="OP[.PHASE][.DTYPE][.LAYERS]=NAME[,NAME...]",
     )
     backend_option: Pairs = _setting(
-        {}, "backends", "an option of a backend that is used, as its plugin declares it, a list as JSON; repeatable",
+        {},
+        "backends",
+        "an option of a backend that is used, as its plugin declares it, a list as JSON; repeatable",
         takes="NAME.KEY=VALUE",
     )
 
     reasoning_parser: str | None = _setting(
-        None, "parsers", "finds a chat's reasoning; none: it stays content", min_length=1, kind="reasoning_parsers"
+        None,
+        "parsers",
+        "finds a chat's reasoning; none: it stays content",
+        min_length=1,
+        kind="reasoning_parsers",
     )
     tool_call_parser: str | None = _setting(
-        None, "parsers", "finds a chat's tool calls; none: they stay content", min_length=1, kind="tool_parsers"
+        None,
+        "parsers",
+        "finds a chat's tool calls; none: they stay content",
+        min_length=1,
+        kind="tool_parsers",
     )
 
     log_level: LogLevel = _setting("info", "observability", "least severe message shown")
     log_level_http: LogLevel | None = _setting(
         None, "observability", "the same for the HTTP server; none: as --log-level"
     )
-    enable_log_requests: bool = _setting(False, "observability", "log a line for each request that ended")
+    enable_log_requests: bool = _setting(
+        False, "observability", "log a line for each request that ended"
+    )
     enable_cache_report: bool = _setting(True, "observability", "report cached tokens in usage")
 
     api_workers: int | None = _setting(
-        None, "running", "processes that serve HTTP; none: 2 where 16 processors may be used, else 1",
-        unit="processes", ge=1, le=64,
+        None,
+        "running",
+        "processes that serve HTTP; none: 2 where 16 processors may be used, else 1",
+        unit="processes",
+        ge=1,
+        le=64,
     )
-    no_plugins: bool = _setting(False, "running", "no plugins but those of tokenspeed-core[default]")
+    no_plugins: bool = _setting(
+        False, "running", "no plugins but those of tokenspeed-core[default]"
+    )
     strict_plugins: bool = _setting(False, "running", "end when any plugin fails to load")
-    plugins_lock: str | None = _setting(None, "running", "end unless plugins are as this file of plugins freeze says")
+    plugins_lock: str | None = _setting(
+        None, "running", "end unless plugins are as this file of plugins freeze says"
+    )
 
     _origins: dict[str, str] = {}  # of which pydantic gives each configuration its own
 
@@ -201,11 +310,17 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         if self.max_total_tokens is not None and self.kv_cache_memory is not None:
-            raise ValueError("--max-total-tokens and --kv-cache-memory both size the KV cache: give one")
+            raise ValueError(
+                "--max-total-tokens and --kv-cache-memory both size the KV cache: give one"
+            )
         if self.quantization_param_path is not None and self.kv_cache_dtype == "auto":
-            raise ValueError("--quantization-param-path scales a KV cache of --kv-cache-dtype fp8_e4m3: give both")
+            raise ValueError(
+                "--quantization-param-path scales a KV cache of --kv-cache-dtype fp8_e4m3: give both"
+            )
         if self.skip_tokenizer_init and (self.reasoning_parser or self.tool_call_parser):
-            raise ValueError("--reasoning-parser and --tool-call-parser read text: none with --skip-tokenizer-init")
+            raise ValueError(
+                "--reasoning-parser and --tool-call-parser read text: none with --skip-tokenizer-init"
+            )
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         if sizes and largest is not None and max(sizes) > largest:
             raise ValueError(
@@ -269,9 +384,16 @@ def metadata(name: str) -> dict[str, Any]:
 
 def narrowed(name: str) -> str:
     """Return the flags that set a setting apart, for people."""
-    keys = ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"]) or f"{flag(name)} alone"
+    keys = (
+        ", ".join(f"{flag(name)}.{key}" for key in metadata(name)["narrow"])
+        or f"{flag(name)} alone"
+    )
     _, dot, family = str(metadata(name)["kind"]).partition(".")
-    return f"{keys}; --kernel-backend {family}[.PHASE][.DTYPE][.LAYERS]=NAME, as {family}.0-3=NAME" if dot else keys
+    return (
+        f"{keys}; --kernel-backend {family}[.PHASE][.DTYPE][.LAYERS]=NAME, as {family}.0-3=NAME"
+        if dot
+        else keys
+    )
 
 
 def choices(name: str) -> tuple[str, ...]:

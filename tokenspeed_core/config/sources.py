@@ -25,7 +25,10 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
     bound that it broke and where it came from.
     """
     values = from_file(file) if file is not None else {}
-    for source in (from_environment(environ), {name: (value, flag(name)) for name, value in flags.items()}):
+    for source in (
+        from_environment(environ),
+        {name: (value, flag(name)) for name, value in flags.items()},
+    ):
         weaker = {name for name in values if {name, name.partition(".")[0]} & source.keys()}
         values = {name: each for name, each in values.items() if name not in weaker} | source
     return build(_join_narrowed(values))
@@ -51,7 +54,11 @@ def from_environment(environ: Mapping[str, str]) -> Values:
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a child that is given its settings in another way."""
-    return {name: value for name, value in environ.items() if not name.startswith(PREFIX) or name in OTHERS}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(PREFIX) or name in OTHERS
+    }
 
 
 def from_file(path: str) -> Values:
@@ -67,7 +74,9 @@ def from_file(path: str) -> Values:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"--config {path}: must be a mapping of settings, found a {type(data).__name__}")
+        raise ConfigError(
+            f"--config {path}: must be a mapping of settings, found a {type(data).__name__}"
+        )
     values: Values = {}
     for key, value in data.items():
         name = str(key).removeprefix("--").replace("-", "_")
@@ -80,7 +89,11 @@ def from_file(path: str) -> Values:
 
 def _parts(name: str, value: Any) -> dict[str, Any]:
     """Spell a mapping of what may be narrowed as `setting.key` values, its default as the setting's own."""
-    if not isinstance(value, Mapping) or name not in Config.model_fields or not metadata(name)["narrow"]:
+    if (
+        not isinstance(value, Mapping)
+        or name not in Config.model_fields
+        or not metadata(name)["narrow"]
+    ):
         return {name: value}
     return {name if key == "default" else f"{name}.{key}": each for key, each in value.items()}
 
@@ -95,5 +108,8 @@ def _join_narrowed(values: Values) -> Values:
             raise ConfigError(unknown(name, origin))
         base, first = joined.get(setting, ({}, origin))
         parts = base if isinstance(base, Mapping) else {"default": base}
-        joined[setting] = ({**parts, key: value}, first if origin in first.split(", ") else f"{first}, {origin}")
+        joined[setting] = (
+            {**parts, key: value},
+            first if origin in first.split(", ") else f"{first}, {origin}",
+        )
     return joined

@@ -22,7 +22,9 @@ from tokenspeed_core.step import I32, LateInputs, OutOfMemory, Runner, StepFaile
 
 log = logging.getLogger("tokenspeed.engine")
 
-MAX_FAILURES = 3   # failed steps in a row, but for those without memory, after which the device is given up
+MAX_FAILURES = (
+    3  # failed steps in a row, but for those without memory, after which the device is given up
+)
 
 
 class LateSource(Protocol):
@@ -39,8 +41,14 @@ class Engine:
     """A scheduler and a runner, at most `depth` steps in flight between them."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, depth: int = 2, late_source: LateSource | None = None,
-        observe: Callable[[StepRecord], None] | None = None, spares_decodes: bool = True,
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        depth: int = 2,
+        late_source: LateSource | None = None,
+        observe: Callable[[StepRecord], None] | None = None,
+        spares_decodes: bool = True,
         max_failures: int = MAX_FAILURES,
     ) -> None:
         """Start idle. With `depth` 1 each step is collected before the next is planned.
@@ -75,7 +83,9 @@ class Engine:
         Raises EngineDeadError, and PluginError where the policy is a plugin's and fails.
         """
         outputs: list[Outputs] = []
-        draft = self.scheduler.plan(self._pace.max_prefill(beside_decodes=self.scheduler.columns.has_decodes))
+        draft = self.scheduler.plan(
+            self._pace.max_prefill(beside_decodes=self.scheduler.columns.has_decodes)
+        )
         if draft is not None:
             outputs += self.launch(draft)
         if self._launched and (draft is None or len(self._launched) >= self._depth):
@@ -103,7 +113,9 @@ class Engine:
             outputs.append(self._failed(plan.step_id, error))
             return outputs
         if not self.scheduler.num_in_flight:
-            self._discard(plan.step_id)  # a step before it failed meanwhile, and ended its sequences
+            self._discard(
+                plan.step_id
+            )  # a step before it failed meanwhile, and ended its sequences
             return outputs
         self._launched.append(plan)
         return outputs
@@ -122,10 +134,18 @@ class Engine:
         self.num_steps += 1
         seconds = self._pace.finished(plan.num_tokens, len(plan.token_ids))
         if self._observe is not None:
-            self._observe(StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds))
+            self._observe(
+                StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds)
+            )
         outputs = self.scheduler.apply(result)
-        if outputs.finish.any() and len(ended := outputs.sequence_ids[outputs.finish == Finish.ERROR]):
-            log.error("step %d gave no finite logit for the sequences %s, which end here", plan.step_id, ended.tolist())
+        if outputs.finish.any() and len(
+            ended := outputs.sequence_ids[outputs.finish == Finish.ERROR]
+        ):
+            log.error(
+                "step %d gave no finite logit for the sequences %s, which end here",
+                plan.step_id,
+                ended.tolist(),
+            )
         return outputs
 
     def reset_prefix_cache(self) -> None:
@@ -148,11 +168,17 @@ class Engine:
         self._num_failures += not isinstance(error, OutOfMemory)
         failed = self.scheduler.fail(step_id)
         if self._num_failures >= self._max_failures:
-            first = f"{self._num_failures} steps in a row failed; the last: " if self._num_failures > 1 else ""
+            first = (
+                f"{self._num_failures} steps in a row failed; the last: "
+                if self._num_failures > 1
+                else ""
+            )
             raise EngineDeadError(f"{first}{error}") from error
         return _errors(failed)
 
 
 def _errors(sequence_ids: list[int]) -> Outputs:
     zeros = np.zeros(len(sequence_ids), np.int32)
-    return Outputs(np.asarray(sequence_ids, np.int64), zeros, zeros[:0], zeros + np.int32(Finish.ERROR), zeros)
+    return Outputs(
+        np.asarray(sequence_ids, np.int64), zeros, zeros[:0], zeros + np.int32(Finish.ERROR), zeros
+    )

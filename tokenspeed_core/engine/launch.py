@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from tokenspeed_core.kernels.plan import KernelPlan
     from tokenspeed_core.runner.local import Progress
 
-PROCESSORS_FOR_TWO = 16  # API workers; events queue in one, which doubles the 99th percentile of gaps
+PROCESSORS_FOR_TWO = (
+    16  # API workers; events queue in one, which doubles the 99th percentile of gaps
+)
 
 log = logging.getLogger("tokenspeed.engine")
 
@@ -65,7 +67,9 @@ def rediscover(told: Mapping[str, Any]) -> tuple[Config, Catalog]:
     Raises PluginError where other plugins are found here than there.
     """
     config = Config.from_wire(told["config"])
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
     catalog = discover(config)
     catalog.verify(told["catalog_digest"])
     return config, catalog
@@ -92,28 +96,50 @@ def resolve(
             "most that, or change the model's own length with --hf-overrides"
         )
     settled = config.resolved(
-        max_model_len=max_model_len, dtype=info.dtype if config.dtype == "auto" else config.dtype,
+        max_model_len=max_model_len,
+        dtype=info.dtype if config.dtype == "auto" else config.dtype,
     )
     limits = SchedulerLimits(
-        config.max_num_seqs, max_model_len, config.chunked_prefill_size, config.max_prefill_tokens,
-        config.max_queued_requests, info.vocab_size, config.seed,
+        config.max_num_seqs,
+        max_model_len,
+        config.chunked_prefill_size,
+        config.max_prefill_tokens,
+        config.max_queued_requests,
+        info.vocab_size,
+        config.seed,
     )
     wanted = config.quantization or info.quantization
     if info.quantization is not None and wanted != info.quantization:
-        raise ConfigError(f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out")
-    method = None if wanted is None else catalog.need(catalog.get("quantization", wanted), Quantization)
+        raise ConfigError(
+            f"--quantization {wanted}: {checkpoint.name} is {info.quantization} already; leave it out"
+        )
+    method = (
+        None if wanted is None else catalog.need(catalog.get("quantization", wanted), Quantization)
+    )
     if method is not None and method.has_tensor_scales and info.quantization is None:
-        raise ConfigError(f"--quantization {wanted}: its scales of activations are measured on prompts, and "
-                          f"{checkpoint.name} has none; give a checkpoint that is {wanted} already, or another method")
+        raise ConfigError(
+            f"--quantization {wanted}: its scales of activations are measured on prompts, and "
+            f"{checkpoint.name} has none; give a checkpoint that is {wanted} already, or another method"
+        )
     return Resolved(
-        config=settled, checkpoint=checkpoint, limits=limits, quantization=method, preferences=preferences(config),
+        config=settled,
+        checkpoint=checkpoint,
+        limits=limits,
+        quantization=method,
+        preferences=preferences(config),
         kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
-        policy=find_policy(config.schedule_policy, catalog), num_threads=num_threads,
+        policy=find_policy(config.schedule_policy, catalog),
+        num_threads=num_threads,
     )
 
 
 def start(
-    resolved: Resolved, catalog: Catalog, hooks: Hooks, progress: Progress, *, is_batch: bool = False
+    resolved: Resolved,
+    catalog: Catalog,
+    hooks: Hooks,
+    progress: Progress,
+    *,
+    is_batch: bool = False,
 ) -> Started:
     """Load the model, size the pool, and put the engine together. `hooks` are those of this process.
 
@@ -127,29 +153,45 @@ def start(
 
     config, info = resolved.config, resolved.checkpoint.info
     runner = build(resolved, catalog, progress)
-    kv = KVManager(info.cache_groups, runner.block_size, runner.num_pages, prefix_caching=config.enable_prefix_caching)
+    kv = KVManager(
+        info.cache_groups,
+        runner.block_size,
+        runner.num_pages,
+        prefix_caching=config.enable_prefix_caching,
+    )
     max_model_len = _fitting_len(resolved, kv.most_tokens())
     max_queued = 2**31 - 1 if is_batch else config.max_queued_requests
     limits = replace(resolved.limits, max_model_len=max_model_len, max_queued=max_queued)
     scheduler = Scheduler(limits, kv, resolved.policy)
     is_cpu = resolve_device(config.device).type == "cpu"
     _tell_what_is_idle(config, is_cpu)
-    depth = 1 if is_cpu else 2  # on the CPU a step is over when it is launched: there is nothing to run ahead of
+    depth = (
+        1 if is_cpu else 2
+    )  # on the CPU a step is over when it is launched: there is nothing to run ahead of
     is_fine = rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
     if not is_fine and config.load_format != "dummy":  # of which any logits may come
         raise EngineDeadError(no_finite_logit(runner.kernel_plan))
     engine = Engine(
-        scheduler, runner, depth=depth, observe=hooks.observer("observe_step"), spares_decodes=not is_batch
+        scheduler,
+        runner,
+        depth=depth,
+        observe=hooks.observer("observe_step"),
+        spares_decodes=not is_batch,
     )
     report = {
-        "model": resolved.checkpoint.name, "architecture": info.architecture,
+        "model": resolved.checkpoint.name,
+        "architecture": info.architecture,
         "plugins": [asdict(entry) for entry in catalog.all()],
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),
     }
     log.info("%s", runner.kernel_plan.table())
     log.info(
         "%s on %s in %s: a KV cache of %d tokens in blocks of %d, sequences of up to %d tokens",
-        resolved.checkpoint.name, runner.kernel_plan.platform, config.dtype, kv.most_tokens(), runner.block_size,
+        resolved.checkpoint.name,
+        runner.kernel_plan.platform,
+        config.dtype,
+        kv.most_tokens(),
+        runner.block_size,
         max_model_len,
     )
     ready = Ready(max_model_len, kv.most_tokens(), info.vocab_size, json.dumps(report))
@@ -158,7 +200,12 @@ def start(
 
 def _tell_what_is_idle(config: Config, is_cpu: bool) -> None:
     """Warn of what somebody set and what does nothing here."""
-    of_devices = ("enforce_eager", "max_cudagraph_capture_size", "cudagraph_capture_sizes", "gpu_memory_utilization")
+    of_devices = (
+        "enforce_eager",
+        "max_cudagraph_capture_size",
+        "cudagraph_capture_sizes",
+        "gpu_memory_utilization",
+    )
     idle = dict.fromkeys(of_devices, "on a CPU") if is_cpu else {}
     if config.chunked_prefill_size > 0:
         idle["max_prefill_tokens"] = "unless --chunked-prefill-size is -1"
@@ -170,7 +217,9 @@ def _tell_what_is_idle(config: Config, is_cpu: bool) -> None:
 def _prepare_for_torch() -> None:
     """Do what comes before the first import of torch. Raises ConfigError where it is not installed."""
     if find_spec("torch") is None:
-        raise ConfigError("a model runs on torch, which is not installed: `pip install 'tokenspeed-core[default]'`")
+        raise ConfigError(
+            "a model runs on torch, which is not installed: `pip install 'tokenspeed-core[default]'`"
+        )
     # Read when torch is loaded. A CPU's threads that spin while they wait make a step several times as long as soon as
     # another program keeps one core busy; where none does, sleeping costs about a tenth.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -180,7 +229,9 @@ def dry_run(config: Config) -> str:
     """Resolve everything and load nothing; return the report for people."""
     catalog = discover(config)
     with Hooks.load(catalog).adjusted(config) as adjusted:
-        resolved = resolve(adjusted.resolved(api_workers=num_workers(adjusted)), catalog, with_weights=False)
+        resolved = resolve(
+            adjusted.resolved(api_workers=num_workers(adjusted)), catalog, with_weights=False
+        )
         _prepare_for_torch()
         from tokenspeed_core.runner.local import plan_only
 
@@ -191,20 +242,30 @@ def dry_run(config: Config) -> str:
         plan, memory = plan_only(resolved, catalog)
     changed = [
         f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
-        for name in type(config).model_fields if config.origin(name) != "default" and name != "api_key"
+        for name in type(config).model_fields
+        if config.origin(name) != "default" and name != "api_key"
     ]
-    return "\n".join([
-        f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
-        f"weights {weights.name}",
-        text,
-        "settings", *changed,
-        "memory", *(f"  {name}: {'known after start' if n is None else f'{n:,}'}" for name, n in memory.items()),
-        plan.table(),
-        "collectives: none (one process)",
-    ])
+    return "\n".join(
+        [
+            f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
+            f"weights {weights.name}",
+            text,
+            "settings",
+            *changed,
+            "memory",
+            *(
+                f"  {name}: {'known after start' if n is None else f'{n:,}'}"
+                for name, n in memory.items()
+            ),
+            plan.table(),
+            "collectives: none (one process)",
+        ]
+    )
 
 
-def plan_kernels(config: Config, platform: PlatformInfo | None = None) -> tuple[Catalog, KernelPlan]:
+def plan_kernels(
+    config: Config, platform: PlatformInfo | None = None
+) -> tuple[Catalog, KernelPlan]:
     """Decide the kernels alone, for this machine or for another platform with what is installed here.
 
     Raises as `resolve` does, and SelectionError.
@@ -235,7 +296,9 @@ def preferences(config: Config) -> tuple[Preference, ...]:
         for key, names in getattr(config, f"{family}_backend").items():
             scope = "" if key == "default" else f".{key}"
             if scope or names != AUTO:
-                found.append(Preference.parse(f"{family}{scope}", names, f"--{family}-backend{scope}{where}"))
+                found.append(
+                    Preference.parse(f"{family}{scope}", names, f"--{family}-backend{scope}{where}")
+                )
     _, where = called("kernel", config.origin("kernel_backend"))
     for scope, names in config.kernel_backend.items():
         found.append(Preference.parse(scope, names, f"--kernel-backend {scope}{where}"))
@@ -276,5 +339,9 @@ def _fitting_len(resolved: Resolved, most_tokens: int) -> int:
             f"--max-model-len {wanted} does not fit: the KV cache holds {most_tokens} tokens; give at most that, or "
             f"a larger {sized_by}"
         )
-    log.warning("the KV cache holds %d tokens, fewer than the model's %d: sequences end there", most_tokens, wanted)
+    log.warning(
+        "the KV cache holds %d tokens, fewer than the model's %d: sequences end there",
+        most_tokens,
+        wanted,
+    )
     return most_tokens

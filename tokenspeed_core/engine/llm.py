@@ -26,7 +26,9 @@ Prompt = str | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 
 SERVER_ONLY = frozenset(
-    name for name in Config.model_fields if metadata(name)["section"] in ("api", "parsers") and name != "chat_template"
+    name
+    for name in Config.model_fields
+    if metadata(name)["section"] in ("api", "parsers") and name != "chat_template"
 ) | {"log_level_http", "enable_log_requests", "enable_cache_report"}
 
 
@@ -37,7 +39,9 @@ class _Request:
     prompt: Prompt
     params: SamplingParams
     submit: Submit
-    token_ids: list[int] = field(default_factory=list)   # the prompt's, for the result; filled with the first output
+    token_ids: list[int] = field(
+        default_factory=list
+    )  # the prompt's, for the result; filled with the first output
 
 
 @dataclass(slots=True)
@@ -45,7 +49,7 @@ class _Output:
     """A sequence while it is generated."""
 
     request: _Request
-    assembler: Assembler | None   # only where stop strings must be watched for
+    assembler: Assembler | None  # only where stop strings must be watched for
     token_ids: list[int] = field(default_factory=list)
     finish: Finish = Finish.NOT
     num_cached: int = 0
@@ -69,8 +73,14 @@ class LLM(AbstractContextManager["LLM"]):
         """
         for name in settings:
             if name in SERVER_ONLY:
-                raise ConfigError(f"{name} is about the HTTP server, which LLM has not; leave it out")
-        asked = Config.from_keywords(**settings) if model is None else Config.from_keywords(model=model, **settings)
+                raise ConfigError(
+                    f"{name} is about the HTTP server, which LLM has not; leave it out"
+                )
+        asked = (
+            Config.from_keywords(**settings)
+            if model is None
+            else Config.from_keywords(model=model, **settings)
+        )
         catalog = discover(asked)
         hooks = Hooks.load(catalog)
         with hooks.adjusted(asked) as config, StartProgress() as progress:
@@ -85,7 +95,8 @@ class LLM(AbstractContextManager["LLM"]):
         self._is_shut_down = False
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt],
+        self,
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generate from texts or `{"prompt_token_ids": [...]}`; one result per prompt, in their order.
@@ -97,19 +108,28 @@ class LLM(AbstractContextManager["LLM"]):
             raise TokenSpeedError("this LLM was shut down: make another")
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _per_prompt(sampling_params, len(given))
-        requests = [_Request(one, each, self._submit_for(one, each)) for one, each in zip(given, params, strict=True)]
+        requests = [
+            _Request(one, each, self._submit_for(one, each))
+            for one, each in zip(given, params, strict=True)
+        ]
         sequences = {
-            request.submit.request_id + i: _Output(request, self._assembler(each) if each.stop else None)
-            for request, each in zip(requests, params, strict=True) for i in range(each.n)
+            request.submit.request_id + i: _Output(
+                request, self._assembler(each) if each.stop else None
+            )
+            for request, each in zip(requests, params, strict=True)
+            for i in range(each.n)
         }
         with held_interrupts() as check:
             self._run(requests, sequences, check)
         return [self._result(request, sequences) for request in requests]
 
     def chat(
-        self, messages: Conversation | Sequence[Conversation],
+        self,
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
 
@@ -117,11 +137,17 @@ class LLM(AbstractContextManager["LLM"]):
         BadRequestError where the model has no chat template, TemplateError where the template refuses.
         """
         if self._template is None or self.tokenizer is None:
-            raise BadRequestError("this model has no chat template; give one with chat_template, or use generate")
+            raise BadRequestError(
+                "this model has no chat template; give one with chat_template, or use generate"
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self._template.render(each, tools, options) for each in conversations]  # type: ignore[arg-type]
         prompts = [
-            {"prompt": one, "prompt_token_ids": self.tokenizer.encode(one, add_special_tokens=False)} for one in texts
+            {
+                "prompt": one,
+                "prompt_token_ids": self.tokenizer.encode(one, add_special_tokens=False),
+            }
+            for one in texts
         ]
         return self.generate(prompts, sampling_params)
 
@@ -139,11 +165,15 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _submit_for(self, prompt: Prompt, params: SamplingParams) -> Submit:
         if params.stop and self.tokenizer is None:
-            raise BadRequestError("stop strings need a tokenizer, and this LLM was made without one", "stop")
+            raise BadRequestError(
+                "stop strings need a tokenizer, and this LLM was made without one", "stop"
+            )
         request_id, self._next_id = self._next_id, self._next_id + params.n
         return build_submit(request_id, params, self._ids(prompt), self._limits, self._defaults)
 
-    def _run(self, requests: list[_Request], sequences: dict[int, _Output], check: Callable[[], None]) -> None:
+    def _run(
+        self, requests: list[_Request], sequences: dict[int, _Output], check: Callable[[], None]
+    ) -> None:
         """Submit requests and step until all are done; `check` may raise KeyboardInterrupt between steps."""
         try:
             for request in requests:
@@ -154,11 +184,13 @@ class LLM(AbstractContextManager["LLM"]):
                 check()
                 for outputs in self._engine.step():
                     self._take(sequences, outputs)
-        except BaseException:   # Ctrl-C included: what runs must not run on in the next call
+        except BaseException:  # Ctrl-C included: what runs must not run on in the next call
             self._engine.abort(sequences)
             while self._engine.has_work and self._engine.step():
                 pass
-            if self._engine.has_work:   # a second Ctrl-C cut a step short, which will never be collected
+            if (
+                self._engine.has_work
+            ):  # a second Ctrl-C cut a step short, which will never be collected
                 self.shutdown()
             raise
 
@@ -168,9 +200,13 @@ class LLM(AbstractContextManager["LLM"]):
                 return read_ids(ids, "prompt_token_ids")
             prompt = prompt.get("prompt", prompt)
         if not isinstance(prompt, str):
-            raise BadRequestError("a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}", "prompt")
+            raise BadRequestError(
+                "a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}", "prompt"
+            )
         if self.tokenizer is None:
-            raise BadRequestError("a text needs a tokenizer, and this LLM was made without one", "prompt")
+            raise BadRequestError(
+                "a text needs a tokenizer, and this LLM was made without one", "prompt"
+            )
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
     def _assembler(self, params: SamplingParams) -> Assembler:
@@ -183,7 +219,7 @@ class LLM(AbstractContextManager["LLM"]):
         for sequence_id, new, finish, num_cached, logprobs in outputs.each():
             output = sequences[sequence_id]
             if output.finish:
-                continue   # what came after a stop string
+                continue  # what came after a stop string
             request = output.request
             if not request.token_ids:
                 request.token_ids = request.submit.prompt.tolist()
@@ -219,19 +255,28 @@ class LLM(AbstractContextManager["LLM"]):
 
 
 def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num: int,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    num: int,
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num
     if isinstance(params, Mapping) or not all(isinstance(each, SamplingParams) for each in params):
-        raise BadRequestError("sampling_params must be a SamplingParams, or a list with one for each prompt")
+        raise BadRequestError(
+            "sampling_params must be a SamplingParams, or a list with one for each prompt"
+        )
     if len(params) != num:
-        raise BadRequestError(f"{num} prompts and {len(params)} sampling_params: give one, or one for each")
+        raise BadRequestError(
+            f"{num} prompts and {len(params)} sampling_params: give one, or one for each"
+        )
     return params
 
 
-def _entries(token_ids: Sequence[int], columns: TokenColumns, width: int) -> Iterator[dict[int, Logprob]]:
+def _entries(
+    token_ids: Sequence[int], columns: TokenColumns, width: int
+) -> Iterator[dict[int, Logprob]]:
     """Yield what is reported of each token: its first `width` alternatives, and itself."""
-    for token, value, rank, top in zip(token_ids, columns.chosen, columns.ranks, columns.top, strict=True):
+    for token, value, rank, top in zip(
+        token_ids, columns.chosen, columns.ranks, columns.top, strict=True
+    ):
         entry = {other: Logprob(its, place) for place, (other, its) in enumerate(top[:width], 1)}
         yield {**entry, token: Logprob(value, rank)}

@@ -27,7 +27,9 @@ def begin(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
     Ends the process where the parent is gone.
     """
     pipe = int(arguments[0])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which drains this one
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the first process, which drains this one
     end_with_parent(signal.SIGKILL)  # also where it cannot look at the pipe: loading, or stuck
     with open(pipe, "rb", buffering=0, closefd=False) as file:
         told: dict[str, Any] = next(msgpack.Unpacker(file), {})

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from time import perf_counter
 
-LEAST_SECONDS = 0.009   # of a step while sequences decode, whose next tokens wait for it
-MOST_SECONDS = 0.05     # likewise, where decoding itself is slow
-STRETCH = 4.0           # between the two: so many times as long as a step of decodes alone
+LEAST_SECONDS = 0.009  # of a step while sequences decode, whose next tokens wait for it
+MOST_SECONDS = 0.05  # likewise, where decoding itself is slow
+STRETCH = 4.0  # between the two: so many times as long as a step of decodes alone
 PATIENCE_SECONDS = 2.0  # of any step: aborts, arrivals and the pulse wait for it too
-FIRST_CHUNK = 1024      # tokens before anything is measured
-LEAST_CHUNK = 256       # fewer tokens use the device badly; chunks smaller than that are not measured either
-_LEAST_SHARE = 0.1      # of a step's seconds that its prompt tokens are taken to cost, whatever its decodes cost
-_WEIGHT = 0.2           # of the newest step in the running means
+FIRST_CHUNK = 1024  # tokens before anything is measured
+LEAST_CHUNK = (
+    256  # fewer tokens use the device badly; chunks smaller than that are not measured either
+)
+_LEAST_SHARE = (
+    0.1  # of a step's seconds that its prompt tokens are taken to cost, whatever its decodes cost
+)
+_WEIGHT = 0.2  # of the newest step in the running means
 
 
 class Pace:

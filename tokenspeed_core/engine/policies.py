@@ -33,15 +33,27 @@ class PluginPolicy:
 
     def key(self, priority: int, arrival: int) -> tuple[int, int]:
         """Return the policy's sort key."""
-        return make(self.entry, f"{self.entry.value}.key", lambda: self.policy.key(priority, arrival), tuple)
+        return make(
+            self.entry, f"{self.entry.value}.key", lambda: self.policy.key(priority, arrival), tuple
+        )
 
     def decide(self, view: View, limits: Limits) -> Decision:
         """Return the policy's decision, without what it gives a row beyond what that wants."""
-        return make(self.entry, f"{self.entry.value}.decide", lambda: _decide(self.policy, view, limits), Decision)
+        return make(
+            self.entry,
+            f"{self.entry.value}.decide",
+            lambda: _decide(self.policy, view, limits),
+            Decision,
+        )
 
     def admit(self, candidate: Candidate, room: Room) -> int:
         """Return the tokens that the policy gives the candidate."""
-        return make(self.entry, f"{self.entry.value}.admit", lambda: int(self.policy.admit(candidate, room)), int)
+        return make(
+            self.entry,
+            f"{self.entry.value}.admit",
+            lambda: int(self.policy.admit(candidate, room)),
+            int,
+        )
 
 
 def _decide(policy: Policy, view: View, limits: Limits) -> Decision:
@@ -49,6 +61,12 @@ def _decide(policy: Policy, view: View, limits: Limits) -> Decision:
     decision = policy.decide(view, limits)
     num_query = np.clip(decision.num_query, 0, view.num_query).astype(np.int32)
     runs, victims = num_query > 0, list(map(int, decision.victims))
-    if view.pages[runs].sum() > limits.available_pages or runs[victims].any() or len(set(victims)) < len(victims):
-        raise ValueError("a row runs without its pages or though it is a victim, or a victim is named twice")
+    if (
+        view.pages[runs].sum() > limits.available_pages
+        or runs[victims].any()
+        or len(set(victims)) < len(victims)
+    ):
+        raise ValueError(
+            "a row runs without its pages or though it is a victim, or a victim is named twice"
+        )
     return Decision(num_query, decision.victims)

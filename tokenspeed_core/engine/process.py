@@ -30,7 +30,9 @@ log = logging.getLogger("tokenspeed.engine")
 class EngineLoop:
     """Receive, step, send; idle it sleeps on its sockets. Returns when drained or when the parent is gone."""
 
-    def __init__(self, engine: Engine, ready: Ready, sockets: Sequence[Socket], parent_fd: int) -> None:
+    def __init__(
+        self, engine: Engine, ready: Ready, sockets: Sequence[Socket], parent_fd: int
+    ) -> None:
         """Take over the sockets to the API workers, the first one's first, and the reading end of the parent's pipe."""
         self.engine, self._ready, self._sockets, self._parent_fd = engine, ready, sockets, parent_fd
         self._poller = zmq.Poller()
@@ -92,7 +94,9 @@ class EngineLoop:
             return
         self._pulse_at, self._was_working = now, works
         roster = self.engine.scheduler.roster
-        self._send_all(Pulse(self.engine.num_steps, roster.num_running, roster.num_waiting, self._is_draining))
+        self._send_all(
+            Pulse(self.engine.num_steps, roster.num_running, roster.num_waiting, self._is_draining)
+        )
 
 
 def main() -> int:
@@ -113,7 +117,9 @@ def main() -> int:
 
 
 def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
-    logging.getLogger("tokenspeed.plugins.metadata").disabled = True  # the launcher said what cannot be read
+    logging.getLogger(
+        "tokenspeed.plugins.metadata"
+    ).disabled = True  # the launcher said what cannot be read
     config, catalog = rediscover(told)
     hooks = Hooks.load(catalog)
     with StartProgress() as progress:
@@ -129,8 +135,14 @@ def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> N
 
 def _num_threads(num_workers: int) -> int:
     """Return the threads for a model on the CPU, a core being left to each API worker."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number per level
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, len(os.sched_getaffinity(0)) - num_workers)
+    asked = (
+        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    )  # a list has a number per level
+    return (
+        int(asked)
+        if asked.isdecimal() and int(asked)
+        else max(1, len(os.sched_getaffinity(0)) - num_workers)
+    )
 
 
 if __name__ == "__main__":

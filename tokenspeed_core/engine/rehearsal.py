@@ -27,6 +27,8 @@ def rehearse(engine: Engine, max_model_len: int) -> bool:
         refused = engine.submit(build_submit(request_id, params, prompt, limits, Defaults()))
         assert refused is None, refused
         while engine.has_work:
-            num_failed += sum(int((outputs.finish == Finish.ERROR).sum()) for outputs in engine.step())
+            num_failed += sum(
+                int((outputs.finish == Finish.ERROR).sum()) for outputs in engine.step()
+            )
         engine.reset_prefix_cache()
     return num_failed < len(REQUESTS)

@@ -44,10 +44,16 @@ def split(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
     owners = outputs.sequence_ids >> WORKER_SHIFT
     for worker in sorted(set(owners.tolist())):
         rows = owners == worker
-        yield worker, Outputs(
-            outputs.sequence_ids[rows], outputs.num_tokens[rows],
-            outputs.token_ids[np.repeat(rows, outputs.num_tokens)],
-            outputs.finish[rows], outputs.num_cached_tokens[rows], _logprobs(outputs, rows),
+        yield (
+            worker,
+            Outputs(
+                outputs.sequence_ids[rows],
+                outputs.num_tokens[rows],
+                outputs.token_ids[np.repeat(rows, outputs.num_tokens)],
+                outputs.finish[rows],
+                outputs.num_cached_tokens[rows],
+                _logprobs(outputs, rows),
+            ),
         )
 
 
@@ -59,6 +65,10 @@ def _logprobs(outputs: Outputs, rows: Bool) -> StepLogprobs | None:
     entries = np.repeat(listed, outputs.num_tokens[whole.rows])
     tops = np.repeat(entries, whole.width)
     return StepLogprobs(
-        place[whole.rows[listed]], whole.width, whole.chosen[entries], whole.ranks[entries], whole.top_ids[tops],
+        place[whole.rows[listed]],
+        whole.width,
+        whole.chosen[entries],
+        whole.ranks[entries],
+        whole.top_ids[tops],
         whole.top_values[tops],
     )

@@ -58,12 +58,16 @@ class AttentionStep:
     max_num_query: int
     max_seq_len: int
     query_start: torch.Tensor  # int32 [S + 1], the first 0
-    seq_lens: torch.Tensor     # int32 [S]
+    seq_lens: torch.Tensor  # int32 [S]
     block_table: torch.Tensor  # int32 [S, max_num_blocks]
     host_query_start: tuple[int, ...] | None  # exact on the host, outside graphs
-    host_seq_lens: tuple[int, ...] | None     # upper bounds on the host (exact unless drafts), outside graphs
-    shares_prefix: bool = True  # False: not all rows lead with the same 256 tokens, so none need be looked for
-    is_beside: bool = False     # decodes of a mixed step, beside whose prompts they may run
+    host_seq_lens: (
+        tuple[int, ...] | None
+    )  # upper bounds on the host (exact unless drafts), outside graphs
+    shares_prefix: bool = (
+        True  # False: not all rows lead with the same 256 tokens, so none need be looked for
+    )
+    is_beside: bool = False  # decodes of a mixed step, beside whose prompts they may run
 
 
 class AttentionKernel(Protocol):
@@ -76,7 +80,9 @@ class AttentionKernel(Protocol):
     def prepare(self, step: AttentionStep) -> None:
         """Do the per-step work. Called outside graphs; fills buffers that `forward` reads."""
 
-    def forward(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    def forward(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
+    ) -> None:
         """Attend. q, out [T, H, D]; k_cache, v_cache [B, block_size, K, D] (strided on B). Writes `out`.
 
         The two parts of a mixed step, each of which has its own rows of `out`, may run beside each other.

@@ -15,7 +15,9 @@ from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 _USUAL = "tokenspeed-kernels"
 
 
-def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tuple[InstalledKernel, ...]:
+def installed_kernels(
+    catalog: Catalog, wishes: Sequence[Preference] = ()
+) -> tuple[InstalledKernel, ...]:
     """Import the descriptors of all kernel entries and return their specs, in the catalog's order.
 
     An entry's value is a KernelSpec or a tuple of them, each as `misfit` wants it. One that is neither, or whose ops
@@ -29,10 +31,14 @@ def installed_kernels(catalog: Catalog, wishes: Sequence[Preference] = ()) -> tu
             continue
         value = catalog.load(entry, object)
         specs = value if isinstance(value, tuple) and value else (value,)
-        if value is not None and (wrong := list(filter(None, (misfit(spec, entry.name, ops) for spec in specs)))):
+        if value is not None and (
+            wrong := list(filter(None, (misfit(spec, entry.name, ops) for spec in specs)))
+        ):
             catalog.reject(entry, wrong[0])
         elif value is not None and not any(spec.op in ops for spec in specs):
-            catalog.reject(entry, f"no plugin here has an op {specs[0].op}{meant(specs[0].op, ops)}")
+            catalog.reject(
+                entry, f"no plugin here has an op {specs[0].op}{meant(specs[0].op, ops)}"
+            )
         elif value is not None:
             required = entry if catalog.is_required(entry) else None
             found += [InstalledKernel(spec, entry.distribution, required) for spec in specs]
@@ -74,27 +80,43 @@ def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
 
 def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
     """Return the orders of backends that benchmarks gave."""
-    return tuple(ranking for entry in catalog.entries("rankings") for ranking in catalog.load(entry, tuple) or ())
+    return tuple(
+        ranking
+        for entry in catalog.entries("rankings")
+        for ranking in catalog.load(entry, tuple) or ()
+    )
 
 
-def _check_names(wishes: Sequence[Preference], catalog: Catalog, ops: Mapping[str, OpContract]) -> None:
+def _check_names(
+    wishes: Sequence[Preference], catalog: Catalog, ops: Mapping[str, OpContract]
+) -> None:
     for wish in wishes:
         of = {op.name: op.family for op in ops.values() if wish.target in (op.family, op.name)}
         if not of:
-            known = ", ".join(sorted({name for op in ops.values() for name in (op.family, op.name)}))
-            raise ConfigError(f"{wish.flag}: there is no op or family {wish.target!r}; there is {known}")
+            known = ", ".join(
+                sorted({name for op in ops.values() for name in (op.family, op.name)})
+            )
+            raise ConfigError(
+                f"{wish.flag}: there is no op or family {wish.target!r}; there is {known}"
+            )
         formats = sorted({found[1] for name in of if (found := FORMAT.search(name))})
         if wish.dtype not in (None, *DTYPES, *formats):
-            raise ConfigError(f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; it may be narrowed to "
-                              f"{', '.join((*SHORT, *formats))}")
+            raise ConfigError(
+                f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; it may be narrowed to "
+                f"{', '.join((*SHORT, *formats))}"
+            )
         for name in sorted({*wish.backends} - {"auto"}):
-            catalog.get(f"{KERNELS_PREFIX}{min(of.values())}", name)  # in a list it would be passed over
+            catalog.get(
+                f"{KERNELS_PREFIX}{min(of.values())}", name
+            )  # in a list it would be passed over
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:
     """Return what to do where no kernel fits: what is installed and left out comes back, what is missing comes."""
     kernels = [entry for entry in catalog.all() if entry.kind.startswith(KERNELS_PREFIX)]
-    left_out = {e.distribution: e.reason for e in kernels if e.status in (Status.DISABLED, Status.SHADOWED)}
+    left_out = {
+        e.distribution: e.reason for e in kernels if e.status in (Status.DISABLED, Status.SHADOWED)
+    }
     if left_out:
         return "; ".join(f"{name} is installed, but {reason}" for name, reason in left_out.items())
     return "" if any(entry.distribution == _USUAL for entry in kernels) else f"pip install {_USUAL}"

@@ -75,7 +75,9 @@ class OpContract:
         wanted = {*self.axes, "dtype"}
         missing, surplus = sorted(wanted - problem.keys()), sorted(problem.keys() - wanted)
         if missing or surplus:
-            raise ValueError(f"op {self.name!r}: missing {missing}, unknown {surplus}; its problem is {sorted(wanted)}")
+            raise ValueError(
+                f"op {self.name!r}: missing {missing}, unknown {surplus}; its problem is {sorted(wanted)}"
+            )
 
     def tolerance(self, dtype: str) -> Tolerance:
         """Return the tolerance for a dtype; raises KeyError if the contract has none."""
@@ -95,16 +97,21 @@ _KV = {
 
 _CONTRACTS = (
     OpContract(
-        "write_kv", "cache",
+        "write_kv",
+        "cache",
         "(k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T]) -> None; a slot "
         "is block * block_size + offset, and -1 is skipped; values beyond kv_dtype become its largest; caches are "
         "strided on B",
         _KV,
-        "tokenspeed_kernels.reference.cache:write_kv", "tokenspeed_core.testing.inputs:write_kv", _EXACT,
-        mutates=("k_cache", "v_cache"), rows=("k", "v", "slots"),
+        "tokenspeed_kernels.reference.cache:write_kv",
+        "tokenspeed_core.testing.inputs:write_kv",
+        _EXACT,
+        mutates=("k_cache", "v_cache"),
+        rows=("k", "v", "slots"),
     ),
     OpContract(
-        "attention", "attention",
+        "attention",
+        "attention",
         "an AttentionFactory of tokenspeed_core.api, whose problem is an AttentionProblem",
         {
             **_KV,
@@ -113,23 +120,31 @@ _CONTRACTS = (
             "scale": "factor of the scores",
             "window": "positions seen, its own included; None: all",
         },
-        "tokenspeed_kernels.reference.attention:attention", "tokenspeed_core.testing.attention:make_scene", DOTS,
+        "tokenspeed_kernels.reference.attention:attention",
+        "tokenspeed_core.testing.attention:make_scene",
+        DOTS,
     ),
     OpContract(
-        "greedy", "sampling",
+        "greedy",
+        "sampling",
         "(logits [S, V]) -> ids int64 [S]: the largest, the lowest id among equals",
         _SAMPLING,
-        "tokenspeed_kernels.reference.sampling:greedy", "tokenspeed_core.testing.inputs:greedy", _EXACT,
+        "tokenspeed_kernels.reference.sampling:greedy",
+        "tokenspeed_core.testing.inputs:greedy",
+        _EXACT,
         rows=("logits",),
     ),
     OpContract(
-        "sample", "sampling",
+        "sample",
+        "sampling",
         "(logits float32 [S, V], temperature float32 [S], top_k int32 [S], top_p float32 [S], min_p "
         "float32 [S], seeds int64 [S], positions int64 [S]) -> ids int64 [S]: temperature 0 is greedy; top_k 0 "
         "keeps all; the token is where the cumulated probability, likeliest first and the lower id first among equals, "
         "passes a uniform number that seed and position alone determine",
         _SAMPLING,
-        "tokenspeed_kernels.reference.sampling:sample", "tokenspeed_core.testing.inputs:sample", _EXACT,
+        "tokenspeed_kernels.reference.sampling:sample",
+        "tokenspeed_core.testing.inputs:sample",
+        _EXACT,
         rows=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions"),
     ),
 )
@@ -150,6 +165,8 @@ def merge_ops(*more: Iterable[OpContract]) -> Mapping[str, OpContract]:
         if not isinstance(contract, OpContract):
             raise ValueError(f"{contract!r} is no OpContract")
         if contract.name in merged:
-            raise ValueError(f"op {contract.name!r} has a contract already; a plugin's op needs its own name")
+            raise ValueError(
+                f"op {contract.name!r} has a contract already; a plugin's op needs its own name"
+            )
         merged[contract.name] = contract
     return MappingProxyType(merged)

@@ -15,7 +15,10 @@ from tokenspeed_core.kernels.spec import KernelSpec
 def described(spec: KernelSpec, schema: type[BaseModel]) -> dict[str, str]:
     """Return what may be set, by "backend.key", with the schema's words on it. A field's key is its alias, if any."""
     fields = schema.model_fields.items()
-    return {f"{spec.backend}.{each.validation_alias or name}": each.description or "" for name, each in fields}
+    return {
+        f"{spec.backend}.{each.validation_alias or name}": each.description or ""
+        for name, each in fields
+    }
 
 
 def settle(spec: KernelSpec, given: Mapping[str, Any]) -> BaseModel | None:
@@ -29,7 +32,9 @@ def settle(spec: KernelSpec, given: Mapping[str, Any]) -> BaseModel | None:
     own = {name: given[name] for name in described(spec, schema) if name in given}
     typed = " ".join(f"--backend-option {name}={value}" for name, value in own.items())
     try:
-        return schema(**{name.removeprefix(f"{spec.backend}."): _read(value) for name, value in own.items()})
+        return schema(
+            **{name.removeprefix(f"{spec.backend}."): _read(value) for name, value in own.items()}
+        )
     except (Exception, SystemExit) as error:  # a plugin's own validators may raise anything
         wrong = error.errors() if isinstance(error, ValidationError) else ()
         said = "; ".join(": ".join([*map(str, each["loc"]), each["msg"]]) for each in wrong)

@@ -11,7 +11,11 @@ from typing import Any
 
 from tokenspeed_core.errors import SelectionError
 
-_WIDTH, _HEIGHT, _MOST = 80, 24, 8  # columns and lines of the start-up summary, and most of its reasons
+_WIDTH, _HEIGHT, _MOST = (
+    80,
+    24,
+    8,
+)  # columns and lines of the start-up summary, and most of its reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,17 @@ class PlannedOp:
 
         Where nothing was taken what was asked for stays first, and auto last: the flag may speak of other problems.
         """
-        others = [verdict.backend for verdict in self.verdicts if verdict.fits and verdict.backend != self.backend]
+        others = [
+            verdict.backend
+            for verdict in self.verdicts
+            if verdict.fits and verdict.backend != self.backend
+        ]
         flag = f"--kernel-backend {self.op}" if self.asked_by == "auto" else self.asked_by
-        names = others[:1] if self.backend else [*(n for n in self.wanted if n != "auto"), *others[:1], "auto"]
+        names = (
+            others[:1]
+            if self.backend
+            else [*(n for n in self.wanted if n != "auto"), *others[:1], "auto"]
+        )
         return typed(flag, *names) if others else ""
 
 
@@ -90,17 +102,31 @@ class KernelPlan:
             grouped.setdefault((each.op, each.backend, each.distribution), []).append(each)
         for (op, backend, distribution), planned in grouped.items():
             is_part = sum(other == op for other, *_ in grouped) > 1
-            rows.append((op, backend or "its parts", distribution or "-", _extent(planned, is_part)))
-            for loser in (v for p in planned for v in p.verdicts if v.reasons and v.backend != p.backend):
+            rows.append(
+                (op, backend or "its parts", distribution or "-", _extent(planned, is_part))
+            )
+            for loser in (
+                v for p in planned for v in p.verdicts if v.reasons and v.backend != p.backend
+            ):
                 against.setdefault((loser.backend, loser.reasons[0].what), {})[op] = None
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines, indent = [f"kernels on {self.platform}"], " " * min(sum(widths) + 6, _WIDTH // 2)
         for row in rows:
             line = "  ".join([*map(str.ljust, row, widths), row[3]]).rstrip()
-            lines += wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        reasons = [f"not {backend}: {why} ({', '.join(ops)})" for (backend, why), ops in against.items()]
+            lines += wrap(
+                line,
+                _WIDTH,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        reasons = [
+            f"not {backend}: {why} ({', '.join(ops)})" for (backend, why), ops in against.items()
+        ]
         room = max(1, min(_MOST, _HEIGHT - 1 - len(lines)))
-        lines += (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in reasons[:room])
+        lines += (
+            line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in reasons[:room]
+        )
         rest = f"and {len(reasons) - room} reasons more: `tokenspeed plugins why OP` tells all"
         return "\n".join([*lines, *[rest] * (len(reasons) > room)])
 
@@ -109,7 +135,10 @@ class KernelPlan:
         found = self.find(target)
         if not found:
             return f"the model asks for no {target}, but for {', '.join(sorted({p.op for p in self.ops}))}"
-        axes = (sorted({str(planned.axis(axis) or "none") for planned in found}) for axis in ("phase", "dtype"))
+        axes = (
+            sorted({str(planned.axis(axis) or "none") for planned in found})
+            for axis in ("phase", "dtype")
+        )
         phases, dtypes = map(", ".join, axes)
         ops = ", ".join(sorted({planned.op for planned in found} - {target}))
         where = f"phase {phases}; dtype {dtypes}; layers {_layers(found) or 'none'}"
@@ -140,11 +169,15 @@ def _extent(group: list[PlannedOp], is_part: bool) -> str:
     words = [p.axis("phase") for p in group if p.axis("phase")]
     if is_part and any(p.layers for p in group):
         words.append(f"layers {_layers(group)}")
-    return ", ".join(dict.fromkeys([*words, *(f"{key}={value}" for p in group for key, value in p.options)]))
+    return ", ".join(
+        dict.fromkeys([*words, *(f"{key}={value}" for p in group for key, value in p.options)])
+    )
 
 
 def _layers(group: Iterable[PlannedOp]) -> str:
     """Write the layers of decisions with runs shortened: 0, 1, 2 and 5 are "0-2, 5"."""
     numbers = sorted({layer for planned in group for layer in planned.layers})
     runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)
+    return ", ".join(
+        str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs
+    )

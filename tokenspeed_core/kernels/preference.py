@@ -9,7 +9,9 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.kernels.ops import OpContract, Problem
 from tokenspeed_core.kernels.spec import PHASES
 
-_SCOPE = re.compile(rf"([\w/-]+)(?:\.({'|'.join(PHASES)}))?(?:\.([a-z]+\d\w*))?(?:\.(\d+)(?:-(\d+))?)?\Z")
+_SCOPE = re.compile(
+    rf"([\w/-]+)(?:\.({'|'.join(PHASES)}))?(?:\.([a-z]+\d\w*))?(?:\.(\d+)(?:-(\d+))?)?\Z"
+)
 FORMAT = re.compile(r"_([a-z]+\d\w*)\Z")  # that an op is named after, such as linear_fp8
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -61,7 +63,10 @@ class Preference:
 
     def narrowness(self, contract: OpContract) -> tuple[bool, ...]:
         """How narrow it is, for ordering: for an op alone, then for layers, a phase, a dtype."""
-        return (self.names_op(contract), *(axis is not None for axis in (self.layers, self.phase, self.dtype)))
+        return (
+            self.names_op(contract),
+            *(axis is not None for axis in (self.layers, self.phase, self.dtype)),
+        )
 
 
 def flag_for(contract: OpContract, problem: Problem, wish: Preference | None) -> str:

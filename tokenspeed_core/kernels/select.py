@@ -14,9 +14,22 @@ from tokenspeed_core.errors import SelectionError, told
 from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.options import described, settle
-from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp, Reason, Verdict, typed
+from tokenspeed_core.kernels.plan import (
+    KernelPlan,
+    NothingFitsError,
+    PlannedOp,
+    Reason,
+    Verdict,
+    typed,
+)
 from tokenspeed_core.kernels.preference import Preference, flag_for
-from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo, Ranking
+from tokenspeed_core.kernels.spec import (
+    Capability,
+    InstalledKernel,
+    KernelSpec,
+    PlatformInfo,
+    Ranking,
+)
 from tokenspeed_core.plugins.catalog import blaming
 from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import DEFAULTS
@@ -60,7 +73,9 @@ class Selector:
     hint: str = ""
     module_exists: Callable[[str], bool] = has_module
     _heeded: set[Preference] = field(default_factory=set, init=False)
-    _decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = field(default_factory=dict, init=False)
+    _decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = field(
+        default_factory=dict, init=False
+    )
     _layers: dict[Hashable, set[int]] = field(default_factory=dict, init=False)
 
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
@@ -73,7 +88,9 @@ class Selector:
             raise self._refused(planned, layer)
         return choice
 
-    def select_all(self, ops: tuple[str, ...], axes: Problem, *, layer: int | None = None) -> tuple[Choice, ...]:
+    def select_all(
+        self, ops: tuple[str, ...], axes: Problem, *, layer: int | None = None
+    ) -> tuple[Choice, ...]:
         """Return the kernels of ops that run one after another: a fused one where it fits, else one for each.
 
         `axes` holds those of all the ops. An op is fused from these if its contract's `parts` are just these; the
@@ -82,14 +99,20 @@ class Selector:
         """
         parts = [self._contract(op) for op in ops]
         for contract in self.ops.values():
-            if contract.parts == ops and (fused := self.select_fused(contract.name, contract.cut(axes), layer=layer)):
+            if contract.parts == ops and (
+                fused := self.select_fused(contract.name, contract.cut(axes), layer=layer)
+            ):
                 return (fused,)
         return tuple(self.select(part.name, part.cut(axes), layer=layer) for part in parts)
 
     def select_fused(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice | None:
         """Return the kernel of a fused op, or None where its parts are to run: see `select_all`."""
         contract = self._contract(op)
-        if any(wish.names_op(self._contract(part)) for wish in self.preferences for part in contract.parts):
+        if any(
+            wish.names_op(self._contract(part))
+            for wish in self.preferences
+            for part in contract.parts
+        ):
             return None
         fused, planned = self._choose(contract, problem, layer)
         wish = self._wish(contract, problem, layer)
@@ -104,27 +127,43 @@ class Selector:
     def plan(self) -> KernelPlan:
         """Return all decisions so far as a frozen plan."""
         found = self._decided.items()
-        ops = (replace(planned, layers=tuple(sorted(self._layers.get(key, ())))) for key, (_, planned) in found)
+        ops = (
+            replace(planned, layers=tuple(sorted(self._layers.get(key, ()))))
+            for key, (_, planned) in found
+        )
         return KernelPlan(self.platform.name or self.platform.kind, tuple(ops))
 
     def chosen(self) -> list[tuple[Choice, PlannedOp]]:
         """Return what was taken so far, each with its decision."""
-        return [(choice, planned) for choice, planned in self._decided.values() if choice is not None]
+        return [
+            (choice, planned) for choice, planned in self._decided.values() if choice is not None
+        ]
 
     def check(self) -> None:
         """Raise SelectionError for a wish or an option that had no effect on what was selected so far."""
         for wish in self.preferences:
-            last = max((layer for planned in self.plan().find(wish.target) for layer in planned.layers), default=-1)
+            last = max(
+                (layer for planned in self.plan().find(wish.target) for layer in planned.layers),
+                default=-1,
+            )
             if wish not in self._heeded or (wish.layers and wish.layers[-1] > last):
-                what = f"goes beyond the last layer, {last}" if wish in self._heeded else "has no effect"
+                what = (
+                    f"goes beyond the last layer, {last}"
+                    if wish in self._heeded
+                    else "has no effect"
+                )
                 raise SelectionError(f"{wish.flag} {what}: {self.plan().occurrences(wish.target)}")
         chosen = [choice for choice, _ in self.chosen()]
-        there = [described(choice.spec, type(choice.options)) for choice in chosen if choice.options]
+        there = [
+            described(choice.spec, type(choice.options)) for choice in chosen if choice.options
+        ]
         known = {name: text for each in there for name, text in each.items()}
         for name in sorted(self.options.keys() - known):
             used = ", ".join(sorted({choice.spec.backend for choice in chosen}))
             listed = "; ".join(": ".join(filter(None, each)) for each in known.items()) or "none"
-            raise SelectionError(f"--backend-option {name} has no effect: used are {used}; their options: {listed}")
+            raise SelectionError(
+                f"--backend-option {name} has no effect: used are {used}; their options: {listed}"
+            )
 
     def _contract(self, op: str) -> OpContract:
         if op not in self.ops:
@@ -132,7 +171,9 @@ class Selector:
             raise SelectionError(f"unknown op {op!r}; known: {', '.join(sorted(self.ops))}{hint}")
         return self.ops[op]
 
-    def _choose(self, contract: OpContract, problem: Problem, layer: int | None) -> tuple[Choice | None, PlannedOp]:
+    def _choose(
+        self, contract: OpContract, problem: Problem, layer: int | None
+    ) -> tuple[Choice | None, PlannedOp]:
         contract.check(problem)
         wish = self._wish(contract, problem, layer)
         key = (contract.name, tuple(sorted(problem.items())), wish)
@@ -152,16 +193,28 @@ class Selector:
         judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
         taken, because = _first(judged, names, source, figures)
         while taken is not None and (failure := self._load_failure(taken)):
-            judged = [(kernel, failure if kernel is taken else reasons) for kernel, reasons in judged]
+            judged = [
+                (kernel, failure if kernel is taken else reasons) for kernel, reasons in judged
+            ]
             taken, because = _first(judged, names, source, figures)
         options = settle(taken.spec, self.options) if taken else None
-        given = options.model_dump(mode="json", by_alias=True, exclude_unset=True) if options else {}
+        given = (
+            options.model_dump(mode="json", by_alias=True, exclude_unset=True) if options else {}
+        )
         planned = PlannedOp(
-            op=contract.name, family=contract.family, problem=tuple(sorted(problem.items())), layers=(),
+            op=contract.name,
+            family=contract.family,
+            problem=tuple(sorted(problem.items())),
+            layers=(),
             backend="" if taken is None else taken.spec.backend,
-            distribution="" if taken is None else taken.distribution, because=because,
-            verdicts=tuple(_verdicts(judged, taken, names, figures, flag_for(contract, problem, wish))),
-            options=tuple(given.items()), wanted=names, asked_by=source,
+            distribution="" if taken is None else taken.distribution,
+            because=because,
+            verdicts=tuple(
+                _verdicts(judged, taken, names, figures, flag_for(contract, problem, wish))
+            ),
+            options=tuple(given.items()),
+            wanted=names,
+            asked_by=source,
         )
         if taken is None:
             return None, planned
@@ -181,9 +234,14 @@ class Selector:
                 spec.factory(settle(spec, self.options))
         except SelectionError:
             raise
-        except (Exception, SystemExit) as error:  # whatever a package raises, another kernel may serve
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a package raises, another kernel may serve
             if kernel.required is not None:
-                raise blaming(kernel.required, f": {spec.load} does not load: {told(error)}") from error
+                raise blaming(
+                    kernel.required, f": {spec.load} does not load: {told(error)}"
+                ) from error
             return (Reason(f"it does not load: {told(error)}", spec.obtain),)
         return ()
 
@@ -205,7 +263,10 @@ class Selector:
 
     def _refusals(self, spec: KernelSpec, problem: Problem) -> tuple[Reason, ...]:
         missing = tuple(
-            Reason(f"module {module!r} is not installed", spec.obtain or f"install what provides {module!r}")
+            Reason(
+                f"module {module!r} is not installed",
+                spec.obtain or f"install what provides {module!r}",
+            )
             for module in spec.requires
             if not self.module_exists(module)
         )
@@ -221,18 +282,29 @@ class Selector:
             lines[0] += f": {planned.asked_by} asks for {', '.join(names)}"
         unknown = [n for n in names if n != "auto" and n not in {v.backend for v in verdicts}]
         lines += [f"  {name}: no such backend is installed for this op" for name in unknown]
-        for v in sorted(verdicts, key=lambda v: v.backend not in names):  # of what was asked for, also what mends it
-            told = (f"{r.what} -> {r.mend}" if r.mend and v.backend in names else r.what for r in v.reasons)
+        for v in sorted(
+            verdicts, key=lambda v: v.backend not in names
+        ):  # of what was asked for, also what mends it
+            told = (
+                f"{r.what} -> {r.mend}" if r.mend and v.backend in names else r.what
+                for r in v.reasons
+            )
             lines.append(f"  {v.backend} ({v.distribution}): {'; '.join(told) or 'fits'}")
         fitting = ", ".join(v.backend for v in verdicts if v.fits)
         taken = f"{fitting}; `{planned.without()}` takes one where what was asked for cannot"
-        lines.append(f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self.hint]))}")
+        lines.append(
+            f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self.hint]))}"
+        )
         layers = () if layer is None else (layer,)
-        return NothingFitsError("\n".join(lines), KernelPlan(device, (replace(planned, layers=layers),)))
+        return NothingFitsError(
+            "\n".join(lines), KernelPlan(device, (replace(planned, layers=layers),))
+        )
 
 
 def _first(
-    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]], names: tuple[str, ...], source: str,
+    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]],
+    names: tuple[str, ...],
+    source: str,
     figures: Mapping[str, str],
 ) -> tuple[InstalledKernel | None, str]:
     for name in names:
@@ -240,7 +312,9 @@ def _first(
             if reasons or (name == "auto" and kernel.spec.needs_compile):
                 continue
             if name == "auto":
-                unmeasured = "the reference" if kernel.spec.reference else "the most specific that fits"
+                unmeasured = (
+                    "the reference" if kernel.spec.reference else "the most specific that fits"
+                )
                 return kernel, figures.get(kernel.spec.backend, unmeasured)
             if name == kernel.spec.backend:
                 return kernel, f"asked for by {source}"
@@ -248,20 +322,27 @@ def _first(
 
 
 def _verdicts(
-    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]], taken: InstalledKernel | None, names: tuple[str, ...],
-    figures: Mapping[str, str], flag: str,
+    judged: list[tuple[InstalledKernel, tuple[Reason, ...]]],
+    taken: InstalledKernel | None,
+    names: tuple[str, ...],
+    figures: Mapping[str, str],
+    flag: str,
 ) -> Iterator[Verdict]:
     """Yield what is said of each candidate; of one that fits and was not taken, what to type for it with `flag`."""
     for kernel, reasons in judged:
         spec, fits = kernel.spec, not reasons
         if fits and kernel is not taken and taken is not None:
-            first = next(other for other, no in judged if not no and other.spec.backend == spec.backend)
+            first = next(
+                other for other, no in judged if not no and other.spec.backend == spec.backend
+            )
             if first is not kernel:
                 why = f"{first.distribution} serves this name first"
             elif spec.needs_compile and spec.backend not in names:
                 why = "it must be compiled before the first call, so auto passes it over"
             else:
-                why = ", ".join(filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first")))
+                why = ", ".join(
+                    filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first"))
+                )
             # "auto" serves the problems of the same op that this backend does not fit
             reasons = (Reason(why, typed(flag, spec.backend, "auto") if first is kernel else ""),)
         yield Verdict(spec.backend, kernel.distribution, fits, reasons)
@@ -276,7 +357,9 @@ def _host_order(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any,
 def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
     if platform.kind not in capability.platforms:
         wanted = " or ".join(capability.platforms)
-        yield Reason(f"it runs on {wanted}, and the device is {platform.kind}", f"a {wanted} device")
+        yield Reason(
+            f"it runs on {wanted}, and the device is {platform.kind}", f"a {wanted} device"
+        )
         return
     low, high = capability.min_compute_capability, capability.max_compute_capability
     found = platform.compute_capability
@@ -305,7 +388,9 @@ def problem_refusals(
             yield Reason(refusal)
     windowed = {"window"} if problem.get("window") is not None else set()
     for feature in sorted((needs | windowed) - capability.features):
-        yield Reason(f"it is not declared {feature}", "--enforce-eager" if feature == "graph_safe" else "")
+        yield Reason(
+            f"it is not declared {feature}", "--enforce-eager" if feature == "graph_safe" else ""
+        )
 
 
 def _mend(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
@@ -314,7 +399,11 @@ def _mend(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
         return f"{_FLAGS[axis]} {allowed[0]}" if axis in _FLAGS else ""
     if "float8_e4m3fn" in allowed:
         return "--kv-cache-dtype fp8_e4m3"
-    fitting = [each for each in (dtype, *allowed) if each in allowed and each.endswith(("float16", "float32"))]
+    fitting = [
+        each
+        for each in (dtype, *allowed)
+        if each in allowed and each.endswith(("float16", "float32"))
+    ]
     also = f" --dtype {fitting[0]}" if fitting and fitting[0] != dtype else ""
     return f"--kv-cache-dtype auto{also}" if fitting else ""
 

@@ -54,7 +54,10 @@ class AxisLimit:
     def __post_init__(self) -> None:
         if self.multiple_of < 1 or self.minimum < 0:
             raise ValueError(f"axis {self.axis!r}: multiple_of starts at 1 and minimum at 0")
-        if self.maximum is not None and self.maximum // self.multiple_of * self.multiple_of < self.minimum:
+        if (
+            self.maximum is not None
+            and self.maximum // self.multiple_of * self.multiple_of < self.minimum
+        ):
             raise ValueError(f"axis {self.axis!r}: no number lies within {self}")
 
     def refusal(self, value: int) -> str | None:
@@ -103,7 +106,11 @@ class Capability:
         """How general this is, for ordering: fewer platforms first, then the narrower hardware range."""
         low, high = self.min_compute_capability, self.max_compute_capability
         bounds = (low is not None) + 2 * (high is not None)
-        span = high[0] - low[0] + (high[1] - low[1]) / 16 if low is not None and high is not None else 0.0
+        span = (
+            high[0] - low[0] + (high[1] - low[1]) / 16
+            if low is not None and high is not None
+            else 0.0
+        )
         return len(self.platforms), (3 - bounds) * 1000 + span
 
 
@@ -134,7 +141,9 @@ class KernelSpec:
     def __post_init__(self) -> None:
         for what, name in (("op", self.op), ("backend", self.backend)):
             if not _NAME.match(name):
-                raise ValueError(f"{what} {name!r} must be 'name' or 'vendor/name', of a-z, 0-9, '_', '-' and '.'")
+                raise ValueError(
+                    f"{what} {name!r} must be 'name' or 'vendor/name', of a-z, 0-9, '_', '-' and '.'"
+                )
         if self.backend == "auto":
             raise ValueError("the backend name 'auto' means the host's own choice")
         for target in (self.load, self.options or self.load):
@@ -155,7 +164,11 @@ class KernelSpec:
         """Import the implementation and return its factory, which has its options (None: their defaults)."""
         factory: Callable[..., Any] = load_target(self.load)
         schema = self.schema()
-        return factory if schema is None else partial(factory, options=schema() if options is None else options)
+        return (
+            factory
+            if schema is None
+            else partial(factory, options=schema() if options is None else options)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,19 @@ class HashChain:
     def __init__(self, granularity: int, salt: str, adapter_id: int) -> None:
         """Start an empty chain; its root is salted."""
         self.granularity = granularity
-        self._root = blake2b(f"{adapter_id}/{salt}".encode(), digest_size=16, person=b"root").digest()
+        self._root = blake2b(
+            f"{adapter_id}/{salt}".encode(), digest_size=16, person=b"root"
+        ).digest()
         self._digests: list[bytes] = []
 
     def fork(self) -> HashChain:
         """Return a copy that extends by itself (the sequences of one request part after the prompt)."""
         chain = HashChain.__new__(HashChain)
-        chain.granularity, chain._root, chain._digests = self.granularity, self._root, list(self._digests)
+        chain.granularity, chain._root, chain._digests = (
+            self.granularity,
+            self._root,
+            list(self._digests),
+        )
         return chain
 
     def extend(self, tokens: I32) -> None:

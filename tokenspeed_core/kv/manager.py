@@ -45,7 +45,12 @@ class KVManager:
     """All cache groups of a model over one pool of pages; a block of any group fills one page."""
 
     def __init__(
-        self, groups: Sequence[CacheGroupSpec], block_size: int, num_pages: int, *, prefix_caching: bool = True,
+        self,
+        groups: Sequence[CacheGroupSpec],
+        block_size: int,
+        num_pages: int,
+        *,
+        prefix_caching: bool = True,
     ) -> None:
         """Start empty. `block_size` is in tokens, the same for all groups."""
         self.groups = tuple(groups)
@@ -57,8 +62,8 @@ class KVManager:
         self.granularity = block_size if prefix_caching else 2**31 - 1
         self._index: list[dict[bytes, int]] = [{} for _ in groups]
         self._names: dict[int, tuple[int, bytes]] = {}
-        self._now: list[_Copy] = []    # copies that the plan being built carries
-        self._next: list[_Copy] = []   # copies of states that stand only when that step is over
+        self._now: list[_Copy] = []  # copies that the plan being built carries
+        self._next: list[_Copy] = []  # copies of states that stand only when that step is over
         self._named_by_step: dict[int, list[int]] = {}
         self._planning = 0
 
@@ -78,14 +83,14 @@ class KVManager:
         limit = min(chain.num_tokens, (num_tokens - 1) // size * size)
         if limit <= 0:
             return self.no_match()
-        partial: list[int] = []   # groups that need only some of the past
+        partial: list[int] = []  # groups that need only some of the past
         for i, group in enumerate(self.groups):
             if not group.is_recurrent and group.first_needed(limit) == 0:
                 limit = self._reach((i,), chain, limit)
             else:
                 partial.append(i)
         while limit > 0 and (reach := self._reach(partial, chain, limit)) < limit:
-            limit = reach   # every length between the two needs the block that is missing
+            limit = reach  # every length between the two needs the block that is missing
         if limit <= 0:
             return self.no_match()
         pages = tuple(self._resume_pages(i, chain, limit) for i in range(len(self.groups)))
@@ -111,7 +116,9 @@ class KVManager:
     def most_tokens(self) -> int:
         """Return the longest sequence that could have the whole pool to itself."""
         pages = self.pool.num_pages - sum(group.is_recurrent for group in self.groups)
-        return pages // self.pages_per_block * self.block_size if self.pages_per_block else 2**31 - 1
+        return (
+            pages // self.pages_per_block * self.block_size if self.pages_per_block else 2**31 - 1
+        )
 
     # -- taking ---------------------------------------------------------------------------------------
 
@@ -132,7 +139,9 @@ class KVManager:
                 page = working.pop()
                 tables.append([page])
                 # A checkpoint is held only until the copy of it is on its way.
-                self._now += [_Copy(i, source, page, source, digest=None) for _, source in match.pages[i]]
+                self._now += [
+                    _Copy(i, source, page, source, digest=None) for _, source in match.pages[i]
+                ]
                 continue
             table = [ABSENT] * (match.num_tokens // self.block_size)
             for index, page in match.pages[i]:
@@ -166,7 +175,9 @@ class KVManager:
         lease.capacity = blocks * self.block_size
         return tuple(entries)
 
-    def name_blocks(self, lease: BlockLease, chain: HashChain, num_computed: int, *, is_exact: bool) -> None:
+    def name_blocks(
+        self, lease: BlockLease, chain: HashChain, num_computed: int, *, is_exact: bool
+    ) -> None:
         """Make the blocks whose tokens are all planned and known shareable.
 
         `is_exact` says that a recurrent state stands at `num_computed` when the step being planned is over,
@@ -250,9 +261,14 @@ class KVManager:
                     return end - self.block_size
         return length
 
-    def _resume_pages(self, group: int, chain: HashChain, length: int) -> tuple[tuple[int, int], ...]:
+    def _resume_pages(
+        self, group: int, chain: HashChain, length: int
+    ) -> tuple[tuple[int, int], ...]:
         index = self._index[group]
-        return tuple((n // self.block_size - 1, index[chain.at(n)]) for n in self._resume_lengths(group, length))
+        return tuple(
+            (n // self.block_size - 1, index[chain.at(n)])
+            for n in self._resume_lengths(group, length)
+        )
 
     def _resume_lengths(self, group: int, length: int) -> range:
         """Return the lengths whose blocks the group needs, to resume at `length`."""

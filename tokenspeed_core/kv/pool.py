@@ -33,14 +33,14 @@ class PagePool:
         """Start with all pages free. `forget(page)` is called when a cached page is evicted."""
         self._forget = forget
         self._refs = [0] * num_pages
-        self._stamps = [0] * num_pages   # the step that fenced the page last
+        self._stamps = [0] * num_pages  # the step that fenced the page last
         self._is_named = [False] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fences: deque[tuple[int, int]] = deque()
         self._num_fenced = 0
         self._launched = 0
-        self.retired = 0   # the last step that is over
+        self.retired = 0  # the last step that is over
         self.num_pages = num_pages
 
     def counts(self) -> PageCounts:
@@ -91,7 +91,7 @@ class PagePool:
             if self._refs[page]:
                 continue
             self._num_fenced += 1
-            if self._launched <= self.retired:   # nothing is in flight
+            if self._launched <= self.retired:  # nothing is in flight
                 self._land(page)
             elif self._stamps[page] != self._launched:
                 self._stamps[page] = self._launched

@@ -21,7 +21,9 @@ from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, Selection
 
 T = TypeVar("T")
 logger = logging.getLogger("tokenspeed.plugins")
-_of_metadata = logging.getLogger("tokenspeed.plugins.metadata")  # of which a server's launcher alone speaks
+_of_metadata = logging.getLogger(
+    "tokenspeed.plugins.metadata"
+)  # of which a server's launcher alone speaks
 
 
 class Catalog:
@@ -30,19 +32,28 @@ class Catalog:
     Holds what was imported and what failed; everything else about an entry never changes.
     """
 
-    def __init__(self, entries: Sequence[Entry], selection: Selection | None = None, *, strict: bool = False) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], selection: Selection | None = None, *, strict: bool = False
+    ) -> None:
         """`selection` is the one by which the entries were judged."""
         self._selection = selection or Selection()
         self._entries = tuple(_mark_conflicts(entries, self._selection))
         self._pinned: Mapping[str, str] | None = None
-        self.is_strict = strict  # whether a plugin that misbehaves ends the start (--strict-plugins)
+        self.is_strict = (
+            strict  # whether a plugin that misbehaves ends the start (--strict-plugins)
+        )
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, Entry] = {}  # each with what failed in it
 
     @classmethod
     def discover(
-        cls, selection: Selection | None = None, *, strict: bool = False, check: bool = True,
-        distributions: Iterable[importlib.metadata.Distribution] | None = None, core_version: str = __version__,
+        cls,
+        selection: Selection | None = None,
+        *,
+        strict: bool = False,
+        check: bool = True,
+        distributions: Iterable[importlib.metadata.Distribution] | None = None,
+        core_version: str = __version__,
     ) -> Catalog:
         """Read the installed plugins' metadata. `selection` is read from the environment where not given.
 
@@ -51,7 +62,11 @@ class Catalog:
         """
         found = importlib.metadata.distributions() if distributions is None else distributions
         chosen = Selection.read() if selection is None else selection
-        catalog = cls(read_entries(found, chosen, core_version, strict=strict and check), chosen, strict=strict)
+        catalog = cls(
+            read_entries(found, chosen, core_version, strict=strict and check),
+            chosen,
+            strict=strict,
+        )
         if check:
             catalog.check()
         return catalog
@@ -64,17 +79,33 @@ class Catalog:
         for entry in self._entries:
             if entry.status is Status.FAILED:  # before anything is loaded, that is the only failure
                 raise PluginError(entry.reason)
-        unfit = {(e.distribution, e.reason): e for e in self._entries if e.status is Status.INCOMPATIBLE}
+        unfit = {
+            (e.distribution, e.reason): e for e in self._entries if e.status is Status.INCOMPATIBLE
+        }
         for entry in unfit.values():
             if self.is_strict:
                 raise blaming(entry, f" is incompatible: {entry.reason}")
-            _of_metadata.warning("plugins of %s %s are left out: %s", entry.distribution, entry.version, entry.reason)
-        parted = self._selection.excluded  # what a user takes from a distribution that he names is not missed
-        usable = {scope for each in self._entries for scope in each.scopes
-                  if each.status is Status.OK or not parted.isdisjoint(each.scopes[1:])}
+            _of_metadata.warning(
+                "plugins of %s %s are left out: %s", entry.distribution, entry.version, entry.reason
+            )
+        parted = (
+            self._selection.excluded
+        )  # what a user takes from a distribution that he names is not missed
+        usable = {
+            scope
+            for each in self._entries
+            for scope in each.scopes
+            if each.status is Status.OK or not parted.isdisjoint(each.scopes[1:])
+        }
         for name in sorted((self._selection.only or frozenset()) - usable):
-            reasons = [f"{e.kind} {e.name} is {e.status}: {e.reason}" for e in self._entries if name in e.scopes]
-            raise PluginError(f"{VARIABLE} names {name}, and nothing of it can be used; {'; '.join(reasons)}")
+            reasons = [
+                f"{e.kind} {e.name} is {e.status}: {e.reason}"
+                for e in self._entries
+                if name in e.scopes
+            ]
+            raise PluginError(
+                f"{VARIABLE} names {name}, and nothing of it can be used; {'; '.join(reasons)}"
+            )
         self._pins()
 
     def all(self) -> tuple[Entry, ...]:
@@ -83,7 +114,9 @@ class Catalog:
 
     def entries(self, kind: str) -> tuple[Entry, ...]:
         """Return the usable entries of a kind, without importing any."""
-        return tuple(entry for entry in self.all() if entry.kind == kind and entry.status is Status.OK)
+        return tuple(
+            entry for entry in self.all() if entry.kind == kind and entry.status is Status.OK
+        )
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Return the names that a user may type for a kind, the built-in ones included, sorted."""
@@ -125,7 +158,10 @@ class Catalog:
             warn(contract(entry.kind, entry.api), f"{entry.distribution} {entry.version}")
             try:
                 self._loaded[entry] = _import(entry, expected)
-            except (Exception, SystemExit) as error:  # plugin code may raise anything; one must not take all down
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # plugin code may raise anything; one must not take all down
                 self.reject(entry, told(error), traceback.format_exc())
                 if required:
                     raise self._failed(entry) from error
@@ -145,13 +181,19 @@ class Catalog:
         reason = " ".join(reason.split())
         self._failures[entry] = replace(entry, status=Status.FAILED, reason=reason, traceback=trace)
         if entry.kind != "commands":  # whoever types one reads why it is not to be had
-            logger.warning("plugin %s is left out: %s", printable(str(entry)), printable(trace.rstrip() or reason))
+            logger.warning(
+                "plugin %s is left out: %s",
+                printable(str(entry)),
+                printable(trace.rstrip() or reason),
+            )
         if self.is_required(entry):
             raise self._failed(entry)
 
     def is_required(self, entry: Entry) -> bool:
         """Say whether an entry must not fail: none may, or the user named it or locked its distribution."""
-        return self.is_strict or not {*(self._selection.only or ()), *self._pins()}.isdisjoint(entry.scopes)
+        return self.is_strict or not {*(self._selection.only or ()), *self._pins()}.isdisjoint(
+            entry.scopes
+        )
 
     def digest(self) -> str:
         """Return a short hash of what resolved, by which processes agree that they see the same plugins.
@@ -184,8 +226,10 @@ class Catalog:
             return self._pinned or {}
         readers = self.entries("locks")
         if not readers:
-            raise PluginError(f"plugins lock {path}: what reads it is missing or left out; {VARIABLE} shows "
-                              "whether, `pip install tokenspeed-plugin-tools` brings it")
+            raise PluginError(
+                f"plugins lock {path}: what reads it is missing or left out; {VARIABLE} shows "
+                "whether, `pip install tokenspeed-plugin-tools` brings it"
+            )
         self._pinned = dict(_import(readers[0], FunctionType)(path, self._entries))
         return self._pinned
 
@@ -194,7 +238,11 @@ class Catalog:
 
 
 def make(
-    entry: Entry, factory: str, call: Any, expected: type[T], passes: tuple[type[BaseException], ...] = ()
+    entry: Entry,
+    factory: str,
+    call: Any,
+    expected: type[T],
+    passes: tuple[type[BaseException], ...] = (),
 ) -> T:
     """Return what `call` makes with the `factory` that an entry names, an `expected`.
 
@@ -204,10 +252,16 @@ def make(
         made = call()
     except passes:
         raise
-    except (Exception, SystemExit) as error:  # plugin code may raise anything, and the user is told in one line
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # plugin code may raise anything, and the user is told in one line
         raise blaming(entry, f": {factory} fails: {told(error)}") from error
     if not isinstance(made, expected):
-        raise blaming(entry, f": {factory} makes a {type(made).__name__}, which lacks what a {expected.__name__} has")
+        raise blaming(
+            entry,
+            f": {factory} makes a {type(made).__name__}, which lacks what a {expected.__name__} has",
+        )
     return made
 
 
@@ -224,7 +278,10 @@ def blaming(entry: Entry, what: str) -> PluginError:
     elif entry.status is Status.OK and (named_by := flags.get(entry.kind)):
         # To go without its distribution would make the flag name what is not there; auto takes some unasked.
         is_taken_unasked = entry.kind.startswith((KERNELS_PREFIX, "load_formats"))
-        mend = f"where {named_by} names it, name another or leave that out" + f", else {mend}" * is_taken_unasked
+        mend = (
+            f"where {named_by} names it, name another or leave that out"
+            + f", else {mend}" * is_taken_unasked
+        )
     elif entry.status is Status.OK and entry.kind == "commands":
         mend += "; TOKENSPEED_LOG_LEVEL=debug shows its traceback"
     return PluginError(f"{entry}{what}; {mend}")
@@ -233,10 +290,14 @@ def blaming(entry: Entry, what: str) -> PluginError:
 def _import(entry: Entry, expected: type[Any]) -> Any:
     if (intruder := entry.intruder()) is not None:
         module, home = entry.value.partition(":")[0], entry.editable or entry.root
-        raise ImportError(f"{module} would come from {intruder}, and {entry.distribution} is in {home}; rename the "
-                          "former, or take its folder off sys.path")
+        raise ImportError(
+            f"{module} would come from {intruder}, and {entry.distribution} is in {home}; rename the "
+            "former, or take its folder off sys.path"
+        )
     value = load_target(entry.value)
-    if value is None or not isinstance(value, expected):  # None would be taken for a failure that was told
+    if value is None or not isinstance(
+        value, expected
+    ):  # None would be taken for a failure that was told
         raise TypeError(f"{entry.value} is a {type(value).__name__}, not a {expected.__name__}")
     return value
 
@@ -248,8 +309,16 @@ def _mark_conflicts(entries: Sequence[Entry], selection: Selection) -> list[Entr
         kind = kind_of(entry.kind)
         if entry.status is Status.OK and kind is not None and kind.is_named:
             claims.setdefault((entry.kind, entry.name), []).append(entry)
-    clashes = {each: _clash(rivals, selection) for rivals in claims.values() if len(rivals) > 1 for each in rivals}
-    return [replace(each, status=Status.FAILED, reason=clashes[each]) if each in clashes else each for each in entries]
+    clashes = {
+        each: _clash(rivals, selection)
+        for rivals in claims.values()
+        if len(rivals) > 1
+        for each in rivals
+    }
+    return [
+        replace(each, status=Status.FAILED, reason=clashes[each]) if each in clashes else each
+        for each in entries
+    ]
 
 
 def _clash(rivals: Sequence[Entry], selection: Selection) -> str:
@@ -257,6 +326,11 @@ def _clash(rivals: Sequence[Entry], selection: Selection) -> str:
     claims = " and ".join(f"{entry.distribution} {entry.version}" for entry in rivals)
     stays = min(rivals, key=lambda entry: entry.distribution not in DEFAULTS)
     out = [entry for entry in rivals if entry is not stays]
-    names, setting = [entry.distribution for entry in out], selection.without(*(entry.scopes[2] for entry in out))
-    mend = f"`pip uninstall {' '.join(names)}` or {setting} leaves out that of {' and '.join(names)}"
+    names, setting = (
+        [entry.distribution for entry in out],
+        selection.without(*(entry.scopes[2] for entry in out)),
+    )
+    mend = (
+        f"`pip uninstall {' '.join(names)}` or {setting} leaves out that of {' and '.join(names)}"
+    )
     return f"{stays.kind} {stays.name} is claimed by {claims}; {mend}"

@@ -72,7 +72,9 @@ class Entry:
         name, path = "", None
         for part in self.value.partition(":")[0].split("."):
             name = f"{name}.{part}".lstrip(".")
-            spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
+            spec = (
+                importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
+            )
             if spec is None or spec.origin is not None:
                 break
             path = spec.submodule_search_locations
@@ -104,6 +106,9 @@ def load_target(target: str) -> Any:
     except KeyboardInterrupt:
         logging.getLogger("tokenspeed.plugins").warning(
             "interrupted while %s was imported; where nobody pressed Ctrl-C it raised KeyboardInterrupt itself, and "
-            "%s=-NAME goes without its distribution, one of `tokenspeed plugins list`", module, VARIABLE)
+            "%s=-NAME goes without its distribution, one of `tokenspeed plugins list`",
+            module,
+            VARIABLE,
+        )
         raise
     return reduce(getattr, filter(None, attribute.split(".")), found)

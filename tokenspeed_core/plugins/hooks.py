@@ -19,7 +19,11 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
 from tokenspeed_core.plugins.selection import Selection
 
-_DECIDED = ("no_plugins", "plugins_lock", "strict_plugins")  # which plugins are used, before any of them is asked
+_DECIDED = (
+    "no_plugins",
+    "plugins_lock",
+    "strict_plugins",
+)  # which plugins are used, before any of them is asked
 logger = logging.getLogger("tokenspeed.plugins")
 
 
@@ -63,7 +67,9 @@ class Hooks:
 
     def observer(self, hook: str) -> Callable[[Any], None] | None:
         """Return what tells the plugins of a record, None where nobody implements the hook: it need not be made."""
-        is_wanted = any(getattr(manager.hook, hook).get_hookimpls() for manager in self._managers.values())
+        is_wanted = any(
+            getattr(manager.hook, hook).get_hookimpls() for manager in self._managers.values()
+        )
         return partial(self._observe, hook) if is_wanted else None
 
     @contextmanager
@@ -85,9 +91,17 @@ class Hooks:
             said = str(error)
             for name in type(config).model_fields:
                 by, words = config.origin(name), {word.strip("`:;,()") for word in said.split()}
-                if by.startswith("plugin ") and by not in said and words & {flag(name), metadata(name)["kind"]}:
-                    out = Selection.read().without(f"{by.removeprefix('plugin ').partition(':')[0]}:hooks")
-                    error.args = (f"{error}; {by} set {flag(name)}: give your own, or {out} goes without its changes",)
+                if (
+                    by.startswith("plugin ")
+                    and by not in said
+                    and words & {flag(name), metadata(name)["kind"]}
+                ):
+                    out = Selection.read().without(
+                        f"{by.removeprefix('plugin ').partition(':')[0]}:hooks"
+                    )
+                    error.args = (
+                        f"{error}; {by} set {flag(name)}: give your own, or {out} goes without its changes",
+                    )
             raise
 
     def add_middleware(self, app: Any) -> Any:
@@ -113,11 +127,16 @@ class Hooks:
         """Log what fails of a plugin, and forget the plugin. Raises PluginError instead at a start that is strict."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # plugin code may raise anything, and must not harm what calls it
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # plugin code may raise anything, and must not harm what calls it
             if is_start and self._strict:
                 what = f"{type(error).__name__}: {error}; --strict-plugins ends the start for it"
                 raise PluginError(f"hooks of {name} failed in {hook}: {what}") from error
-            logger.error("hooks of %s failed in %s and are switched off", name, hook, exc_info=error)
+            logger.error(
+                "hooks of %s failed in %s and are switched off", name, hook, exc_info=error
+            )
             del self._managers[name]
 
 
@@ -125,9 +144,16 @@ def _apply(config: Config, name: str, changes: Any) -> Config:
     allowed = {}
     for setting, value in dict(changes).items():
         if setting in _DECIDED:
-            raise PluginError(f"{setting} says which plugins are used, so none can change it: a user has to")
+            raise PluginError(
+                f"{setting} says which plugins are used, so none can change it: a user has to"
+            )
         if config.origin(setting) in ("default", "auto"):
             allowed[setting] = value
         else:
-            logger.warning("plugin %s would change %s, which %s sets: left", name, setting, config.origin(setting))
+            logger.warning(
+                "plugin %s would change %s, which %s sets: left",
+                name,
+                setting,
+                config.origin(setting),
+            )
     return rebuild(config, allowed, f"plugin {name}")

@@ -26,7 +26,15 @@ class Kind:
 
 KERNELS = Kind(1)  # implementations of an op family, by backend name
 UNUSED = Kind(1, is_used=False)
-_OF_PLUGINS = ("norm", "rope", "activation", "linear", "moe", "mla", "comm")  # families whose ops plugins bring
+_OF_PLUGINS = (
+    "norm",
+    "rope",
+    "activation",
+    "linear",
+    "moe",
+    "mla",
+    "comm",
+)  # families whose ops plugins bring
 # Kinds that later cores will use: devices, ways to run workers, tokenizers, HTTP dialects, grammars that guide replies,
 # drafters that speculate, stores behind the KV cache.
 _TO_COME = ("platforms", "executors", "tokenizers", "apis", "grammar", "drafters", "kv_stores")
@@ -41,8 +49,12 @@ KINDS: dict[str, Kind] = {
     "rankings": Kind(1, is_default_only=True),  # which backends were measured to be the fastest
     "hooks": Kind(1, is_named=False),  # behaviour: modules of hook implementations
     "locks": Kind(1, is_named=False, is_default_only=True),  # readers of plugins.lock
-    "commands": Kind(1, built_in=("serve", "chat", "plugins", "env", "bench")),  # subcommands of tokenspeed
-    "policies": Kind(1, built_in=("fcfs", "priority")),  # scheduling policies, for --schedule-policy
+    "commands": Kind(
+        1, built_in=("serve", "chat", "plugins", "env", "bench")
+    ),  # subcommands of tokenspeed
+    "policies": Kind(
+        1, built_in=("fcfs", "priority")
+    ),  # scheduling policies, for --schedule-policy
     "tool_parsers": Kind(1),  # of replies, for --tool-call-parser
     "reasoning_parsers": Kind(1),  # of replies, for --reasoning-parser
     **dict.fromkeys(_TO_COME, UNUSED),

@@ -13,7 +13,8 @@ VARIABLE = "TOKENSPEED_PLUGINS"
 # The default distributions: tokenspeed-core and those of tokenspeed-core[default], which stay without plugins. By exact
 # name, since strangers may publish under the prefix too.
 DEFAULTS = frozenset(
-    f"tokenspeed-{part}" for part in ("core", "kernels", "models", "demo", "bench", "chat", "parsers", "plugin-tools")
+    f"tokenspeed-{part}"
+    for part in ("core", "kernels", "models", "demo", "bench", "chat", "parsers", "plugin-tools")
 )
 
 
@@ -30,7 +31,9 @@ def _scope(word: str) -> str:
 
 def _covering(scopes: Collection[str], name: str) -> str:
     """Return the widest of these scopes that a scope is or is a part of, "" where there is none."""
-    return min((scope for scope in scopes if f"{name}:".startswith(f"{scope}:")), key=len, default="")
+    return min(
+        (scope for scope in scopes if f"{name}:".startswith(f"{scope}:")), key=len, default=""
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,11 @@ class Selection:
 
     @classmethod
     def read(
-        cls, environ: Mapping[str, str] | None = None, *, no_plugins: bool = False, lock: str | None = None
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        no_plugins: bool = False,
+        lock: str | None = None,
     ) -> Selection:
         """Read `TOKENSPEED_PLUGINS`: scopes (only these), `-scope` (all but these), empty (none).
 
@@ -61,7 +68,12 @@ class Selection:
         named = frozenset(_scope(word) for word in words if not word.startswith("-"))
         word = environ.get("TOKENSPEED_NO_PLUGINS", "")
         if no_plugins or word.lower() not in ("", "0", "false", "f", "no", "n", "off"):
-            return cls(frozenset(), excluded, "--no-plugins" if no_plugins else f"TOKENSPEED_NO_PLUGINS={word}", lock)
+            return cls(
+                frozenset(),
+                excluded,
+                "--no-plugins" if no_plugins else f"TOKENSPEED_NO_PLUGINS={word}",
+                lock,
+            )
         only = None if text is None or (excluded and not named) else named
         return cls(only, excluded, f"{VARIABLE}={text}", lock)
 
@@ -87,7 +99,9 @@ class Selection:
         """
         for name in sorted(self.only or ()):
             if out := _covering(self.excluded, name):
-                raise PluginError(f"{self.because} wants {name} and takes it away with -{out}; leave one of them out")
+                raise PluginError(
+                    f"{self.because} wants {name} and takes it away with -{out}; leave one of them out"
+                )
         for name in sorted((self.only or frozenset()) | self.excluded):
             if name not in installed:
                 there = ", ".join(sorted(each for each in installed if ":" not in each))

@@ -51,7 +51,9 @@ class TokenCounts:
         counts = self._table()
         counts[slots, ids] += 1
 
-    def penalise(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: SlotState) -> None:
+    def penalise(
+        self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: SlotState
+    ) -> None:
         """Change rows of float32 logits [R, V] in place; rows, slots int64 [P].
 
         Repetition divides positive and multiplies negative logits of tokens in prompt or output; frequency
@@ -89,7 +91,9 @@ class Biases:
             part = ragged(inits.bias_starts, index)
             ids[row, : part.stop - part.start] = inits.bias_ids[part]
             values[row, : part.stop - part.start] = inits.bias_values[part]
-        slots, device_ids, device_values = link.send((inits.slots[which].astype(np.int64), ids, values))
+        slots, device_ids, device_values = link.send(
+            (inits.slots[which].astype(np.int64), ids, values)
+        )
         self._ids.index_copy_(0, slots, device_ids)
         self._values.index_copy_(0, slots, device_values)
 

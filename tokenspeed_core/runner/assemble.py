@@ -10,7 +10,12 @@ import torch
 
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 from tokenspeed_core.kernels.attention import AttentionLimits
-from tokenspeed_core.kernels.installed import how_to_get_kernels, installed_kernels, installed_ops, installed_rankings
+from tokenspeed_core.kernels.installed import (
+    how_to_get_kernels,
+    installed_kernels,
+    installed_ops,
+    installed_rankings,
+)
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import PlatformInfo
@@ -51,12 +56,18 @@ class Assembly:
 
 def plan_for(resolved: Resolved, catalog: Catalog, platform: PlatformInfo | None) -> KernelPlan:
     """Return the kernels for a platform, None for the device of the configuration. Raises as `assemble` does."""
-    device = resolve_device(resolved.config.device) if platform is None else torch.device(platform.kind)
+    device = (
+        resolve_device(resolved.config.device) if platform is None else torch.device(platform.kind)
+    )
     return assemble(resolved, catalog, device, only_plan=True, platform=platform).selector.plan()
 
 
 def assemble(
-    resolved: Resolved, catalog: Catalog, device: torch.device, *, only_plan: bool = False,
+    resolved: Resolved,
+    catalog: Catalog,
+    device: torch.device,
+    *,
+    only_plan: bool = False,
     platform: PlatformInfo | None = None,
 ) -> Assembly:
     """Select kernels for `device` and construct the model there (on the meta device for a plan only).
@@ -69,40 +80,73 @@ def assemble(
     kernels = installed_kernels(catalog, resolved.preferences)
     needs = frozenset({"graph_safe"} if device.type == "cuda" and not config.enforce_eager else ())
     selector = partial(
-        Selector, kernels, platform or describe_device(device), resolved.preferences, options=config.backend_option,
-        rankings=installed_rankings(catalog), ops=installed_ops(catalog), needs=needs, hint=how_to_get_kernels(catalog),
+        Selector,
+        kernels,
+        platform or describe_device(device),
+        resolved.preferences,
+        options=config.backend_option,
+        rankings=installed_rankings(catalog),
+        ops=installed_ops(catalog),
+        needs=needs,
+        hint=how_to_get_kernels(catalog),
     )
     chosen = selector()
     build = ModelBuild(resolved, torch.device("meta") if only_plan else device, chosen)
     spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
     entry = catalog.get("models", spec.architecture)
     try:
-        model: Any = make(entry, spec.load, lambda: load_target(spec.load)(checkpoint.config, build), object, passes)
+        model: Any = make(
+            entry,
+            spec.load,
+            lambda: load_target(spec.load)(checkpoint.config, build),
+            object,
+            passes,
+        )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     method = resolved.quantization
-    if method is not None and not any(map(chosen.plan().find, (method.linear, *method.fused.values()))):
-        raise CheckpointError(f"--quantization {method.name}: {checkpoint.info.architecture} asks for no "
-                              f"{method.linear}, so it would have no effect; leave it out")
+    if method is not None and not any(
+        map(chosen.plan().find, (method.linear, *method.fused.values()))
+    ):
+        raise CheckpointError(
+            f"--quantization {method.name}: {checkpoint.info.architecture} asks for no "
+            f"{method.linear}, so it would have no effect; leave it out"
+        )
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
     assembly = Assembly(
-        resolved, model, build, chosen, block_size,
-        PoolLimits.of(checkpoint.info.cache_groups, block_size, build.kv_dtype.itemsize, resolved.limits.max_model_len),
+        resolved,
+        model,
+        build,
+        chosen,
+        block_size,
+        PoolLimits.of(
+            checkpoint.info.cache_groups,
+            block_size,
+            build.kv_dtype.itemsize,
+            resolved.limits.max_model_len,
+        ),
         _runner_kernels(build, resolved, block_size, is_cuda=device.type == "cuda"),
     )
     chosen.check()
     return assembly
 
 
-def _runner_kernels(build: ModelBuild, resolved: Resolved, block_size: int, *, is_cuda: bool) -> RunnerKernels:
+def _runner_kernels(
+    build: ModelBuild, resolved: Resolved, block_size: int, *, is_cuda: bool
+) -> RunnerKernels:
     dtype, sampling = resolved.config.dtype, {"vocab_size": resolved.limits.vocab_size}
     greedy, note = (
-        {getattr(torch, name): build.op(op, **sampling, dtype=name) for name in sorted({dtype, "float32"})}
+        {
+            getattr(torch, name): build.op(op, **sampling, dtype=name)
+            for name in sorted({dtype, "float32"})
+        }
         for op in ("greedy", "note_tokens")
     )
     return RunnerKernels(
-        build.op("sample", **sampling, dtype="float32"), greedy, note,
+        build.op("sample", **sampling, dtype="float32"),
+        greedy,
+        note,
         build.op("advance_rows", dtype=dtype) if is_cuda else None,
         build.op("map_tokens", block_size=block_size, dtype=dtype) if is_cuda else None,
     )

@@ -15,7 +15,9 @@ from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.models import Rotation
 from tokenspeed_core.runner.inputs import GroupInputs
 
-Batch = tuple[str, AttentionStep, slice | None]  # phase, its step, and which query tokens (None: all)
+Batch = tuple[
+    str, AttentionStep, slice | None
+]  # phase, its step, and which query tokens (None: all)
 
 
 class AttentionGroup:
@@ -27,14 +29,19 @@ class AttentionGroup:
         self.is_split = False  # whether mixed steps have two parts: where phases' backends differ, and on a device
         self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
         self.batches: list[Batch] = []
-        self.side: torch.cuda.Stream | None = None  # where the second of two batches runs, beside the first
+        self.side: torch.cuda.Stream | None = (
+            None  # where the second of two batches runs, beside the first
+        )
 
     def begin(self, inputs: GroupInputs) -> None:
         """Take a step: tell each kernel in use, and note which query tokens it serves."""
         self.slot_mapping = inputs.slot_mapping
         if inputs.decodes is not None and inputs.prefills is not None:
             num = inputs.decodes.num_tokens
-            self.batches = [("decode", inputs.decodes, slice(num)), ("prefill", inputs.prefills, slice(num, None))]
+            self.batches = [
+                ("decode", inputs.decodes, slice(num)),
+                ("prefill", inputs.prefills, slice(num, None)),
+            ]
         else:
             is_decode = inputs.num_decodes == inputs.step.num_rows
             self.batches = [("decode" if is_decode else "prefill", inputs.step, None)]
@@ -75,7 +82,9 @@ class AttentionLayer:
         side = self.group.side if others else None
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # prompts first: few long programs, among which decodes find room
+        with torch.cuda.stream(
+            side
+        ):  # prompts first: few long programs, among which decodes find room
             for batch in others:
                 self._attend(batch, q, out)
         self._attend(first, q, out)
@@ -90,11 +99,19 @@ class AttentionLayer:
         self.kernels[phase].forward(q, self.k_cache, self.v_cache, out)
 
 
-def placing(rotate: Callable[..., None] | None, write: Callable[..., None], scale: float) -> Callable[..., None]:
+def placing(
+    rotate: Callable[..., None] | None, write: Callable[..., None], scale: float
+) -> Callable[..., None]:
     """Return what `AttentionLayer.place` is where no kernel does it at once. q is rotated and scaled in place."""
 
     def place(
-        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *rotation: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        *rotation: Any,
     ) -> None:
         if rotate is not None:
             rotate(q, k, *rotation)
@@ -106,7 +123,9 @@ def placing(rotate: Callable[..., None] | None, write: Callable[..., None], scal
     return place
 
 
-def bind_arena(layers: Sequence[AttentionLayer], arena: Tensor, block_size: int, dtype: torch.dtype) -> None:
+def bind_arena(
+    layers: Sequence[AttentionLayer], arena: Tensor, block_size: int, dtype: torch.dtype
+) -> None:
     """Give each layer its views of an arena, uint8 [pages, page_bytes].
 
     A page of an attention group starts with its block, `[layers, 2, block_size, K, D]`.

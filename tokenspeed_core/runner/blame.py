@@ -28,14 +28,23 @@ def blame(error: BaseException, selector: Selector) -> str:
     with is taken, else the first.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    places = [(frame.f_globals.get("__name__", ""), frame.f_code.co_qualname, frame.f_locals) for frame in frames]
-    phase = next((names["phase"] for module, _, names in places if module == _CALLER and "phase" in names), None)
+    places = [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname, frame.f_locals)
+        for frame in frames
+    ]
+    phase = next(
+        (names["phase"] for module, _, names in places if module == _CALLER and "phase" in names),
+        None,
+    )
     best, whose = (0, False), ""
     for module, function, _ in reversed(places):
         for choice, planned in selector.chosen():
             home, _, factory = choice.spec.load.partition(":")
             parts = zip(module.split("."), home.split("."), strict=False)
-            near = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts)), function.startswith(factory)
+            near = (
+                sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts)),
+                function.startswith(factory),
+            )
             if near[0] and near > best and phase in (None, planned.axis("phase")):
                 best, whose = near, f"raised in {module}.{function}, {name_kernel(planned)}"
     return whose
@@ -43,7 +52,15 @@ def blame(error: BaseException, selector: Selector) -> str:
 
 def no_finite_logit(plan: KernelPlan) -> str:
     """Say what may be to blame where no request gets finite logits: nothing raised that would single a kernel out."""
-    foreign = [replace(each, problem=()) for each in plan.ops if each.backend and each.distribution not in DEFAULTS]
-    whose = ", or ".join(dict.fromkeys(map(name_kernel, foreign))) or "all kernels are TokenSpeed's own"
-    return ("none of the start's own requests got finite logits: either weights are not finite, in the checkpoint or "
-            f"in this --dtype, or what a kernel computes is not; {whose}")
+    foreign = [
+        replace(each, problem=())
+        for each in plan.ops
+        if each.backend and each.distribution not in DEFAULTS
+    ]
+    whose = (
+        ", or ".join(dict.fromkeys(map(name_kernel, foreign))) or "all kernels are TokenSpeed's own"
+    )
+    return (
+        "none of the start's own requests got finite logits: either weights are not finite, in the checkpoint or "
+        f"in this --dtype, or what a kernel computes is not; {whose}"
+    )

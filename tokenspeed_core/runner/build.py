@@ -37,7 +37,9 @@ class ModelBuild:
         self.quantization = resolved.quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []
-        self.groups = {group.name: AttentionGroup() for group in resolved.checkpoint.info.cache_groups}
+        self.groups = {
+            group.name: AttentionGroup() for group in resolved.checkpoint.info.cache_groups
+        }
         self._kv_scales = resolved.kv_scales
         self._layer: int | None = None
         self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
@@ -76,8 +78,16 @@ class ModelBuild:
             raise PluginError(f"{what}; it is {name_kernel(planned)}") from error
 
     def attention(
-        self, *, layer: int, num_heads: int, num_kv_heads: int, head_size: int, scale: float,
-        window: int | None = None, group: str = "full", rotation: Rotation | None = None,
+        self,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        window: int | None = None,
+        group: str = "full",
+        rotation: Rotation | None = None,
     ) -> AttentionLayer:
         """Register a layer's attention. Raises CheckpointError where `describe` named no such group."""
         if group not in self.groups:
@@ -87,7 +97,15 @@ class ModelBuild:
             )
         index = sum(each.group is self.groups[group] for each in self.layers)
         call = AttentionLayer(
-            self.groups[group], index, layer, num_heads, num_kv_heads, head_size, scale, window, rotation,
+            self.groups[group],
+            index,
+            layer,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            scale,
+            window,
+            rotation,
             self._kv_scales[layer] if self._kv_scales else 1.0,
         )
         self.layers.append(call)
@@ -97,8 +115,15 @@ class ModelBuild:
         """Return a layer's problem in one phase."""
         name, kv_name = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
         return AttentionProblem(
-            phase=phase, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads, head_size=layer.head_size,
-            dtype=name, kv_dtype=kv_name, block_size=block_size, scale=layer.scale, window=layer.window,
+            phase=phase,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=name,
+            kv_dtype=kv_name,
+            block_size=block_size,
+            scale=layer.scale,
+            window=layer.window,
         )
 
     def select_attention(self, block_size: int) -> None:
@@ -116,9 +141,16 @@ class ModelBuild:
         """Return what rotates and writes the cache: one kernel where one fits and no scale stands between."""
         ops: tuple[str, ...] = ("write_kv",)
         if layer.rotation is not None:
-            ops, axes = (layer.rotation.op, *ops), {**axes, "rotary_size": layer.rotation.rotary_size}
+            ops, axes = (
+                (layer.rotation.op, *ops),
+                {**axes, "rotary_size": layer.rotation.rotary_size},
+            )
         chains = (ops,) if layer.kv_scale == 1.0 else tuple((op,) for op in ops)
-        choices = [each for chain in chains for each in self.selector.select_all(chain, axes, layer=layer.layer)]
+        choices = [
+            each
+            for chain in chains
+            for each in self.selector.select_all(chain, axes, layer=layer.layer)
+        ]
         *before, write = (self._load(choice) for choice in choices)
         if len(choices) < len(ops):
             return write
@@ -158,8 +190,12 @@ def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[]
                     trial.select_attention(build.problem(layer, size, phase), layer=layer.layer)
         except NothingFitsError as error:
             (ended,) = error.plan.ops
-            reasons = (each for v in ended.verdicts if v.backend in ended.wanted for each in v.reasons)
-            errors.append((len(trial.plan().ops), -sum("block_size" in each.what for each in reasons), error))
+            reasons = (
+                each for v in ended.verdicts if v.backend in ended.wanted for each in v.reasons
+            )
+            errors.append(
+                (len(trial.plan().ops), -sum("block_size" in each.what for each in reasons), error)
+            )
         else:
             found.append((_rank(trial.plan()), size))
     if not found:
@@ -172,7 +208,9 @@ def _rank(plan: KernelPlan) -> int:
     return sum(
         bool(verdict.reasons) and all("block_size" in reason.what for reason in verdict.reasons)
         for planned in plan.ops
-        for verdict in planned.verdicts[: [each.backend for each in planned.verdicts].index(planned.backend)]
+        for verdict in planned.verdicts[
+            : [each.backend for each in planned.verdicts].index(planned.backend)
+        ]
     )
 
 

@@ -73,7 +73,9 @@ class LocalRunner:
         limits = self.resolved.limits
         self._traits = SlotTraits(limits.max_num_seqs + 1, len(self._groups), self.block_size)
         layout = SlotLayout(
-            limits.max_num_seqs + 1, most_blocks(limits.max_model_len, self.block_size), len(self._groups)
+            limits.max_num_seqs + 1,
+            most_blocks(limits.max_model_len, self.block_size),
+            len(self._groups),
         )
         self._state = SlotState(layout, self._device)
         split = tuple(group.is_split for group in self._groups)
@@ -96,7 +98,9 @@ class LocalRunner:
         self._free_arena()
         self._use_stream()
         self._arena = _empty_arena(num_pages + 1, self.page_bytes, self._device)
-        bind_arena(self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.kv_dtype)
+        bind_arena(
+            self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.kv_dtype
+        )
         self.num_pages = num_pages
         self.forget()
 
@@ -106,8 +110,15 @@ class LocalRunner:
         with torch.inference_mode():
             self._use_stream()
             graphs = StepGraphs(
-                self._state, self._traits, self._groups, self._model, self._assembly.kernels, self._link,
-                sizes=sizes, block_size=self.block_size, max_model_len=self.resolved.limits.max_model_len,
+                self._state,
+                self._traits,
+                self._groups,
+                self._model,
+                self._assembly.kernels,
+                self._link,
+                sizes=sizes,
+                block_size=self.block_size,
+                max_model_len=self.resolved.limits.max_model_len,
             )
             graphs.capture(progress)
         self._graphs = graphs
@@ -130,7 +141,10 @@ class LocalRunner:
             with torch.inference_mode():
                 self._use_stream()
                 self._launched[plan.step_id] = self._forward(plan)
-        except (Exception, SystemExit) as error:  # whatever a kernel or the device raises ends this step alone
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a kernel or the device raises ends this step alone
             raise self._failed(plan.step_id, "forward", error) from error
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
@@ -140,7 +154,9 @@ class LocalRunner:
             with torch.inference_mode():
                 self._use_stream()
                 if step.rows is None:
-                    step.fetch = self._link.fetch_ids(self._nothing)  # so that `collect` waits for the forward
+                    step.fetch = self._link.fetch_ids(
+                        self._nothing
+                    )  # so that `collect` waits for the forward
                 else:
                     self._sample(step, step.rows, late)
         except (Exception, SystemExit) as error:  # as in forward
@@ -182,7 +198,9 @@ class LocalRunner:
     def _failed(self, step_id: int, what: str, error: BaseException) -> StepFailed:
         whose = blame(error, self._assembly.selector)
         kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else StepFailed
-        return kind(f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}")
+        return kind(
+            f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}"
+        )
 
     def _new_sampler(self) -> Sampler:
         vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels
@@ -204,7 +222,9 @@ class LocalRunner:
         if self._graphs is not None:
             graph = self._graphs.run(plan)
             if graph is not None:
-                return _Launched(plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph)
+                return _Launched(
+                    plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph
+                )
             self._graphs.invalidate()
         inputs = self._inputs.make(plan)
         for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
@@ -236,7 +256,9 @@ class LocalRunner:
             else:
                 (at,) = self._link.send((graph.at,))
                 step.logits = logits[at]
-                rows = SamplingRows(rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at])
+                rows = SamplingRows(
+                    rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at]
+                )
         assert step.logits is not None, "a step with sampling rows has logits"
         sampled = self._sampler(step.logits, rows, late)
         step.logits = None

@@ -27,7 +27,9 @@ from tokenspeed_core.runner.slots import SHORT, SlotState, SlotTraits
 from tokenspeed_core.runner.staged import BucketSize, StagedLayout
 from tokenspeed_core.step import I64, StepPlan
 
-_WORDS_OF_CHUNK = 16  # its length, its sampling parameters, and a few blocks more than its tokens fill
+_WORDS_OF_CHUNK = (
+    16  # its length, its sampling parameters, and a few blocks more than its tokens fill
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,22 +81,41 @@ class StepGraphs:
     """Captured steps. Runs on the stream that is current, which must not be the default one."""
 
     def __init__(
-        self, state: SlotState, traits: SlotTraits, groups: Sequence[AttentionGroup], model: Model,
-        kernels: RunnerKernels, link: Link, *, sizes: Sequence[BucketSize], block_size: int, max_model_len: int,
+        self,
+        state: SlotState,
+        traits: SlotTraits,
+        groups: Sequence[AttentionGroup],
+        model: Model,
+        kernels: RunnerKernels,
+        link: Link,
+        *,
+        sizes: Sequence[BucketSize],
+        block_size: int,
+        max_model_len: int,
     ) -> None:
         """Allocate the buffers that all buckets share."""
-        self._state, self._traits, self._groups, self._model, self._link = state, traits, groups, model, link
+        self._state, self._traits, self._groups, self._model, self._link = (
+            state,
+            traits,
+            groups,
+            model,
+            link,
+        )
         self._kernels = kernels
         self._block_size, self._max_model_len = block_size, max_model_len
         attention = [kernel for group in groups for kernel in group.kernels.values()]
-        self._needs_prepare = not all(getattr(kernel, "prepares_on_host", False) for kernel in attention)
+        self._needs_prepare = not all(
+            getattr(kernel, "prepares_on_host", False) for kernel in attention
+        )
         usual = [size for size in sizes if not size.is_plain]
         self._decode_sizes = sorted(size.num_decodes for size in usual if not size.num_chunks)
         self._mixed_sizes = sorted(
-            (size for size in usual if size.num_chunks), key=lambda size: (size.num_tokens, size.num_decodes)
+            (size for size in usual if size.num_chunks),
+            key=lambda size: (size.num_tokens, size.num_decodes),
         )
         self._layouts = {
-            size: StagedLayout(size, self._num_words(size)) for size in (usual if self._needs_prepare else sizes)
+            size: StagedLayout(size, self._num_words(size))
+            for size in (usual if self._needs_prepare else sizes)
         }
         device, num_rows = state.words.device, max(size.num_rows for size in sizes)
         num_tokens = max(size.num_tokens for size in sizes)
@@ -118,12 +139,16 @@ class StepGraphs:
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture all buckets, the largest first, since it sizes the memory that they share."""
         pool = torch.cuda.graph_pool_handle()
-        ordered = sorted(self._layouts, key=lambda size: (size.num_rows, size.num_tokens), reverse=True)
+        ordered = sorted(
+            self._layouts, key=lambda size: (size.num_rows, size.num_tokens), reverse=True
+        )
         for done, size in enumerate(ordered):
             progress(done, len(ordered))
             self._buckets[size] = self._capture(size, pool)
         for size, bucket in self._buckets.items():
-            bucket.plain = None if size.is_plain else self._buckets.get(replace(size, is_plain=True))
+            bucket.plain = (
+                None if size.is_plain else self._buckets.get(replace(size, is_plain=True))
+            )
         progress(len(ordered), len(ordered))
 
     def invalidate(self) -> None:
@@ -146,8 +171,15 @@ class StepGraphs:
         if not size.num_chunks:
             return self._decode_launch(bucket, plan)
         sampled = np.flatnonzero(plan.wants_logits)
-        at = np.where(sampled < plan.num_decodes, sampled, sampled - plan.num_decodes + size.num_decodes)
-        rows = SamplingRows(sampled.astype(np.int32), plan.slots[sampled], bucket.columns["slots"], self._new_positions)
+        at = np.where(
+            sampled < plan.num_decodes, sampled, sampled - plan.num_decodes + size.num_decodes
+        )
+        rows = SamplingRows(
+            sampled.astype(np.int32),
+            plan.slots[sampled],
+            bucket.columns["slots"],
+            self._new_positions,
+        )
         return GraphLaunch(rows, bucket.ids, at, bucket.logits, bucket.draw)
 
     def _decode_launch(self, bucket: _Bucket, plan: StepPlan) -> GraphLaunch:
@@ -170,11 +202,21 @@ class StepGraphs:
             place = bisect_left(self._decode_sizes, plan.num_rows)
             fits = place < len(self._decode_sizes) and plan.wants_logits.all()
             return BucketSize(self._decode_sizes[place], 0, 0) if fits else None
-        decodes, chunks, tokens = plan.num_decodes, plan.num_rows - plan.num_decodes, len(plan.token_ids)
-        return next((
-            size for size in self._mixed_sizes
-            if size.num_chunk_tokens >= tokens and size.num_decodes >= decodes and size.num_chunks >= chunks
-        ), None)
+        decodes, chunks, tokens = (
+            plan.num_decodes,
+            plan.num_rows - plan.num_decodes,
+            len(plan.token_ids),
+        )
+        return next(
+            (
+                size
+                for size in self._mixed_sizes
+                if size.num_chunk_tokens >= tokens
+                and size.num_decodes >= decodes
+                and size.num_chunks >= chunks
+            ),
+            None,
+        )
 
     def _upload(self, bucket: _Bucket, plan: StepPlan) -> None:
         """Bring a plan to the device; nothing if the device has just these decodes already."""
@@ -210,7 +252,12 @@ class StepGraphs:
         if size.num_chunks:
             nothing[bucket.layout.wide["token_slots"]] = self._padding[0]
         bucket.staged.copy_(torch.from_numpy(nothing))
-        stages: list[Callable[[_Bucket], None]] = [self._begin, self._forward, self._keep, self._draw]
+        stages: list[Callable[[_Bucket], None]] = [
+            self._begin,
+            self._forward,
+            self._keep,
+            self._draw,
+        ]
         for stage in stages:  # compiles, and lets libraries allocate, what a capture must not
             self._prepare(bucket)
             stage(bucket)
@@ -237,20 +284,36 @@ class StepGraphs:
         return _Bucket(layout, staged, columns, inputs, self._ids[: size.num_rows])
 
     def _group_inputs(
-        self, size: BucketSize, columns: Mapping[str, torch.Tensor], table: torch.Tensor, mapping: torch.Tensor
+        self,
+        size: BucketSize,
+        columns: Mapping[str, torch.Tensor],
+        table: torch.Tensor,
+        mapping: torch.Tensor,
     ) -> GroupInputs:
-        def part(first: int, num_rows: int, num_tokens: int, most: int, start: torch.Tensor) -> AttentionStep:
+        def part(
+            first: int, num_rows: int, num_tokens: int, most: int, start: torch.Tensor
+        ) -> AttentionStep:
             rows = slice(first, first + num_rows)
             return AttentionStep(
-                num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=self._max_model_len,
-                query_start=start, seq_lens=self._seq_lens[rows], block_table=table[rows], host_query_start=None,
+                num_rows=num_rows,
+                num_tokens=num_tokens,
+                max_num_query=most,
+                max_seq_len=self._max_model_len,
+                query_start=start,
+                seq_lens=self._seq_lens[rows],
+                block_table=table[rows],
+                host_query_start=None,
                 host_seq_lens=None,
             )
 
-        decodes = part(0, size.num_decodes, size.num_decodes, 1, self._decode_start[: size.num_decodes + 1])
+        decodes = part(
+            0, size.num_decodes, size.num_decodes, 1, self._decode_start[: size.num_decodes + 1]
+        )
         decodes = replace(decodes, is_beside=size.num_chunks > 0)
         if size.is_plain:
-            decodes = replace(decodes, shares_prefix=False, max_seq_len=min(SHORT, self._max_model_len))
+            decodes = replace(
+                decodes, shares_prefix=False, max_seq_len=min(SHORT, self._max_model_len)
+            )
         if not size.num_chunks:
             return GroupInputs(mapping, decodes, size.num_decodes, None, None)
         most = size.num_chunk_tokens
@@ -261,24 +324,49 @@ class StepGraphs:
 
     def _begin(self, bucket: _Bucket) -> None:
         """Write the changed words, read the slots, and move their lengths on; padding stays at length 0."""
-        state, columns, size, kernels = self._state, bucket.columns, bucket.layout.size, self._kernels
-        assert kernels.advance is not None and kernels.map is not None, "they are asked for on a device"
+        state, columns, size, kernels = (
+            self._state,
+            bucket.columns,
+            bucket.layout.size,
+            self._kernels,
+        )
+        assert kernels.advance is not None and kernels.map is not None, (
+            "they are asked for on a device"
+        )
         slots, num_rows = columns["slots"], size.num_rows
         token_ids, positions = self._token_inputs(bucket)
         kernels.advance(
-            state.words, columns["words"], columns["values"], slots, columns["advance"], token_ids[: size.num_decodes],
-            positions[: size.num_decodes], self._seq_lens[:num_rows], self._new_positions[:num_rows],
+            state.words,
+            columns["words"],
+            columns["values"],
+            slots,
+            columns["advance"],
+            token_ids[: size.num_decodes],
+            positions[: size.num_decodes],
+            self._seq_lens[:num_rows],
+            self._new_positions[:num_rows],
             *state.layout.heads,
         )
         token_slots = columns["token_slots"] if size.num_chunks else slots
-        for table, gathered, mapping in zip(state.tables, self._tables, self._mappings, strict=True):
-            kernels.map(table, slots, token_slots, positions, gathered[:num_rows], mapping[: size.num_tokens])
+        for table, gathered, mapping in zip(
+            state.tables, self._tables, self._mappings, strict=True
+        ):
+            kernels.map(
+                table,
+                slots,
+                token_slots,
+                positions,
+                gathered[:num_rows],
+                mapping[: size.num_tokens],
+            )
 
     def _forward(self, bucket: _Bucket) -> None:
         size = bucket.layout.size
         token_ids, positions = self._token_inputs(bucket)
         wanted = bucket.columns["last"] if size.num_chunks else None
-        bucket.own_logits = logits = self._model.logits(self._model.forward(token_ids, positions, wanted))
+        bucket.own_logits = logits = self._model.logits(
+            self._model.forward(token_ids, positions, wanted)
+        )
         self._note(bucket, logits, self._kernels.greedy[logits.dtype](logits))
 
     def _keep(self, bucket: _Bucket) -> None:
@@ -290,11 +378,15 @@ class StepGraphs:
 
     def _draw(self, bucket: _Bucket) -> None:
         slots, logits = bucket.columns["slots"], bucket.kept_logits
-        chosen = draw(self._state, self._kernels.sample, logits, slots, self._new_positions[: len(logits)])
+        chosen = draw(
+            self._state, self._kernels.sample, logits, slots, self._new_positions[: len(logits)]
+        )
         self._note(bucket, logits, chosen)
 
     def _note(self, bucket: _Bucket, logits: torch.Tensor, chosen: torch.Tensor) -> None:
-        self._kernels.note[logits.dtype](logits, chosen, bucket.columns["slots"], self._state.last_token, bucket.ids)
+        self._kernels.note[logits.dtype](
+            logits, chosen, bucket.columns["slots"], self._state.last_token, bucket.ids
+        )
 
     def _token_inputs(self, bucket: _Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and positions, int64 [tokens] each: chunks' are in the upload, and decodes' come there."""
@@ -304,7 +396,9 @@ class StepGraphs:
         return ids, positions
 
 
-def _record(pool: Any, bucket: _Bucket, stages: Sequence[Callable[[_Bucket], None]]) -> torch.cuda.CUDAGraph:
+def _record(
+    pool: Any, bucket: _Bucket, stages: Sequence[Callable[[_Bucket], None]]
+) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     for stage in stages:

@@ -67,7 +67,9 @@ class _Shape:
         np.cumsum(plan.num_query_tokens, out=query_start[1:])
         lengths = plan.num_computed_tokens + plan.num_query_tokens
         rows = np.flatnonzero(plan.wants_logits).astype(np.int32)
-        return cls(plan, query_start, tuple(query_start.tolist()), tuple(lengths.tolist()), is_decode, rows)
+        return cls(
+            plan, query_start, tuple(query_start.tolist()), tuple(lengths.tolist()), is_decode, rows
+        )
 
     @property
     def samples_each_token(self) -> bool:
@@ -80,7 +82,12 @@ class _Shape:
         return rows, np.arange(self.host_query_start[-1]) - self.query_start[rows]
 
     def group(
-        self, mapping: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, split: bool
+        self,
+        mapping: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table: torch.Tensor,
+        split: bool,
     ) -> GroupInputs:
         """Return the inputs of a group, with both parts of a mixed step where that is to be `split`."""
         part = partial(self._part, query_start, seq_lens, table)
@@ -89,7 +96,12 @@ class _Shape:
         return GroupInputs(mapping, part(0, end), middle, *parts)
 
     def _part(
-        self, query_start: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, start: int, end: int
+        self,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table: torch.Tensor,
+        start: int,
+        end: int,
     ) -> AttentionStep:
         first = self.host_query_start[start]
         host_start = self.host_query_start[start : end + 1]
@@ -147,13 +159,17 @@ class HostInputMaker:
             positions=torch.from_numpy(positions),
             groups=self._groups(shape, seq_lens, positions, token_slots),
             rows=SamplingRows(
-                shape.rows, sampling, torch.from_numpy(sampling.astype(np.int64)),
+                shape.rows,
+                sampling,
+                torch.from_numpy(sampling.astype(np.int64)),
                 torch.from_numpy(new_positions.astype(np.int64)),
             ),
             logit_index=logit_index,
         )
 
-    def _groups(self, shape: _Shape, seq_lens: I32, positions: I64, token_slots: I32) -> tuple[GroupInputs, ...]:
+    def _groups(
+        self, shape: _Shape, seq_lens: I32, positions: I64, token_slots: I32
+    ) -> tuple[GroupInputs, ...]:
         query_start, lengths = torch.from_numpy(shape.query_start), torch.from_numpy(seq_lens)
         size = self._block_size
         block, offset = np.divmod(positions, size)
@@ -169,9 +185,13 @@ class HostInputMaker:
 class DeviceInputMaker:
     """Makes inputs where the state is the device's: one copy there, then two small kernels."""
 
-    def __init__(self, state: SlotState, kernels: RunnerKernels, split: tuple[bool, ...], link: Link) -> None:
+    def __init__(
+        self, state: SlotState, kernels: RunnerKernels, split: tuple[bool, ...], link: Link
+    ) -> None:
         """`split` says of each cache group whether mixed steps are needed in two parts."""
-        assert kernels.advance is not None and kernels.map is not None, "they are asked for on a device"
+        assert kernels.advance is not None and kernels.map is not None, (
+            "they are asked for on a device"
+        )
         self._state, self._advance, self._map = state, kernels.advance, kernels.map
         self._split = split
         self._link = link
@@ -183,15 +203,33 @@ class DeviceInputMaker:
         token_rows, offsets = shape.token_rows()
         slots, middle = plan.slots.astype(np.int64), plan.num_decodes
         sampling = plan.slots[shape.rows]
-        sent = self._link.send((
-            words, values, slots, slots[token_rows], plan.num_computed_tokens[token_rows] + offsets,
-            np.concatenate((np.zeros(middle, np.int64), plan.token_ids)), plan.num_query_tokens,
-            shape.query_start, shape.rows.astype(np.int64), (shape.query_start[1:][shape.rows] - 1).astype(np.int64),
-        ))
-        *changes, device_slots, token_slots, positions, ids, advance, query_start, sampled, last = sent
+        sent = self._link.send(
+            (
+                words,
+                values,
+                slots,
+                slots[token_rows],
+                plan.num_computed_tokens[token_rows] + offsets,
+                np.concatenate((np.zeros(middle, np.int64), plan.token_ids)),
+                plan.num_query_tokens,
+                shape.query_start,
+                shape.rows.astype(np.int64),
+                (shape.query_start[1:][shape.rows] - 1).astype(np.int64),
+            )
+        )
+        *changes, device_slots, token_slots, positions, ids, advance, query_start, sampled, last = (
+            sent
+        )
         seq_lens, ends = torch.empty_like(advance), torch.empty_like(device_slots)
         self._advance(
-            state.words, *changes, device_slots, advance, ids[:middle], positions[:middle], seq_lens, ends,
+            state.words,
+            *changes,
+            device_slots,
+            advance,
+            ids[:middle],
+            positions[:middle],
+            seq_lens,
+            ends,
             *state.layout.heads,
         )
         return StepInputs(
@@ -203,12 +241,20 @@ class DeviceInputMaker:
         )
 
     def _groups(
-        self, shape: _Shape, query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
-        positions: torch.Tensor, token_slots: torch.Tensor,
+        self,
+        shape: _Shape,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        token_slots: torch.Tensor,
     ) -> tuple[GroupInputs, ...]:
         groups = []
         for table, split in zip(self._state.tables, self._split, strict=True):
-            gathered, mapping = table.new_empty((len(slots), table.shape[1])), torch.empty_like(positions)
+            gathered, mapping = (
+                table.new_empty((len(slots), table.shape[1])),
+                torch.empty_like(positions),
+            )
             self._map(table, slots, token_slots, positions, gathered, mapping)
             groups.append(shape.group(mapping, query_start, seq_lens, gathered, split))
         return tuple(groups)

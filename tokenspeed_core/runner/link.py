@@ -18,7 +18,9 @@ from tokenspeed_core.step import I32
 
 _ALIGNMENT = 16
 _DEPTH = 4  # two steps in flight, each with a plan and a late input
-_SMALLEST = 1 << 16  # bytes; the ids of the most rows fit, those of --max-num-seqs and of a bucket's chunks
+_SMALLEST = (
+    1 << 16
+)  # bytes; the ids of the most rows fit, those of --max-num-seqs and of a bucket's chunks
 
 
 Fetch = Callable[[], list[np.ndarray[Any, Any]]]
@@ -30,7 +32,9 @@ class HostLink:
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Return tensors that share the arrays' memory (read-only ones, such as the wire's, are copied)."""
-        return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
+        return [
+            torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays
+        ]
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
         """Copy now."""
@@ -48,7 +52,9 @@ class PinnedRing:
     def __init__(self, num_bytes: int, depth: int = _DEPTH) -> None:
         """Allocate `depth` buffers of `num_bytes`."""
         self._views: list[dict[int, tuple[torch.Tensor, I32]]] = [{} for _ in range(depth)]
-        self._tensors = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth)]
+        self._tensors = [
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth)
+        ]
         self._arrays = [tensor.numpy() for tensor in self._tensors]
         self._events = [torch.cuda.Event() for _ in range(depth)]  # type: ignore[no-untyped-call]
         self._next = 0
@@ -96,7 +102,9 @@ class CudaLink:
         offsets, total = _offsets([array.nbytes for array in arrays])
         pinned, host, event = self._up.take(total)
         for array, offset in zip(arrays, offsets, strict=True):
-            host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host[offset : offset + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
         buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
         buffer.copy_(pinned[:total], non_blocking=True)
         event.record(self._stream)
@@ -137,7 +145,11 @@ def _wait(
 
 
 _TORCH = {
-    "int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool, "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "bool": torch.bool,
+    "uint8": torch.uint8,
 }
 _NUMPY = {dtype: name for name, dtype in _TORCH.items()}
 

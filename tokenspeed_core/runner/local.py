@@ -45,9 +45,13 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
         torch.set_num_threads(resolved.num_threads)
     dtype, num_parameters = resolved.config.dtype, resolved.checkpoint.info.num_parameters
     what = f"the model, whose weights are {num_parameters * getattr(torch, dtype).itemsize / GIB:.2f} GiB as {dtype},"
-    with _room_for(what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"):
+    with _room_for(
+        what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"
+    ):
         assembly = assemble(resolved, catalog, device)
-        assembly.build.bind_attention(assembly.limits)  # before the weights: kernels may compile while they load
+        assembly.build.bind_attention(
+            assembly.limits
+        )  # before the weights: kernels may compile while they load
         _load_weights(assembly.model, resolved, catalog, progress)
     if device.type == "cpu":
         return LocalRunner(assembly, _host_pages(assembly))
@@ -65,9 +69,17 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
     num_parameters = resolved.checkpoint.info.num_parameters
     weights = None if resolved.quantization else num_parameters * assembly.build.dtype.itemsize
     is_cpu = device.type == "cpu"
-    total = int(psutil.virtual_memory().total) if is_cpu else torch.cuda.get_device_properties(device).total_memory
+    total = (
+        int(psutil.virtual_memory().total)
+        if is_cpu
+        else torch.cuda.get_device_properties(device).total_memory
+    )
     pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
-    left = {} if is_cpu or not weights else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
+    left = (
+        {}
+        if is_cpu or not weights
+        else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
+    )
     return assembly.selector.plan(), {
         "device_bytes": total,
         "weight_bytes": weights,
@@ -84,7 +96,9 @@ def _room_for(what: str, mend: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, OutOfMemory) as error:
-        raise CapacityError(f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {mend}") from error
+        raise CapacityError(
+            f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {mend}"
+        ) from error
 
 
 def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: Progress) -> None:
@@ -95,7 +109,9 @@ def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: 
     entry = catalog.get("load_formats", chosen.name)
     reader: WeightReader = make(entry, chosen.load, lambda: load_target(chosen.load), Callable)  # type: ignore[arg-type]
     try:
-        model.load_weights(reader(str(path), model, lambda done, total: progress("weights", done, total)))
+        model.load_weights(
+            reader(str(path), model, lambda done, total: progress("weights", done, total))
+        )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -103,19 +119,27 @@ def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: 
 def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:
     """Try the largest step, size the arena by what it leaves, compile all kernels, capture graphs."""
     config, limits = assembly.resolved.config, assembly.resolved.limits
-    decodes = () if config.enforce_eager else decode_sizes(
-        limits.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
+    decodes = (
+        ()
+        if config.enforce_eager
+        else decode_sizes(
+            limits.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
+        )
     )
     sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs) if decodes else ()
     num_groups = len(assembly.build.groups)
-    with _room_for("the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"):
+    with _room_for(
+        "the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"
+    ):
         runner = LocalRunner(assembly, num_pages=1)
         budget = _measure(runner, assembly, device, largest(limits, num_groups), sizes)
     pages = _wanted_pages(assembly) or pages_of_device(assembly.pool, budget)
     what = f"a KV cache of {pages * runner.page_bytes / GIB:.2f} GiB"
     with _room_for(what, "lower --max-total-tokens or --kv-cache-memory, or leave them out"):
         runner.resize(pages)
-    with _room_for("what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"):
+    with _room_for(
+        "what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"
+    ):
         trials = tuple(kinds(limits, num_groups))
         for done, trial in enumerate(trials):
             progress("warm-up", done, len(trials))
@@ -129,7 +153,11 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
 
 
 def _measure(
-    runner: LocalRunner, assembly: Assembly, device: torch.device, trial: Trial, sizes: Sequence[BucketSize]
+    runner: LocalRunner,
+    assembly: Assembly,
+    device: torch.device,
+    trial: Trial,
+    sizes: Sequence[BucketSize],
 ) -> DeviceBudget:
     """Run the largest step and see what it took. Graphs of `sizes` take at most as much again, of their own."""
     config, limits = assembly.resolved.config, assembly.resolved.limits
@@ -143,8 +171,11 @@ def _measure(
     free, total = torch.cuda.mem_get_info(device)
     graphs = len(sizes) * _GRAPH_BYTES + (peak if sizes else 0)
     return DeviceBudget(
-        total=total, utilization=config.gpu_memory_utilization,
-        others=total - free - torch.cuda.memory_reserved(device), weights=weights, peak=peak,
+        total=total,
+        utilization=config.gpu_memory_utilization,
+        others=total - free - torch.cuda.memory_reserved(device),
+        weights=weights,
+        peak=peak,
         reserve=counts_bytes(limits.max_num_seqs + 1, limits.vocab_size) + graphs + _SLACK,
     )
 
@@ -166,4 +197,6 @@ def _wanted_pages(assembly: Assembly) -> int | None:
 
 
 def _host_pages(assembly: Assembly) -> int:
-    return pages_of_host(assembly.pool, int(psutil.virtual_memory().available), _wanted_pages(assembly))
+    return pages_of_host(
+        assembly.pool, int(psutil.virtual_memory().available), _wanted_pages(assembly)
+    )

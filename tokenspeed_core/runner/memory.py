@@ -73,7 +73,13 @@ class DeviceBudget:
     @property
     def left(self) -> int:
         """Bytes for the arena; negative if the weights alone are too large."""
-        return int(self.total * self.utilization) - self.others - self.weights - self.peak - self.reserve
+        return (
+            int(self.total * self.utilization)
+            - self.others
+            - self.weights
+            - self.peak
+            - self.reserve
+        )
 
 
 def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
@@ -91,12 +97,15 @@ def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
         mends.append(f"--max-model-len {tokens}")
     if budget.utilization < 0.95:
         mends.append(f"--gpu-memory-utilization above {budget.utilization:g}")
-    mends.append("fewer --max-num-seqs or a smaller --chunked-prefill-size (they set the step's memory)")
+    mends.append(
+        "fewer --max-num-seqs or a smaller --chunked-prefill-size (they set the step's memory)"
+    )
     raise CapacityError(
         f"{missing / GIB:.2f} GiB are missing for one sequence of the greatest length: of "
         f"{budget.total / GIB:.1f} GiB × {budget.utilization:g}, weights take {budget.weights / GIB:.2f}, a step "
         f"{budget.peak / GIB:.2f}, graphs and tables {budget.reserve / GIB:.2f}, other programs "
-        f"{budget.others / GIB:.2f}, which leaves {max(0, budget.left) / GIB:.2f}; try " + ", or ".join(mends)
+        f"{budget.others / GIB:.2f}, which leaves {max(0, budget.left) / GIB:.2f}; try "
+        + ", or ".join(mends)
     )
 
 

@@ -17,11 +17,15 @@ def resolve_device(name: str) -> torch.device:
     if name.partition(":")[0] != "cuda":
         raise ConfigError(f"--device {name}: this runner knows auto, cpu, cuda and cuda:N")
     if not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+        raise ConfigError(
+            f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu"
+        )
     device = torch.device(name)
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+        raise ConfigError(
+            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+        )
     return torch.device("cuda", index)
 
 

@@ -62,7 +62,9 @@ class RawLogprobs:
     def result(self, arrays: Sequence[np.ndarray[Any, Any]]) -> StepLogprobs:
         """Return the columns of the result from what `tensors` became on the host."""
         chosen, ranks, top_ids, top_values = arrays
-        return StepLogprobs(self.rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1))
+        return StepLogprobs(
+            self.rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +83,12 @@ class Sampler:
     """
 
     def __init__(
-        self, state: SlotState, traits: SlotTraits, vocab_size: int, kernels: RunnerKernels, link: Link
+        self,
+        state: SlotState,
+        traits: SlotTraits,
+        vocab_size: int,
+        kernels: RunnerKernels,
+        link: Link,
     ) -> None:
         """Bind the kernels."""
         self._state = state
@@ -101,7 +108,9 @@ class Sampler:
         if len(biased):
             self._biases.begin(inits, biased, self._link)
 
-    def __call__(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs | None) -> Sampled:
+    def __call__(
+        self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs | None
+    ) -> Sampled:
         """Choose a token for each row of logits [R, V], and make it the last token of its slot.
 
         May write into `logits`.
@@ -119,7 +128,9 @@ class Sampler:
         if late is not None or len(penalised) or len(biased):
             logits = logits.float()
         if len(penalised):
-            self._counts.penalise(logits, penalised_rows, rows.device_slots[penalised_rows], self._state)
+            self._counts.penalise(
+                logits, penalised_rows, rows.device_slots[penalised_rows], self._state
+            )
         if len(biased):
             self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
         if late is not None:
@@ -136,11 +147,15 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: SamplingRows, asked: int) -> torch.Tensor:
         """Run a kernel and note its tokens; ids int32 [R]."""
         if asked & DRAWS:
-            chosen = draw(self._state, self._kernels.sample, logits, rows.device_slots, rows.new_positions)
+            chosen = draw(
+                self._state, self._kernels.sample, logits, rows.device_slots, rows.new_positions
+            )
         else:
             chosen = self._kernels.greedy[logits.dtype](logits)
         ids = torch.empty(len(chosen), dtype=torch.int32, device=chosen.device)
-        self._kernels.note[logits.dtype](logits, chosen, rows.device_slots, self._state.last_token, ids)
+        self._kernels.note[logits.dtype](
+            logits, chosen, rows.device_slots, self._state.last_token, ids
+        )
         return ids
 
     def _mask(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs) -> None:
@@ -152,12 +167,21 @@ class Sampler:
 
 
 def draw(
-    state: SlotState, sample: Kernel, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    state: SlotState,
+    sample: Kernel,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
     """Run the op `sample` with the slots' parameters; returns int64 [R]."""
     chosen: torch.Tensor = sample(
-        logits.float(), state.temperature[slots], state.top_k[slots], state.top_p[slots], state.min_p[slots],
-        state.seed[slots], positions,
+        logits.float(),
+        state.temperature[slots],
+        state.top_k[slots],
+        state.top_p[slots],
+        state.min_p[slots],
+        state.seed[slots],
+        positions,
     )
     return chosen
 

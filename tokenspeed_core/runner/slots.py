@@ -15,7 +15,14 @@ import torch
 
 from tokenspeed_core.step import I32, I64, BlockDelta, SlotInits, StepPlan
 
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 _COLUMNS = ("last_token", "seq_len", "top_k", *_FLOATS)
 
 
@@ -63,7 +70,11 @@ class SlotLayout:
         values: list[I32] = []
         for group, delta in enumerate(plan.block_deltas):
             if len(delta.slots):
-                words.append(self.table(group) + delta.slots.astype(np.int64) * self.num_blocks + delta.indices)
+                words.append(
+                    self.table(group)
+                    + delta.slots.astype(np.int64) * self.num_blocks
+                    + delta.indices
+                )
                 values.append(delta.blocks)
         if plan.num_decodes < plan.num_rows:
             words.append(self.column("seq_len") + plan.slots[plan.num_decodes :].astype(np.int64))
@@ -108,7 +119,9 @@ class SlotState:
             self._column(name).view(torch.float32) for name in _FLOATS
         )
         self.tables: tuple[torch.Tensor, ...] = tuple(
-            self.words[layout.table(g) : layout.table(g + 1)].view(layout.num_slots, layout.num_blocks)
+            self.words[layout.table(g) : layout.table(g + 1)].view(
+                layout.num_slots, layout.num_blocks
+            )
             for g in range(layout.num_groups)
         )
 
@@ -124,7 +137,10 @@ class SlotState:
         return self.words[start : start + self.layout.num_slots]
 
 
-SHARED_PREFIX, SHORT = 256, 4096  # tokens: fewer are read sooner than found to be shared; most of a plain row
+SHARED_PREFIX, SHORT = (
+    256,
+    4096,
+)  # tokens: fewer are read sooner than found to be shared; most of a plain row
 DRAWS, SPECIAL = 1, 2
 """What a slot's sequence asks of sampling: a random draw; anything that is done to single rows."""
 
@@ -151,13 +167,17 @@ class SlotTraits:
         """Take the traits of the sequences that get a slot."""
         slots = inits.slots
         self.penalised[slots] = (
-            (inits.presence_penalty != 0) | (inits.frequency_penalty != 0) | (inits.repetition_penalty != 1)
+            (inits.presence_penalty != 0)
+            | (inits.frequency_penalty != 0)
+            | (inits.repetition_penalty != 1)
         )
         self.biased[slots] = np.diff(inits.bias_starts) > 0
         self.num_logprobs[slots] = inits.logprobs
         special = self.penalised[slots] | self.biased[slots] | (inits.logprobs >= 0)
         self.asks[slots] = DRAWS * (inits.temperature > 0) + SPECIAL * special
-        self._prefix_ends[:, slots] = -1 - slots  # until there is such a block, what no other slot has
+        self._prefix_ends[:, slots] = (
+            -1 - slots
+        )  # until there is such a block, what no other slot has
 
     def note_blocks(self, deltas: Sequence[BlockDelta]) -> None:
         """Take a step's new blocks, after the sequences that get a slot."""

@@ -52,14 +52,20 @@ class StagedLayout:
         wide = {"slots": size.num_rows, "words": num_words}
         narrow = {"values": num_words, "advance": size.num_rows}
         if size.num_chunks:
-            wide |= {"token_slots": size.num_tokens, "positions": size.num_tokens, "ids": size.num_tokens}
+            wide |= {
+                "token_slots": size.num_tokens,
+                "positions": size.num_tokens,
+                "ids": size.num_tokens,
+            }
             wide |= {"last": size.num_rows}
             narrow |= {"query_start": size.num_chunks + 1}
         self.wide, self.middle = _place(wide)
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
 
-    def fill(self, host: I64, plan: StepPlan, words: I64, values: I32, padding: tuple[int, int]) -> None:
+    def fill(
+        self, host: I64, plan: StepPlan, words: I64, values: I32, padding: tuple[int, int]
+    ) -> None:
         """Write a plan and its changed words. `padding` is the padding slot, and a word of the state that stays 0."""
         size, middle = self.size, plan.num_decodes
         narrow = host[self.middle :].view(np.int32)

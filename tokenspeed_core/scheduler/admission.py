@@ -20,7 +20,12 @@ class Admission:
     """Admits the first of the queue, one after another, while the policy finds room for them."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, columns: SlotColumns, roster: Roster,
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        policy: Policy,
+        columns: SlotColumns,
+        roster: Roster,
         running: Running,
     ) -> None:
         """Share the scheduler's parts."""
@@ -29,14 +34,23 @@ class Admission:
 
     def refusal(self, request: Submit) -> Refused | None:
         """Say why a request can never run or may not queue; None if it may. Changes nothing."""
-        limits, num_prompt, num_waiting = self._limits, len(request.prompt), self._roster.num_waiting
+        limits, num_prompt, num_waiting = (
+            self._limits,
+            len(request.prompt),
+            self._roster.num_waiting,
+        )
         most = min(limits.max_model_len, self._kv.most_tokens())
         if not num_prompt or request.prompt.min() < 0 or request.prompt.max() >= limits.vocab_size:
-            what = f"token ids must lie in [0, {limits.vocab_size})" if num_prompt else "the prompt is empty"
+            what = (
+                f"token ids must lie in [0, {limits.vocab_size})"
+                if num_prompt
+                else "the prompt is empty"
+            )
             return Refused(request.request_id, "bad_request", what)
         if num_prompt + request.max_tokens > most or request.max_tokens < 1:
             return Refused(
-                request.request_id, "too_long",
+                request.request_id,
+                "too_long",
                 f"{num_prompt} prompt tokens and {request.max_tokens} to generate exceed the {most} that fit",
             )
         if request.n > limits.max_queued:
@@ -74,7 +88,9 @@ class Admission:
         if not num_tokens and room.is_alone:
             # A state's checkpoint takes a page until it is copied, and that may be the one page too many.
             match = kv.no_match()
-            num_tokens = min(self._policy.admit(self._candidate(sequence, match), room), room.budget)
+            num_tokens = min(
+                self._policy.admit(self._candidate(sequence, match), room), room.budget
+            )
         lease = kv.acquire(match) if num_tokens else None
         if lease is None:
             self._roster.stuck()
@@ -100,7 +116,10 @@ class Admission:
         if not self._limits.is_chunking and not draft.num_chunk_tokens:
             budget = self._limits.max_model_len  # a prompt beyond the budget runs alone
         return Room(
-            budget, self._limits.is_chunking,
-            counts.free + counts.cached, promised, num_decoding,
+            budget,
+            self._limits.is_chunking,
+            counts.free + counts.cached,
+            promised,
+            num_decoding,
             is_alone=not self._roster.num_running and not num_in_flight and not counts.fenced,
         )

@@ -18,7 +18,7 @@ from tokenspeed_core.step import I32, I64, StepLogprobs, StepResult
 class Collected:
     """One step's tokens for the sequences that still hold their slot, as columns of N."""
 
-    plan_rows: I32       # the plan's row of each
+    plan_rows: I32  # the plan's row of each
     slots: I32
     sequence_ids: I64
     num_tokens: I32
@@ -26,7 +26,9 @@ class Collected:
     finish: I32
     num_cached: I32
     result: StepResult
-    _late: list[tuple[list[int], ...]] = field(default_factory=list)   # of each late token, what the columns get
+    _late: list[tuple[list[int], ...]] = field(
+        default_factory=list
+    )  # of each late token, what the columns get
 
     def ended(self) -> Iterator[tuple[int, Finish]]:
         """Yield (slot, reason) of the sequences that are over."""
@@ -50,7 +52,9 @@ class Collected:
                 start = int(starts[row])
                 yield int(row), self.result.token_ids[start : start + int(counts[row])]
 
-    def add_late(self, row: int, sequence_id: int, token: int, finish: Finish, num_cached: int) -> None:
+    def add_late(
+        self, row: int, sequence_id: int, token: int, finish: Finish, num_cached: int
+    ) -> None:
         """Add a token of a sequence that lost its slot; a negative one is none, and only its end is told."""
         tokens = [] if token < 0 else [token]
         self._late.append(([row], [sequence_id], [len(tokens)], tokens, [finish], [num_cached]))
@@ -58,16 +62,28 @@ class Collected:
     def outputs(self) -> Outputs:
         """Return the message for the API worker."""
         columns: list[np.ndarray[Any, Any]] = [
-            self.plan_rows, self.sequence_ids, self.num_tokens, self.token_ids, self.finish, self.num_cached,
+            self.plan_rows,
+            self.sequence_ids,
+            self.num_tokens,
+            self.token_ids,
+            self.finish,
+            self.num_cached,
         ]
-        if self._late:   # an empty list counts as one of floats, hence the casting
+        if self._late:  # an empty list counts as one of floats, hence the casting
             columns = [
                 np.concatenate(parts, dtype=parts[0].dtype, casting="unsafe")
                 for parts in zip(columns, *self._late, strict=True)
             ]
         plan_rows, sequence_ids, num_tokens, token_ids, finish, num_cached = columns
-        outputs, logprobs = Outputs(sequence_ids, num_tokens, token_ids, finish, num_cached), self.result.logprobs
-        return outputs if logprobs is None else replace(outputs, logprobs=_kept(logprobs, outputs, plan_rows))
+        outputs, logprobs = (
+            Outputs(sequence_ids, num_tokens, token_ids, finish, num_cached),
+            self.result.logprobs,
+        )
+        return (
+            outputs
+            if logprobs is None
+            else replace(outputs, logprobs=_kept(logprobs, outputs, plan_rows))
+        )
 
 
 def collect(columns: SlotColumns, flight: InFlight, result: StepResult) -> Collected:
@@ -86,18 +102,29 @@ def collect(columns: SlotColumns, flight: InFlight, result: StepResult) -> Colle
     else:
         starts = (np.cumsum(counts) - counts)[got]
         row_of = np.repeat(np.arange(len(got)), num_tokens)
-        token_ids = result.token_ids[np.repeat(starts, num_tokens) + _offsets(num_tokens, len(row_of))]
+        token_ids = result.token_ids[
+            np.repeat(starts, num_tokens) + _offsets(num_tokens, len(row_of))
+        ]
     finish = np.zeros(len(got), np.int32)
     num_tokens, token_ids, row_of = _cut(columns, slots, num_tokens, token_ids, row_of, finish)
-    columns.tokens[slots[row_of], columns.num_known[slots][row_of] + _offsets(num_tokens, len(row_of))] = token_ids
+    columns.tokens[
+        slots[row_of], columns.num_known[slots][row_of] + _offsets(num_tokens, len(row_of))
+    ] = token_ids
     columns.num_known[slots] += num_tokens
     num_cached = columns.num_cached[slots]
     columns.num_cached[slots[num_tokens > 0]] = 0
-    return Collected(got, slots, flight.sequence_ids[got], num_tokens, token_ids, finish, num_cached, result)
+    return Collected(
+        got, slots, flight.sequence_ids[got], num_tokens, token_ids, finish, num_cached, result
+    )
 
 
 def _cut(
-    columns: SlotColumns, slots: I32, num_tokens: I32, token_ids: I32, row_of: I64, finish: I32,
+    columns: SlotColumns,
+    slots: I32,
+    num_tokens: I32,
+    token_ids: I32,
+    row_of: I64,
+    finish: I32,
 ) -> tuple[I32, I32, I64]:
     """Mark the rows that end, and drop what came past the end. Writes `finish`."""
     room = columns.max_len[slots] - columns.num_known[slots]
@@ -106,10 +133,12 @@ def _cut(
     stops = (token_ids[:, None] == columns.stop_ids[slots][row_of]).any(axis=1) | (token_ids < 0)
     if stops.any():
         position = _offsets(num_tokens, len(row_of))
-        for at in np.flatnonzero(stops):   # the first of a row is seen first; the rest lies behind its end
+        for at in np.flatnonzero(
+            stops
+        ):  # the first of a row is seen first; the rest lies behind its end
             row = row_of[at]
             if position[at] < kept[row]:
-                failed = token_ids[at] < 0           # no finite logit: the sequence cannot go on
+                failed = token_ids[at] < 0  # no finite logit: the sequence cannot go on
                 kept[row] = position[at] + (0 if failed else 1)
                 finish[row] = Finish.ERROR if failed else Finish.STOP
     if (kept == num_tokens).all():
@@ -128,13 +157,19 @@ def _offsets(counts: I32, total: int) -> I64:
 
 def _kept(logprobs: StepLogprobs, outputs: Outputs, plan_rows: I32) -> StepLogprobs:
     """Return the log-probabilities of a message's sequences, whose rows in the plan are `plan_rows`."""
-    place = np.full(int(max(logprobs.rows.max(initial=0), plan_rows.max(initial=0))) + 1, -1, np.int32)
+    place = np.full(
+        int(max(logprobs.rows.max(initial=0), plan_rows.max(initial=0))) + 1, -1, np.int32
+    )
     place[plan_rows] = np.arange(len(plan_rows), dtype=np.int32)
     at = place[logprobs.rows]
     keep = at >= 0
     keep[keep] = outputs.num_tokens[at[keep]] > 0
     shape = (len(at), logprobs.width)
     return StepLogprobs(
-        at[keep], logprobs.width, logprobs.chosen[keep], logprobs.ranks[keep],
-        logprobs.top_ids.reshape(shape)[keep].ravel(), logprobs.top_values.reshape(shape)[keep].ravel(),
+        at[keep],
+        logprobs.width,
+        logprobs.chosen[keep],
+        logprobs.ranks[keep],
+        logprobs.top_ids.reshape(shape)[keep].ravel(),
+        logprobs.top_values.reshape(shape)[keep].ravel(),
     )

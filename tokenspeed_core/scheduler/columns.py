@@ -16,10 +16,18 @@ class SlotColumns:
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         """Make empty columns. The token matrix is untouched memory until used."""
         self.sequence_id = np.full(max_num_seqs, NOBODY, np.int64)
-        self.num_known = np.zeros(max_num_seqs, np.int32)  # prompt and output that the host has seen
-        self.num_bound = np.zeros(max_num_seqs, np.int32)  # the most of them once all steps in flight are over
-        self.num_planned = np.zeros(max_num_seqs, np.int32)  # known ones whose cache entries are computed or planned
-        self.target = np.zeros(max_num_seqs, np.int32)  # known ones when the slot was taken, all to come by chunks
+        self.num_known = np.zeros(
+            max_num_seqs, np.int32
+        )  # prompt and output that the host has seen
+        self.num_bound = np.zeros(
+            max_num_seqs, np.int32
+        )  # the most of them once all steps in flight are over
+        self.num_planned = np.zeros(
+            max_num_seqs, np.int32
+        )  # known ones whose cache entries are computed or planned
+        self.target = np.zeros(
+            max_num_seqs, np.int32
+        )  # known ones when the slot was taken, all to come by chunks
         self.max_len = np.zeros(max_num_seqs, np.int32)  # at which the sequence ends
         self.capacity = np.zeros(max_num_seqs, np.int32)  # that its blocks hold
         self.named_until = np.zeros(max_num_seqs, np.int32)  # whose blocks others may find
@@ -28,7 +36,9 @@ class SlotColumns:
         self.last_step = np.zeros(max_num_seqs, np.int64)  # that it was part of
         self.num_cached = np.zeros(max_num_seqs, np.int32)  # to be reported with the first token
         self.is_decoding = np.zeros(max_num_seqs, np.bool_)
-        self.stop_ids = np.full((max_num_seqs, 1), -1, np.int32)  # filled up with -1, as many as the most that one has
+        self.stop_ids = np.full(
+            (max_num_seqs, 1), -1, np.int32
+        )  # filled up with -1, as many as the most that one has
         self.tokens = np.empty((max_num_seqs, max_model_len + 1), np.int32)
         self._decoding: I32 | None = None
         self._prefilling: I32 | None = None
@@ -77,7 +87,9 @@ class SlotColumns:
     def prefilling(self) -> I32:
         """Return the slots that prefill, in order of arrival."""
         if self._prefilling is None:
-            slots = np.flatnonzero((self.sequence_id != NOBODY) & ~self.is_decoding).astype(np.int32)
+            slots = np.flatnonzero((self.sequence_id != NOBODY) & ~self.is_decoding).astype(
+                np.int32
+            )
             self._prefilling = slots[np.argsort(self.arrival[slots], kind="stable")]
         return self._prefilling
 

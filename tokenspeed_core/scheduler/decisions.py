@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 class Limits:
     """What one step may use. Sizes are in tokens, room in pages."""
 
-    budget: int              # query tokens of the whole step
-    max_prefill: int         # query tokens of all prompts together, where prompts are cut
-    is_chunking: bool        # False: a prompt runs whole, however long
-    available_pages: int     # free or evictable now
-    coming_pages: int        # released, and reusable when the steps in flight are over
+    budget: int  # query tokens of the whole step
+    max_prefill: int  # query tokens of all prompts together, where prompts are cut
+    is_chunking: bool  # False: a prompt runs whole, however long
+    available_pages: int  # free or evictable now
+    coming_pages: int  # released, and reusable when the steps in flight are over
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,10 +26,10 @@ class View:
 
     slots: I32
     num_decodes: int
-    num_query: I32           # tokens wanted: one or one plus drafts; what remains of a prompt
-    pages: I32               # pages that a row must get to run at all (a prompt: for its next token)
-    held: I32                # pages that preempting the row would free
-    priority: I32            # lower is more important
+    num_query: I32  # tokens wanted: one or one plus drafts; what remains of a prompt
+    pages: I32  # pages that a row must get to run at all (a prompt: for its next token)
+    held: I32  # pages that preempting the row would free
+    priority: I32  # lower is more important
     arrival: I64
 
 
@@ -38,17 +38,17 @@ class Decision:
     """Query tokens per row of the view (0: not in this step), and the rows to preempt."""
 
     num_query: I32
-    victims: I32             # indices into the view
+    victims: I32  # indices into the view
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """The waiting sequence that comes next."""
 
-    num_tokens: int          # known
-    num_hit: int             # of them, found in the prefix cache
-    pages: int               # for all known tokens and the next one, beyond the hit's
-    idle_pages: int          # of the hit, which are available ones now
+    num_tokens: int  # known
+    num_hit: int  # of them, found in the prefix cache
+    pages: int  # for all known tokens and the next one, beyond the hit's
+    idle_pages: int  # of the hit, which are available ones now
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Room:
     budget: int
     is_chunking: bool
     available_pages: int
-    promised_pages: int      # that running prompts still need
+    promised_pages: int  # that running prompts still need
     num_decoding: int
-    is_alone: bool           # nothing runs, nothing is in flight
+    is_alone: bool  # nothing runs, nothing is in flight
 
 
 @runtime_checkable

@@ -14,13 +14,17 @@ from tokenspeed_core.step import F32, I32, SlotInits
 
 def has_penalties(request: Submit) -> bool:
     """Say whether sampling needs to know which tokens the sequence has already."""
-    return bool(request.presence_penalty or request.frequency_penalty or request.repetition_penalty != 1.0)
+    return bool(
+        request.presence_penalty or request.frequency_penalty or request.repetition_penalty != 1.0
+    )
 
 
 def slot_inits(newcomers: list[tuple[int, Sequence]]) -> SlotInits:
     """Return the columns for sequences that take slots with a step."""
     requests = [sequence.request for _, sequence in newcomers]
-    histories = [sequence.tokens if has_penalties(sequence.request) else _EMPTY for _, sequence in newcomers]
+    histories = [
+        sequence.tokens if has_penalties(sequence.request) else _EMPTY for _, sequence in newcomers
+    ]
 
     def floats(values: Iterable[float]) -> F32:
         return np.fromiter(values, np.float32, len(requests))
@@ -37,7 +41,9 @@ def slot_inits(newcomers: list[tuple[int, Sequence]]) -> SlotInits:
         presence_penalty=floats(r.presence_penalty for r in requests),
         frequency_penalty=floats(r.frequency_penalty for r in requests),
         repetition_penalty=floats(r.repetition_penalty for r in requests),
-        seed=np.fromiter((_wrap(sequence.seed) for _, sequence in newcomers), np.int64, len(requests)),
+        seed=np.fromiter(
+            (_wrap(sequence.seed) for _, sequence in newcomers), np.int64, len(requests)
+        ),
         logprobs=ints(r.logprobs for r in requests),
         bias_starts=_starts(len(r.bias_ids) for r in requests),
         bias_ids=np.concatenate([r.bias_ids for r in requests]),

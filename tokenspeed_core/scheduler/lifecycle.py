@@ -213,4 +213,6 @@ def _leave(sequence: Sequence, lease: Lease, event: Preempt | End) -> Move:
 
 
 def _illegal(state: State, event: Event) -> Move:
-    raise IllegalMoveError(f"a sequence that is {type(state).__name__} cannot take {type(event).__name__}")
+    raise IllegalMoveError(
+        f"a sequence that is {type(state).__name__} cannot take {type(event).__name__}"
+    )

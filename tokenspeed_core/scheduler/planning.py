@@ -79,7 +79,9 @@ class Draft:
         last = np.asarray([is_last for *_, is_last in self._chunks], np.int32)
         return np.concatenate((self._decodes[1], last))
 
-    def freeze(self, copies: list[tuple[list[int], list[int]]], group_num_tokens: I32 | None) -> StepPlan:
+    def freeze(
+        self, copies: list[tuple[list[int], list[int]]], group_num_tokens: I32 | None
+    ) -> StepPlan:
         """Return the plan."""
         slots, num_query, start = self._decodes
         wants: Bool = np.ones(len(slots), np.bool_)
@@ -95,13 +97,19 @@ class Draft:
         if group_num_tokens is None:
             group_num_tokens = np.asarray([self.num_tokens], np.int32)
         return StepPlan(
-            step_id=self.step_id, num_decodes=num_decodes, slots=slots, num_query_tokens=num_query,
-            num_computed_tokens=start, wants_logits=wants, token_ids=token_ids,
+            step_id=self.step_id,
+            num_decodes=num_decodes,
+            slots=slots,
+            num_query_tokens=num_query,
+            num_computed_tokens=start,
+            wants_logits=wants,
+            token_ids=token_ids,
             adapter_ids=np.zeros(len(slots), np.int32),
             block_deltas=tuple(_delta(group) for group in self._growth),
             block_copies=tuple(_copy(src, dst) for src, dst in copies),
             slot_inits=slot_inits(self._newcomers) if self._newcomers else None,
-            embedding_spans=(), group_num_tokens=group_num_tokens,
+            embedding_spans=(),
+            group_num_tokens=group_num_tokens,
         )
 
 

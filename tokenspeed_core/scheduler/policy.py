@@ -86,4 +86,7 @@ class Ordered:
         return wanted, np.asarray(victims, np.int32)
 
 
-POLICIES: Mapping[str, Policy] = {"fcfs": Ordered(by_priority=False), "priority": Ordered(by_priority=True)}
+POLICIES: Mapping[str, Policy] = {
+    "fcfs": Ordered(by_priority=False),
+    "priority": Ordered(by_priority=True),
+}

@@ -27,7 +27,7 @@ from tokenspeed_core.scheduler.lifecycle import (
 )
 from tokenspeed_core.scheduler.sequence import Sequence
 
-Entry = tuple[tuple[int, int], int]   # of the queue: (policy key, sequence id)
+Entry = tuple[tuple[int, int], int]  # of the queue: (policy key, sequence id)
 
 
 class Roster:
@@ -38,13 +38,15 @@ class Roster:
 
     def __init__(self, columns: SlotColumns, kv: KVManager, policy: Policy) -> None:
         """Start empty; every slot of `columns` is free."""
-        self.num_waiting = 0     # sequences without a slot that want one, now or when their input comes
+        self.num_waiting = (
+            0  # sequences without a slot that want one, now or when their input comes
+        )
         self.num_preemptions = 0
         self._columns, self._kv, self._policy = columns, kv, policy
         self._states: dict[int, State] = {}
-        self._queue: list[Entry] = []   # a heap
+        self._queue: list[Entry] = []  # a heap
         self._slots = list(range(len(columns.sequence_id) - 1, -1, -1))
-        self._stuck_at = -1      # pages available when the first in the queue last found no room
+        self._stuck_at = -1  # pages available when the first in the queue last found no room
 
     # -- asking ---------------------------------------------------------------------------------------
 
@@ -167,5 +169,7 @@ class Roster:
         if isinstance(state, Decoding):
             known = self._columns.known(slot)
             state.sequence.chain.extend(known)
-            self._kv.name_blocks(state.lease.blocks, state.sequence.chain, len(known) - 1, is_exact=False)
+            self._kv.name_blocks(
+                state.lease.blocks, state.sequence.chain, len(known) - 1, is_exact=False
+            )
             self._columns.named_until[slot] = state.lease.blocks.num_named

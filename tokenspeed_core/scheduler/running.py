@@ -22,7 +22,12 @@ class Running:
     """Plans decodes and chunks. A step in which all rows decode touches no Python object per sequence."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, columns: SlotColumns, roster: Roster,
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        policy: Policy,
+        columns: SlotColumns,
+        roster: Roster,
         drafts: Drafts | None,
     ) -> None:
         """Share the scheduler's parts. `drafts` gives decode rows drafts to verify."""
@@ -32,7 +37,13 @@ class Running:
     def plan(self, draft: Draft, budget: int, max_prefill: int) -> None:
         """Add the running sequences' rows to a draft and preempt whom the policy names."""
         view, counts = self._view(), self._kv.counts()
-        limits = Limits(budget, max_prefill, self._limits.is_chunking, counts.free + counts.cached, counts.fenced)
+        limits = Limits(
+            budget,
+            max_prefill,
+            self._limits.is_chunking,
+            counts.free + counts.cached,
+            counts.fenced,
+        )
         decision = self._policy.decide(view, limits)
         for victim in decision.victims:
             self._roster.preempt(int(view.slots[victim]))
@@ -47,7 +58,11 @@ class Running:
         start, target = int(columns.num_planned[slot]), int(columns.target[slot])
         end = min(start + num_tokens, target)
         if kv.pages_per_block:  # what has states alone takes no page as it goes on
-            end = min(end, int(columns.capacity[slot]) + kv.pool.num_available // kv.pages_per_block * kv.block_size)
+            end = min(
+                end,
+                int(columns.capacity[slot])
+                + kv.pool.num_available // kv.pages_per_block * kv.block_size,
+            )
         aligned = end // kv.block_size * kv.block_size
         if kv.has_recurrent and aligned > start and (end < target or aligned < target):
             end = aligned  # a state can be kept only where a block ends
@@ -89,8 +104,18 @@ class Running:
         pages = np.maximum(blocks, 0) * kv.pages_per_block
         held = np.zeros(len(slots), np.int32)
         if int(pages.sum()) > kv.pool.num_available:
-            held = np.asarray([len(self._roster.lease(int(slot)).pages()) for slot in slots], np.int32)
-        return View(slots, len(decoding), wanted, pages, held, columns.priority[slots], columns.arrival[slots])
+            held = np.asarray(
+                [len(self._roster.lease(int(slot)).pages()) for slot in slots], np.int32
+            )
+        return View(
+            slots,
+            len(decoding),
+            wanted,
+            pages,
+            held,
+            columns.priority[slots],
+            columns.arrival[slots],
+        )
 
     def _plan_decodes(self, draft: Draft, view: View, decision: Decision) -> None:
         columns, num = self._columns, view.num_decodes

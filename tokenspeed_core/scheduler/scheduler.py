@@ -17,7 +17,13 @@ from tokenspeed_core.scheduler.admission import Admission
 from tokenspeed_core.scheduler.collect import Collected, collect
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.decisions import Policy
-from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Preempted, Sending, State, TransferDone
+from tokenspeed_core.scheduler.lifecycle import (
+    AwaitingInput,
+    Preempted,
+    Sending,
+    State,
+    TransferDone,
+)
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.planning import Draft, InFlight
 from tokenspeed_core.scheduler.roster import Roster
@@ -30,8 +36,13 @@ class Scheduler:
     """Plans steps and applies their results. Knows no tensor, no text and no socket."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVManager, policy: Policy, *,
-        drafts: Drafts | None = None, sends: Callable[[Sequence], bool] | None = None,
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        policy: Policy,
+        *,
+        drafts: Drafts | None = None,
+        sends: Callable[[Sequence], bool] | None = None,
     ) -> None:
         """Start empty. `drafts` gives decode rows drafts to verify; `sends` says whose blocks a transfer needs."""
         self.limits, self.kv, self.policy = limits, kv, policy
@@ -54,14 +65,23 @@ class Scheduler:
             return refused
         chain = self.kv.chain(request.cache_salt, 0)
         if request.n > 1:
-            chain.extend(request.prompt)   # once for all; one that is alone is hashed when it is its turn
+            chain.extend(
+                request.prompt
+            )  # once for all; one that is alone is hashed when it is its turn
         seed = int(self._random.integers(2**62)) if request.seed is None else request.seed
         for i in range(request.n):
             self._num_arrivals += 1
-            self.roster.add(Sequence(
-                request.request_id + i, request, seed + i, self._num_arrivals,
-                chain.fork() if request.n > 1 else chain, request.prompt,
-            ), awaits)
+            self.roster.add(
+                Sequence(
+                    request.request_id + i,
+                    request,
+                    seed + i,
+                    self._num_arrivals,
+                    chain.fork() if request.n > 1 else chain,
+                    request.prompt,
+                ),
+                awaits,
+            )
         return None
 
     def input_ready(self, sequence_id: int) -> None:
@@ -123,7 +143,9 @@ class Scheduler:
         plan = draft.freeze(self.kv.copies(), group_num_tokens)
         self.kv.launch(plan.step_id)
         self.columns.last_step[plan.slots] = plan.step_id
-        self._in_flight.append(InFlight(plan, self.columns.sequence_id[plan.slots], draft.num_new()))
+        self._in_flight.append(
+            InFlight(plan, self.columns.sequence_id[plan.slots], draft.num_new())
+        )
         self._next_step += 1
         return plan
 
@@ -168,7 +190,9 @@ class Scheduler:
                 continue
             sequence = state.sequence
             for token in tokens.tolist():
-                num_cached = sequence.num_cached if len(sequence.tokens) == sequence.num_prompt else 0
+                num_cached = (
+                    sequence.num_cached if len(sequence.tokens) == sequence.num_prompt else 0
+                )
                 if token >= 0:
                     sequence.append(token)
                 reason = _end_reason(sequence, token)
@@ -178,7 +202,11 @@ class Scheduler:
                     break
 
     def _end(self, state: State, reason: Finish) -> None:
-        sends = self._sends is not None and reason in (Finish.STOP, Finish.LENGTH) and self._sends(state.sequence)
+        sends = (
+            self._sends is not None
+            and reason in (Finish.STOP, Finish.LENGTH)
+            and self._sends(state.sequence)
+        )
         self.roster.end(state, reason, sends=sends)
 
 

@@ -22,10 +22,10 @@ class Sequence:
     sequence_id: int
     request: Submit
     seed: int
-    arrival: int       # order of arrival, a number and not a time
+    arrival: int  # order of arrival, a number and not a time
     chain: HashChain
-    tokens: I32        # prompt and output
-    num_cached: int = -1   # prompt tokens found in the cache at the first admission; -1 before
+    tokens: I32  # prompt and output
+    num_cached: int = -1  # prompt tokens found in the cache at the first admission; -1 before
     last_step: int = 0
 
     @property

@@ -11,11 +11,22 @@ from typing import Any
 
 import tokenspeed_core
 from tokenspeed_core.server.errors import ApiError
-from tokenspeed_core.server.generate import Receive, Scope, Send, generate, header, send_error, send_json
+from tokenspeed_core.server.generate import (
+    Receive,
+    Scope,
+    Send,
+    generate,
+    header,
+    send_error,
+    send_json,
+)
 from tokenspeed_core.server.protocol import ChatRequest, CompletionRequest
 from tokenspeed_core.server.service import Body, Service
 
-_GENERATING: dict[str, type[Body]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+_GENERATING: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
 _OPEN = "/health"  # the one route that needs no key: load balancers have none
 
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -33,9 +44,15 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Nothing but HTTP comes here: the server has neither websockets nor a lifespan."""
         key = self._expected
-        if scope["path"] != _OPEN and key is not None and not compare_digest(header(scope, b"authorization"), key):
+        if (
+            scope["path"] != _OPEN
+            and key is not None
+            and not compare_digest(header(scope, b"authorization"), key)
+        ):
             error = ApiError(
-                401, "missing or wrong API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
+                401,
+                "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
             await send_error(send, error)
@@ -49,11 +66,16 @@ class Gate:
 
         try:
             await self._inner(scope, receive, noting_send)
-        except (Exception, SystemExit) as error:  # of one request, a plugin's too: no other is harmed, its client told
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # of one request, a plugin's too: no other is harmed, its client told
             log.exception("%s %s failed: %s", scope["method"], scope["path"], error)
             if has_begun:
                 raise
-            await send_error(send, ApiError(500, "the server failed on this request; its log says why"))
+            await send_error(
+                send, ApiError(500, "the server failed on this request; its log says why")
+            )
 
 
 class Routes:
@@ -84,7 +106,11 @@ class Routes:
         match path:
             case "/health":
                 reason = service.why_unhealthy()
-                state = {"status": "ok"} if reason is None else {"status": "unhealthy", "reason": reason}
+                state = (
+                    {"status": "ok"}
+                    if reason is None
+                    else {"status": "unhealthy", "reason": reason}
+                )
                 return 200 if reason is None else 503, json.dumps(state).encode()
             case "/version":
                 return 200, json.dumps({"version": tokenspeed_core.__version__}).encode()
@@ -100,12 +126,20 @@ class Routes:
             raise ApiError(404, f"no route {path}")
         asked = path.removeprefix("/v1/models/")
         if asked != name:
-            raise ApiError(404, f"the model {asked!r} does not exist; available: {name!r}", "model", "model_not_found")
+            raise ApiError(
+                404,
+                f"the model {asked!r} does not exist; available: {name!r}",
+                "model",
+                "model_not_found",
+            )
         return 200, json.dumps(self._model()).encode()
 
     def _model(self) -> dict[str, Any]:
         serving = self._service.serving
         return {
-            "id": self._service.options.model_name, "object": "model", "created": 0, "owned_by": "tokenspeed",
+            "id": self._service.options.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tokenspeed",
             "max_model_len": None if serving is None else serving.limits.longest,
         }

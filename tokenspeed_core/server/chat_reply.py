@@ -41,13 +41,20 @@ class Reader:
         name = finder = ""
         try:
             for name, parser in self._parsers:
-                found = [each for event in events
-                         for each in (parser.feed(event.text) if event.kind == "content" else (event,))]
+                found = [
+                    each
+                    for event in events
+                    for each in (parser.feed(event.text) if event.kind == "content" else (event,))
+                ]
                 events, finder = [*found, *parser.finish()] if is_over else found, name
             return [each.text if each.kind == "content" else self._delta(each) for each in events]
-        except BaseException as error:  # plugin code may raise anything; Ctrl-C, which drains, does not come here
+        except (
+            BaseException
+        ) as error:  # plugin code may raise anything; Ctrl-C, which drains, does not come here
             whose = name if all(isinstance(each, ReplyEvent) for each in events) else finder
-            raise PluginError(f"{whose} fails on a reply: {type(error).__name__}: {error}") from error
+            raise PluginError(
+                f"{whose} fails on a reply: {type(error).__name__}: {error}"
+            ) from error
 
     def _delta(self, event: ReplyEvent) -> Delta:
         """Return what is no content as a delta of the message."""
@@ -73,7 +80,9 @@ def message(deltas: Iterable[Delta]) -> dict[str, Any]:
                 whole[name] = whole.get(name, "") + value
             elif "id" in (call := value[0]):
                 function = {**call["function"]}
-                whole.setdefault(name, []).append({"id": call["id"], "type": call["type"], "function": function})
+                whole.setdefault(name, []).append(
+                    {"id": call["id"], "type": call["type"], "function": function}
+                )
             else:
                 whole[name][-1]["function"]["arguments"] += call["function"]["arguments"]
     return {**whole, "content": whole["content"] or (None if "tool_calls" in whole else "")}

@@ -21,8 +21,10 @@ from tokenspeed_core.errors import CapacityError
 
 _MAX_FOLDER = 72  # characters; a socket's path may have 107
 # Of a folder that is still there its maker was killed: his children, whom the system ends now, may look for it yet.
-_CLEAN = ("import os, shutil, sys, time; sys.stdin.read(); time.sleep(os.path.isdir(sys.argv[1])); "
-          "shutil.rmtree(sys.argv[1], ignore_errors=True)")
+_CLEAN = (
+    "import os, shutil, sys, time; sys.stdin.read(); time.sleep(os.path.isdir(sys.argv[1])); "
+    "shutil.rmtree(sys.argv[1], ignore_errors=True)"
+)
 
 
 class PrivateFolder:
@@ -39,8 +41,11 @@ class PrivateFolder:
             base = Path("/tmp")
         self.path = base / f"tokenspeed-{os.getuid()}-{os.urandom(4).hex()}"
         self._cleaner = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CLEAN, str(self.path)], start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [sys.executable, "-I", "-S", "-c", _CLEAN, str(self.path)],
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             self.path.mkdir(0o700)
@@ -77,13 +82,18 @@ async def start(program: Program, **told: Any) -> Child:
     theirs, ours = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *program.command, str(theirs),
-            stdin=subprocess.DEVNULL, pass_fds=(theirs, *listen_fds),
+            *program.command,
+            str(theirs),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs, *listen_fds),
             start_new_session=True,  # Ctrl-C in the terminal is for the first process, which drains
         )
     finally:
         os.close(theirs)
-    with contextlib.suppress(BrokenPipeError), open(ours, "wb", closefd=False) as pipe:  # it may have ended already
+    with (
+        contextlib.suppress(BrokenPipeError),
+        open(ours, "wb", closefd=False) as pipe,
+    ):  # it may have ended already
         pipe.write(data)
     if program.listener is not None:
         program.listener.close()

@@ -24,7 +24,9 @@ class Crew:
     def __init__(self, worker: int, address: str, pipe: int) -> None:
         """`worker` is its own number, `address` that of its socket to the engine."""
         self.worker, self.address = worker, address
-        self.watches: list[asyncio.Task[None]] = []   # of the other workers: one that ends too early raises
+        self.watches: list[
+            asyncio.Task[None]
+        ] = []  # of the other workers: one that ends too early raises
         self._pipe = pipe
 
     async def start(self, link: EngineLink) -> None:
@@ -55,9 +57,11 @@ class Chief(Crew):
         """Start nothing yet. Raises CapacityError."""
         self._folder = PrivateFolder()
         self._programs = (engine, *others)
-        self._addresses = [f"ipc://{self._folder.path / str(worker)}" for worker in range(len(self._programs))]
+        self._addresses = [
+            f"ipc://{self._folder.path / str(worker)}" for worker in range(len(self._programs))
+        ]
         super().__init__(0, self._addresses[0], -1)
-        self._children: list[Child] = []   # the engine, then the workers from number 1 on
+        self._children: list[Child] = []  # the engine, then the workers from number 1 on
         self._is_draining = self._is_stopping = False
 
     async def start(self, link: EngineLink) -> None:
@@ -66,11 +70,15 @@ class Chief(Crew):
         link.ready.add_done_callback(lambda _: self._folder.remove())
         for number, program in enumerate(self._programs):
             self._children.append(await start(program, addresses=self._addresses, worker=number))
-        self.watches += [asyncio.create_task(self._watch(number)) for number in range(1, len(self._children))]
+        self.watches += [
+            asyncio.create_task(self._watch(number)) for number in range(1, len(self._children))
+        ]
 
     async def _watch(self, number: int) -> None:
         how = await self._children[number].wait()
-        if not (self._is_stopping or (self._is_draining and not self._children[number].has_crashed)):
+        if not (
+            self._is_stopping or (self._is_draining and not self._children[number].has_crashed)
+        ):
             told = f"API worker {number} of {len(self._children)} {how}"
             log.error("%s; the others finish what they have, then the server ends", told)
             raise EngineDeadError(told)

@@ -58,7 +58,9 @@ class State(Enum):
 class EngineLink:
     """One engine's socket, watched by the event loop; nothing here blocks or polls."""
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic, worker: int = 0) -> None:
+    def __init__(
+        self, address: str, clock: Callable[[], float] = time.monotonic, worker: int = 0
+    ) -> None:
         """Connect to the `address` (ipc://...) that the engine binds. Must be made inside a running event loop.
 
         Ids of sequences begin with the number of the `worker`, which no other one has.
@@ -107,7 +109,11 @@ class EngineLink:
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """Drop sequences that nobody waits for; those that have ended are left out."""
-        live = [sequence_id for sequence_id in sequence_ids if self._sinks.pop(sequence_id, None) is not None]
+        live = [
+            sequence_id
+            for sequence_id in sequence_ids
+            if self._sinks.pop(sequence_id, None) is not None
+        ]
         if live and self.state is State.READY:
             self.send(Abort(np.array(live, np.int64)))
 
@@ -141,7 +147,9 @@ class EngineLink:
     def why_unhealthy(self) -> str | None:
         """Return why requests should go elsewhere; None when all is well."""
         if self.state is not State.READY:
-            return "the engine is starting" if self.state is State.STARTING else "the engine is dead"
+            return (
+                "the engine is starting" if self.state is State.STARTING else "the engine is dead"
+            )
         now = self._clock()
         if now - self._pulse_at > STALL_SECONDS:
             return f"the engine has not been heard of for {now - self._pulse_at:.0f} s"
@@ -195,9 +203,13 @@ class EngineLink:
                 continue
             try:
                 is_over = sink.take(token_ids, finish, num_cached, logprobs)
-            except Exception as error:  # a fault in one request's text must not end the other requests of the step
+            except (
+                Exception
+            ) as error:  # a fault in one request's text must not end the other requests of the step
                 log.exception("a request failed while its tokens were turned into text: %s", error)
-                sink.fail(ApiError(500, "the server failed on this request's output; its log says why"))
+                sink.fail(
+                    ApiError(500, "the server failed on this request's output; its log says why")
+                )
                 is_over = True
             if finish != Finish.NOT:
                 del sinks[sequence_id]
@@ -209,4 +221,6 @@ class EngineLink:
 
 def dead_error() -> ApiError:
     """Return the answer to requests that a dead engine leaves behind."""
-    return ApiError(500, "the engine died; the server's log says why, and the server exits", code="engine_dead")
+    return ApiError(
+        500, "the engine died; the server's log says why, and the server exits", code="engine_dead"
+    )

@@ -9,9 +9,14 @@ from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.messages import Refused
 
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-    405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error",
-    500: "server_error", 503: "service_unavailable_error",
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
 }
 
 
@@ -19,7 +24,11 @@ class ApiError(TokenSpeedError):
     """A request that is answered with a status other than 200."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -40,8 +49,10 @@ class ApiError(TokenSpeedError):
     def body(self) -> bytes:
         """Return the error as a JSON object."""
         error = {
-            "message": self.message, "type": _TYPES.get(self.status, "invalid_request_error"),
-            "param": self.param, "code": self.code,
+            "message": self.message,
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
         }
         return json.dumps({"error": error}).encode()
 

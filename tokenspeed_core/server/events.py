@@ -23,7 +23,7 @@ class TokenLogprob:
 
     token_id: int
     value: float
-    top: Sequence[tuple[int, float]]   # ids and values
+    top: Sequence[tuple[int, float]]  # ids and values
     text_offset: int
 
 
@@ -38,7 +38,8 @@ class Usage:
     def as_json(self) -> dict[str, Any]:
         """Return the usage as OpenAI writes it."""
         usage: dict[str, Any] = {
-            "prompt_tokens": self.num_prompt, "completion_tokens": self.num_output,
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
             "total_tokens": self.num_prompt + self.num_output,
         }
         if self.num_cached is not None:
@@ -84,20 +85,30 @@ class _Dialect(ABC):
         """Return the event with the usage, which ends a stream that asked for it."""
         return self._head + b'],"usage":' + json.dumps(usage.as_json()).encode() + b"}\n\n"
 
-    def body(self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool) -> bytes:
+    def body(
+        self, answers: Sequence[Answer], usage: Usage, wants_logprobs: bool, wants_ids: bool
+    ) -> bytes:
         """Return a whole answer."""
         choices = [
             {
-                "index": index, **self.said(answer), "finish_reason": answer.finish_reason,
+                "index": index,
+                **self.said(answer),
+                "finish_reason": answer.finish_reason,
                 "logprobs": self.logprobs(answer.logprobs) if wants_logprobs else None,
                 **({"token_ids": answer.token_ids} if wants_ids else {}),
             }
             for index, answer in enumerate(answers)
         ]
-        return json.dumps({
-            "id": self.id, "object": self.kind, "created": self._created, "model": self._model,
-            "choices": choices, "usage": usage.as_json(),
-        }).encode()
+        return json.dumps(
+            {
+                "id": self.id,
+                "object": self.kind,
+                "created": self._created,
+                "model": self._model,
+                "choices": choices,
+                "usage": usage.as_json(),
+            }
+        ).encode()
 
     @abstractmethod
     def said(self, answer: Answer) -> dict[str, Any]:
@@ -117,7 +128,9 @@ class Completion(_Dialect):
 
     prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
 
-    def event(self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
+    def event(
+        self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]
+    ) -> bytes:
         assert isinstance(delta, str), "nothing parses completions"
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         more = _more(extra) if extra else ',"logprobs":null'
@@ -151,10 +164,13 @@ class Chat(_Dialect):
     def opening(self, num_choices: int) -> bytes:
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return b"".join(
-            self._head + f'{{"index":{index},{role}'.encode() + self._tail for index in range(num_choices)
+            self._head + f'{{"index":{index},{role}'.encode() + self._tail
+            for index in range(num_choices)
         )
 
-    def event(self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]) -> bytes:
+    def event(
+        self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]
+    ) -> bytes:
         events = b""
         if delta or extra:
             more = _more(extra) if extra else ',"logprobs":null'
@@ -170,13 +186,16 @@ class Chat(_Dialect):
         return {"message": message(answer.deltas)}
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {"content": [
-            {
-                **self._entry(entry.token_id, entry.value),
-                "top_logprobs": [self._entry(token_id, value) for token_id, value in entry.top],
-            }
-            for entry in entries
-        ], "refusal": None}
+        return {
+            "content": [
+                {
+                    **self._entry(entry.token_id, entry.value),
+                    "top_logprobs": [self._entry(token_id, value) for token_id, value in entry.top],
+                }
+                for entry in entries
+            ],
+            "refusal": None,
+        }
 
     def _entry(self, token_id: int, value: float) -> dict[str, Any]:
         token, piece = self._token(token_id)
@@ -189,5 +208,7 @@ Dialect = Completion | Chat  # one object per request
 def _more(extra: Mapping[str, Any]) -> str:
     """Return the JSON of optional fields, each with the comma before it."""
     logprobs = json.dumps(extra["logprobs"]) if "logprobs" in extra else "null"
-    ids = f',"token_ids":{extra["token_ids"]}' if "token_ids" in extra else ""  # Python writes them as JSON does
+    ids = (
+        f',"token_ids":{extra["token_ids"]}' if "token_ids" in extra else ""
+    )  # Python writes them as JSON does
     return f',"logprobs":{logprobs}{ids}'

@@ -29,7 +29,9 @@ class ClientGoneError(Exception):
     """The client left before its request was read."""
 
 
-async def generate(service: Service, kind: type[Body], scope: Scope, receive: Receive, send: Send) -> None:
+async def generate(
+    service: Service, kind: type[Body], scope: Scope, receive: Receive, send: Send
+) -> None:
     """Answer a request of one of the two kinds. Raises ApiError where nothing was answered yet."""
     started = time.monotonic()
     try:
@@ -57,7 +59,9 @@ async def _stream(reply: Reply, job: Job, send: Send) -> None:
     chunk = await reply.wait()
     if reply.error is not None and not chunk:
         raise reply.error
-    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM, _request_id(reply)]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [*_STREAM, _request_id(reply)]}
+    )
     chunk = reply.dialect.opening(len(reply.answers)) + chunk
     while reply.num_open and reply.error is None and not reply.is_abandoned:
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -79,7 +83,9 @@ async def _collect(reply: Reply, send: Send) -> None:
         raise reply.error
     if not reply.is_abandoned:
         shape = reply.shape
-        body = reply.dialect.body(reply.answers, reply.usage, shape.num_logprobs >= 0, shape.wants_ids)
+        body = reply.dialect.body(
+            reply.answers, reply.usage, shape.num_logprobs >= 0, shape.wants_ids
+        )
         await send_json(send, 200, body, [_request_id(reply)])
 
 
@@ -103,7 +109,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         size += len(parts[-1])
         more = message.get("more_body", False)
     if max(told, size) > limit:
-        raise ApiError(413, f"the body is larger than the {limit} bytes that this server takes", code="too_large")
+        raise ApiError(
+            413,
+            f"the body is larger than the {limit} bytes that this server takes",
+            code="too_large",
+        )
     return b"".join(parts)
 
 
@@ -112,10 +122,14 @@ def header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
-async def send_json(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+async def send_json(
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
     """Send a whole JSON answer."""
     length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]})
+    await send(
+        {"type": "http.response.start", "status": status, "headers": [_JSON, length, *headers]}
+    )
     await send({"type": "http.response.body", "body": body})
 
 
@@ -132,10 +146,21 @@ def _request_id(reply: Reply) -> tuple[bytes, bytes]:
 def _record(reply: Reply, started: float) -> RequestRecord:
     """Return what came of a request that began at `started`."""
     first, usage = reply.first_token_at, reply.usage
-    reason = "abort" if reply.is_abandoned else "error" if reply.error else reply.answers[0].finish_reason
+    reason = (
+        "abort"
+        if reply.is_abandoned
+        else "error"
+        if reply.error
+        else reply.answers[0].finish_reason
+    )
     return RequestRecord(
-        reply.dialect.id, usage.num_prompt, usage.num_cached or 0, usage.num_output, reason,
-        None if first is None else first - started, time.monotonic() - started,
+        reply.dialect.id,
+        usage.num_prompt,
+        usage.num_cached or 0,
+        usage.num_output,
+        reason,
+        None if first is None else first - started,
+        time.monotonic() - started,
     )
 
 
@@ -144,6 +169,11 @@ def log_request(record: RequestRecord) -> None:
     first = "none" if record.time_to_first_token is None else f"{record.time_to_first_token:.3f} s"
     log.info(
         "%s: %s; %d prompt tokens (%d cached), %d output tokens, first after %s, all in %.3f s",
-        record.request_id, record.finish_reason, record.num_prompt_tokens, record.num_cached_tokens,
-        record.num_output_tokens, first, record.duration,
+        record.request_id,
+        record.finish_reason,
+        record.num_prompt_tokens,
+        record.num_cached_tokens,
+        record.num_output_tokens,
+        first,
+        record.duration,
     )

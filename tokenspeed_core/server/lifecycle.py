@@ -24,8 +24,8 @@ from tokenspeed_core.server.engine_link import EngineLink
 from tokenspeed_core.server.rehearsal import rehearse
 from tokenspeed_core.server.service import ModelText, Options, Service
 
-FLUSH_SECONDS = 5       # for answers under way when the engine died
-UNREAD_SECONDS = 20     # that a drain waits for clients to read what the engine has finished
+FLUSH_SECONDS = 5  # for answers under way when the engine died
+UNREAD_SECONDS = 20  # that a drain waits for clients to read what the engine has finished
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ class Launch:
     load_text: Callable[[], ModelText]
     log_level: str = "info"
     on_ready: Callable[[ModelText], None] = lambda text: None
-    wrap: Callable[[AsgiApp], AsgiApp] = lambda app: app  # plugins' middleware, behind the key's check
+    wrap: Callable[[AsgiApp], AsgiApp] = lambda app: (
+        app
+    )  # plugins' middleware, behind the key's check
 
 
 def serve(launch: Launch, crew: Crew) -> int:
@@ -49,11 +51,19 @@ def serve(launch: Launch, crew: Crew) -> int:
 
 def _http_config(app: AsgiApp, launch: Launch) -> uvicorn.Config:
     config = uvicorn.Config(
-        app, lifespan="off", log_config=None,
-        log_level="debug" if launch.log_level == "debug" else "warning",  # at "info" it narrates its own start
-        access_log=launch.log_level in ("debug", "info"), server_header=False, date_header=False, ws="none",
+        app,
+        lifespan="off",
+        log_config=None,
+        log_level="debug"
+        if launch.log_level == "debug"
+        else "warning",  # at "info" it narrates its own start
+        access_log=launch.log_level in ("debug", "info"),
+        server_header=False,
+        date_header=False,
+        ws="none",
         http="h11",  # bounds a request's head; with httptools headers without end fill the memory
-        timeout_keep_alive=75, timeout_graceful_shutdown=FLUSH_SECONDS,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
     )
     logging.getLogger("uvicorn.access").setLevel(launch.log_level.upper())
     return config
@@ -114,7 +124,9 @@ class _Life:
         if is_drained:
             await asyncio.gather(*watches)  # raises EngineDeadError for a worker that died
             return 0
-        raise EngineDeadError(f"the engine {'died' if link.ready.done() else 'could not start'}: {link.dead.result()}")
+        raise EngineDeadError(
+            f"the engine {'died' if link.ready.done() else 'could not start'}: {link.dead.result()}"
+        )
 
     async def _open(self, service: Service) -> None:
         """Load the text side while the engine loads, then begin to take requests."""
@@ -145,7 +157,9 @@ class _Life:
         if service.serving is None:
             return True
         await _first(self._crew.retire(service.link), service.link.dead, self._asked_twice.wait())
-        return all(watch.done() for watch in self._crew.watches)  # if not, the engine died before what they finish
+        return all(
+            watch.done() for watch in self._crew.watches
+        )  # if not, the engine died before what they finish
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)

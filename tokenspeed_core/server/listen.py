@@ -38,13 +38,19 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
                 "(0 takes a free one)"
             ) from error
         what = os.strerror(error.errno or 0)
-        raise CapacityError(f"cannot listen on {host}:{port}: {what}; see --host and --port") from error
+        raise CapacityError(
+            f"cannot listen on {host}:{port}: {what}; see --host and --port"
+        ) from error
     return bound
 
 
 def _open(family: int, address: Any, *, shares: bool = False) -> socket.socket:
     bound = socket.create_server(
-        address, family=family, backlog=2048, reuse_port=shares, dualstack_ipv6=family == socket.AF_INET6
+        address,
+        family=family,
+        backlog=2048,
+        reuse_port=shares,
+        dualstack_ipv6=family == socket.AF_INET6,
     )
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which all that it accepts inherit
     return bound
@@ -54,7 +60,11 @@ def _owner(port: int) -> str:
     """Return who listens on a port, as part of a sentence; empty where this user may not know."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr.port == port
+                and connection.pid
+            ):
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return ""
 

@@ -13,7 +13,9 @@ from tokenspeed_core.step import I32
 from tokenspeed_core.text import ChatTemplate, TemplateError, Tokenizer
 
 MAX_PROMPTS = 512
-MAX_CHARS_PER_TOKEN = 256  # no vocabulary has longer tokens, so longer texts cannot fit and are not tokenised
+MAX_CHARS_PER_TOKEN = (
+    256  # no vocabulary has longer tokens, so longer texts cannot fit and are not tokenised
+)
 
 
 def read_prompts(prompt: Any) -> list[str | I32]:
@@ -22,48 +24,76 @@ def read_prompts(prompt: Any) -> list[str | I32]:
         return [prompt]
     if not isinstance(prompt, list):
         raise BadRequestError(
-            f"prompt must be text, token ids, or a list of either; found {type(prompt).__name__}", "prompt"
+            f"prompt must be text, token ids, or a list of either; found {type(prompt).__name__}",
+            "prompt",
         )
     if not prompt or not isinstance(prompt[0], str | list):
         return [read_ids(prompt, "prompt")]
     if len(prompt) > MAX_PROMPTS:
-        raise BadRequestError(f"prompt has {len(prompt)} prompts: at most {MAX_PROMPTS} in a request", "prompt")
+        raise BadRequestError(
+            f"prompt has {len(prompt)} prompts: at most {MAX_PROMPTS} in a request", "prompt"
+        )
     if len(set(map(type, prompt))) > 1:
-        raise BadRequestError("prompt mixes texts and token ids: send one kind in a request", "prompt")
-    return [each if isinstance(each, str) else read_ids(each, f"prompt[{i}]") for i, each in enumerate(prompt)]
+        raise BadRequestError(
+            "prompt mixes texts and token ids: send one kind in a request", "prompt"
+        )
+    return [
+        each if isinstance(each, str) else read_ids(each, f"prompt[{i}]")
+        for i, each in enumerate(prompt)
+    ]
 
 
-def encode(tokenizer: Tokenizer | None, text: str, limits: Ready, *, add_special_tokens: bool, salt: str = "") -> I32:
+def encode(
+    tokenizer: Tokenizer | None,
+    text: str,
+    limits: Ready,
+    *,
+    add_special_tokens: bool,
+    salt: str = "",
+) -> I32:
     """Return the ids of a bare prompt, or of rendered messages, which have special tokens of their own.
 
     Raises BadRequestError for text that cannot fit, before the work of tokenising.
     """
     param = "prompt" if add_special_tokens else "messages"
     if tokenizer is None:
-        raise BadRequestError("this server runs with --skip-tokenizer-init: send token ids to /v1/completions", param)
+        raise BadRequestError(
+            "this server runs with --skip-tokenizer-init: send token ids to /v1/completions", param
+        )
     if len(text) > limits.longest * MAX_CHARS_PER_TOKEN:
         raise BadRequestError(
             f"{param} has {len(text)} characters, too long for a context of {limits.longest} tokens",
-            param, "context_length_exceeded",
+            param,
+            "context_length_exceeded",
         )
     return tokenizer.encode(text, add_special_tokens=add_special_tokens, salt=salt)
 
 
 def chat_ids(
-    tokenizer: Tokenizer | None, template: ChatTemplate | None, request: ChatRequest,
-    tools: Sequence[Mapping[str, Any]] | None, limits: Ready,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    request: ChatRequest,
+    tools: Sequence[Mapping[str, Any]] | None,
+    limits: Ready,
 ) -> I32:
     """Render and encode a chat. `tools` are as they came, so that the template writes what the user wrote.
 
     Raises BadRequestError for messages that the template refuses.
     """
     if template is None:
-        why = "has no tokenizer" if tokenizer is None else "has no chat template: give one with --chat-template"
+        why = (
+            "has no tokenizer"
+            if tokenizer is None
+            else "has no chat template: give one with --chat-template"
+        )
         raise BadRequestError(f"this model {why}; use /v1/completions", "messages")
     options = dict(request.chat_template_kwargs)
     if request.reasoning_effort is not None:
         options.setdefault("reasoning_effort", request.reasoning_effort)
-    messages = [_for_template(message, position, template) for position, message in enumerate(request.messages)]
+    messages = [
+        _for_template(message, position, template)
+        for position, message in enumerate(request.messages)
+    ]
     try:
         text = template.render(messages, tools if request.tool_choice == "auto" else None, options)
     except TemplateError as error:
@@ -81,10 +111,14 @@ def _for_template(message: Message, position: int, template: ChatTemplate) -> di
     rendered["content"] = "" if content is None and not message.tool_calls else content
     if message.tool_calls:
         where = f"messages[{position}].tool_calls"
-        rendered["tool_calls"] = [_called(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)]
+        rendered["tool_calls"] = [
+            _called(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
     reasoning = message.reasoning_content or message.reasoning
     for name, value in (
-        ("name", message.name), ("tool_call_id", message.tool_call_id), ("reasoning_content", reasoning)
+        ("name", message.name),
+        ("tool_call_id", message.tool_call_id),
+        ("reasoning_content", reasoning),
     ):
         if value is not None:
             rendered[name] = value
@@ -93,7 +127,11 @@ def _for_template(message: Message, position: int, template: ChatTemplate) -> di
 
 def _called(call: ToolCall, where: str) -> dict[str, Any]:
     arguments = _arguments(call.function.arguments, f"{where}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
 
 
 def _arguments(given: str | dict[str, Any], param: str) -> dict[str, Any]:

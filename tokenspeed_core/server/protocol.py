@@ -35,11 +35,15 @@ class StreamOptions(_Body):
 class _Request(_Body):
     """Fields of both routes. What identifies a caller is accepted and changes nothing, as OpenAI has it."""
 
-    model: str | None = Field(None, max_length=1024, description="the served model; none: the one there is")
+    model: str | None = Field(
+        None, max_length=1024, description="the served model; none: the one there is"
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="lower runs first")
-    cache_salt: str = Field("", max_length=256, description="requests share cached blocks with equal salts only")
+    cache_salt: str = Field(
+        "", max_length=256, description="requests share cached blocks with equal salts only"
+    )
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
     metadata: dict[str, Any] | None = None
@@ -112,7 +116,9 @@ class ChatRequest(_Request):
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[ToolSpec] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto"] = Field("auto", description="none leaves the tools out of the prompt")
+    tool_choice: Literal["none", "auto"] = Field(
+        "auto", description="none leaves the tools out of the prompt"
+    )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
     reasoning_effort: str | None = Field(None, max_length=32)
 
@@ -136,7 +142,9 @@ def parse(body: bytes, kind: type[R]) -> tuple[R, SamplingParams, dict[str, Any]
     Raises BadRequestError naming the field, what was found and the bound.
     """
     try:
-        raw = pydantic_core.from_json(body)  # NaN passes here, so that the field that holds it is named
+        raw = pydantic_core.from_json(
+            body
+        )  # NaN passes here, so that the field that holds it is named
     except ValueError as error:
         raise BadRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -145,10 +153,14 @@ def parse(body: bytes, kind: type[R]) -> tuple[R, SamplingParams, dict[str, Any]
     for name, neutral in _not_built(kind).items():
         value = given.pop(name, None)
         if value is not None and value not in neutral:
-            raise BadRequestError(f"{name} is not supported by this server yet: leave it out", name, "unsupported")
+            raise BadRequestError(
+                f"{name} is not supported by this server yet: leave it out", name, "unsupported"
+            )
     if kind is ChatRequest:
         _read_chat_names(given)
-    sampling = {name: given.pop(name) for name in list(given) if name in SamplingParams.model_fields}
+    sampling = {
+        name: given.pop(name) for name in list(given) if name in SamplingParams.model_fields
+    }
     _read_lists(sampling)
     params = validate(SamplingParams, sampling)
     _refuse_unknown(given, kind)
@@ -167,15 +179,20 @@ def _read_chat_names(given: dict[str, Any]) -> None:
     if isinstance(given.get("tool_choice"), dict) or given.get("tool_choice") == "required":
         raise BadRequestError(
             "tool_choice can be 'auto' or 'none': forcing a call is not supported by this server yet",
-            "tool_choice", "unsupported",
+            "tool_choice",
+            "unsupported",
         )
-    asked = validate(ChatNames, {name: given.pop(name) for name in ChatNames.model_fields if name in given})
+    asked = validate(
+        ChatNames, {name: given.pop(name) for name in ChatNames.model_fields if name in given}
+    )
     if asked.top_logprobs and not asked.logprobs:
         raise BadRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     if asked.logprobs:
         given["logprobs"] = asked.top_logprobs
     if asked.max_tokens and asked.max_completion_tokens not in (None, asked.max_tokens):
-        raise BadRequestError("max_tokens and max_completion_tokens differ: send one of them", "max_tokens")
+        raise BadRequestError(
+            "max_tokens and max_completion_tokens differ: send one of them", "max_tokens"
+        )
     given["max_tokens"] = asked.max_completion_tokens or asked.max_tokens
 
 
@@ -196,7 +213,12 @@ def _read_lists(sampling: dict[str, Any]) -> None:
 
 
 def _refuse_unknown(given: Mapping[str, Any], kind: type[_Request]) -> None:
-    known = {*kind.model_fields, *SamplingParams.model_fields, "max_completion_tokens", "top_logprobs"}
+    known = {
+        *kind.model_fields,
+        *SamplingParams.model_fields,
+        "max_completion_tokens",
+        "top_logprobs",
+    }
     for name in given:
         if name not in kind.model_fields:
             what = f"unknown field {name[:64]!r}{meant(name[:64], sorted(known))}"
@@ -214,7 +236,11 @@ def validate(kind: type[B], value: Any) -> B:
 def _bad_field(error: ValidationError) -> BadRequestError:
     problems = error.errors(include_url=False, include_context=False)
     first = max(problems, key=lambda problem: len(problem["loc"]))
-    steps = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    steps = [
+        part
+        for part in first["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part != "str")
+    ]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in steps)
     path = path.lstrip(".") or "body"
     if first["type"] == "extra_forbidden":
@@ -222,5 +248,7 @@ def _bad_field(error: ValidationError) -> BadRequestError:
     found = json.dumps(first["input"], default=str)
     found = found if len(found) <= 80 else found[:77] + "..."
     missing = first["type"] == "missing"
-    message = f"{path[:200]} is required" if missing else f"{path[:200]}: {first['msg']} (found {found})"
+    message = (
+        f"{path[:200]} is required" if missing else f"{path[:200]}: {first['msg']} (found {found})"
+    )
     return BadRequestError(message, path[:200])

@@ -30,7 +30,11 @@ class _Echo(EngineLink):
     def send(self, message: Any) -> None:
         """Answer a request, by way of what the wire makes of it."""
         if isinstance(message, Submit):
-            sequence, one, none = np.array([message.request_id]), np.ones(1, np.int32), np.zeros(1, np.int32)
+            sequence, one, none = (
+                np.array([message.request_id]),
+                np.ones(1, np.int32),
+                np.zeros(1, np.int32),
+            )
             for left in reversed(range(len(message.prompt))):
                 finish = none if left else np.array([Finish.LENGTH], np.int32)
                 outputs = Outputs(sequence, one, message.prompt[[-1 - left]], finish, none)
@@ -42,7 +46,9 @@ async def rehearse(options: Options, text: ModelText) -> None:
     link = _Echo()
     service = Service(replace(options, observers=()), link)
     service.open(text, READY)
-    asked: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": [0] if text.tokenizer is None else "Hello!"}}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": [0] if text.tokenizer is None else "Hello!"}
+    }
     if text.template is not None:
         asked["/v1/chat/completions"] = {"messages": [{"role": "user", "content": "Hello!"}]}
     try:

@@ -41,7 +41,9 @@ class Reply:
         self._ready: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def add_choice(self, assembler: Assembler, reader: Reader, *, is_first_of_prompt: bool) -> Choice:
+    def add_choice(
+        self, assembler: Assembler, reader: Reader, *, is_first_of_prompt: bool
+    ) -> Choice:
         """Return the sink for one more sequence."""
         index = len(self.answers)
         self.answers.append(Answer())
@@ -92,7 +94,7 @@ class Choice:
     assembler: Assembler
     reader: Reader
     is_first_of_prompt: bool
-    num_waiting: int   # tokens since the last event; one short of the interval at first: the first goes out at once
+    num_waiting: int  # tokens since the last event; one short of the interval at first: the first goes out at once
     _text: list[str] = field(default_factory=list)
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _token_ids: list[int] = field(default_factory=list)
@@ -159,7 +161,13 @@ class Choice:
         reply = self.reply
         if reason in ("abort", "error"):
             status = 500 if reason == "error" else 503
-            reply.fail(ApiError(status, "the engine could not finish this request; its log says why", code=reason))
+            reply.fail(
+                ApiError(
+                    status,
+                    "the engine could not finish this request; its log says why",
+                    code=reason,
+                )
+            )
             return
         text = "".join(self._text) + text
         deltas = self.reader.read(text, is_over=True)
@@ -173,7 +181,9 @@ class Choice:
             answer.logprobs, answer.token_ids = self._logprobs, self._token_ids
         reply.end_choice()
 
-    def _feed_with_logprobs(self, token_ids: Sequence[int], finish: int, columns: TokenColumns) -> str:
+    def _feed_with_logprobs(
+        self, token_ids: Sequence[int], finish: int, columns: TokenColumns
+    ) -> str:
         """Feed token by token, since each one's place in the text is reported."""
         assembler, text = self.assembler, []
         width = self.reply.shape.num_logprobs
@@ -181,8 +191,12 @@ class Choice:
             offset = assembler.num_chars
             is_last = position == len(token_ids) - 1
             text.append(assembler.feed((token_id,), finish if is_last else Finish.NOT))
-            top = [(other, max(LEAST_LOGPROB, value)) for other, value in columns.top[position][:width]]
-            self._logprobs.append(TokenLogprob(token_id, max(LEAST_LOGPROB, columns.chosen[position]), top, offset))
+            top = [
+                (other, max(LEAST_LOGPROB, value)) for other, value in columns.top[position][:width]
+            ]
+            self._logprobs.append(
+                TokenLogprob(token_id, max(LEAST_LOGPROB, columns.chosen[position]), top, offset)
+            )
             if assembler.finish_reason is not None:
                 break
         if not token_ids:

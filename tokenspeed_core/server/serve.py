@@ -39,18 +39,27 @@ def run(config: Config) -> int:
     hooks = Hooks.load(catalog)
     with hooks.adjusted(config) as config, ExitStack() as opened:
         logging.getLogger().setLevel(config.log_level.upper())
-        bound, *others = map(opened.enter_context, listen(config.host, config.port, num_workers(config)))
+        bound, *others = map(
+            opened.enter_context, listen(config.host, config.port, num_workers(config))
+        )
         checkpoint = resolve_checkpoint(config, catalog)
         settled = config.resolved(
-            model=str(checkpoint.path), served_model_name=config.served_model_name or checkpoint.name,
+            model=str(checkpoint.path),
+            served_model_name=config.served_model_name or checkpoint.name,
             api_workers=1 + len(others),
         )
-        launch = _launch(settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled))
+        launch = _launch(
+            settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled)
+        )
         engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
-        return serve(launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others]))
+        return serve(
+            launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others])
+        )
 
 
-def _program(module: str, config: Config, catalog: Catalog, listener: socket.socket | None = None) -> Program:
+def _program(
+    module: str, config: Config, catalog: Catalog, listener: socket.socket | None = None
+) -> Program:
     told = {"config": config.to_wire(), "catalog_digest": catalog.digest()}
     return Program((sys.executable, "-P", "-m", module), told, listener)
 
@@ -62,8 +71,12 @@ def main() -> int:
     try:
         config, catalog = rediscover(told)
         launch = _launch(
-            config, catalog, Hooks.load(catalog), socket.socket(fileno=told["listen_fds"][0]),
-            resolve_checkpoint(config, catalog), lambda text: logging.disable(logging.NOTSET),
+            config,
+            catalog,
+            Hooks.load(catalog),
+            socket.socket(fileno=told["listen_fds"][0]),
+            resolve_checkpoint(config, catalog),
+            lambda text: logging.disable(logging.NOTSET),
         )
         return serve(launch, Crew(told["worker"], told["addresses"][told["worker"]], pipe))
     except EngineDeadError:
@@ -74,18 +87,33 @@ def main() -> int:
 
 
 def _launch(
-    config: Config, catalog: Catalog, hooks: Hooks, bound: socket.socket, checkpoint: ResolvedCheckpoint,
+    config: Config,
+    catalog: Catalog,
+    hooks: Hooks,
+    bound: socket.socket,
+    checkpoint: ResolvedCheckpoint,
     on_ready: Callable[[ModelText], None],
 ) -> Launch:
     assert config.served_model_name is not None
-    observers = (log_request if config.enable_log_requests else None, hooks.observer("observe_request"))
+    observers = (
+        log_request if config.enable_log_requests else None,
+        hooks.observer("observe_request"),
+    )
     options = Options(
-        model_name=config.served_model_name, api_key=config.api_key, stream_interval=config.stream_interval,
-        reports_cached_tokens=config.enable_cache_report, has_priorities=config.schedule_policy != "fcfs",
-        observers=tuple(filter(None, observers)), parsers=find_parsers(config, catalog),
+        model_name=config.served_model_name,
+        api_key=config.api_key,
+        stream_interval=config.stream_interval,
+        reports_cached_tokens=config.enable_cache_report,
+        has_priorities=config.schedule_policy != "fcfs",
+        observers=tuple(filter(None, observers)),
+        parsers=find_parsers(config, catalog),
     )
     return Launch(
-        bound, options, partial(_load_text, config, checkpoint), config.log_level_http or config.log_level, on_ready,
+        bound,
+        options,
+        partial(_load_text, config, checkpoint),
+        config.log_level_http or config.log_level,
+        on_ready,
         wrap=hooks.add_middleware,
     )
 
@@ -100,12 +128,15 @@ def _announce(bound: socket.socket, config: Config, text: ModelText) -> None:
     """Say where the server is and how to try it, in a line that can be pasted."""
     base, name, is_chat = url(bound), config.served_model_name, text.template is not None
     body = {"model": name} | (
-        {"messages": [{"role": "user", "content": "Hello!"}]} if is_chat
+        {"messages": [{"role": "user", "content": "Hello!"}]}
+        if is_chat
         else {"prompt": [1, 2, 3] if text.tokenizer is None else "Hello"}
     )
     route = "chat/completions" if is_chat else "completions"
     key = "" if config.api_key is None else " -H 'Authorization: Bearer YOUR_KEY'"
-    with suppress(OSError):  # who reads this may have gone, or the disk may be full; the server stays
+    with suppress(
+        OSError
+    ):  # who reads this may have gone, or the disk may be full; the server stays
         print(
             f"TokenSpeed serves {name} at {base}\n"
             f"  curl {base}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}",

@@ -30,9 +30,9 @@ from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer
 from tokenspeed_core.text.load import NamedParser, Parsers
 
 MAX_SEQUENCES_PER_REQUEST = 1024
-MAX_INLINE_BYTES = 4096   # longer bodies are parsed, rendered and tokenised off the event loop
-COMPLETION_TOKENS = 16    # OpenAI's default for completions
-PROMPT_END_TOKENS = 64    # of the prompt, that parsers are shown
+MAX_INLINE_BYTES = 4096  # longer bodies are parsed, rendered and tokenised off the event loop
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+PROMPT_END_TOKENS = 64  # of the prompt, that parsers are shown
 
 Body = CompletionRequest | ChatRequest
 
@@ -108,9 +108,13 @@ class Service:
         if self.link.state is State.DEAD:
             raise ApiError(503, "the engine is dead and the server exits", code="engine_dead")
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", code="draining", headers={"retry-after": "5"})
+            raise ApiError(
+                503, "the server is shutting down", code="draining", headers={"retry-after": "5"}
+            )
         if self.serving is None:
-            raise ApiError(503, "the server is starting", code="starting", headers={"retry-after": "1"})
+            raise ApiError(
+                503, "the server is starting", code="starting", headers={"retry-after": "1"}
+            )
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -149,18 +153,27 @@ class Service:
                 "n",
             )
         if params.stop and serving.text.tokenizer is None:
-            raise BadRequestError("stop strings need a tokenizer: this server runs with --skip-tokenizer-init", "stop")
+            raise BadRequestError(
+                "stop strings need a tokenizer: this server runs with --skip-tokenizer-init", "stop"
+            )
         submits = []
         for position, prompt in enumerate(job.prompts):
             try:
                 submit = build_submit(
-                    0, self._with_default_length(params, body, len(prompt)), prompt, serving.limits,
-                    serving.text.defaults, priority=body.priority, cache_salt=body.cache_salt,
+                    0,
+                    self._with_default_length(params, body, len(prompt)),
+                    prompt,
+                    serving.limits,
+                    serving.text.defaults,
+                    priority=body.priority,
+                    cache_salt=body.cache_salt,
                 )
             except BadRequestError as error:
                 if len(job.prompts) == 1 or error.param not in ("prompt", "max_tokens"):
                     raise
-                raise BadRequestError(f"prompt[{position}]: {error}", error.param, error.code) from error
+                raise BadRequestError(
+                    f"prompt[{position}]: {error}", error.param, error.code
+                ) from error
             submits.append(replace(submit, request_id=self.link.take_ids(params.n)))
         usage = Usage(sum(map(len, job.prompts)), 0, 0 if options.reports_cached_tokens else None)
         num_logprobs = -1 if params.logprobs is None else params.logprobs
@@ -186,13 +199,17 @@ class Service:
         options = self.options
         if request.model is not None and request.model != options.model_name:
             raise ApiError(
-                404, f"the model {request.model!r} does not exist; available: {options.model_name!r}",
-                "model", "model_not_found",
+                404,
+                f"the model {request.model!r} does not exist; available: {options.model_name!r}",
+                "model",
+                "model_not_found",
             )
         if request.stream_options is not None and not request.stream:
             raise BadRequestError("stream_options needs stream to be true", "stream_options")
         if request.priority and not options.has_priorities:
-            raise BadRequestError("priority needs a server started with --schedule-policy priority", "priority")
+            raise BadRequestError(
+                "priority needs a server started with --schedule-policy priority", "priority"
+            )
 
     def _encode(self, request: Body, raw: Mapping[str, Any]) -> list[I32]:
         serving = self._serving()
@@ -201,11 +218,15 @@ class Service:
             tools = raw.get("tools") or None
             return [chat_ids(tokenizer, serving.text.template, request, tools, limits)]
         return [
-            prompt if isinstance(prompt, np.ndarray) else encode(tokenizer, prompt, limits, add_special_tokens=True)
+            prompt
+            if isinstance(prompt, np.ndarray)
+            else encode(tokenizer, prompt, limits, add_special_tokens=True)
             for prompt in read_prompts(request.prompt)
         ]
 
-    def _with_default_length(self, params: SamplingParams, body: Body, num_prompt: int) -> SamplingParams:
+    def _with_default_length(
+        self, params: SamplingParams, body: Body, num_prompt: int
+    ) -> SamplingParams:
         """Return the parameters with OpenAI's length for completions that name none: 16, or what fits."""
         if params.max_tokens is not None or isinstance(body, ChatRequest):
             return params
@@ -217,12 +238,18 @@ class Service:
         kind = Chat if isinstance(body, ChatRequest) else Completion
         return kind(self.options.model_name, self._serving().text.tokenizer, wants_usage)
 
-    def _choices(self, reply: Reply, params: SamplingParams, body: Body, prompt: I32) -> list[Choice]:
+    def _choices(
+        self, reply: Reply, params: SamplingParams, body: Body, prompt: I32
+    ) -> list[Choice]:
         parsers, context = self._parsers(body, prompt)
-        skips_special = params.skip_special_tokens and not any(each.spec.reads_special_tokens for each in parsers)
+        skips_special = params.skip_special_tokens and not any(
+            each.spec.reads_special_tokens for each in parsers
+        )
         return [
             reply.add_choice(
-                Assembler(self._detokenizer(skips_special), params.stop, params.include_stop_str_in_output),
+                Assembler(
+                    self._detokenizer(skips_special), params.stop, params.include_stop_str_in_output
+                ),
                 Reader({str(each.entry): each.make(context) for each in parsers}),
                 is_first_of_prompt=index == 0,
             )
@@ -236,8 +263,14 @@ class Service:
             return [], ParserContext()
         offered = body.tools or () if body.tool_choice == "auto" else ()
         parsers = [each for each in (reasoning, calls if offered else None) if each is not None]
-        end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False) if parsers else ""
-        return parsers, ParserContext(tuple(tool.model_dump(exclude_unset=True) for tool in offered if parsers), end)
+        end = (
+            tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+            if parsers
+            else ""
+        )
+        return parsers, ParserContext(
+            tuple(tool.model_dump(exclude_unset=True) for tool in offered if parsers), end
+        )
 
     def _detokenizer(self, skips_special: bool) -> Detokenizer:
         tokenizer = self._serving().text.tokenizer

@@ -9,7 +9,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tokenspeed_core.kernels.attention import AttentionFactory, AttentionKernel, AttentionLimits, AttentionProblem
+from tokenspeed_core.kernels.attention import (
+    AttentionFactory,
+    AttentionKernel,
+    AttentionLimits,
+    AttentionProblem,
+)
 from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.testing.conformance import labelled
@@ -20,8 +25,18 @@ from tokenspeed_core.testing.shapes import kv_dtypes
 from tokenspeed_core.testing.waits import nothing_waits
 
 __all__ = [
-    "Rows", "Scene", "attend", "attends", "attends_once", "attention_problems", "check_attention",
-    "ignores_other_rows", "limits_of", "make_scene", "never_waits", "serves_layers_and_steps",
+    "Rows",
+    "Scene",
+    "attend",
+    "attends",
+    "attends_once",
+    "attention_problems",
+    "check_attention",
+    "ignores_other_rows",
+    "limits_of",
+    "make_scene",
+    "never_waits",
+    "serves_layers_and_steps",
 ]
 
 PREFILL_ROWS = (
@@ -51,14 +66,22 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
     groups = ((4, 2), (7, 1), (3, 3), (16, 2))
     windows = (None, 20) if "window" in capability.features else (None,)
     for phase in capability.phases or ("prefill", "decode"):
-        for index in range(max(len(sizes), len(blocks), len(groups), len(capability.dtypes), len(windows))):
+        for index in range(
+            max(len(sizes), len(blocks), len(groups), len(capability.dtypes), len(windows))
+        ):
             num_heads, num_kv_heads = groups[index % len(groups)]
             dtype = capability.dtypes[index % len(capability.dtypes)]
             size = sizes[index % len(sizes)]
             for kv_dtype in kv_dtypes(spec, dtype):
                 yield AttentionProblem(
-                    phase=phase, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=size,
-                    dtype=dtype, kv_dtype=kv_dtype, block_size=blocks[index % len(blocks)], scale=size**-0.5,
+                    phase=phase,
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_size=size,
+                    dtype=dtype,
+                    kv_dtype=kv_dtype,
+                    block_size=blocks[index % len(blocks)],
+                    scale=size**-0.5,
                     window=windows[index % len(windows)],
                 )
 
@@ -90,43 +113,63 @@ def check_attention(
 
 def attends(kernel: AttentionKernel, problem: AttentionProblem, scene: Scene, rows: Rows) -> None:
     """Compare a backend with the formula on a scene, its output poisoned before; and all else with before."""
-    given, guards = guarded({
-        "q": scene.q, "k_cache": scene.k_cache, "v_cache": scene.v_cache, "out": _unwritten(scene.q),
-        **{name: getattr(scene.step, name) for name in ("query_start", "seq_lens", "block_table")},
-    })
+    given, guards = guarded(
+        {
+            "q": scene.q,
+            "k_cache": scene.k_cache,
+            "v_cache": scene.v_cache,
+            "out": _unwritten(scene.q),
+            **{
+                name: getattr(scene.step, name)
+                for name in ("query_start", "seq_lens", "block_table")
+            },
+        }
+    )
     q, k_cache, v_cache, found = (given.pop(name) for name in ("q", "k_cache", "v_cache", "out"))
     kernel.prepare(replace(scene.step, **given))
     kernel.forward(q, k_cache, v_cache, found)
     for guard in guards:
         guard.check(f"{problem}, {rows}", ("out",))
     num_real = sum(n for n, length in zip(rows.num_queries, rows.seq_lens, strict=True) if length)
-    assert not found[: sum(rows.num_queries)].isnan().any(), f"{problem}, {rows}: NaN, or unwritten rows"
+    assert not found[: sum(rows.num_queries)].isnan().any(), (
+        f"{problem}, {rows}: NaN, or unwritten rows"
+    )
     _agree(f"{problem}, {rows}", problem, found[:num_real], scene.expected[:num_real])
 
 
 def serves_layers_and_steps(
-    factory: AttentionFactory, problem: AttentionProblem, device: torch.device, kinds: Iterable[Rows]
+    factory: AttentionFactory,
+    problem: AttentionProblem,
+    device: torch.device,
+    kinds: Iterable[Rows],
 ) -> None:
     """Give one backend several steps in turn, each of two layers, and compare with backends that see one layer alone.
 
     The queries of the second layer are those of the first in another order.
     """
     scenes = [make_scene(problem, rows, device, seed=seed) for seed, rows in enumerate(kinds)]
-    limits = AttentionLimits(**{
-        each.name: max(getattr(limits_of(scene), each.name) for scene in scenes) for each in fields(AttentionLimits)
-    })
+    limits = AttentionLimits(
+        **{
+            each.name: max(getattr(limits_of(scene), each.name) for scene in scenes)
+            for each in fields(AttentionLimits)
+        }
+    )
     kernel = factory(problem, limits, device)
     steps = []
     for scene in scenes:
         layers = (scene, replace(scene, q=scene.q.flip(0)))
-        steps.append([(layer, attend(factory(problem, limits_of(layer), device), layer)) for layer in layers])
+        steps.append(
+            [(layer, attend(factory(problem, limits_of(layer), device), layer)) for layer in layers]
+        )
     for step in (*steps, *steps):
         kernel.prepare(step[0][0].step)
         found = [_unwritten(layer.q) for layer, _ in step]
         for out, (layer, _) in zip(found, step, strict=True):
             kernel.forward(layer.q, layer.k_cache, layer.v_cache, out)
         for out, (_, alone) in zip(found, step, strict=True):
-            _agree(f"{problem}: a layer of one of several steps, beside another", problem, out, alone)
+            _agree(
+                f"{problem}: a layer of one of several steps, beside another", problem, out, alone
+            )
 
 
 def attend(kernel: AttentionKernel, scene: Scene) -> Tensor:
@@ -137,13 +180,17 @@ def attend(kernel: AttentionKernel, scene: Scene) -> Tensor:
     return out
 
 
-def attends_once(factory: AttentionFactory, problem: AttentionProblem, device: torch.device, rows: Rows) -> None:
+def attends_once(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device, rows: Rows
+) -> None:
     """Build a backend for a problem and compare one step with the formula."""
     scene = make_scene(problem, rows, device, seed=0)
     attends(factory(problem, limits_of(scene), device), problem, scene, rows)
 
 
-def ignores_other_rows(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
+def ignores_other_rows(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device
+) -> None:
     """Compare the bits of some of a step's rows with those that they have alone, and all with those of a second run."""
     rows = _MANY_DECODES if problem.phase == "decode" else _MANY_PROMPTS
     scene = make_scene(problem, rows, device, seed=0)
@@ -156,9 +203,16 @@ def ignores_other_rows(factory: AttentionFactory, problem: AttentionProblem, dev
         first, last = edges[row]
         num, length = last - first, rows.seq_lens[row]
         alone = replace(
-            step, num_rows=1, num_tokens=num, max_num_query=num, max_seq_len=length,
-            query_start=step.query_start[row : row + 2] - first, seq_lens=step.seq_lens[row : row + 1],
-            block_table=step.block_table[row : row + 1], host_query_start=(0, num), host_seq_lens=(length,),
+            step,
+            num_rows=1,
+            num_tokens=num,
+            max_num_query=num,
+            max_seq_len=length,
+            query_start=step.query_start[row : row + 2] - first,
+            seq_lens=step.seq_lens[row : row + 1],
+            block_table=step.block_table[row : row + 1],
+            host_query_start=(0, num),
+            host_seq_lens=(length,),
         )
         single = attend(kernel, replace(scene, step=alone, q=scene.q[first:last]))
         assert torch.equal(together[first:last], single), f"{problem}: a row depends on the others"
@@ -181,5 +235,9 @@ def _unwritten(q: Tensor) -> Tensor:
 def _agree(case: str, problem: AttentionProblem, found: Tensor, expected: Tensor) -> None:
     tolerance = common_ops()["attention"].tolerance(problem.dtype)
     torch.testing.assert_close(
-        found.float(), expected.float(), rtol=tolerance.relative, atol=tolerance.absolute, msg=labelled(case)
+        found.float(),
+        expected.float(),
+        rtol=tolerance.relative,
+        atol=tolerance.absolute,
+        msg=labelled(case),
     )

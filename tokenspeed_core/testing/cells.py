@@ -15,7 +15,9 @@ from tokenspeed_core.kernels.select import problem_refusals
 from tokenspeed_core.kernels.spec import DTYPES, PHASES, AxisLimit, KernelSpec
 from tokenspeed_core.testing.shapes import kv_dtypes, shapes_of
 
-LARGEST = 4096  # a corner beyond it costs memory and time, and shows nothing that a smaller one does not
+LARGEST = (
+    4096  # a corner beyond it costs memory and time, and shows nothing that a smaller one does not
+)
 _GROUPS = ((4, 2), (7, 1), (3, 3), (16, 2))
 _HEAD_SIZES, _BLOCK_SIZES, _WINDOW = (64, 32, 96, 128), (16, 64, 32, 8), 20
 
@@ -37,7 +39,11 @@ def cells(spec: KernelSpec, contract: OpContract, *, pairs_only: bool) -> Iterat
         problem = {key: value for part in chosen.values() for key, value in part}
         if contract.name == "attention":
             problem["scale"] = problem["head_size"] ** -0.5
-        if problem not in seen and is_sensible(problem) and not any(problem_refusals(spec.capability, problem)):
+        if (
+            problem not in seen
+            and is_sensible(problem)
+            and not any(problem_refusals(spec.capability, problem))
+        ):
             seen.append(problem)
             yield problem
 
@@ -52,7 +58,9 @@ def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
         row = dict(min(left))
         for axis in axes:
             if axis not in row:
-                row[axis] = max(index[axis], key=lambda i: len(left & set(_pairs({**row, axis: i}, axes))))
+                row[axis] = max(
+                    index[axis], key=lambda i: len(left & set(_pairs({**row, axis: i}, axes)))
+                )
         left -= set(_pairs(row, axes))
         yield {axis: axes[axis][i] for axis, i in row.items()}
 
@@ -63,7 +71,9 @@ def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Proble
     Raises AssertionError for a limit on an axis that the op does not have: it would never refuse anything.
     """
     inside = next(cells(spec, contract, pairs_only=True), None)
-    assert inside is not None, f"{spec.backend} declares no problem of op {spec.op!r} that the kit can make"
+    assert inside is not None, (
+        f"{spec.backend} declares no problem of op {spec.op!r} that the kit can make"
+    )
     capability = spec.capability
     for limit in capability.limits:
         assert limit.axis in contract.axes, (
@@ -80,7 +90,11 @@ def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Proble
         ("block_size", capability.block_sizes, _neighbours(capability.block_sizes)),
     ):
         if axis in inside and allowed:
-            yield from ((f"{axis} {value}", {**inside, axis: value}) for value in others if value not in allowed)
+            yield from (
+                (f"{axis} {value}", {**inside, axis: value})
+                for value in others
+                if value not in allowed
+            )
     if "window" in inside and "window" not in capability.features:
         yield f"window {_WINDOW}", {**inside, "window": _WINDOW}
 
@@ -101,12 +115,17 @@ def _axes(spec: KernelSpec, contract: OpContract) -> dict[str, list[tuple[tuple[
     """Return shapes, corners of the limits among them, and types; each choice is a set of axes with values."""
     shapes = [dict(shape) for shape in shapes_of(spec.op, contract)]
     corners = [
-        {**shape, limit.axis: value} for limit in spec.capability.limits for value in _inside(limit)
-        for shape in shapes[:1] if limit.axis in shape
+        {**shape, limit.axis: value}
+        for limit in spec.capability.limits
+        for value in _inside(limit)
+        for shape in shapes[:1]
+        if limit.axis in shape
     ]
     return {
         "shape": [tuple(shape.items()) for shape in (*shapes, *corners)],
-        "types": [tuple(types.items()) for types in _types(spec, has_cache="kv_dtype" in contract.axes)],
+        "types": [
+            tuple(types.items()) for types in _types(spec, has_cache="kv_dtype" in contract.axes)
+        ],
     }
 
 
@@ -160,6 +179,8 @@ def _combinations(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]
     return (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
 
 
-def _pairs(row: Mapping[str, int], axes: Mapping[str, Any]) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+def _pairs(
+    row: Mapping[str, int], axes: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
     known = [(axis, row[axis]) for axis in axes if axis in row]
     return combinations(known, 2) if len(axes) > 1 else ((each, each) for each in known)

@@ -12,7 +12,9 @@ from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.kernels.spec import InstalledKernel, KernelSpec, PlatformInfo
 from tokenspeed_core.plugins.catalog import Catalog
 
-DOES_NOT_LOAD = "it does not load"  # what a reason of selection's begins with, where an import failed
+DOES_NOT_LOAD = (
+    "it does not load"  # what a reason of selection's begins with, where an import failed
+)
 
 
 class Asked:
@@ -22,8 +24,12 @@ class Asked:
         """Read what is installed, once."""
         catalog = Catalog.discover()
         found = installed_kernels(catalog)
-        mine = next((each for each in found if each.spec == spec), InstalledKernel(spec, "under test"))
-        others = [each for each in found if (each.spec.op, each.spec.backend) != (spec.op, spec.backend)]
+        mine = next(
+            (each for each in found if each.spec == spec), InstalledKernel(spec, "under test")
+        )
+        others = [
+            each for each in found if (each.spec.op, each.spec.backend) != (spec.op, spec.backend)
+        ]
         self._kernels: Sequence[InstalledKernel] = (*others, mine)
         self._backend, self._op = spec.backend, contract.name
         self._ops = {**installed_ops(catalog), contract.name: contract}
@@ -34,12 +40,21 @@ class Asked:
         """Return selection's reasons against the spec for a problem served with `needs`, none where it is taken."""
         wish = Preference(self._op, (self._backend,), f"--kernel-backend {self._op}")
         selector = Selector(
-            self._kernels, platform, (wish,), ops=self._ops, needs=needs, module_exists=lambda name: True
+            self._kernels,
+            platform,
+            (wish,),
+            ops=self._ops,
+            needs=needs,
+            module_exists=lambda name: True,
         )
         try:
             selector.select(self._op, problem)
         except NothingFitsError as error:
             (planned,) = error.plan.ops
-            return tuple(reason.what for verdict in planned.verdicts if verdict.backend == self._backend
-                         for reason in verdict.reasons)
+            return tuple(
+                reason.what
+                for verdict in planned.verdicts
+                if verdict.backend == self._backend
+                for reason in verdict.reasons
+            )
         return ()

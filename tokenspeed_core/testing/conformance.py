@@ -22,7 +22,10 @@ from tokenspeed_core.testing.waits import nothing_waits
 
 _NUM_CALLS = 5  # that are compared where the same bits are claimed every time
 Arguments = Mapping[str, Any]
-_RAISED = ("bfloat16", "float16")  # to float32, for the reference; what is stored in eight bits stays so
+_RAISED = (
+    "bfloat16",
+    "float16",
+)  # to float32, for the reference; what is stored in eight bits stays so
 
 
 def check(
@@ -55,7 +58,13 @@ def check(
 
 
 def make_inputs(
-    contract: OpContract, problem: Problem, rows: int, device: torch.device, *, strided: bool, seed: int = 0
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+    *,
+    strided: bool,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Return fresh inputs for a problem; the same arguments give the same inputs."""
     generator = torch.Generator().manual_seed(seed * 7919 + rows)
@@ -71,8 +80,13 @@ def run(kernel: Callable[..., Any], contract: OpContract, arguments: Arguments) 
 
 
 def agrees_with_reference(
-    kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device,
-    *, strided: bool,
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+    *,
+    strided: bool,
 ) -> None:
     """Compare a kernel, given poisoned memory, with the reference in float32; and what it may not write with before.
 
@@ -87,14 +101,18 @@ def agrees_with_reference(
     for index, name in product(range(len(found) - len(contract.mutates)), given):
         same = name not in contract.mutates and is_shared(found[index], given[name])
         assert not same, f"{case}: result {index} is in the memory of {name}"
-    expected = reference(contract, problem, make_inputs(contract, problem, rows, device, strided=strided))
+    expected = reference(
+        contract, problem, make_inputs(contract, problem, rows, device, strided=strided)
+    )
     _agree(case, contract, problem, found, expected)
 
 
 def reference(contract: OpContract, problem: Problem, arguments: Arguments) -> list[Tensor]:
     """Return what the op's reference gives in float32, as `run` does. It may write into what the op mutates."""
     wide = {axis: "float32" if value in _RAISED else value for axis, value in problem.items()}
-    raised = {name: _wide(value) if _is_raised(value) else value for name, value in arguments.items()}
+    raised = {
+        name: _wide(value) if _is_raised(value) else value for name, value in arguments.items()
+    }
     return run(load_target(contract.reference)(wide), contract, raised)
 
 
@@ -108,7 +126,11 @@ def has_meaning(contract: OpContract, problem: Problem, rows: int, device: torch
 
 
 def keeps_nothing(
-    kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
 ) -> None:
     """Call a kernel twice with the same memory, which holds other values the second time.
 
@@ -120,7 +142,11 @@ def keeps_nothing(
     case = f"{contract.name} {dict(problem)}, {rows} rows, {device}"
     first = run(kernel, contract, given)
     mutated = [given[name] for name in contract.mutates]
-    kept = [(each, each.clone()) for each in first if not any(is_shared(each, other) for other in mutated)]
+    kept = [
+        (each, each.clone())
+        for each in first
+        if not any(is_shared(each, other) for other in mutated)
+    ]
     for name, value in other.items():
         if isinstance(value, Tensor):
             given[name].copy_(value)
@@ -128,11 +154,21 @@ def keeps_nothing(
     for each, before in kept:
         same = torch.equal(_wide(each), _wide(before))
         assert same, f"{case}: a second call wrote into what the first gave back"
-    _agree(f"{case}, called again with other values", contract, problem, second, reference(contract, problem, plain))
+    _agree(
+        f"{case}, called again with other values",
+        contract,
+        problem,
+        second,
+        reference(contract, problem, plain),
+    )
 
 
 def ignores_other_rows(
-    kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
 ) -> None:
     """Compare the bits of rows computed together with those of a few, the first and the last among them."""
     if any(name not in contract.rows for name in contract.mutates):
@@ -140,26 +176,39 @@ def ignores_other_rows(
     together = run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
     for part in (slice(0, 1), slice(rows // 3, rows // 3 + 3), slice(rows - 1, rows)):
         inputs = make_inputs(contract, problem, rows, device, strided=False)
-        alone = {name: value[part] if name in contract.rows else value for name, value in inputs.items()}
+        alone = {
+            name: value[part] if name in contract.rows else value for name, value in inputs.items()
+        }
         for got, want in zip(run(kernel, contract, alone), together, strict=True):
             same = torch.equal(_wide(got), _wide(want[part]))
             assert same, f"{contract.name} {dict(problem)}: a row depends on the others, of {rows}"
 
 
 def repeats(
-    kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
 ) -> None:
     """Compare the bits of a few calls with equal inputs."""
     first, *others = (
-        run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False)) for _ in range(_NUM_CALLS)
+        run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
+        for _ in range(_NUM_CALLS)
     )
-    for got, want in ((got, want) for other in others for got, want in zip(other, first, strict=True)):
+    for got, want in (
+        (got, want) for other in others for got, want in zip(other, first, strict=True)
+    ):
         same = torch.equal(_wide(got), _wide(want))
         assert same, f"{contract.name} {dict(problem)}: the same call gave other bits another time"
 
 
 def never_waits(
-    kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
 ) -> None:
     """Watch a call on the CPU for what would wait for a device."""
     given = make_inputs(contract, problem, rows, device, strided=False)
@@ -168,7 +217,11 @@ def never_waits(
 
 
 def replays(
-    kernel: Callable[..., Any], contract: OpContract, problem: Problem, rows: int, device: torch.device
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
 ) -> None:
     """Capture a call in a CUDA graph, replay it on other inputs, and compare bits with a plain call."""
     first, second, plain = (
@@ -189,14 +242,23 @@ def replays(
 
 
 def _agree(
-    case: str, contract: OpContract, problem: Problem, found: Sequence[Tensor], expected: Sequence[Tensor]
+    case: str,
+    contract: OpContract,
+    problem: Problem,
+    found: Sequence[Tensor],
+    expected: Sequence[Tensor],
 ) -> None:
     assert len(found) == len(expected), f"{case}: {len(found)} results instead of {len(expected)}"
     tolerance = contract.tolerance(problem["dtype"])
     for index, (got, want) in enumerate(zip(found, expected, strict=True)):
-        assert got.shape == want.shape, f"{case}: result {index} is {tuple(got.shape)}, not {tuple(want.shape)}"
+        assert got.shape == want.shape, (
+            f"{case}: result {index} is {tuple(got.shape)}, not {tuple(want.shape)}"
+        )
         torch.testing.assert_close(
-            _wide(got), _wide(want), rtol=tolerance.relative, atol=tolerance.absolute,
+            _wide(got),
+            _wide(want),
+            rtol=tolerance.relative,
+            atol=tolerance.absolute,
             msg=labelled(f"{case}: result {index}"),
         )
 
@@ -204,7 +266,10 @@ def _agree(
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Let torch fill what it allocates uninitialised with NaN (integers: their largest), its default here."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -222,4 +287,8 @@ def _is_raised(value: Any) -> bool:
 
 
 def _wide(value: Any) -> Any:
-    return value.to(torch.float32) if isinstance(value, Tensor) and value.is_floating_point() else value
+    return (
+        value.to(torch.float32)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )

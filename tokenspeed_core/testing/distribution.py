@@ -24,7 +24,9 @@ from tokenspeed_core.testing.imports import core_uses, entries_of, is_public, pa
 from tokenspeed_core.testing.loading import judged
 
 HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
-MOST_SECONDS = 0.3  # of the processor's time, to import what an entry names beyond the core's own api
+MOST_SECONDS = (
+    0.3  # of the processor's time, to import what an entry names beyond the core's own api
+)
 _PROBE = """
 import importlib, json, sys, time
 import tokenspeed_core.api
@@ -42,7 +44,9 @@ class DistributionConformance:
     def test_its_metadata_names_known_kinds_their_api_and_the_core_it_needs(self) -> None:
         """Every entry is usable here, and the distribution says for which tokenspeed-core it was made."""
         for entry in entries_of(self.distribution):
-            assert entry.status in (Status.OK, Status.SHADOWED), f"{entry.kind} {entry.name}: {entry.reason}"
+            assert entry.status in (Status.OK, Status.SHADOWED), (
+                f"{entry.kind} {entry.name}: {entry.reason}"
+            )
             assert entry.requires_core, (
                 f"{entry.distribution} says no range of tokenspeed-core; write {core_range()!r} in its dependencies"
             )
@@ -56,7 +60,9 @@ class DistributionConformance:
         version = importlib.metadata.version(self.distribution)
         for package in packages(entries_of(self.distribution)):
             said = literal(package / "__init__.py", "__version__")
-            assert said in (None, version), f"{package.name}.__version__ is {said}, and its metadata says {version}"
+            assert said in (None, version), (
+                f"{package.name}.__version__ is {said}, and its metadata says {version}"
+            )
 
     def test_its_compiled_code_was_built_for_what_is_here(self) -> None:
         """Its wheel's tags fit this Python and platform, and what it requires is installed in a version that fits."""
@@ -68,24 +74,36 @@ class DistributionConformance:
         for entry in entries_of(self.distribution):
             module = entry.value.partition(":")[0]
             done = subprocess.run(
-                [sys.executable, "-P", "-c", _PROBE.format(module=module)], capture_output=True, text=True, check=False
+                [sys.executable, "-P", "-c", _PROBE.format(module=module)],
+                capture_output=True,
+                text=True,
+                check=False,
             )
-            assert done.returncode == 0, f"{module} fails to import: {done.stderr.strip().splitlines()[-1:]}"
+            assert done.returncode == 0, (
+                f"{module} fails to import: {done.stderr.strip().splitlines()[-1:]}"
+            )
             seconds, loaded = json.loads(done.stdout.splitlines()[-1])
             heavy = sorted(set(HEAVY) & set(loaded))
             assert not heavy, (
                 f"importing {module} loads {', '.join(heavy)}; keep the descriptor apart from what `load` names"
             )
-            assert seconds < MOST_SECONDS, f"importing {module} takes {seconds:.2f} s; at most {MOST_SECONDS} s"
+            assert seconds < MOST_SECONDS, (
+                f"importing {module} takes {seconds:.2f} s; at most {MOST_SECONDS} s"
+            )
 
     def test_it_imports_only_what_is_public_of_the_core(self) -> None:
         """`tokenspeed_core.api`, `.commands`, `.testing` and what `tokenspeed_core` itself lists, as its sources say.
 
         They are read, not run: import statements, names written out in `import_module` and the like, attributes.
         """
-        private = [f"{path.name}:{line}: {name}" for path, line, name in core_uses(self.distribution)
-                   if not is_public(name)]
-        assert not private, f"not public, so they may change without notice: {'; '.join(dict.fromkeys(private))}"
+        private = [
+            f"{path.name}:{line}: {name}"
+            for path, line, name in core_uses(self.distribution)
+            if not is_public(name)
+        ]
+        assert not private, (
+            f"not public, so they may change without notice: {'; '.join(dict.fromkeys(private))}"
+        )
 
     def test_what_it_loads_holds_only_what_is_public_of_the_core(self) -> None:
         """What its entries name is loaded in another process: its globals have nothing internal, however it got there.
@@ -94,9 +112,13 @@ class DistributionConformance:
         """
         done = subprocess.run(
             [sys.executable, "-P", "-m", "tokenspeed_core.testing.imports", self.distribution],
-            capture_output=True, text=True, check=False,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        assert done.returncode == 0, f"what its entries name ends the process: {done.stderr.strip().splitlines()[-1:]}"
+        assert done.returncode == 0, (
+            f"what its entries name ends the process: {done.stderr.strip().splitlines()[-1:]}"
+        )
         held = json.loads(done.stdout.splitlines()[-1])
         assert not held, f"not public, so they may change without notice: {'; '.join(held)}"
 
@@ -109,8 +131,14 @@ class DistributionConformance:
         """What each entry names exists, and is what its kind needs, as a KernelSpec is for kernels."""
         everything = Catalog.discover(Selection(), check=False).all()
         usable = (each for each in entries_of(self.distribution) if each.status is Status.OK)
-        failed = [each for each in (judged(each, everything) for each in usable) if each.status is Status.FAILED]
-        told = (f"{each.kind} {each.name}: {each.reason}\n{each.traceback}".rstrip() for each in failed)
+        failed = [
+            each
+            for each in (judged(each, everything) for each in usable)
+            if each.status is Status.FAILED
+        ]
+        told = (
+            f"{each.kind} {each.name}: {each.reason}\n{each.traceback}".rstrip() for each in failed
+        )
         assert not failed, "\n".join(told)
 
 
@@ -118,10 +146,15 @@ def deprecated_uses(distribution: str) -> list[str]:
     """Return the uses of what is deprecated that an installed distribution's metadata and imports show; none runs."""
     entries = entries_of(distribution)
     named = {entry: contract(entry.kind, entry.api) for entry in entries}
-    uses = [f"{entry.name}: {old} {DEPRECATED[old]}" for entry, old in named.items() if old in DEPRECATED]
+    uses = [
+        f"{entry.name}: {old} {DEPRECATED[old]}"
+        for entry, old in named.items()
+        if old in DEPRECATED
+    ]
     uses += [
         f"{path.name}:{line}: {name} {DEPRECATED[name]}"
-        for path, line, name in core_uses(distribution) if name in DEPRECATED
+        for path, line, name in core_uses(distribution)
+        if name in DEPRECATED
     ]
     return list(dict.fromkeys(uses))
 

@@ -16,10 +16,15 @@ from tokenspeed_core.testing.cells import LARGEST, cells, is_sensible
 
 _SIZES = (1, 3, 17, 257, LARGEST + 1)
 _LARGE = {"vocab_size": (262_145,)}  # what is larger in the field than other axes are
-_ATTENTION: dict[str, tuple[int, ...]] = {"head_size": (8, 80, 256, 512), "block_size": (1, 24, 128)}
+_ATTENTION: dict[str, tuple[int, ...]] = {
+    "head_size": (8, 80, 256, 512),
+    "block_size": (1, 24, 128),
+}
 _GROUPS = ((1, 1), (5, 5), (32, 1), (48, 16))
 _WINDOWS = (1, LARGEST)
-_EIGHT_BITS = "float8_e4m3fn"  # of caches, the type besides that of the activations which users can ask for
+_EIGHT_BITS = (
+    "float8_e4m3fn"  # of caches, the type besides that of the activations which users can ask for
+)
 
 
 def edges(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:
@@ -31,21 +36,31 @@ def edges(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:
         problem = {**inside, **changed}
         if contract.name == "attention" and "scale" not in changed:
             problem["scale"] = problem["head_size"] ** -0.5
-        if problem != inside and is_sensible(problem) and not any(problem_refusals(spec.capability, problem)):
+        if (
+            problem != inside
+            and is_sensible(problem)
+            and not any(problem_refusals(spec.capability, problem))
+        ):
             yield problem
 
 
 def _open_axes(capability: Capability, axes: Iterable[str]) -> list[str]:
     """Return those of an op's axes that a capability bounds by nothing."""
     named = {
-        "kv_dtype": capability.kv_dtypes, "head_size": capability.head_sizes, "block_size": capability.block_sizes,
+        "kv_dtype": capability.kv_dtypes,
+        "head_size": capability.head_sizes,
+        "block_size": capability.block_sizes,
         "phase": capability.phases,
     }
-    bounded = {axis for axis, allowed in named.items() if allowed} | {limit.axis for limit in capability.limits}
+    bounded = {axis for axis, allowed in named.items() if allowed} | {
+        limit.axis for limit in capability.limits
+    }
     return [axis for axis in axes if axis not in bounded]
 
 
-def _changes(capability: Capability, contract: OpContract, inside: Problem) -> Iterator[dict[str, Any]]:
+def _changes(
+    capability: Capability, contract: OpContract, inside: Problem
+) -> Iterator[dict[str, Any]]:
     for axis in _open_axes(capability, inside):
         if axis == "kv_dtype":
             yield {axis: _EIGHT_BITS}

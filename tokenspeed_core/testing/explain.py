@@ -14,7 +14,9 @@ def explain(plan: KernelPlan, op: str, layer: int | None = None) -> str:
     """
     found = plan.find(op, layer)
     if not found:
-        raise ValueError(f"no op {op!r} at layer {layer} in the plan; it has {sorted({p.op for p in plan.ops})}")
+        raise ValueError(
+            f"no op {op!r} at layer {layer} in the plan; it has {sorted({p.op for p in plan.ops})}"
+        )
     return "\n".join(line for planned in found for line in _lines(planned))
 
 
@@ -23,7 +25,9 @@ def backends(plan: KernelPlan) -> dict[str, tuple[str, ...]]:
     used: dict[str, tuple[str, ...]] = {}
     for planned in plan.ops:
         names = used.get(planned.family, ())
-        used[planned.family] = names if planned.backend in ("", *names) else (*names, planned.backend)
+        used[planned.family] = (
+            names if planned.backend in ("", *names) else (*names, planned.backend)
+        )
     return used
 
 

@@ -58,11 +58,15 @@ def _moved(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Guard]:
     size = first.element_size()
     old = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
     room = _GUARD // size
-    memory = torch.full((len(old) + 2 * room,), _poison(first.dtype), dtype=first.dtype, device=first.device)
+    memory = torch.full(
+        (len(old) + 2 * room,), _poison(first.dtype), dtype=first.dtype, device=first.device
+    )
     covered: dict[str, Tensor] = {}
     for name, each in tensors.items():
         covered[name] = torch.zeros(len(memory), dtype=torch.bool, device=first.device)
-        covered[name].as_strided(each.shape, each.stride(), each.storage_offset() + room).fill_(True)
+        covered[name].as_strided(each.shape, each.stride(), each.storage_offset() + room).fill_(
+            True
+        )
     taken = torch.stack(list(covered.values())).any(dim=0)
     raw = memory.view(torch.uint8).view(-1, size)  # torch moves no eight-bit floats by a mask
     raw[taken] = old.view(torch.uint8).view(-1, size)[taken[room : room + len(old)]]

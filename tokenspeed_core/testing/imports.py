@@ -28,9 +28,18 @@ from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.selection import Selection, normalise
 
 CORE = tokenspeed_core.__name__
-_LISTING = tuple(f"{CORE}.{name}" for name in ("api", "commands", "commands.planning", "commands.settings"))
+_LISTING = tuple(
+    f"{CORE}.{name}" for name in ("api", "commands", "commands.planning", "commands.settings")
+)
 """The public modules of which only `__all__` is public."""
-_BY_NAME = ("import_module", "__import__", "resolve_name", "find_spec", "reload", "run_module")  # take a module's name
+_BY_NAME = (
+    "import_module",
+    "__import__",
+    "resolve_name",
+    "find_spec",
+    "reload",
+    "run_module",
+)  # take a module's name
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
@@ -49,7 +58,9 @@ def is_public(name: str) -> bool:
 def entries_of(distribution: str) -> tuple[Entry, ...]:
     """Return the entries of an installed distribution. Raises AssertionError where there are none."""
     wanted = normalise(distribution)
-    found = tuple(e for e in Catalog.discover(Selection(), check=False).all() if e.distribution == wanted)
+    found = tuple(
+        e for e in Catalog.discover(Selection(), check=False).all() if e.distribution == wanted
+    )
     assert found, f"{wanted} is not installed, or names no entry point of a group `tokenspeed.*`"
     return found
 
@@ -57,14 +68,21 @@ def entries_of(distribution: str) -> tuple[Entry, ...]:
 def packages(entries: Sequence[Entry]) -> list[Path]:
     """Return the folders of the top-level packages that entries are in."""
     specs = [importlib.util.find_spec(name) for name in _tops(entries)]
-    return [Path(spec.origin).parent for spec in specs if spec and spec.origin and spec.submodule_search_locations]
+    return [
+        Path(spec.origin).parent
+        for spec in specs
+        if spec and spec.origin and spec.submodule_search_locations
+    ]
 
 
 def sources(distribution: str) -> list[Path]:
     """Return the Python files of a distribution: of what its entries name, and all that its metadata records."""
     recorded = importlib.metadata.files(distribution) or ()
-    found = {Path(str(each.locate())).resolve() for each in recorded
-             if each.suffix == ".py" and not each.name.startswith("__editable__")}  # what pip wrote for itself
+    found = {
+        Path(str(each.locate())).resolve()
+        for each in recorded
+        if each.suffix == ".py" and not each.name.startswith("__editable__")
+    }  # what pip wrote for itself
     for name in _tops(entries_of(distribution)):
         spec = importlib.util.find_spec(name)
         folders = (spec and spec.submodule_search_locations) or ()
@@ -81,7 +99,9 @@ def core_uses(distribution: str) -> Iterator[tuple[Path, int, str]]:
         known = _bound(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.stmt | ast.expr):
-                yield from ((path, node.lineno, name) for name in _named(node, known) if _is_core(name))
+                yield from (
+                    (path, node.lineno, name) for name in _named(node, known) if _is_core(name)
+                )
 
 
 def internals_held(distribution: str) -> list[str]:
@@ -93,13 +113,22 @@ def internals_held(distribution: str) -> list[str]:
     entries = entries_of(distribution)
     _load([entry for entry in entries if entry.status is Status.OK])
     tops = _tops(entries)
-    mine = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in tops and module}
+    mine = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in tops and module
+    }
     public = tuple(origin for value in _public_values() if (origin := _origin(value)))
-    return sorted({
-        f"{name}.{key} is {origin}" for name, module in mine.items() for key, value in vars(module).items()
-        if (origin := _origin(value)) and not is_public(origin)
-        and not any(origin == each or origin.startswith(f"{each}.") for each in public)
-    })
+    return sorted(
+        {
+            f"{name}.{key} is {origin}"
+            for name, module in mine.items()
+            for key, value in vars(module).items()
+            if (origin := _origin(value))
+            and not is_public(origin)
+            and not any(origin == each or origin.startswith(f"{each}.") for each in public)
+        }
+    )
 
 
 def _load(entries: Sequence[Entry]) -> None:
@@ -148,8 +177,15 @@ def _bound(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.Import):
             for alias in filter(lambda each: _is_core(each.name), node.names):
                 known[alias.asname or CORE] = alias.name if alias.asname else CORE
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level and _is_core(node.module):
-            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and not node.level
+            and _is_core(node.module)
+        ):
+            known |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             others.add(node.id)
         elif isinstance(node, ast.arg):
@@ -173,7 +209,11 @@ def _named(node: ast.AST, known: Mapping[str, str]) -> Iterator[str]:
         words = [_text(each) for each in (*node.args, *(each.value for each in node.keywords))]
         if called in _BY_NAME and words and words[0]:
             package = next((each for each in words[1:] if _is_core(each)), "")
-            yield importlib.util.resolve_name(words[0], package) if package else words[0].replace(":", ".")
+            yield (
+                importlib.util.resolve_name(words[0], package)
+                if package
+                else words[0].replace(":", ".")
+            )
         elif called == "getattr" and len(words) > 1 and words[1]:
             yield f"{_dotted(node.args[0], known)}.{words[1]}"
         elif called == "get" and ast.unparse(node.func).endswith("modules.get") and words:

@@ -14,7 +14,9 @@ from torch import Generator, Tensor, device
 from tokenspeed_core.kernels.ops import Problem
 
 
-def write_kv(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def write_kv(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make k and v [T, K, D]; caches of one of two layers of an arena; distinct slots, every fifth one -1."""
     heads, size, block = problem["num_kv_heads"], problem["head_size"], problem["block_size"]
     num_blocks = num // block + 3
@@ -23,18 +25,33 @@ def write_kv(problem: Problem, num: int, at: device, seed: Generator, strided: b
     slots = torch.randperm(num_blocks * block, generator=seed)[:num]
     slots[::5] = -1
     wide = random((num, 3 * heads, size), problem, at, seed)
-    k, v = (wide[:, :heads], wide[:, heads : 2 * heads]) if strided else (
-        wide[:, :heads].contiguous(), wide[:, heads : 2 * heads].contiguous()
+    k, v = (
+        (wide[:, :heads], wide[:, heads : 2 * heads])
+        if strided
+        else (wide[:, :heads].contiguous(), wide[:, heads : 2 * heads].contiguous())
     )
-    return {"k": k, "v": v, "k_cache": arena[:, 1, 0], "v_cache": arena[:, 1, 1], "slots": slots.to(at)}
+    return {
+        "k": k,
+        "v": v,
+        "k_cache": arena[:, 1, 0],
+        "v_cache": arena[:, 1, 1],
+        "slots": slots.to(at),
+    }
 
 
-def greedy(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def greedy(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make logits [S, V], coarse enough to have equal ones."""
-    return {"logits": (random_rows(num, problem["vocab_size"], problem, at, seed, strided) * 2).round() / 2}
+    return {
+        "logits": (random_rows(num, problem["vocab_size"], problem, at, seed, strided) * 2).round()
+        / 2
+    }
 
 
-def sample(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def sample(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make logits float32 [S, V] and every mix of filters, temperature 0 included."""
     logits = random_rows(num, problem["vocab_size"], {"dtype": "float32"}, at, seed, strided) * 3
     row = torch.arange(num)
@@ -54,7 +71,9 @@ def random(shape: tuple[int, ...], problem: Problem, at: device, seed: Generator
     return torch.randn(shape, generator=seed).to(getattr(torch, problem["dtype"])).to(at)
 
 
-def random_rows(num: int, size: int, problem: Problem, at: device, seed: Generator, strided: bool) -> Tensor:
+def random_rows(
+    num: int, size: int, problem: Problem, at: device, seed: Generator, strided: bool
+) -> Tensor:
     """Make normal rows [T, size], cut from wider ones if strided."""
     if not strided:
         return random((num, size), problem, at, seed)

@@ -39,7 +39,9 @@ class KernelConformance:
         """Odd shapes, no rows, strided inputs; what nobody wrote is NaN; inputs stay as they were."""
         for device in self._devices():
             if self.spec.op == "attention":
-                assert of_attention.check_attention(self.spec, device), "it declares no problem that the kit has"
+                assert of_attention.check_attention(self.spec, device), (
+                    "it declares no problem that the kit has"
+                )
             else:
                 conformance.check(self.spec, device, contract=self._contract())
 
@@ -47,7 +49,9 @@ class KernelConformance:
         """Every pair of declared values on a CPU, every combination on a device, against the reference."""
         for device in self._devices():
             problems = list(cells(self.spec, self._contract(), pairs_only=device.type == "cpu"))
-            assert problems, f"{self.spec.backend} declares no problem of op {self.spec.op!r} that the kit can make"
+            assert problems, (
+                f"{self.spec.backend} declares no problem of op {self.spec.op!r} that the kit can make"
+            )
             for problem in problems:
                 self._computes(problem, device, "declares")
 
@@ -56,7 +60,9 @@ class KernelConformance:
         contract = self._contract()
         for device in self._devices():
             for problem in edges(self.spec, contract):
-                if contract.name == "attention" or conformance.has_meaning(contract, problem, _FEW, device):
+                if contract.name == "attention" or conformance.has_meaning(
+                    contract, problem, _FEW, device
+                ):
                     self._computes(problem, device, "does not exclude")
 
     def test_no_declared_cell_waits_for_another_machine(self) -> None:
@@ -74,19 +80,32 @@ class KernelConformance:
         computes all that its bounds let through, the cells and the edges ask.
         """
         contract, here = self._contract(), self._declared_platform()
-        asked, inside = Asked(self.spec, contract), next(cells(self.spec, contract, pairs_only=True), None)
+        asked, inside = (
+            Asked(self.spec, contract),
+            next(cells(self.spec, contract, pairs_only=True), None),
+        )
         cases = [
-            ("it is not declared window" if what.startswith("window") else f"{what} is", asked.refusals(problem, here))
+            (
+                "it is not declared window" if what.startswith("window") else f"{what} is",
+                asked.refusals(problem, here),
+            )
             for what, problem in beyond(self.spec, contract)
         ]
         assert inside is not None
         for feature in sorted({"graph_safe", "batch_invariant"} - self.spec.capability.features):
-            cases.append((f"it is not declared {feature}", asked.refusals(inside, here, frozenset({feature}))))
+            cases.append(
+                (
+                    f"it is not declared {feature}",
+                    asked.refusals(inside, here, frozenset({feature})),
+                )
+            )
         for platform, said in self._other_platforms():
             cases.append((said, asked.refusals(inside, platform)))
         for said, reasons in cases:
             why = "; ".join(reasons) or "nothing, and taken"
-            assert any(reason.startswith(said) for reason in reasons), f"not refused because '{said} …', but for {why}"
+            assert any(reason.startswith(said) for reason in reasons), (
+                f"not refused because '{said} …', but for {why}"
+            )
         reasons = asked.refusals(inside, here)
         left = [each for each in reasons if not (each.startswith(DOES_NOT_LOAD) and self._lacks())]
         assert not left, f"it declares {dict(inside)}, and is refused: {'; '.join(left)}"
@@ -98,12 +117,16 @@ class KernelConformance:
         for device in self._devices():
             for problem in cells(self.spec, self._contract(), pairs_only=True):
                 if self.spec.op == "attention":
-                    of_attention.ignores_other_rows(self.spec.factory(), AttentionProblem(**problem), device)
+                    of_attention.ignores_other_rows(
+                        self.spec.factory(), AttentionProblem(**problem), device
+                    )
                 else:
                     kernel = self.spec.factory()(problem)
                     conformance.repeats(kernel, self._contract(), problem, 33, device)
                     for rows in _MANY:
-                        conformance.ignores_other_rows(kernel, self._contract(), problem, rows, device)
+                        conformance.ignores_other_rows(
+                            kernel, self._contract(), problem, rows, device
+                        )
 
     def test_a_captured_call_replays_where_it_claims_so(self) -> None:
         """CUDA graphs, captured on some inputs and replayed on others. Attention: decodes, and prompts beside them.
@@ -121,7 +144,9 @@ class KernelConformance:
             if self.spec.op == "attention":
                 replays(self.spec, AttentionProblem(**problem), device)
                 if device.type == "cpu":
-                    of_attention.never_waits(self.spec.factory(), AttentionProblem(**problem), device)
+                    of_attention.never_waits(
+                        self.spec.factory(), AttentionProblem(**problem), device
+                    )
             else:
                 ask = conformance.replays if device.type == "cuda" else conformance.never_waits
                 ask(self.spec.factory()(problem), self._contract(), problem, 33, device)
@@ -135,17 +160,24 @@ class KernelConformance:
         """Return this machine's devices that the spec declares. Raises SkipTest where there is none."""
         missing = self._missing_modules()
         if missing:
-            raise SkipTest(f"{', '.join(missing)} is not installed; {self.spec.obtain or 'install it'}")
+            raise SkipTest(
+                f"{', '.join(missing)} is not installed; {self.spec.obtain or 'install it'}"
+            )
         found = self._here()
         if not found:
             raise SkipTest(f"this machine lacks {' and '.join(self._missing_devices())}")
         return found
 
     def _here(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in self.spec.capability.platforms if self._is_here(kind)]
+        return [
+            torch.device(kind) for kind in self.spec.capability.platforms if self._is_here(kind)
+        ]
 
     def _lacks(self) -> list[str]:
-        return [*self._missing_devices(), *(f"the module {name}" for name in self._missing_modules())]
+        return [
+            *self._missing_devices(),
+            *(f"the module {name}" for name in self._missing_modules()),
+        ]
 
     def _missing_modules(self) -> list[str]:
         return [name for name in self.spec.requires if not has_module(name)]
@@ -154,7 +186,8 @@ class KernelConformance:
         declared = self.spec.capability
         return [
             _named(kind, declared.min_compute_capability, declared.max_compute_capability)
-            for kind in declared.platforms if not self._is_here(kind)
+            for kind in declared.platforms
+            if not self._is_here(kind)
         ]
 
     def _is_here(self, kind: str) -> bool:
@@ -162,7 +195,10 @@ class KernelConformance:
             return kind == "cpu"
         if not torch.cuda.is_available():
             return False
-        low, high = self.spec.capability.min_compute_capability, self.spec.capability.max_compute_capability
+        low, high = (
+            self.spec.capability.min_compute_capability,
+            self.spec.capability.max_compute_capability,
+        )
         found = torch.cuda.get_device_capability()
         return (low is None or low <= found) and (high is None or found <= high)
 
@@ -179,16 +215,23 @@ class KernelConformance:
 
     def _runs(self, problem: Problem, device: torch.device) -> None:
         if self.spec.op == "attention":
-            of_attention.attends_once(self.spec.factory(), AttentionProblem(**problem), device,
-                                      _DECODE if problem["phase"] == "decode" else _PREFILL)
+            of_attention.attends_once(
+                self.spec.factory(),
+                AttentionProblem(**problem),
+                device,
+                _DECODE if problem["phase"] == "decode" else _PREFILL,
+            )
         else:
             kernel = self.spec.factory()(problem)
-            conformance.agrees_with_reference(kernel, self._contract(), problem, _FEW, device, strided=False)
+            conformance.agrees_with_reference(
+                kernel, self._contract(), problem, _FEW, device, strided=False
+            )
 
     def _declared_platform(self) -> PlatformInfo:
         declared = self.spec.capability
         return PlatformInfo(
-            declared.platforms[0], declared.min_compute_capability or declared.max_compute_capability
+            declared.platforms[0],
+            declared.min_compute_capability or declared.max_compute_capability,
         )
 
     def _other_platforms(self) -> list[tuple[PlatformInfo, str]]:
@@ -200,7 +243,10 @@ class KernelConformance:
         kind = declared.platforms[0]
         return [
             (PlatformInfo("none"), "it runs on"),
-            *((PlatformInfo(kind, each), f"compute capability {each[0]}.{each[1]} is") for each in beside),
+            *(
+                (PlatformInfo(kind, each), f"compute capability {each[0]}.{each[1]} is")
+                for each in beside
+            ),
         ]
 
 

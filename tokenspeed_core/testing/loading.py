@@ -21,9 +21,15 @@ from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
 from tokenspeed_core.plugins.metadata import check_build
 
-_DESCRIPTORS: Mapping[str, type[Any]] = {  # what an entry names, of the kinds whose entries are loaded on demand
-    "models": ModelSpec, "load_formats": LoadFormat, "quantization": Quantization, "checkpoints": Checkpoint,
-    "tool_parsers": ParserSpec, "reasoning_parsers": ParserSpec,
+_DESCRIPTORS: Mapping[
+    str, type[Any]
+] = {  # what an entry names, of the kinds whose entries are loaded on demand
+    "models": ModelSpec,
+    "load_formats": LoadFormat,
+    "quantization": Quantization,
+    "checkpoints": Checkpoint,
+    "tool_parsers": ParserSpec,
+    "reasoning_parsers": ParserSpec,
 }
 _CALLED = ("commands", "locks", "policies")
 
@@ -65,7 +71,9 @@ def _beside_ops(entry: Entry, entries: Sequence[Entry]) -> Catalog:
     alone = replace(entry, status=Status.OK, reason="")  # a clash may be settled where it was asked
     if entry.kind != "ops" and not entry.kind.startswith(KERNELS_PREFIX):
         return Catalog([alone])
-    beside = [each for each in entries if each == entry or (each.kind, each.status) == ("ops", Status.OK)]
+    beside = [
+        each for each in entries if each == entry or (each.kind, each.status) == ("ops", Status.OK)
+    ]
     return Catalog([alone if each == entry else each for each in beside])
 
 

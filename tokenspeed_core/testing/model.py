@@ -66,11 +66,19 @@ class ModelConformance:
         with tempfile.TemporaryDirectory(prefix="tokenspeed-") as folder:
             Path(folder, "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
             asked = Config(
-                model=folder, dtype="float32", device="cpu", load_format="dummy", max_num_seqs=4,
-                chunked_prefill_size=MOST_TOKENS, block_size=BLOCK_SIZE, max_total_tokens=1024,
+                model=folder,
+                dtype="float32",
+                device="cpu",
+                load_format="dummy",
+                max_num_seqs=4,
+                chunked_prefill_size=MOST_TOKENS,
+                block_size=BLOCK_SIZE,
+                max_total_tokens=1024,
             )
             resolved = resolve(asked, catalog)
-        limits = replace(resolved.limits, max_model_len=MOST_TOKENS)  # whatever the family's own length
+        limits = replace(
+            resolved.limits, max_model_len=MOST_TOKENS
+        )  # whatever the family's own length
         return build(replace(resolved, limits=limits), catalog, lambda what, done, total: None)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelInfo:

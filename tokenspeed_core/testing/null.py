@@ -18,7 +18,7 @@ from tokenspeed_core.kv.groups import CacheGroupSpec
 from tokenspeed_core.step import I32, LateInputs, StepFailed, StepPlan, StepResult
 
 _PRIME = 1_000_003
-Allowed = Callable[[int, int], bool]   # (last token, candidate) -> whether a mask lets it pass
+Allowed = Callable[[int, int], bool]  # (last token, candidate) -> whether a mask lets it pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ class NullModel:
         """Return the recurrent state after one more token."""
         return (state * 31 + token * 7 + 1) % _PRIME
 
-    def next_token(self, state: int, window: Sequence[int], mask: Sequence[bool] | None = None) -> int:
+    def next_token(
+        self, state: int, window: Sequence[int], mask: Sequence[bool] | None = None
+    ) -> int:
         """Return the next token: a hash of the state and the window, or the first allowed one after it."""
         token = (state + sum(t * (i + 1) for i, t in enumerate(window))) % self.vocab_size
         if mask is not None:
@@ -43,7 +45,9 @@ class NullModel:
                 token = (token + 1) % self.vocab_size
         return token
 
-    def expected(self, prompt: Sequence[int], num_tokens: int, allowed: Allowed | None = None) -> list[int]:
+    def expected(
+        self, prompt: Sequence[int], num_tokens: int, allowed: Allowed | None = None
+    ) -> list[int]:
         """Return what a sequence must get, computed one token after another."""
         tokens, state = list(prompt), 0
         for token in tokens:
@@ -63,8 +67,16 @@ class NullRunner:
     """
 
     def __init__(
-        self, model: NullModel, groups: Sequence[CacheGroupSpec], num_pages: int, block_size: int,
-        max_num_seqs: int, max_model_len: int, *, seed: int = 0, fail_at: frozenset[int] = frozenset(),
+        self,
+        model: NullModel,
+        groups: Sequence[CacheGroupSpec],
+        num_pages: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        seed: int = 0,
+        fail_at: frozenset[int] = frozenset(),
     ) -> None:
         """Start with a poisoned cache. Steps in `fail_at` raise StepFailed when collected."""
         self.model, self.groups, self.block_size = model, tuple(groups), block_size
@@ -103,11 +115,19 @@ class NullRunner:
             if row < plan.num_decodes:
                 rows.append(self._decode(plan, row, int(slot), masks.get(row)))
             else:
-                rows.append(self._finish_chunk(plan, row, int(slot), chunks[row - plan.num_decodes], masks.get(row)))
-        self._results.append(StepResult(
-            step_id, np.asarray([len(r) for r in rows], np.int32),
-            np.asarray([token for r in rows for token in r], np.int32), None,
-        ))
+                rows.append(
+                    self._finish_chunk(
+                        plan, row, int(slot), chunks[row - plan.num_decodes], masks.get(row)
+                    )
+                )
+        self._results.append(
+            StepResult(
+                step_id,
+                np.asarray([len(r) for r in rows], np.int32),
+                np.asarray([token for r in rows for token in r], np.int32),
+                None,
+            )
+        )
 
     def collect(self, step_id: int) -> StepResult:
         """Return the oldest result."""
@@ -140,7 +160,12 @@ class NullRunner:
         return chunks
 
     def _finish_chunk(
-        self, plan: StepPlan, row: int, slot: int, tokens: list[int], mask: list[bool] | None,
+        self,
+        plan: StepPlan,
+        row: int,
+        slot: int,
+        tokens: list[int],
+        mask: list[bool] | None,
     ) -> list[int]:
         start = int(plan.num_computed_tokens[row])
         for i, token in enumerate(tokens):
@@ -161,7 +186,9 @@ class NullRunner:
             self._write(slot, position, token)
             self._advance(slot, position, token)
             position += 1
-            token = self.model.next_token(self._state(slot, position), self._window(slot, position), mask)
+            token = self.model.next_token(
+                self._state(slot, position), self._window(slot, position), mask
+            )
             emitted.append(token)
             if i + 1 < num_query and self._random.random() > 0.6:
                 for rejected in range(position, position + num_query - i - 1):
@@ -184,7 +211,9 @@ class NullRunner:
                 page = table[slot, 0]
                 if position == 0:
                     self.states[page] = self.state_lens[page] = 0
-                assert self.state_lens[page] == position, "a recurrent state does not stand where the row starts"
+                assert self.state_lens[page] == position, (
+                    "a recurrent state does not stand where the row starts"
+                )
                 self.states[page] = self.model.advance(int(self.states[page]), token)
                 self.state_lens[page] += 1
 

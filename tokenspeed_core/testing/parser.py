@@ -18,14 +18,26 @@ NUM_TEXTS = 300
 TOOL = {
     "type": "function",
     "function": {
-        "name": "get_weather", "description": "Get the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
 CALL = ("get_weather", {"city": "Paris"})
 THOUGHT, ANSWER = "It rains.", "Take a coat."
 CONTEXT = ParserContext((TOOL,), "<|user|>\nWhat is the weather in Paris?\n<|assistant|>\n")
-PLAIN = ("Hello.", "x", "Is 2 < 3 and 5 > 4?", "a: {1, 2}, [b]", "naïve 日本語 🙂\n\ntwo lines", 'He said "no".')
+PLAIN = (
+    "Hello.",
+    "x",
+    "Is 2 < 3 and 5 > 4?",
+    "a: {1, 2}, [b]",
+    "naïve 日本語 🙂\n\ntwo lines",
+    'He said "no".',
+)
 
 Parts = Sequence[tuple[str, str]]  # (kind, text), neighbours of a kind joined
 
@@ -63,12 +75,18 @@ class ParserConformance:
 
     def test_events_are_in_order_and_never_empty(self) -> None:
         """Arguments follow a call; calls are for tool parsers, reasoning for the others."""
-        known = {"content", "call", "arguments"} if self.kind == "tool_parsers" else {"content", "reasoning"}
+        known = (
+            {"content", "call", "arguments"}
+            if self.kind == "tool_parsers"
+            else {"content", "reasoning"}
+        )
         for text, deltas in cuts(self.spec.example):
             before = ""
             for event in read(self.spec, deltas):
                 assert event.kind in known and event.text, f"{event} in {text!r}"
-                assert event.kind != "arguments" or before in ("call", "arguments"), f"{event} in {text!r}"
+                assert event.kind != "arguments" or before in ("call", "arguments"), (
+                    f"{event} in {text!r}"
+                )
                 before = event.kind
 
     def test_what_is_no_reasoning_and_no_call_stays_as_it_is(self) -> None:
@@ -91,7 +109,9 @@ class ParserConformance:
             parts = self._read(example[:end])
             if any(kind == "call" for kind, _ in parts):
                 (arguments,) = [said for kind, said in parts if kind == "arguments"] or [""]
-                assert dict(whole)["arguments"].startswith(arguments), f"{parts} of {example[:end]!r}"
+                assert dict(whole)["arguments"].startswith(arguments), (
+                    f"{parts} of {example[:end]!r}"
+                )
             else:
                 num_lost = end - sum(len(said) for _, said in parts)
                 most = 0 if self.kind == "tool_parsers" else num_marks
@@ -101,7 +121,9 @@ class ParserConformance:
         return joined(read(self.spec, deltas))
 
 
-def read(spec: ParserSpec, deltas: Sequence[str], context: ParserContext = CONTEXT) -> Iterator[ReplyEvent]:
+def read(
+    spec: ParserSpec, deltas: Sequence[str], context: ParserContext = CONTEXT
+) -> Iterator[ReplyEvent]:
     """Yield the events of a reply that comes in deltas."""
     parser = spec.make(context)
     for delta in deltas:
@@ -125,7 +147,18 @@ def cuts(example: str, num: int = NUM_TEXTS) -> Iterator[tuple[str, list[str]]]:
     for at in range(1, len(example)):
         yield example, [example[:at], example[at:]]
     chance = random.Random(7)
-    words = [*re.findall(r"</?\w+>|\w+|\W", example), "and ", "<", "</", "{", "}", '"', "\\", "\n", "🙂"]
+    words = [
+        *re.findall(r"</?\w+>|\w+|\W", example),
+        "and ",
+        "<",
+        "</",
+        "{",
+        "}",
+        '"',
+        "\\",
+        "\n",
+        "🙂",
+    ]
     for number in range(num):
         text = "".join(chance.choices(words, k=chance.randint(1, 30)))
         if number % 3 == 0:  # a reply as it should be, and what should not follow
@@ -133,8 +166,15 @@ def cuts(example: str, num: int = NUM_TEXTS) -> Iterator[tuple[str, list[str]]]:
         elif number % 3 == 1:
             at = chance.randint(0, len(example))
             text = example[:at] + text + example[at:]
-        places = sorted(chance.sample(range(1, len(text)), min(len(text) - 1, chance.randint(0, 9)))) if text else []
-        yield text, [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True) if b > a]
+        places = (
+            sorted(chance.sample(range(1, len(text)), min(len(text) - 1, chance.randint(0, 9))))
+            if text
+            else []
+        )
+        yield (
+            text,
+            [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True) if b > a],
+        )
         yield text, list(text)
 
 

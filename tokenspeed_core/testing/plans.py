@@ -12,8 +12,15 @@ from tokenspeed_core.step import BlockCopy, BlockDelta, Runner, SlotInits, StepP
 
 _NONE = np.zeros(0, np.int32)
 _DEFAULTS: dict[str, Any] = {
-    "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0,
-    "frequency_penalty": 0.0, "repetition_penalty": 1.0, "seed": 0, "logprobs": -1,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 0,
+    "logprobs": -1,
 }
 
 
@@ -49,23 +56,39 @@ class PlanMaker:
         self.next_step = 0
 
     def add(
-        self, name: str, prompt: Sequence[int], slot: int, *, bias: Mapping[int, float] | None = None,
-        shared: tuple[str, int] | None = None, **params: Any,
+        self,
+        name: str,
+        prompt: Sequence[int],
+        slot: int,
+        *,
+        bias: Mapping[int, float] | None = None,
+        shared: tuple[str, int] | None = None,
+        **params: Any,
     ) -> Tracked:
         """Add a sequence to a slot; `shared` (name, tokens) takes full blocks of another as its prefix."""
         blocks: list[list[int]] = [[] for _ in range(self.num_groups)]
         num_computed = 0
         if shared is not None:
             num_computed = shared[1]
-            blocks = [list(b[: num_computed // self.block_size]) for b in self.sequences[shared[0]].blocks]
+            blocks = [
+                list(b[: num_computed // self.block_size]) for b in self.sequences[shared[0]].blocks
+            ]
         sequence = Tracked(
-            slot, list(prompt), len(prompt), num_computed, blocks, {**_DEFAULTS, **params}, dict(bias or {}),
+            slot,
+            list(prompt),
+            len(prompt),
+            num_computed,
+            blocks,
+            {**_DEFAULTS, **params},
+            dict(bias or {}),
             num_sent=[0] * self.num_groups,
         )
         self.sequences[name] = sequence
         return sequence
 
-    def plan(self, decodes: Sequence[str] = (), chunks: Mapping[str, int] | None = None) -> StepPlan:
+    def plan(
+        self, decodes: Sequence[str] = (), chunks: Mapping[str, int] | None = None
+    ) -> StepPlan:
         """Plan one decode for each of `decodes` and `chunks[name]` prompt tokens for the others.
 
         A chunk that ends the known tokens wants logits.
@@ -82,10 +105,18 @@ class PlanMaker:
         deltas = self._grow(rows, counts)
         self.next_step += 1
         return StepPlan(
-            step_id=self.next_step, num_decodes=len(decodes), slots=_int(row.slot for row in rows),
-            num_query_tokens=_int(counts), num_computed_tokens=_int(computed), wants_logits=np.array(wants, bool),
-            token_ids=_int(ids), adapter_ids=np.zeros(len(rows), np.int32), block_deltas=deltas,
-            block_copies=(BlockCopy(_NONE, _NONE),) * self.num_groups, slot_inits=inits, embedding_spans=(),
+            step_id=self.next_step,
+            num_decodes=len(decodes),
+            slots=_int(row.slot for row in rows),
+            num_query_tokens=_int(counts),
+            num_computed_tokens=_int(computed),
+            wants_logits=np.array(wants, bool),
+            token_ids=_int(ids),
+            adapter_ids=np.zeros(len(rows), np.int32),
+            block_deltas=deltas,
+            block_copies=(BlockCopy(_NONE, _NONE),) * self.num_groups,
+            slot_inits=inits,
+            embedding_spans=(),
             group_num_tokens=_int([sum(counts)]),
         )
 
@@ -134,7 +165,8 @@ class PlanMaker:
             return None
         kinds = {"seed": np.int64, "top_k": np.int32, "logprobs": np.int32}
         columns = {
-            name: np.array([row.params[name] for row in rows], kinds.get(name, np.float32)) for name in _DEFAULTS
+            name: np.array([row.params[name] for row in rows], kinds.get(name, np.float32))
+            for name in _DEFAULTS
         }
         histories = [row.tokens for row in rows]
         return SlotInits(
@@ -142,7 +174,9 @@ class PlanMaker:
             **columns,
             bias_starts=_starts([len(row.bias) for row in rows]),
             bias_ids=_int(token for row in rows for token in row.bias),
-            bias_values=np.array([value for row in rows for value in row.bias.values()], np.float32),
+            bias_values=np.array(
+                [value for row in rows for value in row.bias.values()], np.float32
+            ),
             history_starts=_starts([len(history) for history in histories]),
             history_ids=_int(token for history in histories for token in history),
             history_num_prompt=_int(row.num_prompt for row in rows),

@@ -58,9 +58,14 @@ class PolicyConformance:
         for view, limits in views():
             decision = self._decide(view, limits)
             others_hold = int(view.held.sum()) - view.held
-            could = bool((view.pages <= limits.available_pages + others_hold).all()) and len(view.slots) > 1
+            could = (
+                bool((view.pages <= limits.available_pages + others_hold).all())
+                and len(view.slots) > 1
+            )
             runs = bool(decision.num_query.any()) or len(decision.victims) > 0
-            assert runs or limits.coming_pages or not could, f"nothing runs and nobody makes room: {view} {limits}"
+            assert runs or limits.coming_pages or not could, (
+                f"nothing runs and nobody makes room: {view} {limits}"
+            )
 
     def test_the_same_view_gives_the_same_decision_and_stays_as_it_was(self) -> None:
         """A policy is a pure function; its columns are read-only."""
@@ -98,20 +103,29 @@ def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
         arrival = random.permutation(rows)
         arrival[decodes:] = np.sort(arrival[decodes:])
         view = View(
-            slots=random.permutation(rows).astype(np.int32), num_decodes=decodes,
+            slots=random.permutation(rows).astype(np.int32),
+            num_decodes=decodes,
             num_query=np.concatenate(
-                [random.integers(1, 6, decodes), random.integers(1, 61, prompts)]).astype(np.int32),
-            pages=random.integers(0, 4, rows).astype(np.int32), held=random.integers(0, 7, rows).astype(np.int32),
-            priority=random.integers(0, 3, rows).astype(np.int32), arrival=arrival.astype(np.int64),
+                [random.integers(1, 6, decodes), random.integers(1, 61, prompts)]
+            ).astype(np.int32),
+            pages=random.integers(0, 4, rows).astype(np.int32),
+            held=random.integers(0, 7, rows).astype(np.int32),
+            priority=random.integers(0, 3, rows).astype(np.int32),
+            arrival=arrival.astype(np.int64),
         )
         for field in fields(View):
             column = getattr(view, field.name)
             if isinstance(column, np.ndarray):
                 column.setflags(write=False)
-        yield view, Limits(
-            budget=int(random.integers(1, 65)), max_prefill=int(random.integers(1, 65)),
-            is_chunking=bool(random.integers(0, 2)), available_pages=int(random.integers(0, 13)),
-            coming_pages=int(random.integers(0, 7)),
+        yield (
+            view,
+            Limits(
+                budget=int(random.integers(1, 65)),
+                max_prefill=int(random.integers(1, 65)),
+                is_chunking=bool(random.integers(0, 2)),
+                available_pages=int(random.integers(0, 13)),
+                coming_pages=int(random.integers(0, 7)),
+            ),
         )
 
 
@@ -121,11 +135,19 @@ def admissions(num: int = NUM_VIEWS) -> Iterator[tuple[Candidate, Room]]:
     for _ in range(num):
         hit = int(random.integers(0, 41))
         is_alone = bool(random.integers(0, 2))
-        yield Candidate(
-            num_tokens=hit + int(random.integers(1, 61)), num_hit=hit, pages=int(random.integers(0, 21)),
-            idle_pages=min(hit, int(random.integers(0, 11))),
-        ), Room(
-            budget=int(random.integers(1, 65)), is_chunking=bool(random.integers(0, 2)),
-            available_pages=int(random.integers(0, 31)), promised_pages=0 if is_alone else int(random.integers(0, 21)),
-            num_decoding=0 if is_alone else int(random.integers(0, 7)), is_alone=is_alone,
+        yield (
+            Candidate(
+                num_tokens=hit + int(random.integers(1, 61)),
+                num_hit=hit,
+                pages=int(random.integers(0, 21)),
+                idle_pages=min(hit, int(random.integers(0, 11))),
+            ),
+            Room(
+                budget=int(random.integers(1, 65)),
+                is_chunking=bool(random.integers(0, 2)),
+                available_pages=int(random.integers(0, 31)),
+                promised_pages=0 if is_alone else int(random.integers(0, 21)),
+                num_decoding=0 if is_alone else int(random.integers(0, 7)),
+                is_alone=is_alone,
+            ),
         )

@@ -46,7 +46,8 @@ class Replay:
         chunks = (*self.chunks, *((0, 0),) * (num_chunks - len(self.chunks)))
         lengths = (*self.decodes, *(0,) * (num_decodes - len(self.decodes)))
         return Rows(
-            (1,) * num_decodes + tuple(num for num, _ in chunks), lengths + tuple(length for _, length in chunks),
+            (1,) * num_decodes + tuple(num for num, _ in chunks),
+            lengths + tuple(length for _, length in chunks),
             self.num_shared,
         )
 
@@ -62,7 +63,12 @@ DECODES = (
     Replay(MANY_ROWS, (500, 399, 720, 641, *_OTHERS, 410), num_shared=384),
 )
 CHUNKS = (
-    Replay(MIXED, (400, 341, 322, 350, 399, 321, 330, 385, 360, 337), ((17, 340), (30, 350)), num_shared=320),
+    Replay(
+        MIXED,
+        (400, 341, 322, 350, 399, 321, 330, 385, 360, 337),
+        ((17, 340), (30, 350)),
+        num_shared=320,
+    ),
     Replay(PROMPTS, chunks=((9, 20), (5, 5), (2, 40))),
     Replay(PLAIN_MIXED, (400, 341, 22, 350, 399, 321, 330, 385, 360), ((17, 340), (30, 350))),
     Replay(MIXED, chunks=((1, 1), (40, 40), (1, 300), (3, 90))),
@@ -74,7 +80,10 @@ CHUNKS = (
 
 
 def replays(
-    spec: KernelSpec, problem: AttentionProblem, device: torch.device, wanted: Iterable[Replay] | None = None
+    spec: KernelSpec,
+    problem: AttentionProblem,
+    device: torch.device,
+    wanted: Iterable[Replay] | None = None,
 ) -> None:
     """Capture the steps in which a kernel runs, and replay them as `wanted`. Raises AssertionError naming the case.
 
@@ -90,18 +99,27 @@ def replays(
 
 
 def _replay(
-    problems: Sequence[AttentionProblem], spec: KernelSpec, wanted: Sequence[Replay], device: torch.device
+    problems: Sequence[AttentionProblem],
+    spec: KernelSpec,
+    wanted: Sequence[Replay],
+    device: torch.device,
 ) -> None:
     """Capture a step of every size that occurs, the largest first; then replay them. `problems` differ in the phase."""
     problem = problems[0]
-    sizes = sorted({each.size for each in wanted}, key=lambda size: (size.num_rows, size.num_tokens), reverse=True)
+    sizes = sorted(
+        {each.size for each in wanted},
+        key=lambda size: (size.num_rows, size.num_tokens),
+        reverse=True,
+    )
     longest = max(256, *(length for each in wanted for length in each.rows().seq_lens))
     padding, *scenes = (
         make_scene(problem, each.rows(), device, seed=seed, max_len=longest)
         for seed, each in enumerate((Replay(sizes[0]), *wanted))
     )
     wide = padding.q.new_zeros(
-        max(size.num_tokens for size in sizes), problem.num_heads + 2 * problem.num_kv_heads, problem.head_size
+        max(size.num_tokens for size in sizes),
+        problem.num_heads + 2 * problem.num_kv_heads,
+        problem.head_size,
     )
     buffers = replace(padding, q=wide[:, : problem.num_heads])
     limits = replace(limits_of(padding), max_num_tokens=len(buffers.q))
@@ -123,12 +141,16 @@ class _Step:
         self._size, self._buffers = size, buffers
         middle, device = size.num_decodes, buffers.q.device
         self._chunk_start = torch.zeros(size.num_chunks + 1, dtype=torch.int32, device=device)
-        self._out = [torch.zeros_like(buffers.q[: size.num_tokens], memory_format=torch.contiguous_format)
-                     for _ in range(NUM_CALLS)]
+        self._out = [
+            torch.zeros_like(buffers.q[: size.num_tokens], memory_format=torch.contiguous_format)
+            for _ in range(NUM_CALLS)
+        ]
         self._parts: list[tuple[AttentionKernel, AttentionStep, slice]] = []
         if "decode" in kernels and middle:
             start = torch.arange(middle + 1, dtype=torch.int32, device=device)
-            self._parts.append((kernels["decode"], self._part(0, middle, middle, 1, start), slice(middle)))
+            self._parts.append(
+                (kernels["decode"], self._part(0, middle, middle, 1, start), slice(middle))
+            )
         if size.num_chunks:
             most = size.num_chunk_tokens
             step = self._part(middle, size.num_chunks, most, most, self._chunk_start)
@@ -151,7 +173,9 @@ class _Step:
         buffers, rows, tokens = self._buffers, self._size.num_rows, len(scene.q)
         buffers.step.seq_lens[:rows].copy_(scene.step.seq_lens)
         buffers.step.block_table[:rows].copy_(scene.step.block_table)
-        self._chunk_start.copy_(scene.step.query_start[self._size.num_decodes :] - self._size.num_decodes)
+        self._chunk_start.copy_(
+            scene.step.query_start[self._size.num_decodes :] - self._size.num_decodes
+        )
         buffers.q[:tokens].copy_(scene.q)
         buffers.k_cache[: len(scene.k_cache)].copy_(scene.k_cache)
         buffers.v_cache[: len(scene.v_cache)].copy_(scene.v_cache)
@@ -160,7 +184,9 @@ class _Step:
         """Compute what the buffers hold, into NaN, as a step of the runner does."""
         for out in self._out:
             out.fill_(float("nan"))
-        if self._graph is None or not all(getattr(kernel, "prepares_on_host", False) for kernel, *_ in self._parts):
+        if self._graph is None or not all(
+            getattr(kernel, "prepares_on_host", False) for kernel, *_ in self._parts
+        ):
             self._prepare()
         if self._graph is None:
             self._forward()
@@ -176,16 +202,29 @@ class _Step:
                 assert not found.isnan().any(), f"{case}: NaN, or unwritten rows"
                 found = torch.where(expected.isnan(), expected, found)  # of padding rows, anything
                 torch.testing.assert_close(
-                    found, expected, rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True,
+                    found,
+                    expected,
+                    rtol=tolerance.relative,
+                    atol=tolerance.absolute,
+                    equal_nan=True,
                     msg=labelled(case),
                 )
 
-    def _part(self, first: int, num_rows: int, num_tokens: int, most: int, start: torch.Tensor) -> AttentionStep:
+    def _part(
+        self, first: int, num_rows: int, num_tokens: int, most: int, start: torch.Tensor
+    ) -> AttentionStep:
         whole, rows = self._buffers.step, slice(first, first + num_rows)
         return AttentionStep(
-            num_rows=num_rows, num_tokens=num_tokens, max_num_query=most, max_seq_len=whole.max_seq_len,
-            query_start=start, seq_lens=whole.seq_lens[rows], block_table=whole.block_table[rows],
-            host_query_start=None, host_seq_lens=None, shares_prefix=bool(first) or not self._size.is_plain,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            max_num_query=most,
+            max_seq_len=whole.max_seq_len,
+            query_start=start,
+            seq_lens=whole.seq_lens[rows],
+            block_table=whole.block_table[rows],
+            host_query_start=None,
+            host_seq_lens=None,
+            shares_prefix=bool(first) or not self._size.is_plain,
             is_beside=self._size.num_chunks > 0 and not first,
         )
 
@@ -205,7 +244,10 @@ class _Step:
             if self._side is not None:
                 torch.cuda.current_stream().wait_stream(self._side)
 
-    def _attend(self, part: tuple[AttentionKernel, AttentionStep, slice], out: torch.Tensor) -> None:
+    def _attend(
+        self, part: tuple[AttentionKernel, AttentionStep, slice], out: torch.Tensor
+    ) -> None:
         kernel, _, tokens = part
-        kernel.forward(self._buffers.q[tokens], self._buffers.k_cache, self._buffers.v_cache, out[tokens])
-
+        kernel.forward(
+            self._buffers.q[tokens], self._buffers.k_cache, self._buffers.v_cache, out[tokens]
+        )

@@ -38,7 +38,12 @@ class Scene:
 
 
 def make_scene(
-    problem: AttentionProblem, rows: Rows, device: torch.device, *, seed: int, max_len: int | None = None
+    problem: AttentionProblem,
+    rows: Rows,
+    device: torch.device,
+    *,
+    seed: int,
+    max_len: int | None = None,
 ) -> Scene:
     """Build a step whose blocks are scattered; memory that no step wrote is NaN, table entries past a row -1."""
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +53,9 @@ def make_scene(
     dtype, kv_dtype = getattr(torch, problem.dtype), getattr(torch, problem.kv_dtype)
     pool = num_rows * num_blocks + 1
     arena = torch.full(
-        (pool, NUM_LAYERS, 2, size, problem.num_kv_heads, problem.head_size), float("nan"), dtype=kv_dtype
+        (pool, NUM_LAYERS, 2, size, problem.num_kv_heads, problem.head_size),
+        float("nan"),
+        dtype=kv_dtype,
     )
     table = torch.full((num_rows, num_blocks), -1, dtype=torch.int32)
     order = iter(torch.randperm(pool, generator=generator).tolist())
@@ -63,21 +70,30 @@ def make_scene(
     starts = (0, *accumulate(rows.num_queries))
     # q is cut from a wider tensor, as a projection of q, k and v together gives it
     wide = torch.randn(
-        (starts[-1], problem.num_heads + 2 * problem.num_kv_heads, problem.head_size), generator=generator
+        (starts[-1], problem.num_heads + 2 * problem.num_kv_heads, problem.head_size),
+        generator=generator,
     ).to(dtype)
     wide_arena = arena.float()  # torch indexes no eight-bit floats
     caches = wide_arena[:, NUM_LAYERS - 1, 0], wide_arena[:, NUM_LAYERS - 1, 1]
     expected = formula(wide[:, : problem.num_heads], *caches, starts, rows.seq_lens, table, problem)
     moved = arena.to(device)
     step = AttentionStep(
-        num_rows=num_rows, num_tokens=starts[-1], max_num_query=max(rows.num_queries), max_seq_len=longest,
+        num_rows=num_rows,
+        num_tokens=starts[-1],
+        max_num_query=max(rows.num_queries),
+        max_seq_len=longest,
         query_start=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(rows.seq_lens, dtype=torch.int32, device=device),
-        block_table=table.to(device), host_query_start=starts, host_seq_lens=rows.seq_lens,
+        block_table=table.to(device),
+        host_query_start=starts,
+        host_seq_lens=rows.seq_lens,
     )
     return Scene(
-        step, wide.to(device)[:, : problem.num_heads], moved[:, NUM_LAYERS - 1, 0],
-        moved[:, NUM_LAYERS - 1, 1], expected.to(device),
+        step,
+        wide.to(device)[:, : problem.num_heads],
+        moved[:, NUM_LAYERS - 1, 0],
+        moved[:, NUM_LAYERS - 1, 1],
+        expected.to(device),
     )
 
 
@@ -85,13 +101,20 @@ def limits_of(scene: Scene) -> AttentionLimits:
     """Return limits that just hold a scene."""
     num_blocks = scene.step.block_table.shape[1]
     return AttentionLimits(
-        max_num_rows=scene.step.num_rows, max_num_tokens=scene.step.num_tokens,
-        max_model_len=num_blocks * scene.k_cache.shape[1], max_num_blocks=num_blocks,
+        max_num_rows=scene.step.num_rows,
+        max_num_tokens=scene.step.num_tokens,
+        max_model_len=num_blocks * scene.k_cache.shape[1],
+        max_num_blocks=num_blocks,
     )
 
 
 def formula(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Iterable[int], seq_lens: tuple[int, ...], table: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    starts: Iterable[int],
+    seq_lens: tuple[int, ...],
+    table: Tensor,
     problem: AttentionProblem,
 ) -> Tensor:
     """Attend token by token in float32, as the definition has it; rows of length 0 are left NaN."""

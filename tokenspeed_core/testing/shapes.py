@@ -44,7 +44,11 @@ def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[P
     for index in range(max(len(shapes), len(spec.capability.dtypes))):
         dtype = spec.capability.dtypes[index % len(spec.capability.dtypes)]
         shape = {**shapes[index % len(shapes)], "dtype": dtype}
-        kinds = [{"kv_dtype": kind} for kind in kv_dtypes(spec, dtype)] if "kv_dtype" in contract.axes else [{}]
+        kinds = (
+            [{"kv_dtype": kind} for kind in kv_dtypes(spec, dtype)]
+            if "kv_dtype" in contract.axes
+            else [{}]
+        )
         for problem in ({**shape, **kind} for kind in kinds):
             if not any(problem_refusals(spec.capability, problem)):
                 yield problem

@@ -24,7 +24,9 @@ MADE_BY = "python -m tokenspeed_core.testing.signatures"
 
 def kept(path: Path) -> Mapping[str, Mapping[str, str]]:
     """Return the signatures that a file keeps, by library (with its version) and then by name."""
-    libraries: Mapping[str, Mapping[str, str]] = json.loads(path.read_text(encoding="utf-8"))["libraries"]
+    libraries: Mapping[str, Mapping[str, str]] = json.loads(path.read_text(encoding="utf-8"))[
+        "libraries"
+    ]
     return libraries
 
 
@@ -49,8 +51,13 @@ def parsed(signature: str) -> inspect.Signature:
     plain = [*given.posonlyargs, *given.args]
     first = len(plain) - len(given.defaults)
     parameters = [
-        kinds(each.arg, kinds.POSITIONAL_ONLY if index < len(given.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
-              default=empty if index < first else ...)
+        kinds(
+            each.arg,
+            kinds.POSITIONAL_ONLY
+            if index < len(given.posonlyargs)
+            else kinds.POSITIONAL_OR_KEYWORD,
+            default=empty if index < first else ...,
+        )
         for index, each in enumerate(plain)
     ]
     parameters += [kinds(given.vararg.arg, kinds.VAR_POSITIONAL)] if given.vararg else []
@@ -70,7 +77,11 @@ def read(wheel: Path, name: str) -> str:
             content = archive.read(path)
         except KeyError:
             raise LookupError(f"{wheel.name} has no {path}") from None
-    found = _in_source(ast.parse(content), wanted) if path.endswith(".py") else _in_code(content, wanted)
+    found = (
+        _in_source(ast.parse(content), wanted)
+        if path.endswith(".py")
+        else _in_code(content, wanted)
+    )
     if not found:
         raise LookupError(f"{path} of {wheel.name} has no {wanted}")
     return found
@@ -81,11 +92,20 @@ def _in_source(tree: ast.Module, wanted: str) -> str:
     body: list[ast.stmt] = tree.body
     *owners, last = wanted.split(".")
     for owner in owners:
-        body = [node for each in body if isinstance(each, ast.ClassDef) and each.name == owner for node in each.body]
+        body = [
+            node
+            for each in body
+            if isinstance(each, ast.ClassDef) and each.name == owner
+            for node in each.body
+        ]
     aliases = {
-        ast.unparse(node.targets[0]): ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)
+        ast.unparse(node.targets[0]): ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
     }
-    nodes = ast.walk(tree) if not owners else iter(body)  # functions may be defined where a library was found
+    nodes = (
+        ast.walk(tree) if not owners else iter(body)
+    )  # functions may be defined where a library was found
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     found = functions.get(last) or functions.get(aliases.get(last, ""))
     if found is None:
@@ -100,7 +120,9 @@ def _in_source(tree: ast.Module, wanted: str) -> str:
 
 
 def _in_code(content: bytes, wanted: str) -> str:
-    found = re.search(rb"(?<!\w)" + re.escape(wanted.encode()) + rb"(\([^\0]*?\) -> [^\0]*)\0", content)
+    found = re.search(
+        rb"(?<!\w)" + re.escape(wanted.encode()) + rb"(\([^\0]*?\) -> [^\0]*)\0", content
+    )
     return re.sub(r",(?=\S)", ", ", found[1].decode()).strip() if found else ""
 
 

@@ -23,7 +23,9 @@ from tokenspeed_core.plugins.selection import Selection, normalise
 from tokenspeed_core.testing.cells import NotRun
 from tokenspeed_core.testing.distribution import DistributionConformance
 
-EXAMPLE = Path("example", "config.json")  # in a family's package: a small configuration, which the suite builds
+EXAMPLE = Path(
+    "example", "config.json"
+)  # in a family's package: a small configuration, which the suite builds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,11 @@ def verdicts(distribution: str) -> Iterator[Verdict]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 answer = _ask(suite, name)
-            told = (text for each in caught if " is deprecated since tokenspeed-core " in (text := str(each.message)))
+            told = (
+                text
+                for each in caught
+                if " is deprecated since tokenspeed-core " in (text := str(each.message))
+            )
             answer["detail"] = "\n".join(filter(None, [answer.get("detail"), *dict.fromkeys(told)]))
             yield replace(asked, **answer, seconds=round(time.monotonic() - start, 2))
 
@@ -74,7 +80,9 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
     if entry.kind.startswith(KERNELS_PREFIX):
         from tokenspeed_core.testing.kernel import KernelConformance
 
-        ops = installed_ops(catalog)  # what is of none is told where the distribution's entries are loaded
+        ops = installed_ops(
+            catalog
+        )  # what is of none is told where the distribution's entries are loaded
         for spec in value if isinstance(value, tuple) else (value,):
             if isinstance(spec, KernelSpec) and spec.op in ops:
                 yield f"{subject}: {spec.op}", _suite(KernelConformance, spec=spec)
@@ -94,7 +102,13 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
         if config is None:
             num_questions = sum(name.startswith("test_") for name in vars(ModelConformance))
             what = f"a small configuration whose architectures name {value.architecture}"
-            yield subject, _suite(_Unasked, reason=NotRun(num_questions, f"{package}/{EXAMPLE.as_posix()}, {what}"))
+            yield (
+                subject,
+                _suite(
+                    _Unasked,
+                    reason=NotRun(num_questions, f"{package}/{EXAMPLE.as_posix()}, {what}"),
+                ),
+            )
         else:
             yield subject, _suite(ModelConformance, spec=value, config=config)
 
@@ -121,10 +135,17 @@ def _example(packages: Iterable[str], architecture: str) -> dict[str, Any] | Non
     from importlib.util import find_spec
 
     found = (find_spec(package) for package in packages)
-    folders = [Path(folder) for each in found if each is not None for folder in each.submodule_search_locations or ()]
+    folders = [
+        Path(folder)
+        for each in found
+        if each is not None
+        for folder in each.submodule_search_locations or ()
+    ]
     for folder in folders:
         for path in (folder / EXAMPLE, *sorted(folder.glob(f"{EXAMPLE.parent}/*/{EXAMPLE.name}"))):
-            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            config: dict[str, Any] = (
+                json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            )
             if architecture in config.get("architectures", ()):
                 return config
     return None
@@ -149,6 +170,9 @@ def _ask(suite: object, name: str) -> dict[str, Any]:
         return {"verdict": "skipped", "detail": str(reason)}
     except AssertionError as error:
         return {"verdict": "failed", "detail": str(error) or traceback.format_exc().strip()}
-    except (Exception, SystemExit):  # plugin code may raise anything, and each question is asked apart
+    except (
+        Exception,
+        SystemExit,
+    ):  # plugin code may raise anything, and each question is asked apart
         return {"verdict": "failed", "detail": traceback.format_exc().strip()}
     return {"verdict": "ok"}

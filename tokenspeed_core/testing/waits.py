@@ -16,11 +16,29 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_WAITS = frozenset({
-    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose",
-    "bincount", "cpu", "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "tolist", "unique",
-    "unique_consecutive",
-})
+_WAITS = frozenset(
+    {
+        "__array__",
+        "__bool__",
+        "__complex__",
+        "__contains__",
+        "__float__",
+        "__index__",
+        "__int__",
+        "allclose",
+        "bincount",
+        "cpu",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "numpy",
+        "tolist",
+        "unique",
+        "unique_consecutive",
+    }
+)
 """Functions of torch, and methods of tensors, whose result or its shape is known only when the device is done."""
 
 
@@ -44,7 +62,11 @@ class _Watch(TorchFunctionMode):
         self.seen: list[str] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name in _WAITS or _has_unknown_shape(name, args, given):
@@ -67,6 +89,8 @@ def _has_unknown_shape(name: str, args: Sequence[Any], given: Mapping[str, Any])
 def _line() -> str:
     """Return the file and line outside torch that a call comes from."""
     torchs = Path(torch.__file__).parent
-    frames = [each for each in traceback.extract_stack() if torchs not in Path(each.filename).parents]
+    frames = [
+        each for each in traceback.extract_stack() if torchs not in Path(each.filename).parents
+    ]
     last = [each for each in frames if each.filename != __file__][-1]
     return f"{Path(last.filename).name}:{last.lineno}"

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from tokenspeed_core.messages import Finish
 from tokenspeed_core.text.detokenizer import Detokenizer
 
-_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
+_REASONS = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.ABORT: "abort",
+    Finish.ERROR: "error",
+}
 
 
 class Assembler:
@@ -17,17 +22,29 @@ class Assembler:
     does not depend on how the tokens were grouped: the stop string that is complete first ends it.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_keeps_stop", "_stops", "finish_reason", "num_chars", "num_tokens")
+    __slots__ = (
+        "_detokenizer",
+        "_held",
+        "_keeps_stop",
+        "_stops",
+        "finish_reason",
+        "num_chars",
+        "num_tokens",
+    )
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), keeps_stop: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), keeps_stop: bool = False
+    ) -> None:
         """`keeps_stop`: the stop string, or the text of the stop token, stays in the text."""
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self.num_tokens = 0                       # tokens of the sequence, the one that ended it included
-        self.num_chars = 0                        # characters decoded, held ones included
-        self.finish_reason: str | None = None     # "stop", "length", "abort", "error"; None: it goes on
+        self.num_tokens = 0  # tokens of the sequence, the one that ended it included
+        self.num_chars = 0  # characters decoded, held ones included
+        self.finish_reason: str | None = (
+            None  # "stop", "length", "abort", "error"; None: it goes on
+        )
 
     def feed(self, token_ids: Sequence[int], finish: int = Finish.NOT) -> str:
         """Take the next tokens and return the text that may be shown.
@@ -37,7 +54,11 @@ class Assembler:
         """
         if self.finish_reason is not None:
             return ""
-        shown = self._feed_stops(token_ids, finish) if self._stops else self._feed_plain(token_ids, finish)
+        shown = (
+            self._feed_stops(token_ids, finish)
+            if self._stops
+            else self._feed_plain(token_ids, finish)
+        )
         if finish and self.finish_reason is None:
             self.finish_reason = _REASONS[Finish(finish)]
         return shown
@@ -47,7 +68,9 @@ class Assembler:
         if not finish:
             text = self._detokenizer.push(token_ids)
         else:
-            visible = token_ids[:-1] if finish == Finish.STOP and not self._keeps_stop else token_ids
+            visible = (
+                token_ids[:-1] if finish == Finish.STOP and not self._keeps_stop else token_ids
+            )
             text = self._detokenizer.push(visible) + self._detokenizer.flush()
         self.num_chars += len(text)
         return text
@@ -73,12 +96,14 @@ class Assembler:
             return ""
         self.num_chars += len(text)
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = [
+            (start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0
+        ]
         if found:
             end, start = min(found)
             self._held = ""
             self.finish_reason = "stop"
-            return text[:end if self._keeps_stop else start]
+            return text[: end if self._keeps_stop else start]
         keep = min(self._start_of_stop(text, stop) for stop in self._stops)
         self._held = text[keep:]
         return text[:keep]

@@ -15,8 +15,8 @@ class Kind(IntEnum):
     """What a token id is to a detokenizer."""
 
     TEXT = 0
-    BYTE = 1      # one byte of a character that the vocabulary lacks
-    NOTHING = 2   # no token, or a special one that is left out
+    BYTE = 1  # one byte of a character that the vocabulary lacks
+    NOTHING = 2  # no token, or a special one that is left out
 
 
 class Detokenizer(Protocol):
@@ -76,8 +76,8 @@ class WindowDetokenizer:
     kinds: Mapping[int, Kind]
     waits_for_bytes: bool
     _window: list[int] = field(default_factory=list)
-    _num_given: int = 0   # tokens of the window whose text was given out
-    _prefix: str = ""     # their text
+    _num_given: int = 0  # tokens of the window whose text was given out
+    _prefix: str = ""  # their text
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
@@ -88,14 +88,14 @@ class WindowDetokenizer:
         self._window += fresh
         if kinds[fresh[-1]] is Kind.BYTE:
             return ""
-        text = self.decode(self._window)[len(self._prefix):]
+        text = self.decode(self._window)[len(self._prefix) :]
         if not text or (self.waits_for_bytes and text.endswith(REPLACEMENT)):
             return ""
-        del self._window[:self._num_given]
+        del self._window[: self._num_given]
         self._num_given = len(self._window)
         self._prefix = self.alone[fresh[0]] if self._num_given == 1 else self.decode(self._window)
         return text
 
     def flush(self) -> str:
         """Return the text of all tokens still held."""
-        return self.decode(self._window)[len(self._prefix):]
+        return self.decode(self._window)[len(self._prefix) :]

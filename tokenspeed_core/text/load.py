@@ -27,7 +27,9 @@ class NamedParser:
         return make(self.entry, self.spec.load, lambda: self.spec.make(context), ReplyParser)  # type: ignore[type-abstract]
 
 
-Parsers = tuple[NamedParser | None, NamedParser | None]  # of reasoning, of calls; None: what it finds stays content
+Parsers = tuple[
+    NamedParser | None, NamedParser | None
+]  # of reasoning, of calls; None: what it finds stays content
 
 
 def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
@@ -39,7 +41,9 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
         return None, None
     folder = checkpoint if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))
     if not folder.is_dir():
-        raise CheckpointError(f"--tokenizer {config.tokenizer}: no such directory; download it first")
+        raise CheckpointError(
+            f"--tokenizer {config.tokenizer}: no such directory; download it first"
+        )
     tokenizer = load_tokenizer(folder)
     return tokenizer, load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
 
@@ -47,8 +51,12 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
 def find_parsers(config: Config, catalog: Catalog) -> Parsers:
     """Return the parsers that a configuration names. Raises PluginError, in one line."""
     return (
-        _load(catalog.get("reasoning_parsers", config.reasoning_parser), catalog) if config.reasoning_parser else None,
-        _load(catalog.get("tool_parsers", config.tool_call_parser), catalog) if config.tool_call_parser else None,
+        _load(catalog.get("reasoning_parsers", config.reasoning_parser), catalog)
+        if config.reasoning_parser
+        else None,
+        _load(catalog.get("tool_parsers", config.tool_call_parser), catalog)
+        if config.tool_call_parser
+        else None,
     )
 
 

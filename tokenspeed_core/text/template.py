@@ -65,7 +65,11 @@ class ChatTemplate:
     """The compiled template of a model. Safe to share by threads."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], *, with_tools: str | None = None,
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        with_tools: str | None = None,
         origin: str = "the chat template",
     ) -> None:
         """`with_tools`: another source, for requests with tools. Raises TemplateError on bad syntax."""
@@ -73,7 +77,9 @@ class ChatTemplate:
         sources = (source,) if with_tools is None else (source, with_tools)
         try:
             self._templates = [environment.from_string(text) for text in sources]
-            read = [jinja2.meta.find_undeclared_variables(environment.parse(text)) for text in sources]
+            read = [
+                jinja2.meta.find_undeclared_variables(environment.parse(text)) for text in sources
+            ]
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"{origin}, line {error.lineno}: {error.message}") from error
         self._special_tokens = dict(special_tokens)
@@ -82,18 +88,28 @@ class ChatTemplate:
         self.knows_developer = any("developer" in text for text in sources)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None, *, add_generation_prompt: bool = True,
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return the prompt's text. Raises TemplateError, with the template's own words where it has any."""
         options = options or {}
         unknown = sorted(set(options) - self.options)
         if unknown:
             read = ", ".join(sorted(self.options)) or "none"
-            raise TemplateError(f"this model's chat template has no option {unknown[0]!r}; it has: {read}")
+            raise TemplateError(
+                f"this model's chat template has no option {unknown[0]!r}; it has: {read}"
+            )
         template = self._templates[-1] if tools else self._templates[0]
         values = {
-            **self._special_tokens, **options, "messages": messages, "tools": tools, "documents": None,
+            **self._special_tokens,
+            **options,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         deadline = time.monotonic() + MAX_RENDER_SECONDS
@@ -109,7 +125,14 @@ class ChatTemplate:
                     )
         except jinja2.exceptions.TemplateError as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from error
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             # A template is code of the checkpoint: whatever it trips over is this request's error.
             raise TemplateError(f"the chat template breaks on these messages: {error}") from error
         return "".join(parts)
@@ -134,12 +157,16 @@ def load_chat_template(
         named = {chosen: read_text(file)}
     if chosen is None and "default" not in named:
         if named:
-            raise CheckpointError(f"{folder} has chat templates by name only; choose one with --chat-template: {names}")
+            raise CheckpointError(
+                f"{folder} has chat templates by name only; choose one with --chat-template: {names}"
+            )
         return None
     source = named[chosen or "default"]
     try:
         return ChatTemplate(
-            source, special_tokens, with_tools=named.get("tool_use") if chosen is None else None,
+            source,
+            special_tokens,
+            with_tools=named.get("tool_use") if chosen is None else None,
             origin=chosen or str(folder),
         )
     except TemplateError as error:
@@ -159,7 +186,9 @@ def _named_templates(folder: Path) -> dict[str, str]:
                 case {"name": str(name), "template": str(template)}:
                     named[name] = template
                 case _:
-                    raise CheckpointError(f"{config}: each entry of its chat_template needs a name and a template")
+                    raise CheckpointError(
+                        f"{config}: each entry of its chat_template needs a name and a template"
+                    )
     file = folder / "chat_template.jinja"
     if file.is_file():
         named["default"] = read_text(file)

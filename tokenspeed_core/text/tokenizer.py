@@ -22,11 +22,21 @@ from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer, Kind,
 
 V = TypeVar("V")
 
-MOST_PARTS = 16_384       # of a text; nobody's chat has more, and each takes some time of the interpreter
+MOST_PARTS = (
+    16_384  # of a text; nobody's chat has more, and each takes some time of the interpreter
+)
 MOST_BYTES = 128 * 2**20  # of parts that are kept, with their ids
-ENTRY_BYTES = 512         # of one, beside its characters (of up to 4 bytes) and its ids
+ENTRY_BYTES = 512  # of one, beside its characters (of up to 4 bytes) and its ids
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 def _byte_characters() -> dict[str, int]:
@@ -63,7 +73,9 @@ class PartEncoder:
         self._backend = backend
         marks = _marks(backend.get_added_tokens_decoder().values())
         self._mark = re.compile(_pattern(sorted(marks)) if marks else "(?!)")
-        self._kept: OrderedDict[tuple[str, str], I32] = OrderedDict()  # by salt and text; what was used last is last
+        self._kept: OrderedDict[tuple[str, str], I32] = (
+            OrderedDict()
+        )  # by salt and text; what was used last is last
         self._num_bytes = 0
         self._lock = Lock()
 
@@ -72,12 +84,19 @@ class PartEncoder:
         cuts = [0, *(found.start() for found in self._mark.finditer(text)), len(text)]
         if len(cuts) > MOST_PARTS:
             cuts = [0, len(text)]
-        parts = [(salt, text[start:end]) for start, end in pairwise(cuts) if start < end] or [(salt, text)]
+        parts = [(salt, text[start:end]) for start, end in pairwise(cuts) if start < end] or [
+            (salt, text)
+        ]
         ids = {part: kept for part in parts if (kept := self._kept.get(part)) is not None}
         new = [part for part in dict.fromkeys(parts) if part not in ids]
         # Of the library's ways to encode, only those of a batch let other threads run meanwhile.
-        encodings = self._backend.encode_batch_fast([part for _, part in new], add_special_tokens=False)
-        ids |= {part: np.array(encoding.ids, np.int32) for part, encoding in zip(new, encodings, strict=True)}
+        encodings = self._backend.encode_batch_fast(
+            [part for _, part in new], add_special_tokens=False
+        )
+        ids |= {
+            part: np.array(encoding.ids, np.int32)
+            for part, encoding in zip(new, encodings, strict=True)
+        }
         with self._lock:
             for part in ids:
                 if self._kept.pop(part, None) is None:
@@ -104,7 +123,9 @@ class Tokenizer:
         self._is_byte_level = steps == ["ByteLevel"]
         self._has_byte_fallback = "ByteFallback" in steps
         self._waits_for_bytes = "ByteLevel" in steps
-        self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._special_ids = {
+            i for i, token in backend.get_added_tokens_decoder().items() if token.special
+        }
         self._byte_characters = _byte_characters()
         self._pieces = _Memo(self.token_bytes)
         self._texts = _Memo(self._whole_text)
@@ -112,7 +133,9 @@ class Tokenizer:
         self._texts_shown = _Memo(lambda i: "" if i in self._special_ids else self._texts[i])
         self._alone = _Memo(lambda i: self._decode_window([i]))
         self._kinds = _Memo(self._kind)
-        self._kinds_shown = _Memo(lambda i: Kind.NOTHING if i in self._special_ids else self._kinds[i])
+        self._kinds_shown = _Memo(
+            lambda i: Kind.NOTHING if i in self._special_ids else self._kinds[i]
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool, salt: str = "") -> I32:
         """Return the ids of a text, int32 [tokens].
@@ -148,10 +171,14 @@ class Tokenizer:
             return b""
         if self._is_byte_level:
             codes = [self._byte_characters.get(character) for character in token]
-            return token.encode() if None in codes else bytes(code for code in codes if code is not None)
+            return (
+                token.encode()
+                if None in codes
+                else bytes(code for code in codes if code is not None)
+            )
         if self._kinds[token_id] is Kind.BYTE:
             return bytes([int(token[3:5], 16)])
-        return self._decode_window([token_id, token_id])[len(self._alone[token_id]):].encode()
+        return self._decode_window([token_id, token_id])[len(self._alone[token_id]) :].encode()
 
     def _decode_window(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
@@ -167,7 +194,9 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return Kind.NOTHING
-        is_byte = self._has_byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">"
+        is_byte = (
+            self._has_byte_fallback and len(token) == 6 and token[:3] == "<0x" and token[5] == ">"
+        )
         return Kind.BYTE if is_byte else Kind.TEXT
 
 
@@ -180,25 +209,41 @@ def _marks(tokens: Collection[AddedToken]) -> list[str]:
     found_first = [token for token in tokens if not token.normalized]
     contents = {token.content for token in found_first}
     whole, ends = "\0".join(contents), {each[at:] for each in contents for at in range(len(each))}
-    if any(token.single_word for token in found_first):  # it looks beyond itself, into the next part
+    if any(
+        token.single_word for token in found_first
+    ):  # it looks beyond itself, into the next part
         return []
     return [
-        mark.content for mark in found_first
-        if mark.special and not mark.lstrip and whole.count(mark.content) == 1  # in no other one
-        and not any(mark.content[:length] in ends for length in range(1, len(mark.content)))  # none ends within it
+        mark.content
+        for mark in found_first
+        if mark.special
+        and not mark.lstrip
+        and whole.count(mark.content) == 1  # in no other one
+        and not any(
+            mark.content[:length] in ends for length in range(1, len(mark.content))
+        )  # none ends within it
     ]
 
 
 def _pattern(marks: Iterable[str]) -> str:
     """Return a pattern of sorted texts, none of which begins another, that looks at no character of a text twice."""
-    groups = [(first, [mark[1:] for mark in its]) for first, its in groupby(marks, key=lambda mark: mark[:1])]
-    return "(?:" + "|".join(re.escape(first) + (_pattern(rest) if first else "") for first, rest in groups) + ")"
+    groups = [
+        (first, [mark[1:] for mark in its])
+        for first, its in groupby(marks, key=lambda mark: mark[:1])
+    ]
+    return (
+        "(?:"
+        + "|".join(re.escape(first) + (_pattern(rest) if first else "") for first, rest in groups)
+        + ")"
+    )
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return the special tokens by role; older files write them as objects."""
     given = ((name, config.get(name)) for name in _NAMED_TOKENS)
-    named = {name: token.get("content") if isinstance(token, dict) else token for name, token in given}
+    named = {
+        name: token.get("content") if isinstance(token, dict) else token for name, token in given
+    }
     return {name: token for name, token in named.items() if isinstance(token, str)}
 
 
@@ -206,14 +251,18 @@ def _add_missing(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     """Make every named token special, as transformers does."""
     special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     missing = [token for token in dict.fromkeys(tokens) if token not in special]
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in missing]
+    )
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint directory. Raises CheckpointError saying what to do."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        old = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
+        old = next(
+            (name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None
+        )
         found = f"only {old}, an older format" if old else "no tokenizer at all"
         raise CheckpointError(
             f"{folder} has {found}; tokenizer.json is needed. Write one with transformers "

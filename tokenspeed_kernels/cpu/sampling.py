@@ -21,8 +21,13 @@ def sample(problem: Problem) -> Sample:
     whole = reference(problem)
 
     def sample_rows(
-        logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-        seeds: Tensor, positions: Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
     ) -> Tensor:
         columns = (logits, temperature, top_k, top_p, min_p, seeds, positions)
         if size <= HEAD:
@@ -37,8 +42,13 @@ def sample(problem: Problem) -> Sample:
 
 
 def _from_heads(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    seeds: Tensor, positions: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return ids and whether each is certain. Probabilities are relative to the likeliest token's."""
     values, ids = _sorted_heads(logits)
@@ -48,7 +58,9 @@ def _from_heads(
     mass = p.cumsum(dim=-1)
     total = ((logits - values[:, :1]) / scale).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
 
-    num_certain = (values > values[:, -1:]).sum(dim=-1, keepdim=True)  # of the last one's equals some are missing
+    num_certain = (values > values[:, -1:]).sum(
+        dim=-1, keepdim=True
+    )  # of the last one's equals some are missing
     k = top_k.masked_fill(is_greedy, 1).to(torch.int64).unsqueeze(1)
     is_limited = (k > 0) & (k <= num_certain)
     mass_k = torch.where(is_limited, mass.gather(1, (k - 1).clamp_(0, HEAD - 1)), total)
@@ -59,8 +71,12 @@ def _from_heads(
     num_kept = kept.sum(dim=-1, keepdim=True).clamp_(min=1)
 
     is_cut = is_limited | (num_kept < most)
-    is_free = ((k <= 0) | (k >= logits.shape[1])) & (top_p >= 1).unsqueeze(1) & (min_p <= 0).unsqueeze(1)
-    target = uniform(seeds, positions).unsqueeze(1) * torch.where(is_cut, mass.gather(1, num_kept - 1), total)
+    is_free = (
+        ((k <= 0) | (k >= logits.shape[1])) & (top_p >= 1).unsqueeze(1) & (min_p <= 0).unsqueeze(1)
+    )
+    target = uniform(seeds, positions).unsqueeze(1) * torch.where(
+        is_cut, mass.gather(1, num_kept - 1), total
+    )
     chosen = (mass <= target).sum(dim=-1, keepdim=True)
     is_certain = ((k <= num_certain) | is_free) & (is_cut | (is_free & (chosen < num_certain)))
     chosen = torch.minimum(chosen, num_kept - 1)
@@ -71,5 +87,7 @@ def _sorted_heads(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the HEAD largest logits of each row and their ids: the larger first, the lower id among equals."""
     _, ids = logits.topk(HEAD, dim=-1, sorted=False)
     ids = ids.sort(dim=-1).values
-    values, order = logits.gather(1, ids).to(torch.float32).sort(dim=-1, descending=True, stable=True)
+    values, order = (
+        logits.gather(1, ids).to(torch.float32).sort(dim=-1, descending=True, stable=True)
+    )
     return values, ids.gather(1, order)

@@ -40,10 +40,14 @@ class TorchAttention:
     `prepare` reads lengths back from the device, so it is not for graphs.
     """
 
-    def __init__(self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> None:
+    def __init__(
+        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+    ) -> None:
         del limits  # nothing is allocated ahead
         if problem.num_heads % problem.num_kv_heads:
-            raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+            raise ValueError(
+                f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads"
+            )
         self._problem = problem
         self._device = device
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
@@ -56,8 +60,13 @@ class TorchAttention:
         starts = step.query_start[: step.num_rows + 1].tolist()
         lens = step.seq_lens[: step.num_rows].tolist()
         num_queries = [end - start for start, end in pairwise(starts)]
-        num_decodes = next((i for i, n in enumerate(num_queries) if n != 1 or lens[i] == 0), len(lens))
-        if num_decodes > 1 and max(lens[:num_decodes]) * num_decodes > 2 * sum(lens[:num_decodes]) + 4096:
+        num_decodes = next(
+            (i for i, n in enumerate(num_queries) if n != 1 or lens[i] == 0), len(lens)
+        )
+        if (
+            num_decodes > 1
+            and max(lens[:num_decodes]) * num_decodes > 2 * sum(lens[:num_decodes]) + 4096
+        ):
             num_decodes = 0
         self._batches, self._idle = [], []
         if num_decodes:
@@ -66,7 +75,9 @@ class TorchAttention:
             if lens[row] == 0:
                 self._idle.append(slice(starts[row], starts[row + 1]))
             elif num_queries[row]:
-                self._batches += self._row(step.block_table[row], starts[row], num_queries[row], lens[row])
+                self._batches += self._row(
+                    step.block_table[row], starts[row], num_queries[row], lens[row]
+                )
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Attend batch by batch; padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
@@ -85,10 +96,14 @@ class TorchAttention:
         num_blocks = max(count)
         if min(lens) == max(lens) and self._problem.window is None:
             table = step.block_table[:num_rows, :num_blocks]
-            return _Batch(True, slice(0, num_rows), num_rows, lens[0], table.flatten(), None, None, False)
+            return _Batch(
+                True, slice(0, num_rows), num_rows, lens[0], table.flatten(), None, None, False
+            )
         columns = torch.tensor([first, count, lens], device=self._device).unsqueeze(-1)
         block = torch.arange(num_blocks, device=self._device)
-        block = columns[0] + torch.where(block < columns[1], block, 0)  # a missing block repeats the first
+        block = columns[0] + torch.where(
+            block < columns[1], block, 0
+        )  # a missing block repeats the first
         source = (block.unsqueeze(-1) * size + torch.arange(size, device=self._device)).flatten(1)
         seen = columns[0] * size + torch.arange(num_blocks * size, device=self._device)
         hidden = seen >= columns[2]
@@ -96,10 +111,14 @@ class TorchAttention:
             hidden |= seen < columns[2] - self._problem.window
         unwritten = (source >= columns[2]).flatten().nonzero().squeeze(1)
         return _Batch(
-            is_decode=True, tokens=slice(0, num_rows), num_rows=num_rows, length=num_blocks * size,
+            is_decode=True,
+            tokens=slice(0, num_rows),
+            num_rows=num_rows,
+            length=num_blocks * size,
             blocks=step.block_table[:num_rows].gather(1, block).flatten(),
             unwritten=unwritten if unwritten.numel() else None,
-            mask=self._mask(hidden)[:, None, None], causal=False,
+            mask=self._mask(hidden)[:, None, None],
+            causal=False,
         )
 
     def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Batch]:
@@ -122,9 +141,14 @@ class TorchAttention:
                 mask = self._mask(hidden if window is None else hidden | (keys <= query - window))
             planned.append(
                 _Batch(
-                    is_decode=False, tokens=slice(start + begin, start + end), num_rows=1, length=stop - skipped * size,
-                    blocks=table[skipped : -(-stop // size)], unwritten=None,
-                    mask=mask, causal=mask is None and num_queries > 1,
+                    is_decode=False,
+                    tokens=slice(start + begin, start + end),
+                    num_rows=1,
+                    length=stop - skipped * size,
+                    blocks=table[skipped : -(-stop // size)],
+                    unwritten=None,
+                    mask=mask,
+                    causal=mask is None and num_queries > 1,
                 )
             )
         return planned
@@ -151,13 +175,19 @@ class TorchAttention:
         torch.index_select(as_bytes(cache), 0, batch.blocks, out=as_bytes(gathered))
         if batch.unwritten is not None:
             as_bytes(gathered).view(-1, num_heads, head_size).index_fill_(0, batch.unwritten, 0)
-        return gathered.view(batch.num_rows, -1, num_heads, head_size)[:, : batch.length].to(self._dtype)
+        return gathered.view(batch.num_rows, -1, num_heads, head_size)[:, : batch.length].to(
+            self._dtype
+        )
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch) -> None:
         """One query a row: the query heads of a key head stand where queries do, so nothing is repeated."""
         shape = (q.shape[0], self._problem.num_kv_heads, -1, q.shape[2])
         attended = functional.scaled_dot_product_attention(
-            q.view(shape), k.transpose(1, 2), v.transpose(1, 2), attn_mask=batch.mask, scale=self._problem.scale
+            q.view(shape),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=batch.mask,
+            scale=self._problem.scale,
         )
         out.view(shape).copy_(attended)
 
@@ -167,12 +197,18 @@ class TorchAttention:
         num_groups = self._problem.num_heads // num_kv_heads
         k, v = (x.transpose(1, 2).expand(num_groups, -1, -1, -1) for x in (k, v))
         attended = functional.scaled_dot_product_attention(
-            q.view(q.shape[0], num_kv_heads, num_groups, -1).permute(2, 1, 0, 3), k, v,
-            attn_mask=batch.mask, is_causal=batch.causal, scale=self._problem.scale,
+            q.view(q.shape[0], num_kv_heads, num_groups, -1).permute(2, 1, 0, 3),
+            k,
+            v,
+            attn_mask=batch.mask,
+            is_causal=batch.causal,
+            scale=self._problem.scale,
         )
         out.copy_(attended.permute(2, 1, 0, 3).flatten(1, 2))
 
 
-def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> TorchAttention:
+def attention(
+    problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+) -> TorchAttention:
     """Build the reference backend (an AttentionFactory)."""
     return TorchAttention(problem, limits, device)

@@ -51,8 +51,17 @@ def advance_rows(problem: Problem) -> Callable[..., None]:
 
 
 def _advance(
-    state: Tensor, words: Tensor, values: Tensor, slots: Tensor, advance: Tensor, token_ids: Tensor, positions: Tensor,
-    seq_lens: Tensor, ends: Tensor, first: int, num_slots: int,
+    state: Tensor,
+    words: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    advance: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    ends: Tensor,
+    first: int,
+    num_slots: int,
 ) -> None:
     state.index_copy_(0, words, values)
     heads = state[first : first + 2 * num_slots].view(2, num_slots)
@@ -64,7 +73,9 @@ def _advance(
     heads[1].index_copy_(0, slots, seq_lens)
 
 
-def map_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+def map_tokens(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
     """Return `map(table [N, B], slots [R], token_slots [T], positions [T], rows [R, B], mapping [T]) -> None`.
 
     It gathers the block tables of rows, and says where in the cache each token's key goes.
@@ -72,7 +83,12 @@ def map_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Te
     block_size: int = problem["block_size"]
 
     def map_(
-        table: Tensor, slots: Tensor, token_slots: Tensor, positions: Tensor, rows: Tensor, mapping: Tensor
+        table: Tensor,
+        slots: Tensor,
+        token_slots: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        mapping: Tensor,
     ) -> None:
         torch.index_select(table, 0, slots, out=rows)
         blocks = table[token_slots, positions // block_size]

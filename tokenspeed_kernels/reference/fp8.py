@@ -17,15 +17,18 @@ from tokenspeed_kernels.reference.activation import silu_mul
 from tokenspeed_kernels.reference.norm import add_rms_norm, rms_norm
 
 LARGEST = 448.0  # of e4m3
-LEAST = 1e-10    # of a row's largest magnitude: a row of zeros has a scale too
+LEAST = 1e-10  # of a row's largest magnitude: a row of zeros has a scale too
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 LinearFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 QuantizeLinear = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-AddNormLinearFp8 = Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+AddNormLinearFp8 = Callable[
+    [Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+]
 AddNormMLPFp8 = Callable[
-    [Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+    [Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None],
+    tuple[Tensor, Tensor],
 ]
 
 
@@ -46,7 +49,9 @@ def add_rms_norm_fp8(problem: Problem) -> AddNorm:
     """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, 1], residual)`."""
     norm = add_rms_norm(problem)
 
-    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def add_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return *quantize_rows(norm(x, residual, weight, eps)[0]), residual
 
     return add_norm
@@ -62,7 +67,9 @@ def linear_fp8(problem: Problem) -> LinearFp8:
     """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; each call widens both to float32."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
-    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
         y = functional.linear(x.to(torch.float32), weight.to(torch.float32))
         y = y.mul_(x_scale).mul_(weight_scale.view(1, -1))
         return (y if bias is None else y.add_(bias)).to(dtype)
@@ -73,7 +80,9 @@ def linear_fp8(problem: Problem) -> LinearFp8:
 def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
     """Return `apply(x [T, I], weight [O, I], weight_scale [O, 1], bias) -> y [T, O]`."""
     product = linear_fp8(problem)
-    return lambda x, weight, weight_scale, bias: product(*quantize_rows(x), weight, weight_scale, bias)
+    return lambda x, weight, weight_scale, bias: product(
+        *quantize_rows(x), weight, weight_scale, bias
+    )
 
 
 def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
@@ -81,7 +90,12 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
     norm, product = rms_norm(problem), quantize_linear_fp8(problem)
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, weight_scale: Tensor,
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        weight_scale: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -92,11 +106,23 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
 
 def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
     """Return `apply(x, residual [T, N], norm_weight, eps, gate_up, …, down, …) -> (y [T, N], x + residual)`."""
-    both, gate, narrow = add_rms_norm_linear_fp8(problem), silu_mul(problem), quantize_linear_fp8(problem)
+    both, gate, narrow = (
+        add_rms_norm_linear_fp8(problem),
+        silu_mul(problem),
+        quantize_linear_fp8(problem),
+    )
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor, gate_up_scale: Tensor,
-        gate_up_bias: Tensor | None, down: Tensor, down_scale: Tensor, down_bias: Tensor | None,
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_scale: Tensor,
+        down_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         halves, total = both(x, residual, norm_weight, eps, gate_up, gate_up_scale, gate_up_bias)
         return narrow(gate(halves), down, down_scale, down_bias), total

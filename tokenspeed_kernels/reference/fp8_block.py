@@ -16,7 +16,9 @@ from tokenspeed_kernels.reference.activation import silu_mul
 from tokenspeed_kernels.reference.fp8 import LARGEST, LEAST, AddNorm, Quantize
 from tokenspeed_kernels.reference.norm import add_rms_norm
 
-BLOCK = 128  # rows and features that share a scale of a weight; features that share one of activations
+BLOCK = (
+    128  # rows and features that share a scale of a weight; features that share one of activations
+)
 
 Linear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -36,7 +38,9 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     padded = functional.pad(wide, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
     tiles = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     scale = tiles.abs().amax(dim=(1, 3)).clamp_(min=LEAST).div_(LARGEST)
-    codes = (wide / spread_blocks(scale, weight.shape[0], weight.shape[1])).clamp_(-LARGEST, LARGEST)
+    codes = (wide / spread_blocks(scale, weight.shape[0], weight.shape[1])).clamp_(
+        -LARGEST, LARGEST
+    )
     return codes.to(torch.float8_e4m3fn), scale
 
 
@@ -60,7 +64,9 @@ def add_rms_norm_fp8_groups(problem: Problem) -> AddNorm:
     """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, ceil(N / 128)], residual)`."""
     norm = add_rms_norm(problem)
 
-    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def add_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return *quantize_groups(norm(x, residual, weight, eps)[0]), residual
 
     return add_norm
@@ -82,10 +88,14 @@ def linear_fp8_block(problem: Problem) -> Linear:
     """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; each call widens both to float32."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
-    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
         out_size, in_size = weight.shape
         wide = x.to(torch.float32) * spread_groups(x_scale, in_size)
-        y = functional.linear(wide, weight.to(torch.float32) * spread_blocks(weight_scale, out_size, in_size))
+        y = functional.linear(
+            wide, weight.to(torch.float32) * spread_blocks(weight_scale, out_size, in_size)
+        )
         return (y if bias is None else y.add_(bias)).to(dtype)
 
     return linear

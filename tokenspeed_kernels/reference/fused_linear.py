@@ -14,7 +14,9 @@ from tokenspeed_kernels.reference.norm import rms_norm
 BetweenAttention = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
 ]
-AddNormLinear = Callable[[Tensor, Tensor, Tensor, float, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+AddNormLinear = Callable[
+    [Tensor, Tensor, Tensor, float, Tensor, Tensor | None], tuple[Tensor, Tensor]
+]
 
 
 def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
@@ -22,7 +24,12 @@ def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
     norm, product = rms_norm(problem), linear(problem)
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         total = x + residual
         return product(norm(total, norm_weight, eps), weight, bias), total
@@ -35,7 +42,12 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     both, gate = add_rms_norm_linear(problem), silu_mul(problem)
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         halves, total = both(x, residual, norm_weight, eps, weight, bias)
         return gate(halves), total
@@ -49,8 +61,15 @@ def between_attention(problem: Problem) -> BetweenAttention:
     product = linear(problem)
 
     def apply(
-        x: Tensor, residual: Tensor, out: Tensor, norm_weight: Tensor, gate_up: Tensor, down: Tensor,
-        next_norm_weight: Tensor, qkv: Tensor, eps: float,
+        x: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        norm_weight: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        next_norm_weight: Tensor,
+        qkv: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         gated, middle = inner(product(x, out, None), residual, norm_weight, eps, gate_up, None)
         return after(product(gated, down, None), middle, next_norm_weight, eps, qkv, None)
@@ -63,8 +82,15 @@ def between_attention_in_place(problem: Problem) -> BetweenAttention:
     between = between_attention(problem)
 
     def apply(
-        x: Tensor, residual: Tensor, out: Tensor, norm_weight: Tensor, gate_up: Tensor, down: Tensor,
-        next_norm_weight: Tensor, qkv: Tensor, eps: float,
+        x: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        norm_weight: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        next_norm_weight: Tensor,
+        qkv: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         y, total = between(x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, eps)
         return y, residual.copy_(total)

@@ -42,7 +42,9 @@ def moe_experts(problem: Problem) -> Experts:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, tokens, weight in _with_tokens(ids, weights):
             hidden = functional.linear(x[tokens], gate_up[expert])
-            hidden = functional.linear(functional.silu(hidden[:, :inner]) * hidden[:, inner:], down[expert])
+            hidden = functional.linear(
+                functional.silu(hidden[:, :inner]) * hidden[:, inner:], down[expert]
+            )
             y.index_add_(0, tokens, hidden.to(torch.float32) * weight)
         return y.to(x.dtype)
 
@@ -58,15 +60,26 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
     product = linear_fp8({"dtype": "float32"})
 
     def experts(
-        x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
         ids: Tensor,
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         codes, scale = quantize_rows(x)
         for expert, tokens, weight in _with_tokens(ids, weights):
-            both = product(codes[tokens], scale[tokens], gate_up[expert], gate_up_scale[expert], None)
+            both = product(
+                codes[tokens], scale[tokens], gate_up[expert], gate_up_scale[expert], None
+            )
             hidden = (functional.silu(both[:, :inner]) * both[:, inner:]).to(x.dtype)
-            y.index_add_(0, tokens, product(*quantize_rows(hidden), down[expert], down_scale[expert], None) * weight)
+            y.index_add_(
+                0,
+                tokens,
+                product(*quantize_rows(hidden), down[expert], down_scale[expert], None) * weight,
+            )
         return y.to(x.dtype)
 
     return experts

@@ -18,7 +18,9 @@ def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
     return _norm_float32 if problem["dtype"] == "float32" else _norm_rounded
 
 
-def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+def add_rms_norm(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """Return `norm(x [T, N], residual, weight, eps) -> (y, residual)`, which adds x into `residual`."""
     norm = rms_norm(problem)
 

@@ -37,11 +37,21 @@ def qk_norm_rope(problem: Problem) -> NormRope:
     Heads of q and k that lie side by side, as one projection gives them, are normed and rotated as one.
     """
     norm = rms_norm({"dtype": problem["dtype"], "size": problem["head_size"]})
-    num_heads, head_size, rotary_size = problem["num_heads"], problem["head_size"], problem["rotary_size"]
+    num_heads, head_size, rotary_size = (
+        problem["num_heads"],
+        problem["head_size"],
+        problem["rotary_size"],
+    )
 
     def norm_rotate(
-        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float,
-        positions: Tensor, cos_sin: Tensor, interleaved: bool,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        interleaved: bool,
     ) -> None:
         cos, sin = _angles(positions, cos_sin, q.dtype)
         joined = _joined(q, k)
@@ -71,7 +81,11 @@ def _joined(q: Tensor, k: Tensor) -> Tensor | None:
     """Return one view [T, H + K, D] of q and k if k's heads follow q's in memory, else None."""
     strides = q.stride()
     follows = k.data_ptr() == q.data_ptr() + q.shape[1] * strides[1] * q.element_size()
-    if not follows or k.stride() != strides or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+    if (
+        not follows
+        or k.stride() != strides
+        or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr()
+    ):
         return None
     return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), strides)
 

@@ -25,7 +25,12 @@ def qk_norm_rope_write_kv(problem: Problem) -> Place:
 
 def _composed(rotate: Callable[..., None], write: Callable[..., None]) -> Place:
     def place(
-        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
         *rotation: Tensor | float | bool,
     ) -> None:
         turned = k.clone()

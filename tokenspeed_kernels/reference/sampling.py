@@ -61,8 +61,13 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def _sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    seeds: Tensor, positions: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
 ) -> Tensor:
     size = logits.shape[1]
     is_greedy = temperature == 0

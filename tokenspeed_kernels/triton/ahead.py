@@ -65,7 +65,11 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Do as `triton.jit` does, for a kernel that can be compiled ahead."""
     if function is None:
         return partial(jit, **options)
-    return triton.jit(function, **options) if triton.knobs.runtime.interpret else _Kernel(function, **options)
+    return (
+        triton.jit(function, **options)
+        if triton.knobs.runtime.interpret
+        else _Kernel(function, **options)
+    )
 
 
 class _Kernel(JITFunction):  # type: ignore[misc]

@@ -21,11 +21,19 @@ from tokenspeed_kernels.triton.shared import MERGED_PARTS, SharedLaunch, SharedP
 
 LEAST_SPLIT = 64  # keys of a split where rows are too few to fill the device
 LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
-CROWD, SHARING_CROWD = 3, 8  # programs of a multiprocessor that small tiles keep busiest; where rows may share keys
+CROWD, SHARING_CROWD = (
+    3,
+    8,
+)  # programs of a multiprocessor that small tiles keep busiest; where rows may share keys
 FULL = 2  # programs of a multiprocessor that keep it busy
 WANTED = 4  # programs of a multiprocessor that splitting aims at
-NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles of all splits, by phase of the problem
-SMALL_STEP = 1024  # tokens, up to which tiles of prompts are small, so that there are enough of them
+NUM_SLOTS = {
+    "decode": 65536,
+    "prefill": 16384,
+}  # rows of tiles of all splits, by phase of the problem
+SMALL_STEP = (
+    1024  # tokens, up to which tiles of prompts are small, so that there are enough of them
+)
 MAX_DECODE_ROWS = 64  # of a tile of the decode launch: more query tokens a row are a prompt
 LOG2_E = 1.4426950408889634
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
@@ -68,12 +76,18 @@ class TritonAttention:
     prepares_on_host = True
 
     def __init__(
-        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device,
-        decode_tiling: Tiling | None = None, prefill_tiling: Tiling | None = None,
+        self,
+        problem: AttentionProblem,
+        limits: AttentionLimits,
+        device: torch.device,
+        decode_tiling: Tiling | None = None,
+        prefill_tiling: Tiling | None = None,
         options: AttentionOptions = DEFAULTS,
     ) -> None:
         if problem.num_heads % problem.num_kv_heads:
-            raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+            raise ValueError(
+                f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads"
+            )
         self._problem, self._options = problem, options
         self._num_groups = problem.num_heads // problem.num_kv_heads
         self._block_d = max(16, triton.next_power_of_2(problem.head_size))
@@ -86,7 +100,9 @@ class TritonAttention:
         self._early = can_start_early()
         self.num_multiprocessors = _num_multiprocessors(device)
         self._max_model_len = limits.max_model_len
-        self._max_decode_rows = MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
+        self._max_decode_rows = (
+            MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
+        )
         num_slots = NUM_SLOTS[problem.phase]
         self._partial = torch.empty((num_slots, self._block_d), dtype=torch.float32, device=device)
         self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
@@ -111,7 +127,9 @@ class TritonAttention:
         if self._first_layer is None:
             self._first_layer = k_cache.data_ptr()
         shared = self._launch.shared
-        if shared is not None:  # first: where nothing is shared it leaves at once, and the other runs beside it
+        if (
+            shared is not None
+        ):  # first: where nothing is shared it leaves at once, and the other runs beside it
             if k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any
                 self.shared.find(self._step, shared)
             self.shared.attend(self._step, shared, q, k_cache, v_cache)
@@ -121,11 +139,18 @@ class TritonAttention:
         block_m = self._decode_rows(step.max_num_query)
         programs = step.num_rows * self._problem.num_kv_heads
         room = self._lse.shape[0] // (programs * block_m)
-        may_share = self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
+        may_share = (
+            self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
+        )
         shared = self.shared.launch(step.num_rows) if may_share else None
-        tiling = replace(self._decode_tiling(programs, step, is_shared=shared is not None), block_m=block_m)
+        tiling = replace(
+            self._decode_tiling(programs, step, is_shared=shared is not None), block_m=block_m
+        )
         if programs >= FULL * self.num_multiprocessors:
-            least, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)  # a part that is empty takes time too
+            least, splits = (
+                LONG_SPLIT,
+                -(-step.max_seq_len // LONG_SPLIT),
+            )  # a part that is empty takes time too
         else:
             least, splits = LEAST_SPLIT, WANTED * self.num_multiprocessors // programs
         most = min(MAX_SPLITS, -(-self._max_model_len // least), room, self._options.max_splits)
@@ -151,27 +176,67 @@ class TritonAttention:
         return max(self._decode.block_m, triton.next_power_of_2(num_query * self._num_groups))
 
     def _attend(
-        self, step: AttentionStep, launch: _Launch, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
+        self,
+        step: AttentionStep,
+        launch: _Launch,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
     ) -> None:
         problem, tiling, shared = self._problem, launch.tiling, self.shared
         attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
-            q, k_cache, v_cache, out, self._partial, self._lse, self._arrived, shared.partial, shared.lse, shared.found,
-            step.query_start, step.seq_lens, step.block_table,
-            step.num_rows, launch.num_splits, launch.shared.num_shared_splits if launch.shared else 0,
-            launch.least, problem.window or 0, problem.scale * LOG2_E,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1),
-            *k_cache.stride()[:3], step.block_table.stride(0),
-            G=self._num_groups, D=problem.head_size, BLOCK_D=self._block_d, BLOCK_SIZE=problem.block_size,
-            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLIT=launch.is_merged,
-            ONE_TILE=launch.one_tile, HAS_WINDOW=problem.window is not None,
-            PRECISION="ieee" if problem.dtype == "float32" else "tf32", SHARED=launch.shared is not None,
-            SHARED_BLOCK_N=SHARED_BLOCK_N, EARLY=self._early, MEMBERS=MERGED_HEADS, PARTS=MERGED_PARTS,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            self._partial,
+            self._lse,
+            self._arrived,
+            shared.partial,
+            shared.lse,
+            shared.found,
+            step.query_start,
+            step.seq_lens,
+            step.block_table,
+            step.num_rows,
+            launch.num_splits,
+            launch.shared.num_shared_splits if launch.shared else 0,
+            launch.least,
+            problem.window or 0,
+            problem.scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            *k_cache.stride()[:3],
+            step.block_table.stride(0),
+            G=self._num_groups,
+            D=problem.head_size,
+            BLOCK_D=self._block_d,
+            BLOCK_SIZE=problem.block_size,
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            SPLIT=launch.is_merged,
+            ONE_TILE=launch.one_tile,
+            HAS_WINDOW=problem.window is not None,
+            PRECISION="ieee" if problem.dtype == "float32" else "tf32",
+            SHARED=launch.shared is not None,
+            SHARED_BLOCK_N=SHARED_BLOCK_N,
+            EARLY=self._early,
+            MEMBERS=MERGED_HEADS,
+            PARTS=MERGED_PARTS,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            launch_pdl=self._early,
         )
 
 
 def attention(
-    problem: AttentionProblem, limits: AttentionLimits, device: torch.device, options: AttentionOptions = DEFAULTS,
+    problem: AttentionProblem,
+    limits: AttentionLimits,
+    device: torch.device,
+    options: AttentionOptions = DEFAULTS,
 ) -> TritonAttention:
     """Build the Triton backend (an AttentionFactory)."""
     backend = TritonAttention(problem, limits, device, options=options)
@@ -179,24 +244,43 @@ def attention(
     return backend
 
 
-def _attend_to_blanks(backend: TritonAttention, problem: AttentionProblem, limits: AttentionLimits) -> None:
+def _attend_to_blanks(
+    backend: TritonAttention, problem: AttentionProblem, limits: AttentionLimits
+) -> None:
     """Launch on blank tensors every form that the steps of a start launch."""
     num_heads, num_kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_size
-    k_cache, v_cache = ahead.blank(problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size).unbind(1)
+    k_cache, v_cache = ahead.blank(
+        problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size
+    ).unbind(1)
     most = min(limits.max_num_rows, limits.max_num_tokens)
     short = min(LONG_SPLIT, limits.max_model_len)
     bounds = ((True, limits.max_model_len), (False, short))
-    edges = (-(-each * backend.num_multiprocessors // num_kv_heads) for each in (FULL, CROWD, SHARING_CROWD))
+    edges = (
+        -(-each * backend.num_multiprocessors // num_kv_heads)
+        for each in (FULL, CROWD, SHARING_CROWD)
+    )
     some = sorted({min(num_rows, most) for num_rows in (1, 2, 4, 8, 16, 17, *edges, most)})
     steps = _num_queries(problem.phase, some, limits.max_num_tokens)
     for counts, (shares, longest), is_beside in product(steps, bounds, (False, True)):
         starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
-        q = ahead.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[:, :num_heads]
-        backend.prepare(AttentionStep(
-            num_rows, starts[-1], max(counts), longest, ahead.blank("int32", num_rows + 1),
-            ahead.blank("int32", num_rows), ahead.blank("int32", num_rows, limits.max_num_blocks), starts, None,
-            shares, is_beside,
-        ))
+        q = ahead.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[
+            :, :num_heads
+        ]
+        backend.prepare(
+            AttentionStep(
+                num_rows,
+                starts[-1],
+                max(counts),
+                longest,
+                ahead.blank("int32", num_rows + 1),
+                ahead.blank("int32", num_rows),
+                ahead.blank("int32", num_rows, limits.max_num_blocks),
+                starts,
+                None,
+                shares,
+                is_beside,
+            )
+        )
         backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
 
 

@@ -24,10 +24,27 @@ def _fit_keys(q, key_dtype: tl.constexpr):
 
 @triton.jit
 def _attend_keys(
-    acc, highest, total, q, position, start, stop, k_base, v_base, table,
-    stride_b, stride_s, window, log2_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    acc,
+    highest,
+    total,
+    q,
+    position,
+    start,
+    stop,
+    k_base,
+    v_base,
+    table,
+    stride_b,
+    stride_s,
+    window,
+    log2_scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Attend to keys [start, stop), masking by position only if MASKED; position [BLOCK_M]."""
     column = tl.arange(0, BLOCK_D)
@@ -87,8 +104,14 @@ def _share(num_keys, num_splits, least, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _merge_parts(
-    partial_ptr, lse_ptr, origin, stride, num_parts, place,
-    BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+    partial_ptr,
+    lse_ptr,
+    origin,
+    stride,
+    num_parts,
+    place,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Merge up to PARTS parts of some query heads, which stand at origin + place + part * stride.
 
@@ -98,8 +121,14 @@ def _merge_parts(
     is_one = part < num_parts
     cell = part[:, None] * stride + place[None, :]
     # `.cg` reads where the writes of other multiprocessors are.
-    lse = tl.load(lse_ptr + origin + cell, mask=is_one[:, None], other=float("-inf"), cache_modifier=".cg")
-    cells = partial_ptr + origin * BLOCK_D + (cell[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :])
+    lse = tl.load(
+        lse_ptr + origin + cell, mask=is_one[:, None], other=float("-inf"), cache_modifier=".cg"
+    )
+    cells = (
+        partial_ptr
+        + origin * BLOCK_D
+        + (cell[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :])
+    )
     partial = tl.load(cells, mask=is_one[:, None, None], other=0.0, cache_modifier=".cg")
     highest = tl.max(lse, axis=0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -111,36 +140,78 @@ def _merge_parts(
 
 @triton.jit
 def _merge_group(
-    partial_ptr, lse_ptr, origin, num_parts, num_members,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
+    partial_ptr,
+    lse_ptr,
+    origin,
+    num_parts,
+    num_members,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Merge parts of a tile of query heads into the place of the first of them."""
     for first in range(0, num_members, MEMBERS):
         member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
-        acc, lse = _merge_parts(partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_D, PARTS)
+        acc, lse = _merge_parts(
+            partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_D, PARTS
+        )
         tl.debug_barrier()  # all threads have read what is overwritten
-        cells = partial_ptr + origin * BLOCK_D + member[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+        cells = (
+            partial_ptr
+            + origin * BLOCK_D
+            + member[:, None] * BLOCK_D
+            + tl.arange(0, BLOCK_D)[None, :]
+        )
         tl.store(cells, acc)
         tl.store(lse_ptr + origin + member, lse)
 
 
 @triton.jit
 def _merge(
-    out_ptr, partial_ptr, lse_ptr, origin, stride, num_parts, shared_partial_ptr, shared_lse_ptr, num_shared_splits,
-    num_shared, row, kv_head, start_token, num_members, out_stride_t, out_stride_h,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    origin,
+    stride,
+    num_parts,
+    shared_partial_ptr,
+    shared_lse_ptr,
+    num_shared_splits,
+    num_shared,
+    row,
+    kv_head,
+    start_token,
+    num_members,
+    out_stride_t,
+    out_stride_h,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Store what the query heads of a tile got from its parts and from `num_shared` shared splits."""
     column = tl.arange(0, BLOCK_D)
     for first in range(0, num_members, MEMBERS):
         member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
         head = kv_head * G + member % G
-        acc, lse = _merge_parts(partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_D, PARTS)
+        acc, lse = _merge_parts(
+            partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_D, PARTS
+        )
         if num_shared > 0:
-            shared_origin = (row * tl.num_programs(1) + kv_head).to(tl.int64) * G * num_shared_splits
+            shared_origin = (
+                (row * tl.num_programs(1) + kv_head).to(tl.int64) * G * num_shared_splits
+            )
             shared_acc, shared_lse = _merge_parts(
-                shared_partial_ptr, shared_lse_ptr, shared_origin, 1, num_shared, member * num_shared_splits,
-                BLOCK_D, PARTS,
+                shared_partial_ptr,
+                shared_lse_ptr,
+                shared_origin,
+                1,
+                num_shared,
+                member * num_shared_splits,
+                BLOCK_D,
+                PARTS,
             )
             highest = tl.maximum(lse, shared_lse)
             weight = tl.exp2(lse - highest)
@@ -158,13 +229,48 @@ _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 @ahead.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
 def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, arrived_ptr, shared_partial_ptr, shared_lse_ptr, found_ptr,
-    query_start_ptr, seq_lens_ptr, table_ptr, num_rows, num_splits, num_shared_splits, least, window,
-    log2_scale, q_stride_t, q_stride_h, out_stride_t, out_stride_h, stride_b, stride_s, stride_h, table_stride,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ONE_TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr, SHARED_BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr, MEMBERS: tl.constexpr, PARTS: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrived_ptr,
+    shared_partial_ptr,
+    shared_lse_ptr,
+    found_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_rows,
+    num_splits,
+    num_shared_splits,
+    least,
+    window,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    stride_b,
+    stride_s,
+    stride_h,
+    table_stride,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
 
@@ -188,7 +294,9 @@ def attend(
         row = tl.program_id(0)
         tile = 0
     else:
-        wanted = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles see more keys: heavy ones first
+        wanted = (
+            tl.num_programs(0) - 1 - tl.program_id(0)
+        )  # later tiles see more keys: heavy ones first
         num_tokens = tl.load(query_start_ptr + num_rows)
         row = tl.minimum(tl.maximum(wanted - num_tokens // TOKENS, 0), num_rows - 1)
         is_padding = tl.load(query_start_ptr + row) == num_tokens  # rows without queries come last
@@ -243,24 +351,64 @@ def attend(
         table = table_ptr + row.to(tl.int64) * table_stride
         if not HAS_WINDOW:
             acc, highest, total = _attend_keys(
-                acc, highest, total, q, position, start, unmasked, k_base, v_base, table,
-                stride_b, stride_s, window, log2_scale,
-                D, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, False, PRECISION,
+                acc,
+                highest,
+                total,
+                q,
+                position,
+                start,
+                unmasked,
+                k_base,
+                v_base,
+                table,
+                stride_b,
+                stride_s,
+                window,
+                log2_scale,
+                D,
+                BLOCK_D,
+                BLOCK_SIZE,
+                BLOCK_N,
+                False,
+                False,
+                PRECISION,
             )
         acc, highest, total = _attend_keys(
-            acc, highest, total, q, position, unmasked, stop, k_base, v_base, table,
-            stride_b, stride_s, window, log2_scale,
-            D, BLOCK_D, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, PRECISION,
+            acc,
+            highest,
+            total,
+            q,
+            position,
+            unmasked,
+            stop,
+            k_base,
+            v_base,
+            table,
+            stride_b,
+            stride_s,
+            window,
+            log2_scale,
+            D,
+            BLOCK_D,
+            BLOCK_SIZE,
+            BLOCK_N,
+            True,
+            HAS_WINDOW,
+            PRECISION,
         )
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if is_whole:
             out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
-            tl.store(out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+            tl.store(
+                out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask
+            )
         elif SPLIT:
             pair = tl.program_id(0) * tl.num_programs(1) + kv_head
             origin = pair.to(tl.int64) * num_splits * BLOCK_M
             slot = origin + split * BLOCK_M + member
-            tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=used[:, None])
+            tl.store(
+                partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=used[:, None]
+            )
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(lse_ptr + slot, lse, mask=used)
             tl.debug_barrier()  # all of the program's stores come before its count
@@ -274,8 +422,15 @@ def attend(
                 is_last = True
                 if num_groups > 1:
                     _merge_group(
-                        partial_ptr, lse_ptr, origin + group * PARTS * BLOCK_M, count, num_queries * G,
-                        BLOCK_M, BLOCK_D, MEMBERS, PARTS,
+                        partial_ptr,
+                        lse_ptr,
+                        origin + group * PARTS * BLOCK_M,
+                        count,
+                        num_queries * G,
+                        BLOCK_M,
+                        BLOCK_D,
+                        MEMBERS,
+                        PARTS,
                     )
                     tl.debug_barrier()
                     is_last = tl.atomic_add(arrived_ptr + PARTS, 1, sem="acq_rel") == num_groups - 1
@@ -287,11 +442,31 @@ def attend(
                     if SHARED:
                         if EARLY:
                             gdc_wait()  # for the shared splits
-                        num_shared = tl.cdiv(shared, _share(shared, num_shared_splits, 0, SHARED_BLOCK_N))
+                        num_shared = tl.cdiv(
+                            shared, _share(shared, num_shared_splits, 0, SHARED_BLOCK_N)
+                        )
                     _merge(
-                        out_ptr, partial_ptr, lse_ptr, origin, stride, count, shared_partial_ptr, shared_lse_ptr,
-                        num_shared_splits, num_shared, row, kv_head, start_token, num_queries * G,
-                        out_stride_t, out_stride_h, G, D, BLOCK_D, MEMBERS, PARTS,
+                        out_ptr,
+                        partial_ptr,
+                        lse_ptr,
+                        origin,
+                        stride,
+                        count,
+                        shared_partial_ptr,
+                        shared_lse_ptr,
+                        num_shared_splits,
+                        num_shared,
+                        row,
+                        kv_head,
+                        start_token,
+                        num_queries * G,
+                        out_stride_t,
+                        out_stride_h,
+                        G,
+                        D,
+                        BLOCK_D,
+                        MEMBERS,
+                        PARTS,
                     )
     if EARLY and SHARED:
         gdc_wait()  # so that the kernel behind, which waits for this one alone, finds the results of both

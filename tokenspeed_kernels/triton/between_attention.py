@@ -20,7 +20,9 @@ from tokenspeed_kernels.triton.between_attention_kernel import NUM_PHASES, betwe
 from tokenspeed_kernels.triton.early import can_start_early
 
 MAX_ROWS = 64
-MOST_PROGRAMS = 128  # and at most one a multiprocessor, so that all of them run at once, as barriers need
+MOST_PROGRAMS = (
+    128  # and at most one a multiprocessor, so that all of them run at once, as barriers need
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,21 @@ def tiling(heads: int, hidden: int, inner: int, out_size: int, programs: int) ->
     g_n, q_n = _share(inner, programs, 128), _share(out_size, programs, 64)
     g_block, q_block = max(16, triton.next_power_of_2(g_n)), max(16, triton.next_power_of_2(q_n))
     return Tiling(
-        n, splits[0], turns[0], g_n, g_block, 64, {128: 4, 64: 6}.get(g_block, 8), n, splits[1], turns[2], q_n, q_block,
-        turns[1], stages, warps,
+        n,
+        splits[0],
+        turns[0],
+        g_n,
+        g_block,
+        64,
+        {128: 4, 64: 6}.get(g_block, 8),
+        n,
+        splits[1],
+        turns[2],
+        q_n,
+        q_block,
+        turns[1],
+        stages,
+        warps,
     )
 
 
@@ -84,36 +99,87 @@ def between_attention(problem: Problem) -> BetweenAttention:
     heads, hidden = problem["in_size"], problem["hidden_size"]
     inner, out_size = problem["intermediate_size"], problem["out_size"]
     early, is_device = can_start_early(), torch.cuda.is_available()
-    processors = torch.cuda.get_device_properties().multi_processor_count if is_device else MOST_PROGRAMS
+    processors = (
+        torch.cuda.get_device_properties().multi_processor_count if is_device else MOST_PROGRAMS
+    )
     programs = min(MOST_PROGRAMS, processors)
     tiles = tiling(heads, hidden, inner, out_size, programs)
     device, dtype = torch.device("cuda" if is_device else "cpu"), getattr(torch, problem["dtype"])
     rows = problem["max_rows"]
-    sums = torch.empty(max(tiles.O_SPLIT, tiles.D_SPLIT) * rows * hidden, dtype=torch.float32, device=device)
+    sums = torch.empty(
+        max(tiles.O_SPLIT, tiles.D_SPLIT) * rows * hidden, dtype=torch.float32, device=device
+    )
     normed, middle = torch.empty((2, rows, hidden), dtype=dtype, device=device)
     gated = torch.empty((rows, inner), dtype=dtype, device=device)
     counter = torch.zeros(1, dtype=torch.uint32, device=device)
     # Without a device programs run one after another, and would wait for ever at a barrier.
-    spans = ((0, NUM_PHASES - 1),) if is_device else tuple((phase, phase) for phase in range(NUM_PHASES))
+    spans = (
+        ((0, NUM_PHASES - 1),)
+        if is_device
+        else tuple((phase, phase) for phase in range(NUM_PHASES))
+    )
 
     def apply(
-        x: Tensor, residual: Tensor, out: Tensor, norm_weight: Tensor, gate_up: Tensor, down: Tensor,
-        next_norm_weight: Tensor, qkv: Tensor, eps: float,
+        x: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        norm_weight: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        next_norm_weight: Tensor,
+        qkv: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         num_rows = x.shape[0]
         y, total = x.new_empty((num_rows, out_size)), x.new_empty((num_rows, hidden))
         for first, last in spans if num_rows else ():
             between[(programs,)](
-                x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, sums, normed, middle, gated, total,
-                y, counter, x.stride(0), residual.stride(0), num_rows, eps, H=hidden, A=heads, M=inner, Q=out_size,
-                BLOCK_T=MAX_ROWS, BLOCK_H=triton.next_power_of_2(hidden), FIRST=first, LAST=last, PROGRAMS=programs,
-                EARLY=early, launch_pdl=early, launch_cooperative_grid=is_device, **asdict(tiles),
+                x,
+                residual,
+                out,
+                norm_weight,
+                gate_up,
+                down,
+                next_norm_weight,
+                qkv,
+                sums,
+                normed,
+                middle,
+                gated,
+                total,
+                y,
+                counter,
+                x.stride(0),
+                residual.stride(0),
+                num_rows,
+                eps,
+                H=hidden,
+                A=heads,
+                M=inner,
+                Q=out_size,
+                BLOCK_T=MAX_ROWS,
+                BLOCK_H=triton.next_power_of_2(hidden),
+                FIRST=first,
+                LAST=last,
+                PROGRAMS=programs,
+                EARLY=early,
+                launch_pdl=early,
+                launch_cooperative_grid=is_device,
+                **asdict(tiles),
             )
         return y, total
 
     blank = partial(ahead.blank, problem["dtype"])
     ahead.compile_for(
-        apply, blank(1, heads), blank(1, hidden), blank(hidden, heads), blank(hidden), blank(2 * inner, hidden),
-        blank(hidden, inner), blank(hidden), blank(out_size, hidden), 0.0,
+        apply,
+        blank(1, heads),
+        blank(1, hidden),
+        blank(hidden, heads),
+        blank(hidden),
+        blank(2 * inner, hidden),
+        blank(hidden, inner),
+        blank(hidden),
+        blank(out_size, hidden),
+        0.0,
     )
     return apply

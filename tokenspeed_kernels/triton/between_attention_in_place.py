@@ -19,13 +19,23 @@ from tokenspeed_kernels.triton.norm import rms_norm
 def between_attention_in_place(problem: Problem) -> BetweenAttention:
     """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], residual [T, H])`."""
     hidden, inner, dtype = problem["hidden_size"], problem["intermediate_size"], problem["dtype"]
-    norm, gate = rms_norm({"size": hidden, "dtype": dtype}), silu_mul({"size": inner, "dtype": dtype})
+    norm, gate = (
+        rms_norm({"size": hidden, "dtype": dtype}),
+        silu_mul({"size": inner, "dtype": dtype}),
+    )
     product = {"in_size": hidden, "out_size": inner, "dtype": dtype}
     gated = gated_linear(product) if can_gate(product) else None
 
     def apply(
-        x: Tensor, residual: Tensor, out: Tensor, norm_weight: Tensor, gate_up: Tensor, down: Tensor,
-        next_norm_weight: Tensor, qkv: Tensor, eps: float,
+        x: Tensor,
+        residual: Tensor,
+        out: Tensor,
+        norm_weight: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        next_norm_weight: Tensor,
+        qkv: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         normed = norm(residual.addmm_(x, out.t()), norm_weight, eps)
         if gated is not None and len(x) >= LEAST_ROWS:

@@ -22,10 +22,26 @@ def _narrowed(x, dtype: tl.constexpr):
 
 @ahead.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_kv(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h,
-    k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, v_cache_stride_b, v_cache_stride_s, v_cache_stride_h,
-    BLOCK_SIZE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    k_cache_stride_b,
+    k_cache_stride_s,
+    k_cache_stride_h,
+    v_cache_stride_b,
+    v_cache_stride_s,
+    v_cache_stride_h,
+    BLOCK_SIZE: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -54,9 +70,22 @@ def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
         if k.shape[0] == 0:
             return
         _write_kv[(k.shape[0], triton.cdiv(num_heads, block_k))](
-            k, v, k_cache, v_cache, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            *k_cache.stride()[:3], *v_cache.stride()[:3],
-            BLOCK_SIZE=problem["block_size"], K=num_heads, D=head_size, BLOCK_K=block_k, BLOCK_D=block_d,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            BLOCK_SIZE=problem["block_size"],
+            K=num_heads,
+            D=head_size,
+            BLOCK_K=block_k,
+            BLOCK_D=block_d,
         )
 
     heads = ahead.blank(problem["dtype"], 2, 3 * num_heads, head_size)[:, :num_heads]

@@ -22,6 +22,10 @@ def can_start_early() -> bool:
 def fetch(line):
     """Have the second-level cache fetch the lines of 128 bytes at pointers [...]: nothing waits for it."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.uint64, bitcast=True)], dtype=tl.uint32,
-        is_pure=False, pack=1,
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [line.to(tl.uint64, bitcast=True)],
+        dtype=tl.uint32,
+        is_pure=False,
+        pack=1,
     )

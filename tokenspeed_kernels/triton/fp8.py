@@ -31,7 +31,9 @@ def scale_of_row(x):
 @triton.jit
 def normalized(total, squares, weight, eps, N: tl.constexpr):
     """Return the RMS norm of a row [...] of the dtype whose squares sum up to `squares`: float32, rounded to it."""
-    y = (total.to(tl.float32) * tl.rsqrt(squares / N + eps)).to(total.dtype).to(tl.float32) * weight.to(tl.float32)
+    y = (total.to(tl.float32) * tl.rsqrt(squares / N + eps)).to(total.dtype).to(
+        tl.float32
+    ) * weight.to(tl.float32)
     return y.to(total.dtype).to(tl.float32)
 
 
@@ -53,7 +55,9 @@ def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
 
 
 @ahead.jit
-def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _quantize(
+    x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -66,8 +70,19 @@ def _quantize(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.cons
 
 @ahead.jit
 def _add_rms_norm(
-    x_ptr, residual_ptr, total_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, total_stride, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    weight_ptr,
+    y_ptr,
+    scale_ptr,
+    x_stride,
+    residual_stride,
+    total_stride,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -86,7 +101,9 @@ def _add_rms_norm(
 
 
 @ahead.jit
-def _silu_mul(x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _silu_mul(
+    x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -106,7 +123,10 @@ class _Rows:
         block = triton.next_power_of_2(size)
         early = can_start_early()
         self.launch = {
-            "N": size, "BLOCK": block, "EARLY": early, "num_warps": min(16, max(4, block // 512)),
+            "N": size,
+            "BLOCK": block,
+            "EARLY": early,
+            "num_warps": min(16, max(4, block // 512)),
             "launch_pdl": early,
         }
 
@@ -122,7 +142,16 @@ class _Rows:
         y, scale = self.outputs(x.shape[0], x.device)
         if x.shape[0]:
             _add_rms_norm[(x.shape[0],)](
-                x, residual, total, weight, y, scale, x.stride(0), residual.stride(0), total.stride(0), eps,
+                x,
+                residual,
+                total,
+                weight,
+                y,
+                scale,
+                x.stride(0),
+                residual.stride(0),
+                total.stride(0),
+                eps,
                 **self.launch,
             )
         return y, scale, total
@@ -142,22 +171,30 @@ def quantize_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     return quantize
 
 
-def add_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+def add_rms_norm_fp8(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
     """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale [T, 1], residual)`."""
     rows = _Rows(problem["size"])
 
-    def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return rows.add_norm(x, residual, residual, weight, eps)
 
     _compile_ahead(norm, problem)
     return norm
 
 
-def sum_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+def sum_rms_norm_fp8(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
     """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale, x + residual)`, leaving both alone."""
     rows = _Rows(problem["size"])
 
-    def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return rows.add_norm(x, residual, residual.new_empty(residual.shape), weight, eps)
 
     _compile_ahead(norm, problem)
@@ -166,7 +203,9 @@ def sum_rms_norm_fp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, floa
 
 def _compile_ahead(norm: Callable[..., object], problem: Problem) -> None:
     blank = partial(ahead.blank, problem["dtype"])
-    ahead.compile_for(norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0)
+    ahead.compile_for(
+        norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0
+    )
 
 
 def silu_mul_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -23,7 +23,9 @@ GROUPS_AT_ONCE = 8  # that a program quantises, unless it needs a whole row
 
 
 @triton.jit
-def _store_groups(x, y_ptr, scale_ptr, row, group, column, N: tl.constexpr, NUM_GROUPS: tl.constexpr):
+def _store_groups(
+    x, y_ptr, scale_ptr, row, group, column, N: tl.constexpr, NUM_GROUPS: tl.constexpr
+):
     """Store groups of float32 x [G, 128], zero behind the row's end, and their scales."""
     scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST) / LARGEST
     y = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
@@ -33,8 +35,16 @@ def _store_groups(x, y_ptr, scale_ptr, row, group, column, N: tl.constexpr, NUM_
 
 @ahead.jit
 def _quantize(
-    x_ptr, y_ptr, scale_ptr, x_stride, N: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    AT_ONCE: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr,
+    y_ptr,
+    scale_ptr,
+    x_stride,
+    N: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (rows, groups by AT_ONCE). GATED: silu of the first N elements of a row times the second N."""
     if EARLY:
@@ -53,8 +63,19 @@ def _quantize(
 
 @ahead.jit
 def _add_rms_norm(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, scale_ptr, x_stride, residual_stride, eps, N: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    scale_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    N: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (rows): a program holds a whole row."""
     if EARLY:
@@ -80,7 +101,11 @@ class _Rows:
     def __init__(self, size: int) -> None:
         self.size, self.num_groups, early = size, triton.cdiv(size, GROUP), can_start_early()
         self.launch = {
-            "N": size, "NUM_GROUPS": self.num_groups, "GROUP": GROUP, "EARLY": early, "launch_pdl": early,
+            "N": size,
+            "NUM_GROUPS": self.num_groups,
+            "GROUP": GROUP,
+            "EARLY": early,
+            "launch_pdl": early,
         }
 
     def outputs(self, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -93,7 +118,8 @@ class _Rows:
         y, scale = self.outputs(x.shape[0], x.device)
         if x.shape[0]:
             _quantize[(x.shape[0], triton.cdiv(self.num_groups, GROUPS_AT_ONCE))](
-                x, y, scale, x.stride(0), AT_ONCE=GROUPS_AT_ONCE, GATED=is_gated, **self.launch)
+                x, y, scale, x.stride(0), AT_ONCE=GROUPS_AT_ONCE, GATED=is_gated, **self.launch
+            )
         return y, scale
 
 
@@ -119,12 +145,23 @@ def add_rms_norm_fp8_groups(problem: Problem) -> AddNorm:
     at_once = triton.next_power_of_2(rows.num_groups)
     num_warps = min(16, max(4, at_once * GROUP // 512))
 
-    def norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         y, scale = rows.outputs(x.shape[0], x.device)
         if x.shape[0]:
             _add_rms_norm[(x.shape[0],)](
-                x, residual, weight, y, scale, x.stride(0), residual.stride(0), eps, AT_ONCE=at_once,
-                num_warps=num_warps, **rows.launch,
+                x,
+                residual,
+                weight,
+                y,
+                scale,
+                x.stride(0),
+                residual.stride(0),
+                eps,
+                AT_ONCE=at_once,
+                num_warps=num_warps,
+                **rows.launch,
             )
         return y, scale, residual
 

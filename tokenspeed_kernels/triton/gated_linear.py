@@ -25,8 +25,16 @@ LEAST_ROWS = 2048  # fewer do not fill the device's last wave of tiles of this s
 
 @ahead.jit(do_not_specialize=["T"])
 def _gated(
-    x_desc, weight_desc, y_desc, T, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    x_desc,
+    weight_desc,
+    y_desc,
+    T,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
 ):
     dtype: tl.constexpr = y_desc.dtype
@@ -49,8 +57,14 @@ def _gated(
 
 def can_gate(problem: Problem) -> bool:
     """Say whether the device and the sizes are such that `gated_linear` can compute a problem."""
-    fits = problem["in_size"] % 8 == 0 and problem["out_size"] % 8 == 0 and problem["dtype"] in ("bfloat16", "float16")
-    return fits and can_start_early()  # devices that launch early have the tensor memory accelerator too
+    fits = (
+        problem["in_size"] % 8 == 0
+        and problem["out_size"] % 8 == 0
+        and problem["dtype"] in ("bfloat16", "float16")
+    )
+    return (
+        fits and can_start_early()
+    )  # devices that launch early have the tensor memory accelerator too
 
 
 def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
@@ -60,7 +74,9 @@ def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
     Halves and activation are rounded as if each were written.
     """
     in_size, out_size = problem["in_size"], problem["out_size"]
-    num_programs = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+    num_programs = (
+        torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+    )
 
     def apply(x: Tensor, weight: Tensor) -> Tensor:
         y = x.new_empty((x.shape[0], out_size))
@@ -68,8 +84,16 @@ def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
             TensorDescriptor.from_tensor(x, [BLOCK_T, BLOCK_K]),
             TensorDescriptor.from_tensor(weight.view(2, out_size, in_size), [2, BLOCK_N, BLOCK_K]),
             TensorDescriptor.from_tensor(y, [BLOCK_T, BLOCK_N]),
-            x.shape[0], N=out_size, K=in_size, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP=GROUP,
-            NUM_PROGRAMS=num_programs, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+            x.shape[0],
+            N=out_size,
+            K=in_size,
+            BLOCK_T=BLOCK_T,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K,
+            GROUP=GROUP,
+            NUM_PROGRAMS=num_programs,
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
         )
         return y
 

@@ -71,7 +71,12 @@ def _normed(problem: Problem, parts: AddNormLinear, *, gated: bool) -> AddNormLi
     tiling, early = one_row_tiling(in_size, gated=gated), can_start_early()
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if x.shape[0] != 1:
             return parts(x, residual, norm_weight, eps, weight, bias)
@@ -97,8 +102,16 @@ class Before:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tiling: Tiling, *, weight_scale: Tensor | None = None,
-    before: Before | None = None, gated: bool = False, early: bool = False,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    tiling: Tiling,
+    *,
+    weight_scale: Tensor | None = None,
+    before: Before | None = None,
+    gated: bool = False,
+    early: bool = False,
 ) -> None:
     """Write to y [1, O] the product of x [1, I] and weight [O or 2O, I], with what is before and after it.
 
@@ -106,9 +119,28 @@ def multiply(
     With `early` the kernel is launched before the one ahead of it has ended.
     """
     in_size, out_size = x.shape[1], y.shape[1]
-    added = (None, None, None, 0.0) if before is None else (before.residual, before.total, before.weight, before.eps)
+    added = (
+        (None, None, None, 0.0)
+        if before is None
+        else (before.residual, before.total, before.weight, before.eps)
+    )
     one_row[(triton.cdiv(out_size, tiling.block_n),)](
-        x, *added, weight, weight_scale, bias, y, weight.stride(0), out_size, K=in_size, NORM=before is not None,
-        GATED=gated, QUANTIZED=weight_scale is not None, HAS_BIAS=bias is not None, BLOCK_N=tiling.block_n,
-        BLOCK_K=triton.next_power_of_2(in_size), EARLY=early, num_warps=tiling.num_warps, launch_pdl=early,
+        x,
+        *added,
+        weight,
+        weight_scale,
+        bias,
+        y,
+        weight.stride(0),
+        out_size,
+        K=in_size,
+        NORM=before is not None,
+        GATED=gated,
+        QUANTIZED=weight_scale is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=triton.next_power_of_2(in_size),
+        EARLY=early,
+        num_warps=tiling.num_warps,
+        launch_pdl=early,
     )

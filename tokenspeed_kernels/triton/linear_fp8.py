@@ -20,7 +20,7 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early, fetch
 
-MOST_ROWS = 64    # of x that the streaming kernel takes
+MOST_ROWS = 64  # of x that the streaming kernel takes
 MOST_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
 
 TILES_AHEAD = 8  # of the weight, fetched before the rows of x are there
@@ -41,9 +41,27 @@ class Tiling:
 
 @ahead.jit(do_not_specialize=["num_rows"])
 def _few_rows(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, partial_ptr, count_ptr, x_stride, x_scale_stride, num_rows,
-    N, K: tl.constexpr, SHARE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MOST_INEXACT: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    b_ptr,
+    y_ptr,
+    partial_ptr,
+    count_ptr,
+    x_stride,
+    x_scale_stride,
+    num_rows,
+    N,
+    K: tl.constexpr,
+    SHARE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MOST_INEXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """Grid (tiles of the weight's rows, splits of its features).
@@ -74,7 +92,9 @@ def _few_rows(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(split * SHARE, tl.minimum(split * SHARE + SHARE, K), BLOCK_K):
         if K % BLOCK_K == 0:
-            w = tl.load(w_ptrs + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+            w = tl.load(
+                w_ptrs + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first"
+            )
             x = tl.load(x_ptrs + start, mask=real[None, :], other=0.0)
         else:
             within = start + feature < K
@@ -96,7 +116,9 @@ def _few_rows(
         if is_last:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for other in range(SPLITS):
-                total += tl.load(partial_ptrs + other * num_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
+                total += tl.load(
+                    partial_ptrs + other * num_rows * N, mask=mask, other=0.0, cache_modifier=".cg"
+                )
             tl.store(count_ptr + tile, 0)
     if is_last:
         if GROUP == 0:
@@ -122,10 +144,19 @@ class FewRows:
     `group`: rows and features that share a scale of the weight, and features that share one of x; 0: all of a row.
     """
 
-    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, tiling: Tiling, group: int = 0) -> None:
-        self._shape, self._dtype, self._tiling, self._group = (out_size, in_size), dtype, tiling, group
+    def __init__(
+        self, out_size: int, in_size: int, dtype: torch.dtype, tiling: Tiling, group: int = 0
+    ) -> None:
+        self._shape, self._dtype, self._tiling, self._group = (
+            (out_size, in_size),
+            dtype,
+            tiling,
+            group,
+        )
         self._grid = (triton.cdiv(out_size, tiling.block_n), tiling.num_splits)
-        self._share = triton.cdiv(triton.cdiv(in_size, tiling.block_k), tiling.num_splits) * tiling.block_k
+        self._share = (
+            triton.cdiv(triton.cdiv(in_size, tiling.block_k), tiling.num_splits) * tiling.block_k
+        )
         self._counts: Tensor | None = None
         self._early = can_start_early()
 
@@ -140,15 +171,37 @@ class FewRows:
         y = torch.empty((num_rows, out_size), dtype=self._dtype, device=x.device)
         partial = None
         if tiling.num_splits > 1:
-            partial = torch.empty((tiling.num_splits, num_rows, out_size), dtype=torch.float32, device=x.device)
+            partial = torch.empty(
+                (tiling.num_splits, num_rows, out_size), dtype=torch.float32, device=x.device
+            )
             if self._counts is None:
                 self._counts = torch.zeros(self._grid[0], dtype=torch.int32, device=x.device)
         _few_rows[self._grid](
-            x, x_scale, weight, weight_scale, bias, y, partial, self._counts, x.stride(0), x_scale.stride(0), num_rows,
-            out_size, K=in_size, SHARE=self._share, SPLITS=tiling.num_splits, HAS_BIAS=bias is not None,
-            BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-            MOST_INEXACT=min(MOST_INEXACT, tiling.block_k), AHEAD=TILES_AHEAD if self._early else 0,
-            GROUP=self._group, num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=self._early,
+            x,
+            x_scale,
+            weight,
+            weight_scale,
+            bias,
+            y,
+            partial,
+            self._counts,
+            x.stride(0),
+            x_scale.stride(0),
+            num_rows,
+            out_size,
+            K=in_size,
+            SHARE=self._share,
+            SPLITS=tiling.num_splits,
+            HAS_BIAS=bias is not None,
+            BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
+            BLOCK_N=tiling.block_n,
+            BLOCK_K=tiling.block_k,
+            MOST_INEXACT=min(MOST_INEXACT, tiling.block_k),
+            AHEAD=TILES_AHEAD if self._early else 0,
+            GROUP=self._group,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            launch_pdl=self._early,
         )
         return y
 
@@ -159,18 +212,27 @@ def linear_fp8(problem: Problem) -> LinearFp8:
     out_size, in_size = problem["out_size"], problem["in_size"]
     few = FewRows(out_size, in_size, dtype, tiling_of(out_size, in_size))
 
-    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
         if 0 < x.shape[0] <= MOST_ROWS:
             return few(x, x_scale, weight, weight_scale, bias)
         if x.shape[0] == 0:
             return torch.empty((0, out_size), dtype=dtype, device=x.device)
         return torch._scaled_mm(
-            x.contiguous(), weight.t(), scale_a=x_scale, scale_b=weight_scale.t(), bias=bias, out_dtype=dtype,
+            x.contiguous(),
+            weight.t(),
+            scale_a=x_scale,
+            scale_b=weight_scale.t(),
+            bias=bias,
+            out_dtype=dtype,
             use_fast_accum=True,
         )
 
     for num_rows in (16, 32, MOST_ROWS):
-        ahead.compile_for(copy(few), *blank_fp8(num_rows, in_size), *blank_fp8(out_size, in_size), None)
+        ahead.compile_for(
+            copy(few), *blank_fp8(num_rows, in_size), *blank_fp8(out_size, in_size), None
+        )
     return linear
 
 

@@ -45,9 +45,23 @@ MIDDLE, MANY = ManyTiling(64, 64, 4, 4), ManyTiling(64, 128, 4, 4)
 
 @ahead.jit(do_not_specialize=["num_rows"])
 def _multiply(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, b_ptr, y_ptr, x_stride, x_scale_stride, num_rows, N, K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TOGETHER: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    b_ptr,
+    y_ptr,
+    x_stride,
+    x_scale_stride,
+    num_rows,
+    N,
+    K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Store y [T, N]: a program for each tile. Those of TOGETHER tiles of T follow one another for a tile of N,
     so that the second-level cache still holds what they read.
@@ -94,16 +108,36 @@ def few_tiling(out_size: int, in_size: int, num_rows: int) -> Tiling:
 
 
 def multiply_tiles(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
     tiling: ManyTiling,
 ) -> Tensor:
     """Return y [T, O] by the kernel of tiles; rows of x and its scales may be strided."""
     num_rows, (out_size, in_size) = x.shape[0], weight.shape
     y = x.new_empty((num_rows, out_size), dtype=dtype)
     _multiply[(triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_size, tiling.block_n),)](
-        x, x_scale, weight, weight_scale, bias, y, x.stride(0), x_scale.stride(0), num_rows, out_size,
-        K=in_size, NUM_GROUPS=triton.cdiv(in_size, GROUP), HAS_BIAS=bias is not None, BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n, TOGETHER=TOGETHER, GROUP=GROUP, num_warps=tiling.num_warps,
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        bias,
+        y,
+        x.stride(0),
+        x_scale.stride(0),
+        num_rows,
+        out_size,
+        K=in_size,
+        NUM_GROUPS=triton.cdiv(in_size, GROUP),
+        HAS_BIAS=bias is not None,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        TOGETHER=TOGETHER,
+        GROUP=GROUP,
+        num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
     return y
@@ -115,9 +149,11 @@ def library_takes(problem: Problem) -> bool:
     It was held to the definition for results in bfloat16, and for no others.
     """
     return (
-        torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        torch.cuda.is_available()
+        and torch.cuda.get_device_capability() == (9, 0)
         and tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2]) >= (12, 9)
-        and problem["dtype"] == "bfloat16" and problem["out_size"] % GROUP == 0
+        and problem["dtype"] == "bfloat16"
+        and problem["out_size"] % GROUP == 0
         and problem["in_size"] % (GROUP * LIBRARY_GROUPS) == 0
     )
 
@@ -157,8 +193,15 @@ class Product:
         whole = num_rows - num_rows % LIBRARY_ROWS
         y = x.new_empty((num_rows, self._out_size), dtype=self._dtype)
         torch._scaled_mm(
-            x[:whole].contiguous(), weight.t(), scale_b=weight_scale.t(), out_dtype=self._dtype, out=y[:whole],
-            scale_a=x_scale[:whole].t().contiguous().t(),  # the library wants a group's scales side by side
+            x[:whole].contiguous(),
+            weight.t(),
+            scale_b=weight_scale.t(),
+            out_dtype=self._dtype,
+            out=y[:whole],
+            scale_a=x_scale[:whole]
+            .t()
+            .contiguous()
+            .t(),  # the library wants a group's scales side by side
         )
         if bias is not None:
             y[:whole].add_(bias)
@@ -169,10 +212,21 @@ class Product:
     def compile(self) -> None:
         """Have the kernels compiled that calls will launch."""
         weight = ahead.blank("float8_e4m3fn", self._out_size, self._in_size)
-        weight_scale, blank = _blank_scales(triton.cdiv(self._out_size, GROUP), self._in_size), deepcopy(self)
-        for num_rows in (16, FEW_ROWS, MOST_ROWS, MIDDLE_ROWS, *(() if self._has_library else (MIDDLE_ROWS + 1,))):
+        weight_scale, blank = (
+            _blank_scales(triton.cdiv(self._out_size, GROUP), self._in_size),
+            deepcopy(self),
+        )
+        for num_rows in (
+            16,
+            FEW_ROWS,
+            MOST_ROWS,
+            MIDDLE_ROWS,
+            *(() if self._has_library else (MIDDLE_ROWS + 1,)),
+        ):
             x = ahead.blank("float8_e4m3fn", num_rows, self._in_size)
-            ahead.compile_for(blank, x, _blank_scales(num_rows, self._in_size), weight, weight_scale, None)
+            ahead.compile_for(
+                blank, x, _blank_scales(num_rows, self._in_size), weight, weight_scale, None
+            )
 
 
 def linear_fp8_block(problem: Problem) -> LinearFp8Block:

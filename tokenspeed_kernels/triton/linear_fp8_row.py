@@ -32,7 +32,10 @@ def row_tiling(in_size: int, *, gated: bool = False) -> Tiling:
 def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
     """Return `apply(x [T, I], weight [O, I], weight_scale [O, 1], bias) -> y [T, O]`."""
     in_size, out_size, early = problem["in_size"], problem["out_size"], can_start_early()
-    quantize, product = quantize_fp8({"size": in_size, "dtype": problem["dtype"]}), linear_fp8(problem)
+    quantize, product = (
+        quantize_fp8({"size": in_size, "dtype": problem["dtype"]}),
+        linear_fp8(problem),
+    )
     tiling = row_tiling(in_size)
 
     def apply(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,24 +45,37 @@ def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
         multiply(x, weight, bias, y, tiling, weight_scale=weight_scale, early=early)
         return y
 
-    ahead.compile_for(apply, ahead.blank(problem["dtype"], 1, in_size), *blank_fp8(out_size, in_size), None)
+    ahead.compile_for(
+        apply, ahead.blank(problem["dtype"], 1, in_size), *blank_fp8(out_size, in_size), None
+    )
     return apply
 
 
 def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
     """Return `apply(x, residual [T, I], norm_weight, eps, weight [O, I], weight_scale, bias) -> (y, x + residual)`."""
     in_size, out_size, early = problem["in_size"], problem["out_size"], can_start_early()
-    norm, product = sum_rms_norm_fp8({"size": in_size, "dtype": problem["dtype"]}), linear_fp8(problem)
+    norm, product = (
+        sum_rms_norm_fp8({"size": in_size, "dtype": problem["dtype"]}),
+        linear_fp8(problem),
+    )
     tiling = row_tiling(in_size)
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, weight_scale: Tensor,
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        weight_scale: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if x.shape[0] != 1:
             codes, scale, total = norm(x, residual, norm_weight, eps)
             return product(codes, scale, weight, weight_scale, bias), total
-        before, y = Before(residual, x.new_empty(x.shape), norm_weight, eps), x.new_empty((1, out_size))
+        before, y = (
+            Before(residual, x.new_empty(x.shape), norm_weight, eps),
+            x.new_empty((1, out_size)),
+        )
         multiply(x, weight, bias, y, tiling, weight_scale=weight_scale, before=before, early=early)
         return y, before.total
 
@@ -71,22 +87,47 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
 
 def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
     """Return `apply(x, residual [T, N], norm_weight, eps, gate_up, …, down, …) -> (y [T, N], x + residual)`."""
-    hidden, size, dtype, early = problem["hidden_size"], problem["size"], problem["dtype"], can_start_early()
+    hidden, size, dtype, early = (
+        problem["hidden_size"],
+        problem["size"],
+        problem["dtype"],
+        can_start_early(),
+    )
     widen = add_rms_norm_linear_fp8({"in_size": hidden, "out_size": 2 * size, "dtype": dtype})
     gate = silu_mul_fp8({"size": size, "dtype": dtype})
     narrow = linear_fp8({"in_size": size, "out_size": hidden, "dtype": dtype})
     gate_tiling, down_tiling = row_tiling(hidden, gated=True), row_tiling(size)
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor, gate_up_scale: Tensor,
-        gate_up_bias: Tensor | None, down: Tensor, down_scale: Tensor, down_bias: Tensor | None,
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_scale: Tensor,
+        down_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if x.shape[0] != 1:
-            halves, total = widen(x, residual, norm_weight, eps, gate_up, gate_up_scale, gate_up_bias)
+            halves, total = widen(
+                x, residual, norm_weight, eps, gate_up, gate_up_scale, gate_up_bias
+            )
             return narrow(*gate(halves), down, down_scale, down_bias), total
-        before, inner = Before(residual, x.new_empty(x.shape), norm_weight, eps), x.new_empty((1, size))
+        before, inner = (
+            Before(residual, x.new_empty(x.shape), norm_weight, eps),
+            x.new_empty((1, size)),
+        )
         multiply(
-            x, gate_up, gate_up_bias, inner, gate_tiling, weight_scale=gate_up_scale, before=before, gated=True,
+            x,
+            gate_up,
+            gate_up_bias,
+            inner,
+            gate_tiling,
+            weight_scale=gate_up_scale,
+            before=before,
+            gated=True,
             early=early,
         )
         y = x.new_empty((1, hidden))
@@ -95,6 +136,14 @@ def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
 
     row, weight = ahead.blank(dtype, 1, hidden), ahead.blank(dtype, hidden)
     ahead.compile_for(
-        apply, row, row, weight, 0.0, *blank_fp8(2 * size, hidden), None, *blank_fp8(hidden, size), None
+        apply,
+        row,
+        row,
+        weight,
+        0.0,
+        *blank_fp8(2 * size, hidden),
+        None,
+        *blank_fp8(hidden, size),
+        None,
     )
     return apply

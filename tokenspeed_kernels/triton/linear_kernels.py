@@ -10,9 +10,25 @@ from tokenspeed_kernels.triton.fp8 import LARGEST, scale_of_row
 
 @ahead.jit
 def one_row(
-    x_ptr, residual_ptr, sum_ptr, norm_ptr, eps, w_ptr, w_scale_ptr, b_ptr, y_ptr, w_stride, N, K: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    norm_ptr,
+    eps,
+    w_ptr,
+    w_scale_ptr,
+    b_ptr,
+    y_ptr,
+    w_stride,
+    N,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Take BLOCK_N whole rows of the weight into registers at once, and multiply by the row on the plain cores.
 
@@ -33,7 +49,12 @@ def one_row(
     at = column[:, None].to(tl.int64) * w_stride + feature[None, :]
     w = tl.load(w_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
     if GATED:
-        up = tl.load(w_ptr + tl.cast(N, tl.int64) * w_stride + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        up = tl.load(
+            w_ptr + tl.cast(N, tl.int64) * w_stride + at,
+            mask=mask,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
     if QUANTIZED:
         w_scale = tl.load(w_scale_ptr + column, mask=inside, other=0.0)
         if GATED:

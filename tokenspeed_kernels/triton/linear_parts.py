@@ -20,7 +20,12 @@ def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
     norm = sum_rms_norm({"size": problem["in_size"], "dtype": problem["dtype"]})
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         normed, total = norm(x, residual, norm_weight, eps)
         return functional.linear(normed, weight, bias), total
@@ -35,7 +40,12 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     of_many = gated_linear(problem) if can_gate(problem) else None
 
     def apply(
-        x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         normed, total = norm(x, residual, norm_weight, eps)
         if of_many is not None and bias is None and x.shape[0] >= LEAST_ROWS:

@@ -55,9 +55,16 @@ def moe_route(problem: Problem) -> Route:
         ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
         if num_tokens:
             code.route[(num_tokens,)](
-                logits, weights, ids, logits.stride(0), E=num_experts,
-                BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k,
-                BLOCK_K=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=1,
+                logits,
+                weights,
+                ids,
+                logits.stride(0),
+                E=num_experts,
+                BLOCK_E=triton.next_power_of_2(num_experts),
+                TOP_K=top_k,
+                BLOCK_K=triton.next_power_of_2(top_k),
+                RENORMALIZE=renormalize,
+                num_warps=1,
             )
         return weights, ids
 
@@ -84,19 +91,44 @@ def moe_experts(problem: Problem) -> Experts:
         num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
         block_k = min(tiling.block_k, 64) if precision == "ieee" else tiling.block_k
         tile = {
-            "E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "BLOCK_M": tiling.block_m,
-            "BLOCK_K": block_k, "PRECISION": precision, "num_warps": tiling.num_warps,
+            "E": num_experts,
+            "BLOCK_E": triton.next_power_of_2(num_experts),
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_K": block_k,
+            "PRECISION": precision,
+            "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
         }
         hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
         code.gate_up[(triton.cdiv(inner, tiling.up_columns), num_tiles)](
-            x, gate_up, hidden, pairs, counts, x.stride(0), gate_up.stride(0), gate_up.stride(1),
-            TOP_K=top_k, N=inner, K=size, BLOCK_N=tiling.up_columns, **tile,
+            x,
+            gate_up,
+            hidden,
+            pairs,
+            counts,
+            x.stride(0),
+            gate_up.stride(0),
+            gate_up.stride(1),
+            TOP_K=top_k,
+            N=inner,
+            K=size,
+            BLOCK_N=tiling.up_columns,
+            **tile,
         )
         scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
         code.down[(triton.cdiv(size, tiling.down_columns), num_tiles)](
-            hidden, down, scaled, pairs, counts, weights, down.stride(0), down.stride(1),
-            N=size, K=inner, BLOCK_N=tiling.down_columns, **tile,
+            hidden,
+            down,
+            scaled,
+            pairs,
+            counts,
+            weights,
+            down.stride(0),
+            down.stride(1),
+            N=size,
+            K=inner,
+            BLOCK_N=tiling.down_columns,
+            **tile,
         )
         return add_up(scaled, top_k)
 
@@ -107,11 +139,21 @@ def moe_experts(problem: Problem) -> Experts:
     return experts
 
 
-def blank_choices(problem: Problem, averages: Iterable[float]) -> Iterator[tuple[int, Tensor, Tensor]]:
+def blank_choices(
+    problem: Problem, averages: Iterable[float]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield one token, as many as give an expert each average of pairs, and many more; and their weights and ids."""
     num_experts, top_k = problem["num_experts"], problem["top_k"]
-    for num_tokens in (1, *(int(each) * num_experts // top_k for each in averages), SMALL_SORT * num_experts):
-        yield num_tokens, ahead.blank("float32", num_tokens, top_k), ahead.blank("int32", num_tokens, top_k)
+    for num_tokens in (
+        1,
+        *(int(each) * num_experts // top_k for each in averages),
+        SMALL_SORT * num_experts,
+    ):
+        yield (
+            num_tokens,
+            ahead.blank("float32", num_tokens, top_k),
+            ahead.blank("int32", num_tokens, top_k),
+        )
 
 
 def add_up(scaled: Tensor, top_k: int) -> Tensor:
@@ -119,7 +161,9 @@ def add_up(scaled: Tensor, top_k: int) -> Tensor:
     num_tokens, size = scaled.shape[0] // top_k, scaled.shape[1]
     y = torch.empty((num_tokens, size), dtype=scaled.dtype, device=scaled.device)
     block = min(1024, triton.next_power_of_2(size))
-    code.add_pairs[(num_tokens, triton.cdiv(size, block))](scaled, y, TOP_K=top_k, N=size, BLOCK=block)
+    code.add_pairs[(num_tokens, triton.cdiv(size, block))](
+        scaled, y, TOP_K=top_k, N=size, BLOCK=block
+    )
     return y
 
 
@@ -131,10 +175,14 @@ def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     if num_pairs <= SMALL_SORT:
         counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
         block = 512 if num_pairs <= 512 else SMALL_SORT
-        code.sort_small[(1,)](ids, pairs, counts, num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=block)
+        code.sort_small[(1,)](
+            ids, pairs, counts, num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=block
+        )
         return pairs, counts
     tally = torch.zeros((2, num_experts), dtype=torch.int32, device=ids.device)
     grid = (triton.cdiv(num_pairs, 1024),)
     code.count[grid](ids, tally[0], num_pairs, BLOCK=1024)
-    code.place[grid](ids, pairs, tally[0], tally[1], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024)
+    code.place[grid](
+        ids, pairs, tally[0], tally[1], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024
+    )
     return pairs, tally[0]

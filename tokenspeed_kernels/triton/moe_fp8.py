@@ -47,9 +47,22 @@ TILINGS = (  # the most pairs of an expert, on average, that each is for
 
 @ahead.jit
 def _gate_up(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, hidden_ptr, pairs_ptr, counts_ptr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, MOST_INEXACT: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    hidden_ptr,
+    pairs_ptr,
+    counts_ptr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MOST_INEXACT: tl.constexpr,
 ):
     """Grid (tiles of N, tiles of pairs): hidden [pairs, N] = silu(gate @ x) * (up @ x), in sorted order."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -81,14 +94,31 @@ def _gate_up(
         up *= x_scale * tl.load(w_scale_ptr + row + N)[:, None]
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         hidden_ptrs = hidden_ptr + place.to(tl.int64)[None, :] * N + column[:, None]
-        tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=used[None, :] & (column < N)[:, None])
+        tl.store(
+            hidden_ptrs,
+            hidden.to(hidden_ptr.dtype.element_ty),
+            mask=used[None, :] & (column < N)[:, None],
+        )
 
 
 @ahead.jit
 def _down(
-    hidden_ptr, hidden_scale_ptr, w_ptr, w_scale_ptr, scaled_ptr, pairs_ptr, counts_ptr, weights_ptr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, MOST_INEXACT: tl.constexpr,
+    hidden_ptr,
+    hidden_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    scaled_ptr,
+    pairs_ptr,
+    counts_ptr,
+    weights_ptr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MOST_INEXACT: tl.constexpr,
 ):
     """Grid (tiles of N, tiles of pairs): scaled [pairs, N] = weight * down @ hidden, at the pairs' own places."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -105,16 +135,25 @@ def _down(
         total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
-                hidden, w = tl.load(hidden_ptrs + start, mask=used[None, :], other=0.0), tl.load(w_ptrs + start)
+                hidden, w = (
+                    tl.load(hidden_ptrs + start, mask=used[None, :], other=0.0),
+                    tl.load(w_ptrs + start),
+                )
             else:
                 inside = k < K - start
-                hidden = tl.load(hidden_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0)
+                hidden = tl.load(
+                    hidden_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0
+                )
                 w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0)
             total = tl.dot(w, hidden, total, max_num_imprecise_acc=MOST_INEXACT)
         total *= tl.load(w_scale_ptr + row)[:, None]
         total *= (tl.load(hidden_scale_ptr + at) * tl.load(weights_ptr + pair))[None, :]
         scaled_ptrs = scaled_ptr + pair[None, :] * N + column[:, None]
-        tl.store(scaled_ptrs, total.to(scaled_ptr.dtype.element_ty), mask=used[None, :] & (column < N)[:, None])
+        tl.store(
+            scaled_ptrs,
+            total.to(scaled_ptr.dtype.element_ty),
+            mask=used[None, :] & (column < N)[:, None],
+        )
 
 
 def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
@@ -128,7 +167,12 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
     quantize_hidden = quantize_fp8({**problem, "size": inner})
 
     def experts(
-        x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
         ids: Tensor,
     ) -> Tensor:
         num_pairs = ids.numel()
@@ -138,25 +182,52 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
         tiling = next(each for most, each in TILINGS if num_pairs / num_experts <= most)
         num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
         tile = {
-            "E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "BLOCK_N": tiling.block_n,
-            "BLOCK_T": tiling.block_t, "BLOCK_K": tiling.block_k, "MOST_INEXACT": MOST_INEXACT,
-            "num_warps": tiling.num_warps, "num_stages": tiling.num_stages,
+            "E": num_experts,
+            "BLOCK_E": triton.next_power_of_2(num_experts),
+            "BLOCK_N": tiling.block_n,
+            "BLOCK_T": tiling.block_t,
+            "BLOCK_K": tiling.block_k,
+            "MOST_INEXACT": MOST_INEXACT,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
         }
         hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
         _gate_up[(triton.cdiv(inner, tiling.block_n), num_tiles)](
-            *quantize_tokens(x), gate_up, gate_up_scale, hidden, pairs, counts, TOP_K=top_k, N=inner, K=size, **tile,
+            *quantize_tokens(x),
+            gate_up,
+            gate_up_scale,
+            hidden,
+            pairs,
+            counts,
+            TOP_K=top_k,
+            N=inner,
+            K=size,
+            **tile,
         )
         scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
         _down[(triton.cdiv(size, tiling.block_n), num_tiles)](
-            *quantize_hidden(hidden), down, down_scale, scaled, pairs, counts, weights, N=size, K=inner, **tile,
+            *quantize_hidden(hidden),
+            down,
+            down_scale,
+            scaled,
+            pairs,
+            counts,
+            weights,
+            N=size,
+            K=inner,
+            **tile,
         )
         return add_up(scaled, top_k)
 
     codes, scales = partial(ahead.blank, "float8_e4m3fn"), partial(ahead.blank, "float32")
     weights = (
-        codes(num_experts, 2 * inner, size), scales(num_experts, 2 * inner, 1),
-        codes(num_experts, size, inner), scales(num_experts, size, 1),
+        codes(num_experts, 2 * inner, size),
+        scales(num_experts, 2 * inner, 1),
+        codes(num_experts, size, inner),
+        scales(num_experts, size, 1),
     )
     for num_tokens, *choice in blank_choices(problem, [most for most, _ in TILINGS[:-1]]):
-        ahead.compile_for(experts, ahead.blank(problem["dtype"], num_tokens, size), *weights, *choice)
+        ahead.compile_for(
+            experts, ahead.blank(problem["dtype"], num_tokens, size), *weights, *choice
+        )
     return experts

@@ -10,14 +10,22 @@ from tokenspeed_kernels.triton import ahead
 
 @ahead.jit
 def route(
-    logits_ptr, weights_ptr, ids_ptr, stride,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    logits_ptr,
+    weights_ptr,
+    ids_ptr,
+    stride,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
     """Softmax over a token's experts, then the likeliest TOP_K one after another."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
-    logits = tl.load(logits_ptr + row * stride + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + row * stride + expert, mask=expert < E, other=float("-inf")).to(
+        tl.float32
+    )
     p = tl.exp(logits - tl.max(logits, axis=0))
     p = p / tl.sum(p, axis=0)
     left = tl.where(expert < E, p, -1.0)
@@ -26,7 +34,9 @@ def route(
     ids = tl.zeros([BLOCK_K], dtype=tl.int32)
     for j in tl.static_range(TOP_K):
         best = tl.max(left, axis=0)
-        chosen = tl.min(tl.where(left == best, expert, E - 1), axis=0)  # a NaN row stays within the experts
+        chosen = tl.min(
+            tl.where(left == best, expert, E - 1), axis=0
+        )  # a NaN row stays within the experts
         weights = tl.where(rank == j, best, weights)
         ids = tl.where(rank == j, chosen, ids)
         left = tl.where(expert == chosen, -1.0, left)
@@ -38,8 +48,13 @@ def route(
 
 @ahead.jit(do_not_specialize=["num_pairs"])
 def sort_small(
-    ids_ptr, pairs_ptr, counts_ptr, num_pairs,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr,
+    pairs_ptr,
+    counts_ptr,
+    num_pairs,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Sort up to BLOCK pairs by expert in one program, stably, and count the pairs of each expert."""
     index = tl.arange(0, BLOCK)
@@ -61,8 +76,14 @@ def count(ids_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
 
 @ahead.jit(do_not_specialize=["num_pairs"])
 def place(
-    ids_ptr, pairs_ptr, counts_ptr, cursors_ptr, num_pairs,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr,
+    pairs_ptr,
+    counts_ptr,
+    cursors_ptr,
+    num_pairs,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Put each pair into its expert's run, in any order within the run."""
     expert = tl.arange(0, BLOCK_E)
@@ -92,9 +113,23 @@ def find_tile(counts_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M:
 
 @ahead.jit
 def gate_up(
-    x_ptr, w_ptr, hidden_ptr, pairs_ptr, counts_ptr, x_stride, w_stride_e, w_stride_n,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr,
+    w_ptr,
+    hidden_ptr,
+    pairs_ptr,
+    counts_ptr,
+    x_stride,
+    w_stride_e,
+    w_stride_n,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (columns of N, tiles): hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
@@ -106,7 +141,9 @@ def gate_up(
         row = tl.where(column < N, column, 0).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + token[:, None] * x_stride + k[None, :]
-        gate_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[None, :] * w_stride_n + k[:, None]
+        gate_ptrs = (
+            w_ptr + expert.to(tl.int64) * w_stride_e + row[None, :] * w_stride_n + k[:, None]
+        )
         up_ptrs = gate_ptrs + N * w_stride_n
         gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -125,9 +162,22 @@ def gate_up(
 
 @ahead.jit
 def down(
-    hidden_ptr, w_ptr, scaled_ptr, pairs_ptr, counts_ptr, weights_ptr, w_stride_e, w_stride_n,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    hidden_ptr,
+    w_ptr,
+    scaled_ptr,
+    pairs_ptr,
+    counts_ptr,
+    weights_ptr,
+    w_stride_e,
+    w_stride_n,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (columns of N, tiles): scaled [pairs, N] = weight * hidden @ down, at the pairs' own places."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
@@ -148,7 +198,9 @@ def down(
             acc = tl.dot(hidden, w, acc, input_precision=PRECISION)
         acc = acc * tl.load(weights_ptr + pair, mask=used, other=0.0)[:, None]
         at = scaled_ptr + pair[:, None] * N + column[None, :]
-        tl.store(at, acc.to(scaled_ptr.dtype.element_ty), mask=used[:, None] & (column < N)[None, :])
+        tl.store(
+            at, acc.to(scaled_ptr.dtype.element_ty), mask=used[:, None] & (column < N)[None, :]
+        )
 
 
 @ahead.jit

@@ -17,10 +17,24 @@ from tokenspeed_kernels.triton.early import can_start_early
 
 @ahead.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
-    x_ptr, residual_ptr, total_ptr, weight_ptr, y_ptr, num_rows, eps,
-    x_stride_t, x_stride_h, residual_stride, total_stride, y_stride,
-    NUM_HEADS: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    weight_ptr,
+    y_ptr,
+    num_rows,
+    eps,
+    x_stride_t,
+    x_stride_h,
+    residual_stride,
+    total_stride,
+    y_stride,
+    NUM_HEADS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -32,7 +46,9 @@ def _rms_norm(
     stored = tl.load(x_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0)
     x = stored.to(tl.float32)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0)
+        residual = tl.load(
+            residual_ptr + row[:, None] * residual_stride + column[None, :], mask=mask, other=0.0
+        )
         total = (x + residual.to(tl.float32)).to(stored.dtype)
         tl.store(total_ptr + row[:, None] * total_stride + column[None, :], total, mask=mask)
         x = total.to(tl.float32)
@@ -57,7 +73,9 @@ def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
     return norm
 
 
-def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+def add_rms_norm(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """Return `norm(x [T, N], residual [T, N], weight [N], eps) -> (y, residual)`, adding into `residual`."""
     shape = _Shape(problem["size"])
 
@@ -70,7 +88,9 @@ def add_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
     return add_norm
 
 
-def sum_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+def sum_rms_norm(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """Return `norm(x [T, N], residual [T, N], weight [N], eps) -> (y, x + residual)`, which leaves both alone."""
     shape = _Shape(problem["size"])
 
@@ -85,7 +105,9 @@ def sum_rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, float], 
 
 def _compile_ahead(norm: Callable[..., object], problem: Problem) -> None:
     blank = partial(ahead.blank, problem["dtype"])
-    ahead.compile_for(norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0)
+    ahead.compile_for(
+        norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0
+    )
 
 
 class _Shape:
@@ -99,15 +121,37 @@ class _Shape:
         self._early = can_start_early()
 
     def launch(
-        self, x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, y: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        total: Tensor | None,
+        weight: Tensor,
+        y: Tensor,
+        eps: float,
     ) -> None:
         """Launch over x [T, heads, N], writing y, whose rows are contiguous, and x + residual to `total`."""
         num_rows = x.shape[0] * x.shape[1]
         if num_rows == 0:
             return
         _rms_norm[(triton.cdiv(num_rows, self._rows),)](
-            x, residual, total, weight, y, num_rows, eps, x.stride(0), x.stride(1),
-            0 if residual is None else residual.stride(0), 0 if total is None else total.stride(0), self._size,
-            NUM_HEADS=x.shape[1], N=self._size, BLOCK_N=self._block, BLOCK_ROWS=self._rows,
-            HAS_RESIDUAL=residual is not None, EARLY=self._early, num_warps=self._num_warps, launch_pdl=self._early,
+            x,
+            residual,
+            total,
+            weight,
+            y,
+            num_rows,
+            eps,
+            x.stride(0),
+            x.stride(1),
+            0 if residual is None else residual.stride(0),
+            0 if total is None else total.stride(0),
+            self._size,
+            NUM_HEADS=x.shape[1],
+            N=self._size,
+            BLOCK_N=self._block,
+            BLOCK_ROWS=self._rows,
+            HAS_RESIDUAL=residual is not None,
+            EARLY=self._early,
+            num_warps=self._num_warps,
+            launch_pdl=self._early,
         )

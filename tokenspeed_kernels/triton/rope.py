@@ -10,7 +10,10 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 
-HEADS, NUM_WARPS = 8, 4  # of one program: fewer heads make so many programs that starting them takes the time
+HEADS, NUM_WARPS = (
+    8,
+    4,
+)  # of one program: fewer heads make so many programs that starting them takes the time
 
 Rope = Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
 NormRope = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, bool], None]
@@ -23,9 +26,22 @@ def _load(ptr, mask):
 
 @triton.jit
 def rotate_heads(
-    x_ptr, stride_h, out_ptr, out_stride_h, weight_ptr, eps, angles_ptr, head, num_heads, num_kept,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
+    x_ptr,
+    stride_h,
+    out_ptr,
+    out_stride_h,
+    weight_ptr,
+    eps,
+    angles_ptr,
+    head,
+    num_heads,
+    num_kept,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     """Norm and rotate heads [HEADS] of one token's row by its row of cosines and sines.
 
@@ -54,22 +70,43 @@ def rotate_heads(
         a = ((a * scale).to(stored.dtype).to(tl.float32) * a_weight).to(stored.dtype).to(tl.float32)
         b = ((b * scale).to(stored.dtype).to(tl.float32) * b_weight).to(stored.dtype).to(tl.float32)
         if D > R:
-            c = (c * scale).to(stored.dtype).to(tl.float32) * _load(weight_ptr + rest, rest < D)[None, :]
+            c = (c * scale).to(stored.dtype).to(tl.float32) * _load(weight_ptr + rest, rest < D)[
+                None, :
+            ]
     cos = _load(angles_ptr + pair, pair < HALF)[None, :]
     sin = _load(angles_ptr + HALF + pair, pair < HALF)[None, :]
     turned_a, turned_b = (a * cos - b * sin).to(stored.dtype), (b * cos + a * sin).to(stored.dtype)
     tl.store(out + first[None, :], turned_a.to(out_dtype), mask=kept & (pair < HALF)[None, :])
     tl.store(out + second[None, :], turned_b.to(out_dtype), mask=kept & (pair < HALF)[None, :])
     if D > R:
-        tl.store(out + rest[None, :], c.to(stored.dtype).to(out_dtype), mask=kept & (rest < D)[None, :])
+        tl.store(
+            out + rest[None, :], c.to(stored.dtype).to(out_dtype), mask=kept & (rest < D)[None, :]
+        )
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _rope(
-    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, eps, positions_ptr, cos_sin_ptr,
-    q_stride_t, q_stride_h, k_stride_t, k_stride_h, cos_sin_stride,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    positions_ptr,
+    cos_sin_ptr,
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    cos_sin_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -79,15 +116,43 @@ def _rope(
         head = block * HEADS + tl.arange(0, HEADS)
         row = q_ptr + token * q_stride_t
         rotate_heads(
-            row, q_stride_h, row, q_stride_h, q_weight_ptr, eps, angles_ptr, head, H, H,
-            D, R, BLOCK_PAIRS, BLOCK_REST, INTERLEAVED, HAS_NORM,
+            row,
+            q_stride_h,
+            row,
+            q_stride_h,
+            q_weight_ptr,
+            eps,
+            angles_ptr,
+            head,
+            H,
+            H,
+            D,
+            R,
+            BLOCK_PAIRS,
+            BLOCK_REST,
+            INTERLEAVED,
+            HAS_NORM,
         )
     else:
         head = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
         row = k_ptr + token * k_stride_t
         rotate_heads(
-            row, k_stride_h, row, k_stride_h, k_weight_ptr, eps, angles_ptr, head, K, K,
-            D, R, BLOCK_PAIRS, BLOCK_REST, INTERLEAVED, HAS_NORM,
+            row,
+            k_stride_h,
+            row,
+            k_stride_h,
+            k_weight_ptr,
+            eps,
+            angles_ptr,
+            head,
+            K,
+            K,
+            D,
+            R,
+            BLOCK_PAIRS,
+            BLOCK_REST,
+            INTERLEAVED,
+            HAS_NORM,
         )
 
 
@@ -106,8 +171,14 @@ def qk_norm_rope(problem: Problem) -> NormRope:
     launch = _launcher(problem)
 
     def norm_rotate(
-        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float,
-        positions: Tensor, cos_sin: Tensor, interleaved: bool,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        interleaved: bool,
     ) -> None:
         launch(q, k, q_weight, k_weight, eps, positions, cos_sin, interleaved)
 
@@ -120,18 +191,40 @@ def _launcher(problem: Problem) -> Callable[..., None]:
     num_blocks = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
 
     def launch(
-        q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-        positions: Tensor, cos_sin: Tensor, interleaved: bool,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        interleaved: bool,
     ) -> None:
         if q.shape[0] == 0:
             return
         _rope[(q.shape[0], num_blocks)](
-            q, k, q_weight, k_weight, eps, positions, cos_sin,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.stride(0),
-            H=num_heads, K=num_kv_heads, D=head_size, R=rotary_size, HEADS=HEADS,
+            q,
+            k,
+            q_weight,
+            k_weight,
+            eps,
+            positions,
+            cos_sin,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            cos_sin.stride(0),
+            H=num_heads,
+            K=num_kv_heads,
+            D=head_size,
+            R=rotary_size,
+            HEADS=HEADS,
             BLOCK_PAIRS=triton.next_power_of_2(rotary_size // 2),
             BLOCK_REST=triton.next_power_of_2(max(1, head_size - rotary_size)),
-            INTERLEAVED=interleaved, HAS_NORM=q_weight is not None, num_warps=NUM_WARPS,
+            INTERLEAVED=interleaved,
+            HAS_NORM=q_weight is not None,
+            num_warps=NUM_WARPS,
         )
 
     return launch

@@ -22,12 +22,31 @@ BLOCK = 1024  # entries that a program moves at once
 @ahead.jit(
     do_not_specialize=["num_words", "num_rows", "num_decodes", "first", "num_slots"],
     do_not_specialize_on_alignment=[
-        "words_ptr", "values_ptr", "slots_ptr", "advance_ptr", "token_ids_ptr", "positions_ptr",
+        "words_ptr",
+        "values_ptr",
+        "slots_ptr",
+        "advance_ptr",
+        "token_ids_ptr",
+        "positions_ptr",
     ],
 )
 def _advance_rows(
-    state_ptr, words_ptr, values_ptr, slots_ptr, advance_ptr, token_ids_ptr, positions_ptr, seq_lens_ptr, ends_ptr,
-    num_words, num_rows, num_decodes, first, num_slots, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    state_ptr,
+    words_ptr,
+    values_ptr,
+    slots_ptr,
+    advance_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    seq_lens_ptr,
+    ends_ptr,
+    num_words,
+    num_rows,
+    num_decodes,
+    first,
+    num_slots,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: what it scatters it may gather behind the barrier."""
     if EARLY:
@@ -37,7 +56,11 @@ def _advance_rows(
     for start in range(0, num_words, BLOCK):
         at = start + lane
         word = tl.load(words_ptr + at, mask=at < num_words, other=0)
-        tl.store(state_ptr + word, tl.load(values_ptr + at, mask=at < num_words, other=0), mask=at < num_words)
+        tl.store(
+            state_ptr + word,
+            tl.load(values_ptr + at, mask=at < num_words, other=0),
+            mask=at < num_words,
+        )
     tl.debug_barrier()
     for start in range(0, num_rows, BLOCK):
         row = start + lane
@@ -45,7 +68,11 @@ def _advance_rows(
         token_ptr = state_ptr + first + tl.load(slots_ptr + row, mask=inside, other=0)
         length = tl.load(token_ptr + num_slots, mask=inside, other=0)
         is_decode = row < num_decodes
-        tl.store(token_ids_ptr + row, tl.load(token_ptr, mask=is_decode, other=0).to(tl.int64), mask=is_decode)
+        tl.store(
+            token_ids_ptr + row,
+            tl.load(token_ptr, mask=is_decode, other=0).to(tl.int64),
+            mask=is_decode,
+        )
         tl.store(positions_ptr + row, length.to(tl.int64), mask=is_decode)
         end = length + tl.load(advance_ptr + row, mask=inside, other=0)
         tl.store(seq_lens_ptr + row, end, mask=inside)
@@ -59,12 +86,37 @@ def advance_rows(problem: Problem) -> Callable[..., None]:
     early = can_start_early()
 
     def apply(
-        state: Tensor, words: Tensor, values: Tensor, slots: Tensor, advance: Tensor, token_ids: Tensor,
-        positions: Tensor, seq_lens: Tensor, ends: Tensor, first: int, num_slots: int,
+        state: Tensor,
+        words: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        advance: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        seq_lens: Tensor,
+        ends: Tensor,
+        first: int,
+        num_slots: int,
     ) -> None:
         _advance_rows[(1,)](
-            state, words, values, slots, advance, token_ids, positions, seq_lens, ends, len(words), len(slots),
-            len(token_ids), first, num_slots, BLOCK=BLOCK, EARLY=early, num_warps=8, launch_pdl=early,
+            state,
+            words,
+            values,
+            slots,
+            advance,
+            token_ids,
+            positions,
+            seq_lens,
+            ends,
+            len(words),
+            len(slots),
+            len(token_ids),
+            first,
+            num_slots,
+            BLOCK=BLOCK,
+            EARLY=early,
+            num_warps=8,
+            launch_pdl=early,
         )
 
     ints, longs = ahead.blank("int32", 1), ahead.blank("int64", 1)
@@ -74,11 +126,27 @@ def advance_rows(problem: Problem) -> Callable[..., None]:
 
 @ahead.jit(
     do_not_specialize=["num_rows", "num_tokens", "num_blocks"],
-    do_not_specialize_on_alignment=["table_ptr", "slots_ptr", "token_slots_ptr", "positions_ptr", "mapping_ptr"],
+    do_not_specialize_on_alignment=[
+        "table_ptr",
+        "slots_ptr",
+        "token_slots_ptr",
+        "positions_ptr",
+        "mapping_ptr",
+    ],
 )
 def _map_tokens(
-    table_ptr, slots_ptr, token_slots_ptr, positions_ptr, rows_ptr, mapping_ptr, num_rows, num_tokens,
-    num_blocks, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    table_ptr,
+    slots_ptr,
+    token_slots_ptr,
+    positions_ptr,
+    rows_ptr,
+    mapping_ptr,
+    num_rows,
+    num_tokens,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program for each row's block table, then one for each BLOCK tokens."""
     if EARLY:
@@ -96,23 +164,43 @@ def _map_tokens(
         inside = token < num_tokens
         first = tl.load(token_slots_ptr + token, mask=inside, other=0) * num_blocks
         position = tl.load(positions_ptr + token, mask=inside, other=0)
-        block = tl.load(table_ptr + first + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        block = tl.load(table_ptr + first + position // BLOCK_SIZE, mask=inside, other=0).to(
+            tl.int64
+        )
         tl.store(mapping_ptr + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
 
 
-def map_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+def map_tokens(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
     """Return `map(table [N, B], slots [R], token_slots [T], positions [T], rows [R, B], mapping [T]) -> None`."""
     block_size: int = problem["block_size"]
     early = can_start_early()
 
     def apply(
-        table: Tensor, slots: Tensor, token_slots: Tensor, positions: Tensor, rows: Tensor, mapping: Tensor
+        table: Tensor,
+        slots: Tensor,
+        token_slots: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        mapping: Tensor,
     ) -> None:
         grid = len(slots) + triton.cdiv(len(positions), BLOCK)
         if grid:
             _map_tokens[(grid,)](
-                table, slots, token_slots, positions, rows, mapping, len(slots), len(positions),
-                table.shape[1], BLOCK_SIZE=block_size, BLOCK=BLOCK, EARLY=early, launch_pdl=early,
+                table,
+                slots,
+                token_slots,
+                positions,
+                rows,
+                mapping,
+                len(slots),
+                len(positions),
+                table.shape[1],
+                BLOCK_SIZE=block_size,
+                BLOCK=BLOCK,
+                EARLY=early,
+                launch_pdl=early,
             )
 
     ints, longs = ahead.blank("int32", 1, 1), ahead.blank("int64", 1)
@@ -125,8 +213,16 @@ def map_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Te
     do_not_specialize_on_alignment=["chosen_ptr", "slots_ptr", "last_token_ptr", "ids_ptr"],
 )
 def _note_tokens(
-    logits_ptr, chosen_ptr, slots_ptr, last_token_ptr, ids_ptr, num_rows, stride, V: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr,
+    chosen_ptr,
+    slots_ptr,
+    last_token_ptr,
+    ids_ptr,
+    num_rows,
+    stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -146,10 +242,21 @@ def note_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, T
     size: int = problem["vocab_size"]
     early, block = can_start_early(), 128
 
-    def apply(logits: Tensor, chosen: Tensor, slots: Tensor, last_token: Tensor, ids: Tensor) -> None:
+    def apply(
+        logits: Tensor, chosen: Tensor, slots: Tensor, last_token: Tensor, ids: Tensor
+    ) -> None:
         if len(ids):
             _note_tokens[(triton.cdiv(len(ids), block),)](
-                logits, chosen, slots, last_token, ids, len(ids), logits.stride(0), V=size, BLOCK=block, EARLY=early,
+                logits,
+                chosen,
+                slots,
+                last_token,
+                ids,
+                len(ids),
+                logits.stride(0),
+                V=size,
+                BLOCK=block,
+                EARLY=early,
                 launch_pdl=early,
             )
 

@@ -37,7 +37,12 @@ def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
                 logits, values, parts, logits.stride(0), V=size, PART=part, BLOCK=block, num_warps=8
             )
             code.greedy_merge[(num_rows,)](
-                values, parts, ids, NUM_PARTS=num_parts, BLOCK=triton.next_power_of_2(num_parts), V=size,
+                values,
+                parts,
+                ids,
+                NUM_PARTS=num_parts,
+                BLOCK=triton.next_power_of_2(num_parts),
+                V=size,
                 num_warps=1,
             )
         return ids
@@ -53,12 +58,20 @@ def sample(problem: Problem) -> Sample:
     part = block * triton.cdiv(triton.cdiv(size, block), MAX_PARTS)
     num_parts = triton.cdiv(size, part)
     parted = {
-        "V": size, "BLOCK": block, "NUM_PARTS": num_parts, "BLOCK_PARTS": triton.next_power_of_2(num_parts)
+        "V": size,
+        "BLOCK": block,
+        "NUM_PARTS": num_parts,
+        "BLOCK_PARTS": triton.next_power_of_2(num_parts),
     }
 
     def sample_rows(
-        logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-        seeds: Tensor, positions: Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
     ) -> Tensor:
         num_rows, device, stride = logits.shape[0], logits.device, logits.stride(0)
         ids = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -72,14 +85,43 @@ def sample(problem: Problem) -> Sample:
         head_ids = torch.empty((num_rows, CAPACITY), dtype=torch.int32, device=device)
         sizes = torch.empty(num_rows, dtype=torch.int32, device=device)
         code.highest_of_parts[grid](logits, parts, stride, V=size, PART=part, BLOCK=block)
-        code.tally[grid](logits, temperature, parts, counts, masses, stride, PART=part, num_warps=8, **parted)
+        code.tally[grid](
+            logits, temperature, parts, counts, masses, stride, PART=part, num_warps=8, **parted
+        )
         code.gather_head[grid](
-            logits, temperature, top_k, parts, counts, masses, values, head_ids, sizes, stride,
-            PART=part, CAPACITY=CAPACITY, ENOUGH=ENOUGH, **parted,
+            logits,
+            temperature,
+            top_k,
+            parts,
+            counts,
+            masses,
+            values,
+            head_ids,
+            sizes,
+            stride,
+            PART=part,
+            CAPACITY=CAPACITY,
+            ENOUGH=ENOUGH,
+            **parted,
         )
         code.sample[(num_rows,)](
-            logits, temperature, top_k, top_p, min_p, seeds, positions, parts, masses, values, head_ids, sizes,
-            ids, stride, CAPACITY=CAPACITY, num_warps=16, **{**parted, "BLOCK": 2 * block},
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            positions,
+            parts,
+            masses,
+            values,
+            head_ids,
+            sizes,
+            ids,
+            stride,
+            CAPACITY=CAPACITY,
+            num_warps=16,
+            **{**parted, "BLOCK": 2 * block},
         )
         return ids
 

@@ -55,8 +55,16 @@ def _load(ptr, first, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _search(
-    ptr, size, low, high, goal, highest, inverse,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, REACHED: tl.constexpr,
+    ptr,
+    size,
+    low,
+    high,
+    goal,
+    highest,
+    inverse,
+    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    REACHED: tl.constexpr,
 ):
     """Return the smallest key in (low, high] above which the measure is less than goal (REACHED: no more).
 
@@ -124,7 +132,8 @@ def _find(ptr, size, key, nth, BLOCK: tl.constexpr):
 def _highest(parts_ptr, row, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
     part = tl.arange(0, BLOCK_PARTS)
     return tl.max(
-        tl.load(parts_ptr + row * NUM_PARTS + part, mask=part < NUM_PARTS, other=float("-inf")), axis=0
+        tl.load(parts_ptr + row * NUM_PARTS + part, mask=part < NUM_PARTS, other=float("-inf")),
+        axis=0,
     )
 
 
@@ -158,8 +167,16 @@ def highest_of_parts(
 
 @ahead.jit
 def tally(
-    logits_ptr, temperature_ptr, parts_ptr, counts_ptr, masses_ptr, stride,
-    V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
+    logits_ptr,
+    temperature_ptr,
+    parts_ptr,
+    counts_ptr,
+    masses_ptr,
+    stride,
+    V: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """Grid (rows, parts): tokens and probability of a part above each depth, [rows, parts, 8]."""
@@ -182,9 +199,23 @@ def tally(
 
 @ahead.jit
 def gather_head(
-    logits_ptr, temperature_ptr, top_k_ptr, parts_ptr, counts_ptr, masses_ptr, values_ptr, ids_ptr, sizes_ptr,
-    stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, CAPACITY: tl.constexpr, ENOUGH: tl.constexpr,
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    parts_ptr,
+    counts_ptr,
+    masses_ptr,
+    values_ptr,
+    ids_ptr,
+    sizes_ptr,
+    stride,
+    V: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ENOUGH: tl.constexpr,
 ):
     """Grid (rows, parts): copy the head of a row, its tokens above one depth, in order of id.
 
@@ -227,9 +258,24 @@ def gather_head(
 
 @ahead.jit
 def sample(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
-    parts_ptr, masses_ptr, values_ptr, head_ids_ptr, sizes_ptr, ids_ptr, stride,
-    V: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    parts_ptr,
+    masses_ptr,
+    values_ptr,
+    head_ids_ptr,
+    sizes_ptr,
+    ids_ptr,
+    stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
     """Grid (rows): the token at a uniform number in the sorted distribution cut by top-k, top-p and min-p.
@@ -248,7 +294,8 @@ def sample(
     u = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     part = tl.arange(0, BLOCK_PARTS)
     all_mass = tl.sum(
-        tl.load(masses_ptr + (row * NUM_PARTS + part) * 8 + 7, mask=part < NUM_PARTS, other=0.0), axis=0
+        tl.load(masses_ptr + (row * NUM_PARTS + part) * 8 + 7, mask=part < NUM_PARTS, other=0.0),
+        axis=0,
     )
 
     ptr = values_ptr + row * CAPACITY
@@ -269,7 +316,18 @@ def sample(
         total = tl.maximum(all_mass, held)
         if (top_k > 0) & (top_k < V):
             inside = inside & (num_held >= top_k)
-            key = _search(ptr, size, lowest - 1, high, top_k.to(tl.float32), highest, inverse, BLOCK, True, False)
+            key = _search(
+                ptr,
+                size,
+                lowest - 1,
+                high,
+                top_k.to(tl.float32),
+                highest,
+                inverse,
+                BLOCK,
+                True,
+                False,
+            )
             mass, num_above, num_equal = _above(ptr, size, key, highest, inverse, BLOCK)
             cut = key
             num_ties = tl.minimum(top_k - num_above, num_equal)
@@ -280,7 +338,9 @@ def sample(
             key = _search(ptr, size, cut - 1, high, goal, highest, inverse, BLOCK, False, False)
             mass, _, num_equal = _above(ptr, size, key, highest, inverse, BLOCK)
             p = tl.exp((_value(key) - highest) * inverse)
-            kept = tl.minimum(tl.maximum(tl.ceil((goal - mass) / p), 1.0), num_equal.to(tl.float32)).to(tl.int32)
+            kept = tl.minimum(
+                tl.maximum(tl.ceil((goal - mass) / p), 1.0), num_equal.to(tl.float32)
+            ).to(tl.int32)
             num_ties = tl.where(key > cut, kept, tl.minimum(num_ties, kept))
             cut = key
             total = mass + num_ties * p
@@ -304,13 +364,21 @@ def sample(
             attempt = 2
         else:
             attempt = 1
-    token = tl.minimum(tl.maximum(token, 0), V - 1)  # NaN logits have no order, but no id may leave the row
+    token = tl.minimum(
+        tl.maximum(token, 0), V - 1
+    )  # NaN logits have no order, but no id may leave the row
     tl.store(ids_ptr + row, token.to(tl.int64))
 
 
 @ahead.jit
 def greedy_parts(
-    logits_ptr, values_ptr, ids_ptr, stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr,
+    values_ptr,
+    ids_ptr,
+    stride,
+    V: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Grid (rows, parts): the largest logit of each part of a row, and the lowest id that has it."""
     row = tl.program_id(0).to(tl.int64)
@@ -319,7 +387,9 @@ def greedy_parts(
     where = tl.full([BLOCK], V, dtype=tl.int32)
     for first in tl.range(start, start + PART, BLOCK):
         index = first + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + row * stride + index, mask=index < V, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + row * stride + index, mask=index < V, other=float("-inf")).to(
+            tl.float32
+        )
         better = (x > best) & (index < V)
         where = tl.where(better | (where == V) & (index < V), index, where)
         best = tl.where(better, x, best)
@@ -330,11 +400,15 @@ def greedy_parts(
 
 
 @ahead.jit
-def greedy_merge(values_ptr, parts_ptr, ids_ptr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr):
+def greedy_merge(
+    values_ptr, parts_ptr, ids_ptr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr
+):
     """Grid (rows): the best of a row's parts."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
-    values = tl.load(values_ptr + row * NUM_PARTS + part, mask=part < NUM_PARTS, other=float("-inf"))
+    values = tl.load(
+        values_ptr + row * NUM_PARTS + part, mask=part < NUM_PARTS, other=float("-inf")
+    )
     ids = tl.load(parts_ptr + row * NUM_PARTS + part, mask=part < NUM_PARTS, other=V)
     best = tl.min(tl.where(values == tl.max(values, axis=0), ids, V), axis=0)
     tl.store(ids_ptr + row, tl.minimum(best, V - 1).to(tl.int64))

@@ -21,9 +21,13 @@ from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.attention_kernels import _attend_keys, _fit_keys, _share
 from tokenspeed_kernels.triton.early import can_start_early
 
-LEAST_ROWS = 9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
+LEAST_ROWS = (
+    9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
+)
 LEAST_KEYS = 256  # that must be shared, no fewer than a step's `shares_prefix` is about
-MERGED_PARTS = 8  # results that a program merges at once: no more splits of the shared keys are made
+MERGED_PARTS = (
+    8  # results that a program merges at once: no more splits of the shared keys are made
+)
 MOST_SLOTS = 65536  # results of one query head of a row from one split
 LOG2_E = 1.4426950408889634
 MAX_BLOCK_M = 64  # query heads of a tile, those of several rows
@@ -57,14 +61,20 @@ class SharedPrefix:
         self._num_groups = problem.num_heads // problem.num_kv_heads
         self._early = can_start_early()
         wide = problem.dtype == "float32" or block_d > 128
-        self._max_block_m = max(MAX_BLOCK_M // 2 if wide else MAX_BLOCK_M, triton.next_power_of_2(self._num_groups))
+        self._max_block_m = max(
+            MAX_BLOCK_M // 2 if wide else MAX_BLOCK_M, triton.next_power_of_2(self._num_groups)
+        )
         self._num_stages = 2 if wide else 5
         self._is_possible = (
-            problem.phase == "decode" and problem.window is None and limits.max_num_rows >= LEAST_ROWS
+            problem.phase == "decode"
+            and problem.window is None
+            and limits.max_num_rows >= LEAST_ROWS
             and limits.max_model_len > LEAST_KEYS
         )
         num_heads = limits.max_num_rows * problem.num_heads
-        num_slots = max(num_heads, min(MERGED_PARTS * num_heads, MOST_SLOTS)) if self._is_possible else 1
+        num_slots = (
+            max(num_heads, min(MERGED_PARTS * num_heads, MOST_SLOTS)) if self._is_possible else 1
+        )
         self.found = torch.zeros(2, dtype=torch.int32, device=device)
         self.partial = torch.empty((num_slots, block_d), dtype=torch.float32, device=device)
         self.lse = torch.empty(num_slots, dtype=torch.float32, device=device)
@@ -73,7 +83,9 @@ class SharedPrefix:
         """Return the launch for a step of rows of one query token, or None where sharing cannot pay."""
         if not self._is_possible or num_rows < LEAST_ROWS:
             return None
-        block_m = min(self._max_block_m, max(16, triton.next_power_of_2(num_rows * self._num_groups)))
+        block_m = min(
+            self._max_block_m, max(16, triton.next_power_of_2(num_rows * self._num_groups))
+        )
         num_tiles = -(-num_rows // (block_m // self._num_groups))
         room = self.lse.shape[0] // (num_rows * self._problem.num_heads)
         return SharedLaunch(num_rows, block_m, num_tiles, min(room, MERGED_PARTS))
@@ -81,9 +93,18 @@ class SharedPrefix:
     def find(self, step: AttentionStep, launch: SharedLaunch) -> None:
         """Fill `found` from the step's block table."""
         find_shared[(1,)](
-            step.seq_lens, step.block_table, self.found, launch.num_rows, step.block_table.stride(0),
-            LEAST_ROWS=LEAST_ROWS, LEAST_KEYS=LEAST_KEYS, BLOCK_SIZE=self._problem.block_size, BLOCK_N=BLOCK_N,
-            ROWS=FIND_ROWS, COLUMNS=FIND_COLUMNS, num_warps=8,
+            step.seq_lens,
+            step.block_table,
+            self.found,
+            launch.num_rows,
+            step.block_table.stride(0),
+            LEAST_ROWS=LEAST_ROWS,
+            LEAST_KEYS=LEAST_KEYS,
+            BLOCK_SIZE=self._problem.block_size,
+            BLOCK_N=BLOCK_N,
+            ROWS=FIND_ROWS,
+            COLUMNS=FIND_COLUMNS,
+            num_warps=8,
         )
 
     def attend(
@@ -92,21 +113,52 @@ class SharedPrefix:
         """Fill `partial` and `lse` for one layer, if keys are shared; the first that a layer launches."""
         problem = self._problem
         attend_shared[(launch.num_shared_splits, problem.num_kv_heads, launch.num_tiles)](
-            q, k_cache, v_cache, self.partial, self.lse, self.found, step.query_start, step.seq_lens,
-            step.block_table, launch.num_rows, launch.num_shared_splits, problem.scale * LOG2_E,
-            q.stride(0), q.stride(1), *k_cache.stride()[:3], step.block_table.stride(0),
-            G=self._num_groups, K=problem.num_kv_heads, D=problem.head_size, BLOCK_D=self._block_d,
-            BLOCK_SIZE=problem.block_size, BLOCK_M=launch.block_m, BLOCK_N=BLOCK_N,
-            PRECISION="ieee" if problem.dtype == "float32" else "tf32", EARLY=self._early,
-            num_warps=4, num_stages=self._num_stages, launch_pdl=self._early,
+            q,
+            k_cache,
+            v_cache,
+            self.partial,
+            self.lse,
+            self.found,
+            step.query_start,
+            step.seq_lens,
+            step.block_table,
+            launch.num_rows,
+            launch.num_shared_splits,
+            problem.scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            *k_cache.stride()[:3],
+            step.block_table.stride(0),
+            G=self._num_groups,
+            K=problem.num_kv_heads,
+            D=problem.head_size,
+            BLOCK_D=self._block_d,
+            BLOCK_SIZE=problem.block_size,
+            BLOCK_M=launch.block_m,
+            BLOCK_N=BLOCK_N,
+            PRECISION="ieee" if problem.dtype == "float32" else "tf32",
+            EARLY=self._early,
+            num_warps=4,
+            num_stages=self._num_stages,
+            launch_pdl=self._early,
         )
 
 
-@ahead.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"])
+@ahead.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"]
+)
 def find_shared(
-    seq_lens_ptr, table_ptr, found_ptr, num_rows, table_stride,
-    LEAST_ROWS: tl.constexpr, LEAST_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    seq_lens_ptr,
+    table_ptr,
+    found_ptr,
+    num_rows,
+    table_stride,
+    LEAST_ROWS: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """One program: store the number of keys that all rows of a length above 0 share, and the first such row.
 
@@ -130,7 +182,9 @@ def find_shared(
         while first < num_columns:
             column = first + tl.arange(0, COLUMNS)
             inside = column < num_columns
-            expected = tl.load(table_ptr + lead.to(tl.int64) * table_stride + column, mask=inside, other=0)
+            expected = tl.load(
+                table_ptr + lead.to(tl.int64) * table_stride + column, mask=inside, other=0
+            )
             differs = tl.zeros([COLUMNS], dtype=tl.int32)
             for first_row in range(0, num_rows, ROWS):
                 row = first_row + member
@@ -154,10 +208,33 @@ def find_shared(
     do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "table_ptr"],
 )
 def attend_shared(
-    q_ptr, k_ptr, v_ptr, partial_ptr, lse_ptr, found_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
-    num_rows, num_shared_splits, log2_scale, q_stride_t, q_stride_h, stride_b, stride_s, stride_h, table_stride,
-    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    partial_ptr,
+    lse_ptr,
+    found_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_rows,
+    num_shared_splits,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    stride_b,
+    stride_s,
+    stride_h,
+    table_stride,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (splits, key heads, tiles of rows): the query heads of a key head, of many rows, in one tile.
 
@@ -185,15 +262,37 @@ def attend_shared(
             token = tl.load(query_start_ptr + row, mask=inside, other=0).to(tl.int64)
             column = tl.arange(0, BLOCK_D)
             q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
-            q = tl.load(q_ptrs[:, None] + column[None, :], mask=inside[:, None] & (column < D)[None, :], other=0.0)
+            q = tl.load(
+                q_ptrs[:, None] + column[None, :],
+                mask=inside[:, None] & (column < D)[None, :],
+                other=0.0,
+            )
             q = _fit_keys(q, k_ptr.dtype.element_ty)
             acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
             highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
             total = tl.zeros([BLOCK_M], dtype=tl.float32)
             acc, highest, total = _attend_keys(
-                acc, highest, total, q, row, start, stop, k_ptr + kv_head * stride_h, v_ptr + kv_head * stride_h,
-                table_ptr + lead.to(tl.int64) * table_stride, stride_b, stride_s, 0, log2_scale,
-                D, BLOCK_D, BLOCK_SIZE, BLOCK_N, False, False, PRECISION,
+                acc,
+                highest,
+                total,
+                q,
+                row,
+                start,
+                stop,
+                k_ptr + kv_head * stride_h,
+                v_ptr + kv_head * stride_h,
+                table_ptr + lead.to(tl.int64) * table_stride,
+                stride_b,
+                stride_s,
+                0,
+                log2_scale,
+                D,
+                BLOCK_D,
+                BLOCK_SIZE,
+                BLOCK_N,
+                False,
+                False,
+                PRECISION,
             )
             acc = acc / total[:, None]
             mask = used[:, None] & (column < D)[None, :]

@@ -22,20 +22,38 @@ class Attention:
     """
 
     def __init__(
-        self, build: BuildContext, *, layer: int, hidden_size: int, num_heads: int, num_kv_heads: int,
-        head_size: int, cos_sin: torch.Tensor, qkv_bias: bool = False, out_bias: bool = False,
-        qk_norm_eps: float | None = None, window: int | None = None,
+        self,
+        build: BuildContext,
+        *,
+        layer: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        cos_sin: torch.Tensor,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
     ) -> None:
         heads, kv_heads = Shard(0, "attn", num_heads), Shard(0, "attn", num_kv_heads)
-        self.qkv = Linear(build, hidden_size, (
-            Projection("q_proj", num_heads * head_size, heads),
-            Projection("k_proj", num_kv_heads * head_size, kv_heads),
-            Projection("v_proj", num_kv_heads * head_size, kv_heads),
-        ), bias=qkv_bias)
+        self.qkv = Linear(
+            build,
+            hidden_size,
+            (
+                Projection("q_proj", num_heads * head_size, heads),
+                Projection("k_proj", num_kv_heads * head_size, kv_heads),
+                Projection("v_proj", num_kv_heads * head_size, kv_heads),
+            ),
+            bias=qkv_bias,
+        )
         self._normed_qkv = NormedLinear(build, self.qkv)
-        self.out = Linear(build, num_heads * head_size, (
-            Projection("o_proj", hidden_size, Shard(1, "attn", num_heads)),
-        ), bias=out_bias)
+        self.out = Linear(
+            build,
+            num_heads * head_size,
+            (Projection("o_proj", hidden_size, Shard(1, "attn", num_heads)),),
+            bias=out_bias,
+        )
         self.cos_sin = cos_sin
         self._norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if qk_norm_eps is not None:
@@ -44,8 +62,13 @@ class Attention:
         self._split = [num_heads, num_kv_heads, num_kv_heads]
         self._heads = (sum(self._split), head_size)
         self._attend = build.attention(
-            layer=layer, num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size,
-            scale=head_size**-0.5, window=window, group=window_group(window),
+            layer=layer,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=head_size**-0.5,
+            window=window,
+            group=window_group(window),
             rotation=Rotation("rope" if qk_norm_eps is None else "qk_norm_rope", cos_sin.shape[1]),
         )
 

@@ -30,12 +30,19 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, build: BuildContext, hidden_size: int, norm_eps: float, attention: Attention, mlp: MLP | MoE
+        self,
+        build: BuildContext,
+        hidden_size: int,
+        norm_eps: float,
+        attention: Attention,
+        mlp: MLP | MoE,
     ) -> None:
         self.input_norm, self.attention = RMSNorm(build, hidden_size, norm_eps), attention
         self.post_norm, self.mlp = RMSNorm(build, hidden_size, norm_eps), mlp
 
-    def after_attention(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_attention(
+        self, heads: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what is to be added to the residual stream [T, hidden], and the stream, perhaps over the given one."""
         return self.mlp(self.post_norm, self.attention.out(heads), residual)
 
@@ -69,23 +76,35 @@ class BetweenAttention:
             maps = (out, mlp.gate_up, mlp.down, qkv)
             if all(each.packed is None and each.bias is None for each in maps):
                 sizes = {
-                    "in_size": out.in_size, "hidden_size": out.out_size, "intermediate_size": mlp.down.in_size,
-                    "out_size": qkv.out_size, "dtype": dtype_name(build.dtype),
+                    "in_size": out.in_size,
+                    "hidden_size": out.out_size,
+                    "intermediate_size": mlp.down.in_size,
+                    "out_size": qkv.out_size,
+                    "dtype": dtype_name(build.dtype),
                 }
                 self._few = build.fused("between_attention", **sizes, max_rows=FEW_ROWS)
                 self._many = build.fused("between_attention_in_place", **sizes, min_rows=MANY_ROWS)
                 self._weights = (
-                    out.weight, layer.post_norm.weight, mlp.gate_up.weight, mlp.down.weight, after.input_norm.weight,
-                    qkv.weight, layer.post_norm.eps,
+                    out.weight,
+                    layer.post_norm.weight,
+                    mlp.gate_up.weight,
+                    mlp.down.weight,
+                    after.input_norm.weight,
+                    qkv.weight,
+                    layer.post_norm.eps,
                 )
 
-    def __call__(self, heads: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, heads: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the next layer's queries, keys and values [T, out] for what a layer's heads saw, and the stream.
 
         The residual stream [T, hidden] may be overwritten.
         """
         num_rows = heads.shape[0]
-        fused = self._few if 1 < num_rows <= FEW_ROWS else self._many if num_rows >= MANY_ROWS else None
+        fused = (
+            self._few if 1 < num_rows <= FEW_ROWS else self._many if num_rows >= MANY_ROWS else None
+        )
         if fused is not None:
             return fused(heads, residual, *self._weights)
         x, residual = self.layer.after_attention(heads, residual)
@@ -99,16 +118,25 @@ class CausalLM:
     """
 
     def __init__(
-        self, build: BuildContext, layers: Sequence[DecoderLayer], *, vocab_size: int, hidden_size: int,
-        norm_eps: float, tie_embeddings: bool,
+        self,
+        build: BuildContext,
+        layers: Sequence[DecoderLayer],
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        norm_eps: float,
+        tie_embeddings: bool,
     ) -> None:
         self.layers = tuple(layers)
         self._between = [
-            BetweenAttention(build, self.layers[i], self.layers[i + 1]) for i in build.each_layer(len(layers) - 1)
+            BetweenAttention(build, self.layers[i], self.layers[i + 1])
+            for i in build.each_layer(len(layers) - 1)
         ]
         self.embedding = Embedding(build, vocab_size, hidden_size)
         self.norm = RMSNorm(build, hidden_size, norm_eps)
-        self.head = OutputHead(build, vocab_size, hidden_size, self.embedding if tie_embeddings else None)
+        self.head = OutputHead(
+            build, vocab_size, hidden_size, self.embedding if tie_embeddings else None
+        )
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
@@ -139,8 +167,11 @@ class CausalLM:
 
         A tied head that a checkpoint stores all the same is a copy of the embedding, and is not read.
         """
-        slots = [*self.embedding.slots("model.embed_tokens"), *self.norm.slots("model.norm"),
-                 *self.head.slots("lm_head")]
+        slots = [
+            *self.embedding.slots("model.embed_tokens"),
+            *self.norm.slots("model.norm"),
+            *self.head.slots("lm_head"),
+        ]
         for index, layer in enumerate(self.layers):
             slots.extend(layer.slots(f"model.layers.{index}."))
         return WeightMap(slots, ignored=("lm_head.weight",) if self.head.is_tied else ())

@@ -39,10 +39,14 @@ class OutputHead:
         self, build: BuildContext, vocab_size: int, hidden_size: int, tied_to: Embedding | None
     ) -> None:
         self.is_tied = tied_to is not None
-        self.weight = (torch.empty(vocab_size, hidden_size, dtype=build.dtype, device=build.device)
-                       if tied_to is None else tied_to.weight)
+        self.weight = (
+            torch.empty(vocab_size, hidden_size, dtype=build.dtype, device=build.device)
+            if tied_to is None
+            else tied_to.weight
+        )
         self._linear = build.op(
-            "linear", in_size=hidden_size, out_size=vocab_size, dtype=dtype_name(build.dtype))
+            "linear", in_size=hidden_size, out_size=vocab_size, dtype=dtype_name(build.dtype)
+        )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [R, vocab] for hidden states [R, hidden]."""

@@ -37,7 +37,12 @@ class Linear:
     """
 
     def __init__(
-        self, build: BuildContext, in_size: int, projections: tuple[Projection, ...], *, bias: bool = False,
+        self,
+        build: BuildContext,
+        in_size: int,
+        projections: tuple[Projection, ...],
+        *,
+        bias: bool = False,
         is_whole: bool = False,
     ) -> None:
         out_size = sum(projection.size for projection in projections)
@@ -50,8 +55,12 @@ class Linear:
             self.scale, self.packed = None, None
             self._linear = build.op("linear", **problem)
         else:
-            _require_whole_blocks(method.name, method.scale_block[0] if method.scale_block else 1, projections)
-            self.packed = packed = PackedWeight(build, method, out_size, in_size, num_parts=len(projections))
+            _require_whole_blocks(
+                method.name, method.scale_block[0] if method.scale_block else 1, projections
+            )
+            self.packed = packed = PackedWeight(
+                build, method, out_size, in_size, num_parts=len(projections)
+            )
             self.weight, self.scale = packed.codes, packed.scale
             over_all = packed.over_all
             self._over_x = () if over_all is None else (over_all.activations,)
@@ -64,7 +73,9 @@ class Linear:
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
         """What an op takes of this map: the weight, its scales if it is quantised, the bias or None."""
-        return (self.weight, self.bias) if self.scale is None else (self.weight, self.scale, self.bias)
+        return (
+            (self.weight, self.bias) if self.scale is None else (self.weight, self.scale, self.bias)
+        )
 
     def __call__(self, x: Activation) -> torch.Tensor:
         """Map x [T, in] to [T, out], the projections side by side."""
@@ -87,7 +98,9 @@ class Linear:
             return result
         result = self._linear(*operands, None)
         sizes = [projection.size for projection in self.projections]
-        for part, share in zip(result.split_with_sizes(sizes, dim=1), over_all.shares[0], strict=True):
+        for part, share in zip(
+            result.split_with_sizes(sizes, dim=1), over_all.shares[0], strict=True
+        ):
             part.mul_(share)
         return result if self.bias is None else result.add_(self.bias)
 

@@ -21,18 +21,31 @@ class MLP:
         self, build: BuildContext, hidden_size: int, intermediate_size: int, *, bias: bool = False
     ) -> None:
         columns, rows = Shard(0, "dense"), Shard(1, "dense")
-        self.gate_up = Linear(build, hidden_size, (
-            Projection("gate_proj", intermediate_size, columns),
-            Projection("up_proj", intermediate_size, columns),
-        ), bias=bias)
-        self.down = Linear(build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias)
+        self.gate_up = Linear(
+            build,
+            hidden_size,
+            (
+                Projection("gate_proj", intermediate_size, columns),
+                Projection("up_proj", intermediate_size, columns),
+            ),
+            bias=bias,
+        )
+        self.down = Linear(
+            build, intermediate_size, (Projection("down_proj", hidden_size, rows),), bias=bias
+        )
         is_whole, dtype = build.quantization is None, dtype_name(build.dtype)
         fused = fused_op(build, "add_rms_norm_mlp")
-        self._whole = None if fused == "add_rms_norm_mlp" else build.op(
-            fused, hidden_size=hidden_size, size=intermediate_size, dtype=dtype)
+        self._whole = (
+            None
+            if fused == "add_rms_norm_mlp"
+            else build.op(fused, hidden_size=hidden_size, size=intermediate_size, dtype=dtype)
+        )
         self._normed_gate_up = NormedLinear(build, self.gate_up, is_gated=is_whole)
-        self._silu_mul = None if is_whole else build.op(
-            fused_op(build, "silu_mul"), size=intermediate_size, dtype=dtype)
+        self._silu_mul = (
+            None
+            if is_whole
+            else build.op(fused_op(build, "silu_mul"), size=intermediate_size, dtype=dtype)
+        )
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
@@ -43,7 +56,8 @@ class MLP:
         """
         if self._whole is not None:
             result: tuple[torch.Tensor, torch.Tensor] = self._whole(
-                x, residual, norm.weight, norm.eps, *self.gate_up.operands, *self.down.operands)
+                x, residual, norm.weight, norm.eps, *self.gate_up.operands, *self.down.operands
+            )
             return result
         hidden: Activation
         hidden, residual = self._normed_gate_up(norm, x, residual)

@@ -18,7 +18,13 @@ class MoE:
     """Routes each token to its `top_k` likeliest experts and sums their gated MLPs, weighted."""
 
     def __init__(
-        self, build: BuildContext, hidden_size: int, intermediate_size: int, *, num_experts: int, top_k: int,
+        self,
+        build: BuildContext,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
         renormalize: bool,
     ) -> None:
         method, dtype = build.quantization, dtype_name(build.dtype)
@@ -29,22 +35,33 @@ class MoE:
             )
         self.num_experts, self.intermediate_size = num_experts, intermediate_size
         self.top_k, self.renormalize = top_k, renormalize
-        self.router = Linear(build, hidden_size, (Projection("gate", num_experts, None),), is_whole=True)
+        self.router = Linear(
+            build, hidden_size, (Projection("gate", num_experts, None),), is_whole=True
+        )
         both = num_experts, 2 * intermediate_size, hidden_size
         last = num_experts, hidden_size, intermediate_size
         self._operands: tuple[torch.Tensor, ...]
         if method is None:
-            self.gate_up, self.down = (torch.empty(shape, dtype=build.dtype, device=build.device)
-                                       for shape in (both, last))
+            self.gate_up, self.down = (
+                torch.empty(shape, dtype=build.dtype, device=build.device) for shape in (both, last)
+            )
             self._packed, self._operands = None, (self.gate_up, self.down)
         else:
             first = PackedWeight(build, method, *both, num_parts=2)
             self._packed = first, PackedWeight(build, method, *last, before=first)
             self.gate_up, self.down = (packed.codes for packed in self._packed)
-            self._operands = tuple(operand for packed in self._packed for operand in packed.operands)
+            self._operands = tuple(
+                operand for packed in self._packed for operand in packed.operands
+            )
         self._route = build.op("moe_route", num_experts=num_experts, top_k=top_k, dtype=dtype)
-        self._experts = build.op(op, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
-                                 intermediate_size=intermediate_size, dtype=dtype)
+        self._experts = build.op(
+            op,
+            num_experts=num_experts,
+            top_k=top_k,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            dtype=dtype,
+        )
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
@@ -62,7 +79,8 @@ class MoE:
         stacked: tuple[list[str], list[str]] = [], []
         for expert in range(self.num_experts):
             for projection, index, part, rows, axis in (
-                ("gate_proj", 0, 0, slice(0, size), 0), ("up_proj", 0, 1, slice(size, 2 * size), 0),
+                ("gate_proj", 0, 0, slice(0, size), 0),
+                ("up_proj", 0, 1, slice(size, 2 * size), 0),
                 ("down_proj", 1, 0, slice(0, self.router.in_size), 1),
             ):
                 name, shard = f"{prefix}experts.{expert}.{projection}", Shard(axis, "moe")
@@ -72,7 +90,11 @@ class MoE:
                 else:
                     yield from self._packed[index].slots(name, rows, shard, part, expert)
         for index, (name, axis) in enumerate((("gate_up_proj", 1), ("down_proj", 2))):
-            name, shard, replaces = f"{prefix}experts.{name}", Shard(axis, "moe"), tuple(stacked[index])
+            name, shard, replaces = (
+                f"{prefix}experts.{name}",
+                Shard(axis, "moe"),
+                tuple(stacked[index]),
+            )
             if self._packed is None:
                 yield WeightSlot(name, weights[index], shard, replaces=replaces)
             else:

@@ -23,7 +23,9 @@ class RMSNorm:
         self._norm = build.op("rms_norm", size=size, dtype=dtype)
         self._add_norm = build.op("add_rms_norm", size=size, dtype=dtype)
         fused = fused_op(build, "add_rms_norm")
-        self._quantize_norm = None if fused == "add_rms_norm" else build.op(fused, size=size, dtype=dtype)
+        self._quantize_norm = (
+            None if fused == "add_rms_norm" else build.op(fused, size=size, dtype=dtype)
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the normalised x [..., size]."""
@@ -32,10 +34,14 @@ class RMSNorm:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x [T, size] to the residual in place; return the sum normalised, and the residual."""
-        result: tuple[torch.Tensor, torch.Tensor] = self._add_norm(x, residual, self.weight, self.eps)
+        result: tuple[torch.Tensor, torch.Tensor] = self._add_norm(
+            x, residual, self.weight, self.eps
+        )
         return result
 
-    def add_before_linear(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[Activation, torch.Tensor]:
+    def add_before_linear(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[Activation, torch.Tensor]:
         """As `add`, for linear maps alone: what they take comes quantised where the method has a fused op for that."""
         if self._quantize_norm is None:
             return self.add(x, residual)
@@ -61,9 +67,16 @@ class NormedLinear:
         out_size, self._linear = linear.out_size, linear
         op = fused_op(build, "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear")
         is_whole = build.quantization is None or op in build.quantization.fused.values()
-        self._fused = build.op(
-            op, in_size=linear.in_size, out_size=out_size // 2 if is_gated else out_size, dtype=dtype_name(build.dtype),
-        ) if is_whole else None
+        self._fused = (
+            build.op(
+                op,
+                in_size=linear.in_size,
+                out_size=out_size // 2 if is_gated else out_size,
+                dtype=dtype_name(build.dtype),
+            )
+            if is_whole
+            else None
+        )
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor

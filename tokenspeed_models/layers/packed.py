@@ -25,7 +25,11 @@ class PackedWeight:
     """
 
     def __init__(
-        self, build: BuildContext, method: Quantization, *shape: int, num_parts: int = 1,
+        self,
+        build: BuildContext,
+        method: Quantization,
+        *shape: int,
+        num_parts: int = 1,
         before: PackedWeight | None = None,
     ) -> None:
         """Allocate it for so many projections one under the other; for experts' last weight, name the one before."""
@@ -33,15 +37,26 @@ class PackedWeight:
         self._rows, each = method.scale_block or (1, features)
         self._dtype, self._scale_name = build.dtype, method.scale_name
         self.codes = torch.empty(
-            *experts, rows, features // method.values_per_element, dtype=getattr(torch, method.dtype),
-            device=build.device)
+            *experts,
+            rows,
+            features // method.values_per_element,
+            dtype=getattr(torch, method.dtype),
+            device=build.device,
+        )
         self.scale = torch.empty(
-            *experts, -(-rows // self._rows), -(-features // each), dtype=getattr(torch, method.scale_dtype),
-            device=build.device)
+            *experts,
+            -(-rows // self._rows),
+            -(-features // each),
+            dtype=getattr(torch, method.scale_dtype),
+            device=build.device,
+        )
         behind = None if before is None else before.over_all
         num_weights = experts[0] if experts else 1
         self.over_all: TensorScales | None = (
-            TensorScales(build, num_weights, num_parts, behind) if method.has_tensor_scales else None)
+            TensorScales(build, num_weights, num_parts, behind)
+            if method.has_tensor_scales
+            else None
+        )
         if self.over_all is None:
             pack = method.quantize_weight or method.quantize
             self._pack = build.op(pack, size=features, dtype=dtype_name(build.dtype))
@@ -57,7 +72,9 @@ class PackedWeight:
         self, name: str, rows: slice, shard: Shard | None, part: int = 0, expert: int | None = None
     ) -> Iterator[WeightSlot]:
         """List what fills some rows, those of the projection of that name and place, and their scales."""
-        codes, scale = (self.codes, self.scale) if expert is None else (self.codes[expert], self.scale[expert])
+        codes, scale = (
+            (self.codes, self.scale) if expert is None else (self.codes[expert], self.scale[expert])
+        )
         codes, scale = codes[rows], scale[rows.start // self._rows : -(-rows.stop // self._rows)]
         scale_name = f"{name}.{self._scale_name}"
         if self.over_all is None:
@@ -65,11 +82,15 @@ class PackedWeight:
             yield WeightSlot(f"{name}.weight", codes, shard, packing=packing)
         else:
             yield WeightSlot(f"{name}.weight", codes, shard, "codes")
-            yield WeightSlot(f"{name}.weight_packed", codes, shard, "codes", replaces=(f"{name}.weight",))
+            yield WeightSlot(
+                f"{name}.weight_packed", codes, shard, "codes", replaces=(f"{name}.weight",)
+            )
             yield WeightSlot(scale_name, scale, shard, "scale")
             yield from self.over_all.slots(name, expert or 0, part)
 
-    def stacked_slots(self, name: str, shard: Shard, replaces: tuple[str, ...]) -> Iterator[WeightSlot]:
+    def stacked_slots(
+        self, name: str, shard: Shard, replaces: tuple[str, ...]
+    ) -> Iterator[WeightSlot]:
         """List the one tensor in which newer writers stack what all experts hold whole, if it is quantised on load."""
         if self.over_all is None:
             packing = Packing(self._dtype, self._store_experts, self.scale, f"{name}_scale")
@@ -98,7 +119,11 @@ class TensorScales:
     """
 
     def __init__(
-        self, build: BuildContext, num_weights: int, num_parts: int, before: TensorScales | None = None
+        self,
+        build: BuildContext,
+        num_weights: int,
+        num_parts: int,
+        before: TensorScales | None = None,
     ) -> None:
         self.activations = torch.zeros(1, dtype=torch.float32, device=build.device)
         self.weights = torch.zeros(num_weights, dtype=torch.float32, device=build.device)
@@ -116,10 +141,22 @@ class TensorScales:
             ("input_scale", "input_global_scale", self._take_activations),
         ):
             given, reciprocal = f"{name}.{what}", f"{name}.{inverse}"
-            yield WeightSlot(given, self.activations, None, "scale", take=partial(_positive, take, given),
-                             settle=self._settle)
-            yield WeightSlot(reciprocal, self.activations, None, "scale", replaces=(given,),
-                             take=partial(_positive_inverse, take, reciprocal))
+            yield WeightSlot(
+                given,
+                self.activations,
+                None,
+                "scale",
+                take=partial(_positive, take, given),
+                settle=self._settle,
+            )
+            yield WeightSlot(
+                reciprocal,
+                self.activations,
+                None,
+                "scale",
+                replaces=(given,),
+                take=partial(_positive_inverse, take, reciprocal),
+            )
 
     def _take_activations(self, factor: float) -> None:
         self._widest = max(self._widest, factor)
@@ -130,7 +167,11 @@ class TensorScales:
     def _settle(self) -> None:
         """Write what was read to the device, once all is."""
         first = self._read[:, 0]
-        handed_on = torch.ones(1) if self._before is None else self._before._read[:, 1] / self._before._read[:, 0]
+        handed_on = (
+            torch.ones(1)
+            if self._before is None
+            else self._before._read[:, 1] / self._before._read[:, 0]
+        )
         self.weights.copy_(first * handed_on)
         self.activations.fill_(self._widest / float(handed_on.min().clamp(max=1.0)))
         torch.mul(self.activations, self.weights, out=self.products)
@@ -142,7 +183,9 @@ def _positive(take: Callable[[float], None], name: str, tensor: torch.Tensor) ->
     """Take a factor. Raises ValueError on one that is not above zero and finite."""
     factor = float(tensor)
     if not (factor > 0 and math.isfinite(factor)):
-        raise ValueError(f"{name} is {factor}, and must be above zero and finite; quantise the model again")
+        raise ValueError(
+            f"{name} is {factor}, and must be above zero and finite; quantise the model again"
+        )
     take(factor)
 
 

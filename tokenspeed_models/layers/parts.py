@@ -9,7 +9,8 @@ from tokenspeed_core.api import AttentionCall, BuildContext, Quantization
 from tokenspeed_models.quantization_config import kept_whole
 
 _PROJECTIONS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -48,7 +49,11 @@ def build_of_part(
     if build.quantization is None:
         return build
     experts = [f"experts.{expert}." for expert in range(num_experts)] or [""]
-    names = [f"model.layers.{layer}.{part}.{expert}{name}" for expert in experts for name in _PROJECTIONS[part]]
+    names = [
+        f"model.layers.{layer}.{part}.{expert}{name}"
+        for expert in experts
+        for name in _PROJECTIONS[part]
+    ]
     whole = kept_whole(config, names)
     if not whole:
         return build

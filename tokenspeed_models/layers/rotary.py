@@ -51,6 +51,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, scaling: YarnScaling) -> torch.Tensor:
     """Blend kept and divided frequencies along a ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
+
     def dimension(num_turns: float) -> float:
         # where a pair makes so many turns over the original context
         length = scaling.original_max_positions / (num_turns * 2 * math.pi)

@@ -10,8 +10,10 @@ from tokenspeed_core.api import Model
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
 _SEED = 0
-_DEVIATION = 0.02  # keeps activations of deep models finite in float16, as trained initialisations do
-_FACTOR = 0.007    # over all values of an operand: random codes of e2m1, of deviation 3, become weights of _DEVIATION
+_DEVIATION = (
+    0.02  # keeps activations of deep models finite in float16, as trained initialisations do
+)
+_FACTOR = 0.007  # over all values of an operand: random codes of e2m1, of deviation 3, become weights of _DEVIATION
 
 
 def read_dummy(
@@ -23,8 +25,10 @@ def read_dummy(
     """
     weight_map: Callable[[], WeightMap] | None = getattr(model, "weight_map", None)
     if weight_map is None:
-        raise ValueError(f"{type(model).__name__} has no weight_map() to take shapes from, so load format "
-                         "dummy cannot fill it; use its checkpoint")
+        raise ValueError(
+            f"{type(model).__name__} has no weight_map() to take shapes from, so load format "
+            "dummy cannot fill it; use its checkpoint"
+        )
     slots = list(weight_map())
     done, total = 0, sum(slot.target.nbytes for slot in slots)
     generators: dict[torch.device, torch.Generator] = {}
@@ -46,7 +50,13 @@ def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
     if slot.kind == "scale":
         return torch.full_like(slot.target, _FACTOR if slot.target.dtype == torch.float32 else 1.0)
     if slot.kind == "codes":
-        return torch.randint(0, 256, slot.target.shape, dtype=slot.target.dtype, device=slot.target.device,
-                             generator=generator)
+        return torch.randint(
+            0,
+            256,
+            slot.target.shape,
+            dtype=slot.target.dtype,
+            device=slot.target.device,
+            generator=generator,
+        )
     weight = torch.empty(slot.target.shape, dtype=slot.dtype, device=slot.target.device)
     return weight.normal_(0.0, _DEVIATION, generator=generator)

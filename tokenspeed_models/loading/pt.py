@@ -38,11 +38,19 @@ def read_pt(
 def _load(file: Path) -> dict[str, torch.Tensor]:
     """Open one file. The format of before torch 1.6 is no zip archive, and cannot be mapped."""
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        content = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{file} cannot be read ({reason}): it is damaged, or holds more than tensors; "
-                         "use safetensors files instead") from error
-    if not isinstance(content, Mapping) or any(not torch.is_tensor(item) for item in content.values()):
-        raise ValueError(f"{file} holds no flat mapping of names to tensors; use safetensors files instead")
+        raise ValueError(
+            f"{file} cannot be read ({reason}): it is damaged, or holds more than tensors; "
+            "use safetensors files instead"
+        ) from error
+    if not isinstance(content, Mapping) or any(
+        not torch.is_tensor(item) for item in content.values()
+    ):
+        raise ValueError(
+            f"{file} holds no flat mapping of names to tensors; use safetensors files instead"
+        )
     return dict(content)

@@ -32,6 +32,8 @@ def read_safetensors(
                     done += tensor.nbytes
                     report(done, total)
         except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read ({error}); it is cut short or damaged: "
-                             "copy or download it again") from error
+            raise ValueError(
+                f"{file} cannot be read ({error}); it is cut short or damaged: "
+                "copy or download it again"
+            ) from error
     report(total, total)

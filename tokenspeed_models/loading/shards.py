@@ -39,8 +39,10 @@ def find_shards(path: str, kind: FileKind) -> tuple[Path, ...]:
         return tuple(found)
     if found:
         names = ", ".join(file.name for file in found)
-        raise ValueError(f"{path} holds several weight files ({names}) and no {kind.single} or index; "
-                         "keep one set of them")
+        raise ValueError(
+            f"{path} holds several weight files ({names}) and no {kind.single} or index; "
+            "keep one set of them"
+        )
     raise ValueError(f"{path} holds no {' or '.join((kind.single, *kind.patterns))}")
 
 
@@ -59,7 +61,10 @@ def _numbered(folder: Path, shards: tuple[Path, ...]) -> tuple[Path, ...]:
     match = _SHARD.match(shards[0].name)
     assert match is not None, "shards were chosen by this pattern"
     count = int(match["count"])
-    names = [f"{match['stem']}-{index:05}-of-{count:05}{match['suffix']}" for index in range(1, count + 1)]
+    names = [
+        f"{match['stem']}-{index:05}-of-{count:05}{match['suffix']}"
+        for index in range(1, count + 1)
+    ]
     _require(folder, names, f"the name of {shards[0].name}")
     return tuple(folder / name for name in names)
 
@@ -68,5 +73,7 @@ def _require(folder: Path, names: list[str], source: str) -> None:
     """Raise ValueError naming the files that are not there."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, of the {len(names)} files that {source} "
-                         "calls for; copy or download the checkpoint again")
+        raise ValueError(
+            f"{folder} lacks {', '.join(missing)}, of the {len(names)} files that {source} "
+            "calls for; copy or download the checkpoint again"
+        )

@@ -27,23 +27,36 @@ class FakeLLM:
     slow: float = 0.0
     raise_at: int = -1
     calls: list[list[int]] = field(default_factory=list)  # lengths of the prompts of each
-    resets: list[int] = field(default_factory=list)       # calls before each reset
+    resets: list[int] = field(default_factory=list)  # calls before each reset
     is_shut_down: bool = False
     kernel_plan: Any = field(default_factory=Plan)
 
     def generate(self, prompts: Any, sampling_params: Any = None) -> list[RequestOutput]:
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        params = (
+            sampling_params
+            if isinstance(sampling_params, list)
+            else [sampling_params] * len(prompts)
+        )
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
         if any(max(each) >= self.vocab_size for each in ids):
             raise BadRequestError(f"ids must be below {self.vocab_size}", "prompt")
-        if any(len(each) + p.max_tokens > self.longest for each, p in zip(ids, params, strict=True)):
-            raise BadRequestError(f"the context is {self.longest}", "prompt", "context_length_exceeded")
+        if any(
+            len(each) + p.max_tokens > self.longest for each, p in zip(ids, params, strict=True)
+        ):
+            raise BadRequestError(
+                f"the context is {self.longest}", "prompt", "context_length_exceeded"
+            )
         self.calls.append([len(each) for each in ids])
         if len(self.calls) - 1 == self.raise_at:
             raise KeyboardInterrupt
         time.sleep(self.slow if len(self.calls) == 1 else 0.001)
         return [
-            RequestOutput(None, each, [SequenceOutput(0, [1] * p.max_tokens, None, "length", None)], len(each) // 2)
+            RequestOutput(
+                None,
+                each,
+                [SequenceOutput(0, [1] * p.max_tokens, None, "length", None)],
+                len(each) // 2,
+            )
             for each, p in zip(ids, params, strict=True)
         ]
 

@@ -31,7 +31,9 @@ class Exchange:
 
     def refuse(self, status: str, message: str) -> None:
         body = json.dumps({"error": {"message": message}}).encode()
-        self.writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        self.writer.write(
+            f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        )
 
     async def tokens(self, num: int, gap: float = 0.0) -> None:
         for i in range(num):
@@ -61,18 +63,27 @@ class Fake:
     exchanges: list[Exchange] = field(default_factory=list)
 
 
-async def _serve(fake: Fake, answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _serve(
+    fake: Fake, answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     try:
         while True:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             lines = head.split("\r\n")
-            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-            body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+            headers = {
+                name.lower(): value.strip()
+                for name, _, value in (line.partition(":") for line in lines[1:])
+            }
+            body = json.loads(
+                await reader.readexactly(int(headers.get("content-length", 0))) or b"{}"
+            )
             if lines[0].startswith("GET"):
                 page = json.dumps({"data": [{"id": "fake"}]}).encode()
                 missing = "/v1/models" not in lines[0]
                 status = "404 Not Found" if missing else "200 OK"
-                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page)
+                writer.write(
+                    f"HTTP/1.1 {status}\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
+                )
                 continue
             exchange = Exchange(writer, headers, body, len(fake.exchanges))
             fake.exchanges.append(exchange)

@@ -19,8 +19,12 @@ from tokenspeed_bench.traffic import AgentShape, Session, Turn, agents, load
 ONE = Pace(1, None, 1)
 
 
-def ask(url: str, num: int = 1, pace: Pace = ONE, timeout: float = 20.0, out_len: int = 4) -> Answers:
-    return run(Target(url, "m", "secret", timeout), load(num, 10, out_len, is_fixed=True).sessions, pace)
+def ask(
+    url: str, num: int = 1, pace: Pace = ONE, timeout: float = 20.0, out_len: int = 4
+) -> Answers:
+    return run(
+        Target(url, "m", "secret", timeout), load(num, 10, out_len, is_fixed=True).sessions, pace
+    )
 
 
 def test_every_request_is_answered_and_counted() -> None:
@@ -31,12 +35,16 @@ def test_every_request_is_answered_and_counted() -> None:
     for record in answers.records:
         assert len(record.events) == record.num_tokens == 4
         assert (record.num_prompt, record.num_cached) == (10, 5)
-        assert [record.sent, *record.events, record.done] == sorted([record.sent, *record.events, record.done])
+        assert [record.sent, *record.events, record.done] == sorted(
+            [record.sent, *record.events, record.done]
+        )
     bodies = [exchange.body for exchange in fake.exchanges]
     expected = load(10, 10, 4, is_fixed=True).sessions
     assert sorted(body["prompt"] for body in bodies) == sorted(session.ids for session in expected)
     assert {exchange.headers["authorization"] for exchange in fake.exchanges} == {"Bearer secret"}
-    assert all(body["ignore_eos"] and body["stream"] and body["temperature"] == 0 for body in bodies)
+    assert all(
+        body["ignore_eos"] and body["stream"] and body["temperature"] == 0 for body in bodies
+    )
 
 
 def test_events_are_counted_however_reads_cut_them() -> None:
@@ -70,7 +78,9 @@ def test_marks_without_a_blank_count_too_and_usage_may_ride_on_the_last_token() 
     async def terse(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
         exchange.chunk(b'data:{"choices":[{"text":"a"}]}\n\n' * 2)
-        exchange.chunk(b'data:{"choices":[{"text":"b"}],"usage":{"completion_tokens":3,"prompt_tokens":10}}\n\n')
+        exchange.chunk(
+            b'data:{"choices":[{"text":"b"}],"usage":{"completion_tokens":3,"prompt_tokens":10}}\n\n'
+        )
         exchange.chunk(b"data: [DONE]\n\n")
         exchange.writer.write(b"0\r\n\r\n")
 
@@ -82,7 +92,9 @@ def test_marks_without_a_blank_count_too_and_usage_may_ride_on_the_last_token() 
 
 def test_a_stream_that_ends_by_closing_is_an_answer() -> None:
     async def old(exchange: Exchange) -> None:
-        exchange.writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b'data: {"choices":[{"text":"a"}]}\n\n' * 4)
+        exchange.writer.write(
+            b"HTTP/1.0 200 OK\r\n\r\n" + b'data: {"choices":[{"text":"a"}]}\n\n' * 4
+        )
         exchange.writer.write(b"data: [DONE]\n\n")
         await exchange.writer.drain()
         exchange.writer.close()
@@ -192,7 +204,9 @@ def test_a_failed_turn_ends_its_session_and_the_rest_counts_as_failed() -> None:
     with serving(fails_at_the_second) as fake:
         answers = run(Target(fake.url, "m"), agents(shape).sessions, ONE)
     assert len(answers.records) == 1
-    assert answers.failures == ["400 Bad Request: too long"] + ["not sent: an earlier turn failed"] * 2
+    assert (
+        answers.failures == ["400 Bad Request: too long"] + ["not sent: an earlier turn failed"] * 2
+    )
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
@@ -227,10 +241,16 @@ def test_the_clients_own_cost_is_that_of_a_beat() -> None:
 
 @pytest.mark.parametrize("path", ["", "/prefix", "/prefix/"])
 def test_a_servers_path_is_kept(path: str) -> None:
-    assert Target(f"http://h:1{path}", "m").head().startswith(f"POST {path.rstrip('/')}/v1/completions HTTP".encode())
+    assert (
+        Target(f"http://h:1{path}", "m")
+        .head()
+        .startswith(f"POST {path.rstrip('/')}/v1/completions HTTP".encode())
+    )
 
 
-def test_a_client_process_that_dies_costs_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_process_that_dies_costs_only_its_own_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = Target.body
 
     def body(target: Target, prompt: bytes, out_len: int) -> bytes:
@@ -250,7 +270,9 @@ def test_all_requests_that_a_dead_client_lost_are_failed(monkeypatch: pytest.Mon
     half = Answers([Record(0.0, [0.1, 0.2], 2, 0.2)] * 2, ["a client process ended with 7"])
     monkeypatch.setattr(online, "run", lambda *given: half)
     result = results.new("serve", "m", None, {})
-    plan = online.Online([online.Load(load(8, 10, 2, is_fixed=True), ONE)], {"ttft": 1e3}, measures_client=False)
+    plan = online.Online(
+        [online.Load(load(8, 10, 2, is_fixed=True), ONE)], {"ttft": 1e3}, measures_client=False
+    )
     online.measure(Target("http://h", "m"), plan, result, lambda run: None)
     figures = result["runs"][-1]["figures"]
     assert (figures["answered"], figures["failed"], figures["good_share"]) == (2, 6, 0.25)

@@ -53,15 +53,22 @@ client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, 
 """
 
 
-def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(tmp_path: Path) -> None:
+def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(
+    tmp_path: Path,
+) -> None:
     async def at_once(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
         await exchange.tokens(60)
         exchange.end(60)
 
-    with serving(at_once) as fake, (tmp_path / "pids").open("w+") as out:  # a pipe would be held by those who stay
+    with (
+        serving(at_once) as fake,
+        (tmp_path / "pids").open("w+") as out,
+    ):  # a pipe would be held by those who stay
         words = [sys.executable, "-P", "-c", KILLED, fake.url]
-        assert subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
+        assert (
+            subprocess.run(words, stdout=out, check=False, timeout=60).returncode == -signal.SIGKILL
+        )
     (pid,) = (tmp_path / "pids").read_text().split()
     try:
         its_client = psutil.Process(int(pid))
@@ -95,7 +102,12 @@ def test_ctrl_c_while_it_says_how_far_it_is_leaves_no_client() -> None:
 
     with serving(hangs) as fake:
         target, sessions = Target(fake.url, "m"), load(2, 10, 4, is_fixed=True).sessions
-        answers = run(target, sessions, Pace(2, None, 2), lambda done, total: signal.raise_signal(signal.SIGINT))
+        answers = run(
+            target,
+            sessions,
+            Pace(2, None, 2),
+            lambda done, total: signal.raise_signal(signal.SIGINT),
+        )
     assert answers.is_interrupted
     assert multiprocessing.active_children() == []
 
@@ -141,7 +153,9 @@ def test_an_end_after_the_last_answer_keeps_the_whole_load_and_sends_no_other(
 
     monkeypatch.setattr(online, "of_records", told_to_end)
     result = results.new("serve", "m", None, {})
-    plan = online.Online([online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2, measures_client=False)
+    plan = online.Online(
+        [online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2, measures_client=False
+    )
     with serving(good) as fake, heard():
         online.measure(Target(fake.url, "m"), plan, result, lambda run: None)
     assert [run["traffic"]["name"] for run in result["runs"]] == ["first", "load"]
@@ -156,11 +170,15 @@ def test_a_client_that_hands_in_nothing_in_time_is_told_of(monkeypatch: pytest.M
 
     monkeypatch.setattr(client, "_client", stands_still)
     monkeypatch.setattr(client, "PATIENCE", 0.2)
-    answers = run(Target("http://h", "m"), load(2, 10, 2, is_fixed=True).sessions, ONE, None, lambda: True)
+    answers = run(
+        Target("http://h", "m"), load(2, 10, 2, is_fixed=True).sessions, ONE, None, lambda: True
+    )
     assert answers.failures == ["a client process handed in nothing within 0 s"]
 
 
-def test_a_user_who_is_told_to_end_as_an_answer_comes_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_who_is_told_to_end_as_an_answer_comes_asks_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Answered:
         def __init__(self) -> None:
             self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -187,11 +205,18 @@ def test_a_user_who_is_told_to_end_as_an_answer_comes_asks_no_more(monkeypatch: 
 
 def test_a_report_that_fails_leaves_no_client() -> None:
     with serving(good) as fake, pytest.raises(ZeroDivisionError):
-        run(Target(fake.url, "m"), load(500, 10, 4, is_fixed=True).sessions, ONE, lambda done, total: 1 // 0)
+        run(
+            Target(fake.url, "m"),
+            load(500, 10, 4, is_fixed=True).sessions,
+            ONE,
+            lambda done, total: 1 // 0,
+        )
     assert multiprocessing.active_children() == []
 
 
-def test_ctrl_c_while_the_client_alone_is_measured_keeps_the_load_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_the_client_alone_is_measured_keeps_the_load_and_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def told_to_end(pace: Pace) -> dict[str, Any]:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         return client_cost(pace)

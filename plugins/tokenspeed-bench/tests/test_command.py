@@ -48,8 +48,26 @@ def test_a_measurement_prints_its_figures_and_writes_json_and_plot(
     llms: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, picture = tmp_path / "x.json", tmp_path / "x.svg"
-    assert bench(["latency", "some/model", "--repeats", "2", "--max-num-seqs", "8", "--enforce-eager",
-                  "--input-len", "16", "--json", str(data), "--plot", str(picture)]) == 0
+    assert (
+        bench(
+            [
+                "latency",
+                "some/model",
+                "--repeats",
+                "2",
+                "--max-num-seqs",
+                "8",
+                "--enforce-eager",
+                "--input-len",
+                "16",
+                "--json",
+                str(data),
+                "--plot",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     assert llms == [("some/model", {"max_num_seqs": "8", "enforce_eager": True})]
     result = json.loads(data.read_text())
     assert (result["kind"], result["model"]) == ("offline", "some/model")
@@ -93,12 +111,37 @@ def test_traffic_that_was_left_out_ends_with_status_1(
     assert "agentic:" in captured.out
 
 
-def test_a_server_that_runs_is_measured_by_its_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_runs_is_measured_by_its_url(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "x.json"
     with serving(good) as fake:
-        status = bench(["serve", "--url", f"{fake.url}/v1", "--users", "1,3", "--requests", "4,6", "--input-len", "12",
-                        "--output-len", "5", "--procs", "2", "--goodput", "ttft:5000", "itl:5000", "--api-key", "k",
-                        "--json", str(path), "--plot", str(tmp_path / "x.svg")])
+        status = bench(
+            [
+                "serve",
+                "--url",
+                f"{fake.url}/v1",
+                "--users",
+                "1,3",
+                "--requests",
+                "4,6",
+                "--input-len",
+                "12",
+                "--output-len",
+                "5",
+                "--procs",
+                "2",
+                "--goodput",
+                "ttft:5000",
+                "itl:5000",
+                "--api-key",
+                "k",
+                "--json",
+                str(path),
+                "--plot",
+                str(tmp_path / "x.svg"),
+            ]
+        )
     assert status == 0
     result = json.loads(path.read_text())
     assert result["model"] == "fake"
@@ -110,11 +153,15 @@ def test_a_server_that_runs_is_measured_by_its_url(tmp_path: Path, capsys: pytes
     assert three["figures"]["cached_tokens"] > 0
     assert three["client"]["users"] == 3
     assert {exchange.headers["authorization"] for exchange in fake.exchanges} == {"Bearer k"}
-    assert not any("cache_salt" in exchange.body for exchange in fake.exchanges), "OpenAI has no such field"
+    assert not any("cache_salt" in exchange.body for exchange in fake.exchanges), (
+        "OpenAI has no such field"
+    )
     assert "the client alone" in capsys.readouterr().out
 
 
-def test_requests_that_fail_are_counted_with_their_message_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_fail_are_counted_with_their_message_and_status_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async def every_third_fails(exchange: Exchange) -> None:
         if exchange.number >= 9 and exchange.number % 3 == 0:
             exchange.refuse("500 Oops", "the device is gone")
@@ -122,8 +169,20 @@ def test_requests_that_fail_are_counted_with_their_message_and_status_1(capsys: 
             await good(exchange)
 
     with serving(every_third_fails) as fake:
-        status = bench(["serve", "--url", fake.url, "--users", "1", "--requests", "6", "--no-client-cost",
-                        "--goodput", "ttft:60000"])
+        status = bench(
+            [
+                "serve",
+                "--url",
+                fake.url,
+                "--users",
+                "1",
+                "--requests",
+                "6",
+                "--no-client-cost",
+                "--goodput",
+                "ttft:60000",
+            ]
+        )
     assert status == 1
     said = capsys.readouterr().out
     assert "4 answered, 2 failed" in said
@@ -137,7 +196,10 @@ def test_a_server_that_answers_nothing_is_refused_in_one_line() -> None:
 
     with serving(refuses) as fake:
         said = refusal("serve", "--url", fake.url)
-    assert said == f"{fake.url} answers no completion of token ids: 401 Unauthorized: missing or wrong API key"
+    assert (
+        said
+        == f"{fake.url} answers no completion of token ids: 401 Unauthorized: missing or wrong API key"
+    )
 
 
 def test_ids_that_a_server_refuses_are_made_smaller() -> None:
@@ -148,29 +210,45 @@ def test_ids_that_a_server_refuses_are_made_smaller() -> None:
             await good(exchange)
 
     with serving(small) as fake:
-        assert bench(["serve", "--url", fake.url, "--users", "1", "--requests", "2", "--no-client-cost"]) == 0
+        assert (
+            bench(
+                ["serve", "--url", fake.url, "--users", "1", "--requests", "2", "--no-client-cost"]
+            )
+            == 0
+        )
     assert max(fake.exchanges[-1].body["prompt"]) < 1_500
 
 
-def test_a_server_here_is_asked_directly_whatever_proxy_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_here_is_asked_directly_whatever_proxy_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the proxies of its first call
+    monkeypatch.setattr(
+        urllib.request, "_opener", None
+    )  # which keeps the proxies of its first call
     with serving(good) as fake:
         assert server.Api(fake.url).model() == "fake"
 
 
 def test_what_a_server_said_is_quoted_without_the_polls_of_its_health() -> None:
     with tempfile.TemporaryFile() as log:
-        log.write(b"no room for the weights\n" + b'127.0.0.1:40794 - "GET /health HTTP/1.1" 503\n' * 30)
+        log.write(
+            b"no room for the weights\n" + b'127.0.0.1:40794 - "GET /health HTTP/1.1" 503\n' * 30
+        )
         log.flush()
         assert server._last_lines(log) == "no room for the weights"
 
 
 def test_a_server_that_ends_at_its_start_is_quoted() -> None:
-    with pytest.raises(BenchError, match=r"ended with status 2; it said:\n(.*\n)*.*--max-num-sex: no such setting"), \
-            server.started(["--max-num-sex", "3"], None):
+    with (
+        pytest.raises(
+            BenchError,
+            match=r"ended with status 2; it said:\n(.*\n)*.*--max-num-sex: no such setting",
+        ),
+        server.started(["--max-num-sex", "3"], None),
+    ):
         raise AssertionError("it started")
 
 
@@ -182,20 +260,38 @@ def test_a_server_that_ends_at_its_start_is_quoted() -> None:
         (("latency", "--repeat", "3"), "did you mean --repeats?"),
         (("latency", "--repeats", "0"), "must be at least 1"),
         (("latency", "--repeats", "x"), "invalid number value: 'x'"),
-        (("latency", "--requests", "3"), "latency has no such number; it takes --input-len, --output-len"),
+        (
+            ("latency", "--requests", "3"),
+            "latency has no such number; it takes --input-len, --output-len",
+        ),
         (("latency", "m", "--shape", "qwen3-8b"), "the model was given too"),
         (("latency", "m", "--model", "n"), "the model was given too"),
-        (("serve", "--shape", "qwen3-8b", "--model", "n"), "--model n: the model was given too, as qwen3-8b"),
+        (
+            ("serve", "--shape", "qwen3-8b", "--model", "n"),
+            "--model n: the model was given too, as qwen3-8b",
+        ),
         (("latency", "--dry-run"), "`tokenspeed serve --dry-run` shows what would run"),
         (("serve", "--dry-run"), "`tokenspeed serve --dry-run` shows what would run"),
         (("anchors", "--dry-run"), "`tokenspeed serve --dry-run` shows what would run"),
-        (("serve", "--url", "h", "--profile", "x"), "only a server that bench starts has it; leave --url out"),
+        (
+            ("serve", "--url", "h", "--profile", "x"),
+            "only a server that bench starts has it; leave --url out",
+        ),
         (("serve", "--profile", "/no/such/folder/x"), "there is no folder"),
-        (("latency", "--goodput", "ttft:3"), "--goodput: no option of `tokenspeed bench latency`, but of serve"),
-        (("latency", "--users", "3"), "--users: no option of `tokenspeed bench latency`, but of serve"),
+        (
+            ("latency", "--goodput", "ttft:3"),
+            "--goodput: no option of `tokenspeed bench latency`, but of serve",
+        ),
+        (
+            ("latency", "--users", "3"),
+            "--users: no option of `tokenspeed bench latency`, but of serve",
+        ),
         (("latency", "--url=h"), "--url: no option of `tokenspeed bench latency`, but of serve"),
         (("all", "--fixed"), "--fixed: no option of `tokenspeed bench all`, but of serve"),
-        (("anchors", "--shape", "qwen3-8b"), "--shape: no option of `tokenspeed bench anchors`, but of latency"),
+        (
+            ("anchors", "--shape", "qwen3-8b"),
+            "--shape: no option of `tokenspeed bench anchors`, but of latency",
+        ),
         (("latency", "--config", "x.yaml"), "--config: goes with `tokenspeed bench serve`"),
         (("latency", "--shape", "gpt-9"), "invalid choice: 'gpt-9'"),
         (("latency", "--seed", "1", "--seed", "2"), "--seed: given twice"),
@@ -206,7 +302,10 @@ def test_a_server_that_ends_at_its_start_is_quoted() -> None:
         (("serve", "--url", "h", "--max-num-seqs", "3"), "flags of serve go without it"),
         (("serve", "--url", "http://127.0.0.1:9"), "`tokenspeed serve` starts one"),
         (("serve", "--port", "1"), "on a free port"),
-        (("serve", "--users", "1,2", "--requests", "1,2,3"), "2 numbers where another option has 3"),
+        (
+            ("serve", "--users", "1,2", "--requests", "1,2,3"),
+            "2 numbers where another option has 3",
+        ),
         (("serve", "--users", "4", "--request-rate", "2"), "leave --users out"),
         (("serve", "--goodput", "naps:3"), "one of ttft, itl, tpot, e2e"),
         (("serve", "--traffic", "agents", "--fixed"), "the lengths of agents are what they are"),
@@ -222,12 +321,29 @@ def test_what_is_mistyped_is_refused_with_the_mend(words: tuple[str, ...], said:
 
 
 def test_flags_of_serve_become_keywords() -> None:
-    words = ["--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching", "--chunked-prefill-size", "-1",
-             "--attention-backend", "a,b", "--attention-backend.decode", "c", "--hf-overrides={\"x\": 1}",
-             "--kernel-backend", "greedy=torch", "--kernel-backend=attention.0-3=a,b"]
+    words = [
+        "--max-num-seqs",
+        "8",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--chunked-prefill-size",
+        "-1",
+        "--attention-backend",
+        "a,b",
+        "--attention-backend.decode",
+        "c",
+        '--hf-overrides={"x": 1}',
+        "--kernel-backend",
+        "greedy=torch",
+        "--kernel-backend=attention.0-3=a,b",
+    ]
     assert keywords(words) == {
-        "max_num_seqs": "8", "enforce_eager": True, "enable_prefix_caching": False, "chunked_prefill_size": "-1",
-        "attention_backend": {"default": "a,b", "decode": "c"}, "hf_overrides": '{"x": 1}',
+        "max_num_seqs": "8",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "chunked_prefill_size": "-1",
+        "attention_backend": {"default": "a,b", "decode": "c"},
+        "hf_overrides": '{"x": 1}',
         "kernel_backend": "greedy=torch attention.0-3=a,b",
     }
 
@@ -235,8 +351,13 @@ def test_flags_of_serve_become_keywords() -> None:
 def test_serve_without_numbers_sends_the_loads_of_the_tables() -> None:
     options, _ = parse("serve", [])
     loads = loads_of(options)
-    assert [(each.pace.users, len(each.traffic.sessions), each.traffic.parameters["in_len"]) for each in loads] == [
-        (1, 16, 128), (64, 512, 256), (256, 2048, 256),
+    assert [
+        (each.pace.users, len(each.traffic.sessions), each.traffic.parameters["in_len"])
+        for each in loads
+    ] == [
+        (1, 16, 128),
+        (64, 512, 256),
+        (256, 2048, 256),
     ]
 
 
@@ -249,7 +370,9 @@ def test_a_rate_sends_every_session_at_its_time() -> None:
 
 def test_all_gives_each_traffic_the_numbers_that_it_has() -> None:
     options, _ = parse("all", ["--requests", "3", "--input-len", "9", "--sessions", "2"])
-    latency, throughput, prefill, agentic = traffics_of(options, ("latency", "throughput", "prefill", "agentic"))
+    latency, throughput, prefill, agentic = traffics_of(
+        options, ("latency", "throughput", "prefill", "agentic")
+    )
     assert latency.parameters == {"in_len": 9, "out_len": 256}
     assert throughput.parameters == {"num_requests": 3, "in_len": 9, "out_len": 256}
     assert prefill.parameters["num_requests"] == 3
@@ -262,9 +385,20 @@ def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_
     def measure_group(group: str, *given: Any) -> tuple[dict[str, Any] | None, int]:
         if group == "fp8":
             return None, 2
-        run = {"traffic": {"name": "latency", "in_len": 128, "out_len": 256}, "figures": {"ms_per_output": 4.1}}
-        slow = {"traffic": {"name": "start"}, "figures": {"s": 10.0, "first_over_median": 2.0, "event_share": 0.98}}
-        return {"kind": "offline", "shape": "qwen3-8b", "device": "NVIDIA H200", "runs": [run, slow]}, 0
+        run = {
+            "traffic": {"name": "latency", "in_len": 128, "out_len": 256},
+            "figures": {"ms_per_output": 4.1},
+        }
+        slow = {
+            "traffic": {"name": "start"},
+            "figures": {"s": 10.0, "first_over_median": 2.0, "event_share": 0.98},
+        }
+        return {
+            "kind": "offline",
+            "shape": "qwen3-8b",
+            "device": "NVIDIA H200",
+            "runs": [run, slow],
+        }, 0
 
     monkeypatch.setattr(rows, "measure_group", measure_group)
     path = tmp_path / "x.json"
@@ -273,12 +407,19 @@ def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_
     assert len([line for line in said.splitlines() if line.startswith("qwen3-8b")]) == 8
     assert "must" in next(line for line in said.splitlines() if "latency" in line)
     assert "ended with status 2" in said
-    assert "not kept: qwen3-8b start: the first request's token took 2.00 times the median, must be 1.5" in said
+    assert (
+        "not kept: qwen3-8b start: the first request's token took 2.00 times the median, must be 1.5"
+        in said
+    )
     assert "not kept: qwen3-8b start: events for 98.0 % of tokens, must be 99 %" in said
     assert "measured on" not in said
     result = json.loads(path.read_text())
     (latency,) = [row for row in result["rows"] if row["row"] == "qwen3-8b latency"]
-    assert (latency["value"], latency["verdict"], latency["ratio"]) == (4.1, "must", round(4.1 / 3.37, 3))
+    assert (latency["value"], latency["verdict"], latency["ratio"]) == (
+        4.1,
+        "must",
+        round(4.1 / 3.37, 3),
+    )
     assert bench(["compare", str(path), str(path)]) == 0
 
 
@@ -302,9 +443,13 @@ def test_the_command_is_there_and_its_help_imports_nothing_heavy() -> None:
     assert ours.splitlines()[-1] == "HEAVY tokenspeed_bench"
 
 
-def test_a_refusal_is_one_line_and_status_2_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_one_line_and_status_2_on_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["bench", "latency", "--repeats", "0"]) == 2
-    assert capsys.readouterr().err.startswith("tokenspeed: argument --repeats: 0 must be at least 1")
+    assert capsys.readouterr().err.startswith(
+        "tokenspeed: argument --repeats: 0 must be at least 1"
+    )
 
 
 def test_rows_measured_elsewhere_are_said_to_be(
@@ -316,7 +461,10 @@ def test_rows_measured_elsewhere_are_said_to_be(
     assert bench(["anchors", "--groups", "bf16"]) == 0
     captured = capsys.readouterr()
     assert "not kept: measured on CPU (2 threads)" in captured.out
-    assert "no H200 is here (nor any GPU that nvidia-smi knows): the figures to reach are its" in captured.err
+    assert (
+        "no H200 is here (nor any GPU that nvidia-smi knows): the figures to reach are its"
+        in captured.err
+    )
 
 
 def test_anchors_are_one_picture_and_the_standard_output_is_the_jsons_alone(
@@ -327,13 +475,37 @@ def test_anchors_are_one_picture_and_the_standard_output_is_the_jsons_alone(
         "part = {'schema': 1, 'kind': 'offline', 'shape': 's', 'device': 'H200', 'runs': [run | {'repeats_s': [1]}]};"
         "json.dump(part, open(sys.argv[-1], 'w'))"
     )
-    monkeypatch.setattr(watched, "start", lambda words, **more: subprocess.Popen(
-        [sys.executable, "-c", child, *words], stdin=subprocess.PIPE, env=more["env"], stdout=more["stdout"].fileno()))
+    monkeypatch.setattr(
+        watched,
+        "start",
+        lambda words, **more: subprocess.Popen(
+            [sys.executable, "-c", child, *words],
+            stdin=subprocess.PIPE,
+            env=more["env"],
+            stdout=more["stdout"].fileno(),
+        ),
+    )
     script = tmp_path / "err"
     with script.open("w+") as err:
         monkeypatch.setattr(sys, "stderr", err)
-        assert bench(["anchors", "--groups", "bf16,moe", "--json", "-", "--plot", str(tmp_path / "x.svg")]) == 0
-    assert [part["group"] for part in json.loads(capsys.readouterr().out)["results"]] == ["bf16", "moe"]
+        assert (
+            bench(
+                [
+                    "anchors",
+                    "--groups",
+                    "bf16,moe",
+                    "--json",
+                    "-",
+                    "--plot",
+                    str(tmp_path / "x.svg"),
+                ]
+            )
+            == 0
+        )
+    assert [part["group"] for part in json.loads(capsys.readouterr().out)["results"]] == [
+        "bf16",
+        "moe",
+    ]
     assert script.read_text().count("a run") == 2
     picture = (tmp_path / "x.svg").read_text()
     assert "bf16 latency: best 1.000 s" in picture

@@ -32,7 +32,9 @@ def nothing_ignored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_ignored")
 @pytest.mark.parametrize("number", ENDINGS)
-def test_an_end_is_a_ctrl_c_once_and_then_nothing_until_the_block_is_over(number: signal.Signals) -> None:
+def test_an_end_is_a_ctrl_c_once_and_then_nothing_until_the_block_is_over(
+    number: signal.Signals,
+) -> None:
     before = [signal.getsignal(each) for each in ENDINGS]
     with heard():
         with pytest.raises(KeyboardInterrupt):

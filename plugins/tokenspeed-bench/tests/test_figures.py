@@ -6,7 +6,15 @@ import random
 
 import numpy as np
 import pytest
-from tokenspeed_bench.figures import Record, first_turns_apart, meets, of_records, over_time, percentile, spread
+from tokenspeed_bench.figures import (
+    Record,
+    first_turns_apart,
+    meets,
+    of_records,
+    over_time,
+    percentile,
+    spread,
+)
 
 
 def record(sent: float, first: float, gap: float, num: int, **more: int) -> Record:
@@ -19,7 +27,9 @@ def test_percentiles_are_numpys(num: int) -> None:
     rng = random.Random(num)
     values = sorted(rng.expovariate(1.0) for _ in range(num))
     for percent in (0, 1, 37.5, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
+        assert percentile(values, percent) == pytest.approx(
+            np.percentile(values, percent), rel=1e-12
+        )
 
 
 def test_a_percentile_of_nothing_is_refused() -> None:
@@ -29,15 +39,21 @@ def test_a_percentile_of_nothing_is_refused() -> None:
 
 
 def test_figures_are_those_of_known_times() -> None:
-    records = [record(0.0, 0.1, 0.01, 11, num_prompt=100, num_cached=60), record(1.0, 0.3, 0.02, 11, num_prompt=50,
-                                                                                num_cached=0)]
+    records = [
+        record(0.0, 0.1, 0.01, 11, num_prompt=100, num_cached=60),
+        record(1.0, 0.3, 0.02, 11, num_prompt=50, num_cached=0),
+    ]
     figures = of_records(records, {})
     assert figures["s"] == pytest.approx(1.5)
     assert figures["out_per_s"] == pytest.approx(22 / 1.5, abs=0.1)
     assert (figures["ttft_p50_ms"], figures["ttft_max_ms"]) == (200.0, 300.0)
     assert (figures["itl_p50_ms"], figures["itl_max_ms"]) == (15.0, 20.0)
     assert figures["e2e_max_ms"] == 500.0
-    assert (figures["prompt_tokens"], figures["cached_tokens"], figures["uncached_tokens"]) == (150, 60, 90)
+    assert (figures["prompt_tokens"], figures["cached_tokens"], figures["uncached_tokens"]) == (
+        150,
+        60,
+        90,
+    )
     assert figures["event_share"] == 1.0
 
 
@@ -52,10 +68,18 @@ def test_cached_tokens_are_left_out_where_a_server_does_not_report_them() -> Non
 
 @pytest.mark.parametrize(
     ("goals", "share"),
-    [({"ttft": 150.0}, 0.5), ({"ttft": 400.0}, 1.0), ({"itl": 15.0}, 0.5), ({"ttft": 400.0, "itl": 5.0}, 0.0),
-     ({"tpot": 21.0}, 1.0), ({"e2e": 250.0}, 0.5)],
+    [
+        ({"ttft": 150.0}, 0.5),
+        ({"ttft": 400.0}, 1.0),
+        ({"itl": 15.0}, 0.5),
+        ({"ttft": 400.0, "itl": 5.0}, 0.0),
+        ({"tpot": 21.0}, 1.0),
+        ({"e2e": 250.0}, 0.5),
+    ],
 )
-def test_goodput_counts_requests_that_keep_every_goal(goals: dict[str, float], share: float) -> None:
+def test_goodput_counts_requests_that_keep_every_goal(
+    goals: dict[str, float], share: float
+) -> None:
     records = [record(0.0, 0.1, 0.01, 11), record(0.0, 0.3, 0.02, 11)]
     figures = of_records(records, goals)
     assert figures["good_share"] == share

@@ -29,7 +29,9 @@ FIRST_REPEAT = NUM_FIRST + 1  # the number of its call of the engine
 
 def engine(monkeypatch: pytest.MonkeyPatch, **traits: Any) -> None:
     """Have `LLM` be an engine of these traits."""
-    monkeypatch.setitem(tokenspeed_core.__dict__, "LLM", lambda model=None, **settings: FakeLLM(**traits))
+    monkeypatch.setitem(
+        tokenspeed_core.__dict__, "LLM", lambda model=None, **settings: FakeLLM(**traits)
+    )
 
 
 class Full(io.StringIO):
@@ -50,7 +52,9 @@ def room(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_without_room_keeps_what_it_held_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_file_without_room_keeps_what_it_held_and_leaves_nothing_beside_it(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "x.json"
     path.write_text(BEFORE)
     with room(4096), pytest.raises(BenchError, match=r"x\.json: File too large"):
@@ -59,13 +63,19 @@ def test_a_file_without_room_keeps_what_it_held_and_leaves_nothing_beside_it(tmp
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_is_replaced_with_its_mode_behind_its_link_and_a_device_is_written_to(tmp_path: Path) -> None:
+def test_a_file_is_replaced_with_its_mode_behind_its_link_and_a_device_is_written_to(
+    tmp_path: Path,
+) -> None:
     path, link = tmp_path / "x.json", tmp_path / "link.json"
     path.write_text(BEFORE)
     path.chmod(0o600)
     link.symlink_to(path)
     files.write(str(link), "new")
-    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == ("new", 0o600, True)
+    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == (
+        "new",
+        0o600,
+        True,
+    )
     files.check_writable("/dev/null")
     files.write("/dev/null", "new")
     assert not Path("/dev/null").is_file()
@@ -78,7 +88,10 @@ def test_a_plot_without_room_costs_neither_the_result_nor_a_traceback(
     path = tmp_path / "x.json"
     assert bench(["latency", "--repeats", "1", "--json", str(path), "--plot", "/dev/full"]) == 2
     assert "latency" in path.read_text()
-    assert capsys.readouterr().err == "... latency 1 of 1\ntokenspeed: /dev/full: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == "... latency 1 of 1\ntokenspeed: /dev/full: No space left on device\n"
+    )
 
 
 def test_a_profile_that_fails_costs_no_figures(
@@ -90,7 +103,15 @@ def test_a_profile_that_fails_costs_no_figures(
     engine(monkeypatch)
     monkeypatch.setattr(trace, "record", fails)
     path = tmp_path / "x.json"
-    words = ["all", "--traffic", "latency,throughput", "--profile", str(tmp_path / "p.json"), "--json", str(path)]
+    words = [
+        "all",
+        "--traffic",
+        "latency,throughput",
+        "--profile",
+        str(tmp_path / "p.json"),
+        "--json",
+        str(path),
+    ]
     assert bench(words) == 1
     runs = json.loads(path.read_text())["runs"]
     assert [run["traffic"]["name"] for run in runs] == ["start", "latency", "throughput"]
@@ -116,7 +137,10 @@ def test_figures_that_nobody_can_be_shown_are_still_measured_for_a_file_and_refu
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["a good file", "no file"])
 def test_a_result_without_traffic_replaces_no_file_and_is_no_plot(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    is_there: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine(monkeypatch, longest=1000)
     path, plot = tmp_path / "x.json", tmp_path / "x.svg"
@@ -156,7 +180,9 @@ def test_an_end_while_a_result_is_written_comes_too_late(
     assert json.loads(path.read_text())["runs"][-1]["traffic"]["name"] == "latency"
 
 
-def test_ctrl_c_while_the_engine_is_made_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_engine_is_made_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def make(model: str | None = None) -> FakeLLM:
         raise KeyboardInterrupt
 
@@ -176,6 +202,8 @@ def test_a_load_that_nobody_answers_costs_not_the_load_before_it(
     with serving(dies) as fake:
         words = ["--users", "1,2", "--requests", "2,4", "--no-client-cost", "--json", str(path)]
         assert bench(["serve", "--url", fake.url, *words]) == 1
-    assert "no request was answered: 500 Oops: the device is gone (4 times)" in capsys.readouterr().err
+    assert (
+        "no request was answered: 500 Oops: the device is gone (4 times)" in capsys.readouterr().err
+    )
     (_, load) = json.loads(path.read_text())["runs"]
     assert load["figures"]["answered"] == 2

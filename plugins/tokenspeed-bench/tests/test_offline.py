@@ -11,17 +11,23 @@ from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.offline import NUM_FIRST, Offline, measure
 from tokenspeed_bench.traffic import Traffic, of_workload
 
-SHORT = {"latency": {"in_len": 8, "out_len": 4}, "agentic": dict(num_sessions=3, num_turns=2, system_len=10,
-                                                               observation_len=4, out_len=2)}
+SHORT = {
+    "latency": {"in_len": 8, "out_len": 4},
+    "agentic": dict(num_sessions=3, num_turns=2, system_len=10, observation_len=4, out_len=2),
+}
 
 
 def short(*names: str) -> list[Traffic]:
     return [of_workload(name, **SHORT[name]) for name in names]
 
 
-def measured(llm: FakeLLM, *names: str, repeats: int = 3, **more: Any) -> tuple[dict[str, Any], list[str]]:
+def measured(
+    llm: FakeLLM, *names: str, repeats: int = 3, **more: Any
+) -> tuple[dict[str, Any], list[str]]:
     result = results.new("offline", "fake", None, {})
-    refused = measure(lambda: llm, Offline(short(*names), repeats), result, lambda run: None, **more)
+    refused = measure(
+        lambda: llm, Offline(short(*names), repeats), result, lambda run: None, **more
+    )
     return result, refused
 
 
@@ -36,7 +42,9 @@ def test_a_result_has_the_start_and_each_traffic_with_its_repeats() -> None:
     assert latency["figures"]["s"] == min(latency["repeats_s"])
     assert latency["figures"]["output_tokens"] == 4
     assert agentic["figures"]["prompt_tokens"] == 3 * (14 + 20)
-    assert agentic["figures"]["cached_tokens"] + agentic["figures"]["uncached_tokens"] == 3 * (14 + 20)
+    assert agentic["figures"]["cached_tokens"] + agentic["figures"]["uncached_tokens"] == 3 * (
+        14 + 20
+    )
     assert llm.is_shut_down
 
 
@@ -70,7 +78,9 @@ def test_a_vocabulary_too_small_for_any_traffic_is_refused() -> None:
         measured(FakeLLM(vocab_size=50), "latency")
 
 
-def test_traffic_that_does_not_fit_the_context_is_left_out_with_the_reason_and_the_rest_runs() -> None:
+def test_traffic_that_does_not_fit_the_context_is_left_out_with_the_reason_and_the_rest_runs() -> (
+    None
+):
     result = results.new("offline", "fake", None, {})
     traffics = [of_workload("prefill", num_requests=1, in_len=500, out_len=1), *short("latency")]
     refused = measure(lambda: FakeLLM(longest=200), Offline(traffics, 1), result, lambda run: None)

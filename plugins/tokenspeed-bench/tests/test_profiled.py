@@ -28,7 +28,10 @@ from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.hooks import Hooks
 
 HOOKS = "tokenspeed_bench.hooks"
-LOADS = [Load(load(8, 16, 64, True), Pace(4, None, 1)), Load(load(1, 16, 8, True), Pace(1, None, 1))]
+LOADS = [
+    Load(load(8, 16, 64, True), Pace(4, None, 1)),
+    Load(load(1, 16, 8, True), Pace(1, None, 1)),
+]
 
 
 @pytest.fixture
@@ -50,7 +53,9 @@ def steps(recorder: Recorder, num: int, first: int = 0) -> None:
     torch = pytest.importorskip("torch")
     for i in range(first, first + num):
         torch.ones(4) + 1
-        recorder.observe(StepRecord(step_id=i, num_rows=2, num_decodes=1, num_tokens=9, duration=0.01))
+        recorder.observe(
+            StepRecord(step_id=i, num_rows=2, num_decodes=1, num_tokens=9, duration=0.01)
+        )
 
 
 def test_an_engine_is_observed_only_where_the_environment_names_a_folder(
@@ -76,14 +81,22 @@ def test_the_recorder_lets_steps_go_by_and_names_those_that_it_records(tmp_path:
     assert finished(order.trace(tmp_path), str(path)).num_works >= 4
     events = json.loads(path.read_text())["traceEvents"]
     assert any(event["pid"] == OUR_TRACK for event in events)
-    named = [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if "rows" in event["name"]]
+    named = [
+        event["name"]
+        for event in sorted(events, key=lambda event: event.get("ts", 0))
+        if "rows" in event["name"]
+    ]
     assert named == [f"step {i}: rows 2, decodes 1, tokens 9" for i in range(9, 13)]
     assert {each.name for each in tmp_path.iterdir()} == {"trace.json", "mine.json"}
 
 
 def test_an_order_ends_the_recording_of_the_one_before(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    recorder, first, second = Recorder(tmp_path), Order("first.json", 1, 50), Order("second.json", 1, 2)
+    recorder, first, second = (
+        Recorder(tmp_path),
+        Order("first.json", 1, 50),
+        Order("second.json", 1, 2),
+    )
     first.put(tmp_path)
     steps(recorder, 10)
     second.put(tmp_path)
@@ -104,7 +117,9 @@ def test_what_fails_in_the_engine_is_told_and_the_engine_goes_on(tmp_path: Path)
 def test_a_trace_that_was_cut_short_is_said_to_be(tmp_path: Path) -> None:
     part = tmp_path / "part.json"
     part.write_text('{"traceEvents": [{"ph": "X", "na')
-    with pytest.raises(BenchError, match=r"x\.json: torch could not write its trace; is there room on the disk?"):
+    with pytest.raises(
+        BenchError, match=r"x\.json: torch could not write its trace; is there room on the disk?"
+    ):
         finished(part, str(tmp_path / "x.json"))
     assert not (tmp_path / "x.json").exists()
 
@@ -129,13 +144,20 @@ def test_fewer_steps_go_by_and_are_recorded_where_a_load_is_short(
 
 def test_several_loads_have_files_with_their_number_and_users() -> None:
     assert [(name, path) for name, path, _ in Profile(LOADS, "/x/t.json", 1.0).each()] == [
-        ("load, 4 users", "/x/t-1-users-4.json"), ("load, 1 user", "/x/t-2-users-1.json"),
+        ("load, 4 users", "/x/t-1-users-4.json"),
+        ("load, 1 user", "/x/t-2-users-1.json"),
     ]
     assert [path for _, path, _ in Profile(LOADS[:1], "/x/t.json", 1.0).each()] == ["/x/t.json"]
 
 
 def entry(**more: str) -> dict[str, str]:
-    return {"distribution": "tokenspeed-bench", "kind": "hooks", "status": "ok", "reason": "", **more}
+    return {
+        "distribution": "tokenspeed-bench",
+        "kind": "hooks",
+        "status": "ok",
+        "reason": "",
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,7 +165,10 @@ def entry(**more: str) -> dict[str, str]:
     [
         (None, "has no hooks of tokenspeed-bench"),
         ([entry(kind="commands")], "pip install --force-reinstall --no-deps tokenspeed-bench"),
-        ([entry(status="disabled", reason="left out by X")], "which record the steps, are disabled: left out by X"),
+        (
+            [entry(status="disabled", reason="left out by X")],
+            "which record the steps, are disabled: left out by X",
+        ),
     ],
 )
 def test_a_server_without_the_recorder_is_refused_with_the_reason(plugins: Any, said: str) -> None:
@@ -159,13 +184,22 @@ def test_a_load_ends_when_it_is_enough() -> None:
         return await asyncio.sleep(60)
 
     with serving(slow) as fake:
-        answers = run(Target(fake.url, "m"), load(8, 10, 4, is_fixed=True).sessions, Pace(1, None, 1),
-                      is_enough=lambda: len(fake.exchanges) > 2)
+        answers = run(
+            Target(fake.url, "m"),
+            load(8, 10, 4, is_fixed=True).sessions,
+            Pace(1, None, 1),
+            is_enough=lambda: len(fake.exchanges) > 2,
+        )
     assert (len(answers.records), answers.failures, answers.is_interrupted) == (2, [], False)
 
 
 def test_a_server_that_does_not_start_is_why_there_is_no_profile(tmp_path: Path) -> None:
-    (problem,) = take(["--max-num-sex", "3"], None, Profile(LOADS, str(tmp_path / "x.json"), 1.0), lambda *told: None)
+    (problem,) = take(
+        ["--max-num-sex", "3"],
+        None,
+        Profile(LOADS, str(tmp_path / "x.json"), 1.0),
+        lambda *told: None,
+    )
     assert problem.startswith("no profile: the server ended with status 2")
     assert list(tmp_path.iterdir()) == []
 
@@ -187,7 +221,10 @@ def test_a_load_without_a_trace_has_the_reason(
 
     if failure is not None:
         (tmp_path / "x.json.failure").write_text(failure)
-    with serving(refuses if answer == "refuses" else answer) as fake, pytest.raises(BenchError, match=said):
+    with (
+        serving(refuses if answer == "refuses" else answer) as fake,
+        pytest.raises(BenchError, match=said),
+    ):
         profiled._record(Target(fake.url, "m", salt="s"), LOADS[1], "load", "/y/x.json", tmp_path)
 
 
@@ -199,6 +236,9 @@ def test_a_load_that_is_too_short_is_said_to_be(tmp_path: Path) -> None:
 
     taker = threading.Thread(target=takes)
     taker.start()
-    with serving(good) as fake, pytest.raises(BenchError, match=r"over in fewer than 7 steps; more requests or longer"):
+    with (
+        serving(good) as fake,
+        pytest.raises(BenchError, match=r"over in fewer than 7 steps; more requests or longer"),
+    ):
         profiled._record(Target(fake.url, "m", salt="s"), LOADS[1], "load", "/y/x.json", tmp_path)
     taker.join()

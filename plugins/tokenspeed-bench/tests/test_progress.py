@@ -32,11 +32,17 @@ def said(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_shows_each_state_in_place_and_nothing_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(Terminal(), monkeypatch) == "".join(CLEAR + text for text in ("0", "1", "2", "3", ""))
+def test_a_terminal_shows_each_state_in_place_and_nothing_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert said(Terminal(), monkeypatch) == "".join(
+        CLEAR + text for text in ("0", "1", "2", "3", "")
+    )
 
 
-def test_elsewhere_the_first_state_is_a_line_and_then_one_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_the_first_state_is_a_line_and_then_one_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert said(io.StringIO(), monkeypatch) == "... 0\n... 2\n"
 
 

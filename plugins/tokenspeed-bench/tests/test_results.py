@@ -26,26 +26,51 @@ PLAN = {"platform": "NVIDIA H200", "ops": [{"family": "attention", "backend": "t
 
 def served(scale: float = 1.0, users: int = 2) -> dict[str, Any]:
     records = [
-        Record(i * 0.1, [i * 0.1 + scale * (0.05 + 0.01 * j) for j in range(10)], 10, i * 0.1 + 0.2, 20, 5)
+        Record(
+            i * 0.1,
+            [i * 0.1 + scale * (0.05 + 0.01 * j) for j in range(10)],
+            10,
+            i * 0.1 + 0.2,
+            20,
+            5,
+        )
         for i in range(12)
     ]
     result = results.new("serve", "m", None, {"api_key": "secret", "seed": "1"})
     results.add_plan(result, PLAN)
     figures = of_records(records, {"ttft": 55.0})
-    results.add_run(result, load(12, 20, 10, is_fixed=True).describe(), figures,
-                    pace={"users": users, "rate": None, "procs": 2}, goals={"ttft": 55.0}, failures={},
-                    series=over_time(records), client={"users": 2, "beat_ms": 5.0, "events_per_s": 400.0,
-                                                       "itl_p99_ms": 5.1})
+    results.add_run(
+        result,
+        load(12, 20, 10, is_fixed=True).describe(),
+        figures,
+        pace={"users": users, "rate": None, "procs": 2},
+        goals={"ttft": 55.0},
+        failures={},
+        series=over_time(records),
+        client={"users": 2, "beat_ms": 5.0, "events_per_s": 400.0, "itl_p99_ms": 5.1},
+    )
     return result
 
 
-def offline(seconds: float = 2.0, shape: str | None = "qwen3-8b", **settings: Any) -> dict[str, Any]:
+def offline(
+    seconds: float = 2.0, shape: str | None = "qwen3-8b", **settings: Any
+) -> dict[str, Any]:
     result = results.new("offline", "m", shape, settings)
     results.add_plan(result, PLAN)
-    figures = {"s": seconds, "output_tokens": 256, "prompt_tokens": 128, "cached_tokens": 0, "uncached_tokens": 128,
-               "out_per_s": 256 / seconds, "prompt_per_s": 128 / seconds, "ms_per_output": 1e3 * seconds / 256}
+    figures = {
+        "s": seconds,
+        "output_tokens": 256,
+        "prompt_tokens": 128,
+        "cached_tokens": 0,
+        "uncached_tokens": 128,
+        "out_per_s": 256 / seconds,
+        "prompt_per_s": 128 / seconds,
+        "ms_per_output": 1e3 * seconds / 256,
+    }
     results.add_run(result, {"name": "start"}, {"s": 20.0})
-    results.add_run(result, of_workload("latency").describe(), figures, repeats_s=[seconds, seconds * 1.1])
+    results.add_run(
+        result, of_workload("latency").describe(), figures, repeats_s=[seconds, seconds * 1.1]
+    )
     return result
 
 
@@ -53,8 +78,23 @@ def test_a_result_says_what_is_needed_to_trust_it_and_never_the_key() -> None:
     result = json.loads(json.dumps(served()))
     assert result["schema"] == results.SCHEMA
     assert set(result) == {
-        "schema", "kind", "created", "command", "model", "shape", "settings", "device", "gpus", "machine", "versions",
-        "commit", "environment", "kernel_plan", "backends", "is_interrupted", "runs",
+        "schema",
+        "kind",
+        "created",
+        "command",
+        "model",
+        "shape",
+        "settings",
+        "device",
+        "gpus",
+        "machine",
+        "versions",
+        "commit",
+        "environment",
+        "kernel_plan",
+        "backends",
+        "is_interrupted",
+        "runs",
     }
     assert result["settings"] == {"seed": "1"}
     assert {"python", "tokenspeed-core", "tokenspeed-bench"} <= result["versions"].keys()
@@ -64,8 +104,15 @@ def test_a_result_says_what_is_needed_to_trust_it_and_never_the_key() -> None:
 def test_versions_are_those_of_every_plugin_and_of_the_vendors_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels, script = "[tokenspeed.kernels.attention]\nacme = acme_flash:SPEC\n", "[console_scripts]\na = b:c\n"
-    for name, entries in (("acme_flash", kernels), ("flashinfer_python", ""), ("acme_else", script)):
+    kernels, script = (
+        "[tokenspeed.kernels.attention]\nacme = acme_flash:SPEC\n",
+        "[console_scripts]\na = b:c\n",
+    )
+    for name, entries in (
+        ("acme_flash", kernels),
+        ("flashinfer_python", ""),
+        ("acme_else", script),
+    ):
         folder = tmp_path / f"{name}-1.2.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
@@ -73,7 +120,9 @@ def test_versions_are_those_of_every_plugin_and_of_the_vendors_libraries(
     monkeypatch.syspath_prepend(str(tmp_path))
     found = results.versions()
     assert {name: found.get(name) for name in ("acme-flash", "flashinfer-python", "acme-else")} == {
-        "acme-flash": "1.2", "flashinfer-python": "1.2", "acme-else": None,
+        "acme-flash": "1.2",
+        "flashinfer-python": "1.2",
+        "acme-else": None,
     }
 
 
@@ -85,10 +134,22 @@ def test_a_fused_op_whose_parts_run_adds_no_backend() -> None:
 
 
 def test_the_key_is_masked_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["x", "bench", "serve", "--api-key", "secret", "--api-key=secret", "--users", "2"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["x", "bench", "serve", "--api-key", "secret", "--api-key=secret", "--users", "2"],
+    )
     monkeypatch.setenv("TOKENSPEED_API_KEY", "secret")
     result = results.new("serve", "m", None, {})
-    assert result["command"] == ["tokenspeed", "bench", "serve", "--api-key", "***", "--api-key=***", "--users", "2"]
+    assert result["command"] == [
+        "tokenspeed",
+        "bench",
+        "serve",
+        "--api-key",
+        "***",
+        "--api-key=***",
+        "--users",
+        "2",
+    ]
     assert "secret" not in json.dumps(result)
 
 
@@ -99,7 +160,9 @@ def test_a_known_row_gets_its_floor_and_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"shape": "qwen3-0.6b"}, {"shape": None}, {"quantization": "fp4"}], ids=lambda changed: str(changed)
+    "changed",
+    [{"shape": "qwen3-0.6b"}, {"shape": None}, {"quantization": "fp4"}],
+    ids=lambda changed: str(changed),
 )
 def test_another_model_has_no_floor_of_that_row(changed: dict[str, Any]) -> None:
     assert offline(**changed)["runs"][1]["floors"] == {}
@@ -131,8 +194,12 @@ def test_rows_are_named_apart_and_harder_from_peer_to_floor() -> None:
 
 
 def test_the_http_rows_are_loads_that_serve_sends_by_default() -> None:
-    sent = {load(r, n, HTTP_LOADS["out_len"][0], is_fixed=False).describe()["requests"]: u for u, r, n in
-            zip(HTTP_LOADS["users"], HTTP_LOADS["requests"], HTTP_LOADS["in_len"], strict=True)}
+    sent = {
+        load(r, n, HTTP_LOADS["out_len"][0], is_fixed=False).describe()["requests"]: u
+        for u, r, n in zip(
+            HTTP_LOADS["users"], HTTP_LOADS["requests"], HTTP_LOADS["in_len"], strict=True
+        )
+    }
     rows = {row.traffic["requests"]: row.users for row in ROWS if row.traffic["name"] == "load"}
     assert rows == sent
 
@@ -151,7 +218,9 @@ def test_a_comparison_shows_each_figure_with_its_change_and_what_else_differs() 
 def test_different_traffic_is_refused_in_one_line() -> None:
     other = copy.deepcopy(offline())
     other["runs"][1]["traffic"]["in_len"] = 999
-    with pytest.raises(BenchError, match=r"different traffic: latency \(in_len 128, out_len 256\) there, .*999") as got:
+    with pytest.raises(
+        BenchError, match=r"different traffic: latency \(in_len 128, out_len 256\) there, .*999"
+    ) as got:
         compare(offline(), other, ("a.json", "b.json"))
     assert "\n" not in str(got.value)
 
@@ -191,16 +260,29 @@ def test_a_load_that_was_broken_off_is_not_compared() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "not JSON"), ("[]", "no result of"), ('{"a": 1}', "no result"),
-     ('{"schema": 99, "runs": []}', "has schema 99"),
-     ('{"schema": 1, "kind": "serve", "runs": null}', "no kind with a list of runs"),
-     ('{"schema": 1, "runs": []}', "no kind with a list of runs"),
-     ('{"schema": 1, "kind": "serve", "runs": [{}]}', r"a broken result, runs\[0\] has no traffic"),
-     ('{"schema": 1, "kind": "serve", "runs": [{"traffic": {"name": "x"}, "figures": {"s": "y"}}]}', "are numbers"),
-     ('{"schema": 1, "kind": "serve", "runs": [{"traffic": {"name": "x"}, "figures": {}, "pace": 3}]}', "no traffic"),
-     ('{"schema": 1, "kind": "serve", "runs": [], "versions": []}', "versions is no mapping"),
-     ('{"schema": 1, "results": {}}', "results is no list"),
-     ('{"schema": 1, "results": [{"kind": "serve", "runs": [3]}]}', "no traffic")],
+    [
+        ("", "not JSON"),
+        ("[]", "no result of"),
+        ('{"a": 1}', "no result"),
+        ('{"schema": 99, "runs": []}', "has schema 99"),
+        ('{"schema": 1, "kind": "serve", "runs": null}', "no kind with a list of runs"),
+        ('{"schema": 1, "runs": []}', "no kind with a list of runs"),
+        (
+            '{"schema": 1, "kind": "serve", "runs": [{}]}',
+            r"a broken result, runs\[0\] has no traffic",
+        ),
+        (
+            '{"schema": 1, "kind": "serve", "runs": [{"traffic": {"name": "x"}, "figures": {"s": "y"}}]}',
+            "are numbers",
+        ),
+        (
+            '{"schema": 1, "kind": "serve", "runs": [{"traffic": {"name": "x"}, "figures": {}, "pace": 3}]}',
+            "no traffic",
+        ),
+        ('{"schema": 1, "kind": "serve", "runs": [], "versions": []}', "versions is no mapping"),
+        ('{"schema": 1, "results": {}}', "results is no list"),
+        ('{"schema": 1, "results": [{"kind": "serve", "runs": [3]}]}', "no traffic"),
+    ],
 )
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -221,8 +303,11 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert files.read(path) == json.loads(json.dumps(result))
 
 
-@pytest.mark.parametrize("result", [served(), offline(), {"schema": 1, "results": [served(), offline()]}],
-                         ids=["served", "offline", "anchors"])
+@pytest.mark.parametrize(
+    "result",
+    [served(), offline(), {"schema": 1, "results": [served(), offline()]}],
+    ids=["served", "offline", "anchors"],
+)
 def test_a_plot_is_svg_with_every_panel_inside(result: dict[str, Any]) -> None:
     root = ElementTree.fromstring(draw(result))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -232,8 +317,11 @@ def test_a_plot_is_svg_with_every_panel_inside(result: dict[str, Any]) -> None:
     for panel in panels:
         x, y = map(float, re.findall(r"[\d.]+", panel.attrib["transform"]))
         for each in panel:
-            places = re.findall(r"[\d.]+", each.attrib["d"]) if each.tag.endswith("}path") else [
-                each.attrib[name] for name in ("x", "cx", "x1") if name in each.attrib]
+            places = (
+                re.findall(r"[\d.]+", each.attrib["d"])
+                if each.tag.endswith("}path")
+                else [each.attrib[name] for name in ("x", "cx", "x1") if name in each.attrib]
+            )
             assert all(0 <= x + float(place) <= width for place in places[::2])
             heights = [each.attrib[name] for name in ("y", "cy", "y1") if name in each.attrib]
             assert all(0 <= y + float(place) <= height for place in heights)
@@ -244,16 +332,28 @@ def test_a_gap_that_stands_alone_in_its_time_is_drawn() -> None:
     series = result["runs"][0]["series"]
     series["itl_p99_ms"] = [None, 73.3, None, 5.0, 6.0, *[None] * 115]
     root = ElementTree.fromstring(draw(result))
-    panel = next(each for each in root.iter() if any("gaps between tokens" in (child.text or "") for child in each))
-    heights = [float(each.attrib["cy"]) for each in panel if each.tag.endswith("}circle") and each.get("fill") == RED]
+    panel = next(
+        each
+        for each in root.iter()
+        if any("gaps between tokens" in (child.text or "") for child in each)
+    )
+    heights = [
+        float(each.attrib["cy"])
+        for each in panel
+        if each.tag.endswith("}circle") and each.get("fill") == RED
+    ]
     assert len(heights) == 1
     assert heights[0] < 60, "near the top of the axis, which it sets"
 
 
 def test_the_names_of_curves_do_not_touch() -> None:
     root = ElementTree.fromstring(draw(served()))
-    panel = next(each for each in root.iter() if any("percentiles" in (child.text or "") for child in each))
-    first, second = sorted(float(each.attrib["x"]) for each in panel if each.text in ("first token", "between tokens"))
+    panel = next(
+        each for each in root.iter() if any("percentiles" in (child.text or "") for child in each)
+    )
+    first, second = sorted(
+        float(each.attrib["x"]) for each in panel if each.text in ("first token", "between tokens")
+    )
     assert second - first > len("between tokens") * 6
 
 
@@ -272,6 +372,15 @@ def test_a_result_without_traffic_is_not_drawn() -> None:
 
 def test_people_read_rates_percentiles_caching_goodput_and_the_clients_cost() -> None:
     text = of_run(served()["runs"][0])
-    for part in ("2 users", "tokens/s", "events for 100.0 %", "first token:", "between tokens:", "180 computed",
-                 "60 from the cache", "goodput (ttft:55): 100.0 %", "the client alone"):
+    for part in (
+        "2 users",
+        "tokens/s",
+        "events for 100.0 %",
+        "first token:",
+        "between tokens:",
+        "180 computed",
+        "60 from the cache",
+        "goodput (ttft:55): 100.0 %",
+        "the client alone",
+    ):
         assert part in text

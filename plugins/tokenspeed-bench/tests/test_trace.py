@@ -10,16 +10,23 @@ from tokenspeed_bench.trace import OUR_TRACK, _track, named, read
 
 
 def kernel(name: str, begin: float, length: float, launch: int) -> dict[str, Any]:
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": length, "args": {"correlation": launch}}
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "ts": begin,
+        "dur": length,
+        "args": {"correlation": launch},
+    }
 
 
 EVENTS = [
     {"ph": "M", "name": "process_name", "pid": 1},
     {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1000.0},
     kernel("gemm", 100.0, 50.0, 1),
-    kernel("norm", 155.0, 10.0, 1),     # 5 idle inside a launch
-    kernel("copy", 160.0, 2.0, 2),      # under the norm
-    kernel("gemm", 265.0, 35.0, 3),     # 100 idle between launches
+    kernel("norm", 155.0, 10.0, 1),  # 5 idle inside a launch
+    kernel("copy", 160.0, 2.0, 2),  # under the norm
+    kernel("gemm", 265.0, 35.0, 3),  # 100 idle between launches
 ]
 
 
@@ -31,7 +38,8 @@ def test_busy_share_and_gaps_are_those_of_known_kernels() -> None:
     assert (timeline.num_works, timeline.num_launches) == (4, 3)
     assert timeline.inside == 5.0
     assert [(begin, length, before, after) for begin, length, before, after in timeline.gaps] == [
-        (50.0, 5.0, "gemm", "norm"), (65.0, 100.0, "norm", "gemm"),
+        (50.0, 5.0, "gemm", "norm"),
+        (65.0, 100.0, "norm", "gemm"),
     ]
     text = timeline.text()
     assert "busy 47.5 % of 0.20 ms, 4 kernels in 3 launches" in text
@@ -50,7 +58,11 @@ def test_the_track_has_a_bar_for_each_launch_and_gap() -> None:
     bars = [event for event in _track(EVENTS, read(EVENTS)) if event["ph"] == "X"]
     assert all(bar["pid"] == OUR_TRACK for bar in bars)
     assert [(bar["tid"], bar["ts"], bar["dur"]) for bar in bars] == [
-        (0, 100.0, 65.0), (0, 160.0, 2.0), (0, 265.0, 35.0), (1, 150.0, 5.0), (1, 165.0, 100.0),
+        (0, 100.0, 65.0),
+        (0, 160.0, 2.0),
+        (0, 265.0, 35.0),
+        (1, 150.0, 5.0),
+        (1, 165.0, 100.0),
     ]
 
 

@@ -25,8 +25,12 @@ def digest(value: Any) -> str:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("latency", "0c8abe74c322d5b0"), ("throughput", "8ef8aec0e662655e"), ("prefill", "f96766c5bdf3d5ba"),
-     ("agentic", "eddf52fa85028dff")],
+    [
+        ("latency", "0c8abe74c322d5b0"),
+        ("throughput", "8ef8aec0e662655e"),
+        ("prefill", "f96766c5bdf3d5ba"),
+        ("agentic", "eddf52fa85028dff"),
+    ],
 )
 def test_a_workload_is_the_same_tokens_as_ever(name: str, expected: str) -> None:
     assert digest(WORKLOADS[name]()) == expected
@@ -34,10 +38,15 @@ def test_a_workload_is_the_same_tokens_as_ever(name: str, expected: str) -> None
 
 @pytest.mark.parametrize(
     ("numbers", "expected"),
-    [((16, 128, 128, False), "5841dd69057c702b"), ((512, 256, 128, False), "61d070fa3a541776"),
-     ((64, 256, 128, True), "39c2779aff790ec7")],
+    [
+        ((16, 128, 128, False), "5841dd69057c702b"),
+        ((512, 256, 128, False), "61d070fa3a541776"),
+        ((64, 256, 128, True), "39c2779aff790ec7"),
+    ],
 )
-def test_a_load_is_the_same_tokens_as_ever(numbers: tuple[int, int, int, bool], expected: str) -> None:
+def test_a_load_is_the_same_tokens_as_ever(
+    numbers: tuple[int, int, int, bool], expected: str
+) -> None:
     jobs = [(session.ids, session.turns[0].out_len) for session in load(*numbers).sessions]
     assert digest(jobs) == expected
 
@@ -48,14 +57,21 @@ def test_sessions_and_waves_are_the_same_requests(name: str) -> None:
 
 
 def test_agents_keep_to_their_shape() -> None:
-    shape = AgentShape(num_sessions=6, first_len=500, shared_len=100, turn_len=40, out_len=8, pause_scale=0.5)
+    shape = AgentShape(
+        num_sessions=6, first_len=500, shared_len=100, turn_len=40, out_len=8, pause_scale=0.5
+    )
     traffic = agents(shape)
     assert len(traffic.sessions) == 6
     for session in traffic.sessions:
         assert shape.min_turns <= len(session.turns) <= shape.max_turns
         assert session.ids[:100] == traffic.sessions[0].ids[:100]
-        assert session.ids[100:120] != traffic.sessions[0].ids[100:120] or session is traffic.sessions[0]
-        assert [turn.end for turn in session.turns] == [500 + 40 * i for i in range(len(session.turns))]
+        assert (
+            session.ids[100:120] != traffic.sessions[0].ids[100:120]
+            or session is traffic.sessions[0]
+        )
+        assert [turn.end for turn in session.turns] == [
+            500 + 40 * i for i in range(len(session.turns))
+        ]
         assert session.turns[-1].end == len(session.ids)
         assert session.turns[0].pause == 0
         assert all(turn.pause > 0 for turn in session.turns[1:])
@@ -64,7 +80,11 @@ def test_agents_keep_to_their_shape() -> None:
 def test_agents_are_by_default_what_coding_agents_send() -> None:
     traffic = agents(AgentShape())
     assert {session.turns[0].end for session in traffic.sessions} == {50_000}
-    grown = [b.end - a.end for each in traffic.sessions for a, b in zip(each.turns, each.turns[1:], strict=False)]
+    grown = [
+        b.end - a.end
+        for each in traffic.sessions
+        for a, b in zip(each.turns, each.turns[1:], strict=False)
+    ]
     assert set(grown) == {800}
     assert {len(session.turns) for session in traffic.sessions} <= set(range(10, 16))
     pauses = sorted(turn.pause for session in traffic.sessions for turn in session.turns[1:])
@@ -79,7 +99,9 @@ def test_half_the_pause_scale_halves_the_pauses_and_changes_no_token() -> None:
 
 
 @pytest.mark.parametrize("end", [200, 1_500, 30_000])
-def test_ids_are_folded_below_the_end_of_a_small_vocabulary_and_the_traffic_says_so(end: int) -> None:
+def test_ids_are_folded_below_the_end_of_a_small_vocabulary_and_the_traffic_says_so(
+    end: int,
+) -> None:
     folded = below(load(4, 50, 5, is_fixed=False), end)
     assert all(0 <= token < end for session in folded.sessions for token in session.ids)
     assert folded.describe()["end_id"] == end
@@ -90,7 +112,13 @@ def test_a_large_vocabulary_changes_nothing() -> None:
     traffic = load(4, 50, 5, is_fixed=False)
     assert below(traffic, END_ID) is traffic
     assert isinstance(traffic.sessions[0], Session)
-    assert traffic.describe() == {"name": "load", "requests": 4, "in_len": 50, "out_len": 5, "fixed": False}
+    assert traffic.describe() == {
+        "name": "load",
+        "requests": 4,
+        "in_len": 50,
+        "out_len": 5,
+        "fixed": False,
+    }
 
 
 def test_no_request_asks_for_nothing_however_short_its_answer_is_to_be() -> None:

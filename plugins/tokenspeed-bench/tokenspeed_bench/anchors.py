@@ -53,6 +53,7 @@ class Row:
 
     def verdict(self, value: float) -> str:
         """Return whether a value reaches what it must, or what it aims at."""
+
         def reaches(goal: float | None) -> bool:
             return goal is not None and (value >= goal if self.is_rate() else value <= goal)
 
@@ -62,19 +63,39 @@ class Row:
 
 
 def _offline(
-    group: str, shape: str, name: str, metric: str, peer: float | None = None, must: float | None = None,
-    aim: float | None = None, floor: float | None = None,
+    group: str,
+    shape: str,
+    name: str,
+    metric: str,
+    peer: float | None = None,
+    must: float | None = None,
+    aim: float | None = None,
+    floor: float | None = None,
 ) -> Row:
     traffic = START if name == "start" else {"name": name, **parameters_of(name)}
     quantization = "fp8" if group == "fp8" else None
-    return Row(group, "offline", shape, traffic, metric, peer, must, aim, floor, quantization=quantization)
+    return Row(
+        group, "offline", shape, traffic, metric, peer, must, aim, floor, quantization=quantization
+    )
 
 
 def _http(
-    users: int, requests: int, in_len: int, metric: str, peer: float, must: float | None = None,
-    aim: float | None = None, floor: float | None = None,
+    users: int,
+    requests: int,
+    in_len: int,
+    metric: str,
+    peer: float,
+    must: float | None = None,
+    aim: float | None = None,
+    floor: float | None = None,
 ) -> Row:
-    traffic = {"name": "load", "requests": requests, "in_len": in_len, "out_len": 128, "fixed": False}
+    traffic = {
+        "name": "load",
+        "requests": requests,
+        "in_len": in_len,
+        "out_len": 128,
+        "fixed": False,
+    }
     return Row("http", "serve", "qwen3-0.6b", traffic, metric, peer, must, aim, floor, users)
 
 
@@ -99,7 +120,12 @@ ROWS: tuple[Row, ...] = (
     _offline("moe", "qwen3-30b-a3b", "agentic", "s", 12.57),
 )
 GROUPS = tuple(dict.fromkeys(row.group for row in ROWS))
-HTTP_LOADS = {"users": (1, 64, 256), "requests": (16, 512, 2048), "in_len": (128, 256, 256), "out_len": (128,)}
+HTTP_LOADS = {
+    "users": (1, 64, 256),
+    "requests": (16, 512, 2048),
+    "in_len": (128, 256, 256),
+    "out_len": (128,),
+}
 
 
 def rows_of(result: Mapping[str, Any], run: Mapping[str, Any]) -> Sequence[Row]:
@@ -108,8 +134,13 @@ def rows_of(result: Mapping[str, Any], run: Mapping[str, Any]) -> Sequence[Row]:
         return ()
     quantization = result.get("settings", {}).get("quantization")
     return [
-        row for row in ROWS
-        if row.kind == result["kind"] and row.shape == result.get("shape") and row.quantization == quantization
-        and row.traffic == run["traffic"] and row.users == run.get("pace", {}).get("users")
-        and run.get("pace", {}).get("rate") is None and row.metric in run["figures"]
+        row
+        for row in ROWS
+        if row.kind == result["kind"]
+        and row.shape == result.get("shape")
+        and row.quantization == quantization
+        and row.traffic == run["traffic"]
+        and row.users == run.get("pace", {}).get("users")
+        and run.get("pace", {}).get("rate") is None
+        and row.metric in run["figures"]
     ]

@@ -19,7 +19,7 @@ from tokenspeed_bench.endings import left_to_the_parent, running
 from tokenspeed_bench.figures import of_records
 from tokenspeed_bench.traffic import load
 
-BEAT = 5e-3         # seconds between a stream's events
+BEAT = 5e-3  # seconds between a stream's events
 IN_LEN, OUT_LEN = 128, 200
 MOST_USERS = 1024
 START_SECONDS = 10.0
@@ -152,6 +152,8 @@ def client_cost(pace: Pace) -> dict[str, Any]:
         raise KeyboardInterrupt
     figures = of_records(answers.records, {})
     return {
-        "users": users, "beat_ms": 1e3 * BEAT, "events_per_s": figures["events_per_s"],
+        "users": users,
+        "beat_ms": 1e3 * BEAT,
+        "events_per_s": figures["events_per_s"],
         "itl_p99_ms": figures["itl_p99_ms"],
     }

@@ -26,8 +26,8 @@ from tokenspeed_bench.traffic import Session
 
 SEED_OF_ARRIVALS = 7
 START_SECONDS = 0.5  # for the client processes to be there
-LOOK = 0.1           # seconds between looks at how far the clients are
-PATIENCE = 10.0      # seconds that a client has to hand in what it measured
+LOOK = 0.1  # seconds between looks at how far the clients are
+PATIENCE = 10.0  # seconds that a client has to hand in what it measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,10 @@ class _Shared:
 
 
 def run(
-    target: Target, sessions: Sequence[Session], pace: Pace, report: Callable[[int, int], None] | None = None,
+    target: Target,
+    sessions: Sequence[Session],
+    pace: Pace,
+    report: Callable[[int, int], None] | None = None,
     is_enough: Callable[[], bool] | None = None,
 ) -> Answers:
     """Send the sessions and return what came of them; Ctrl-C, or a true `is_enough()`, returns what came so far.
@@ -68,14 +71,22 @@ def run(
     `report(done, total)` hears how far it is. No client process is left, however this ends.
     """
     context = multiprocessing.get_context("fork")
-    shared = _Shared(context.Event(), context.Event(), context.Value("i", 0), context.Queue(), os.getpid())
+    shared = _Shared(
+        context.Event(), context.Event(), context.Value("i", 0), context.Queue(), os.getpid()
+    )
     arrivals = _arrivals(len(sessions), pace.rate)
     num_procs = max(1, min(pace.procs, pace.users if pace.rate is None else len(sessions)))
     clients = [
         context.Process(
-            target=_client, daemon=True,
-            args=(target, sessions[i::num_procs], arrivals[i::num_procs],
-                  pace.users // num_procs + (i < pace.users % num_procs), shared),
+            target=_client,
+            daemon=True,
+            args=(
+                target,
+                sessions[i::num_procs],
+                arrivals[i::num_procs],
+                pace.users // num_procs + (i < pace.users % num_procs),
+                shared,
+            ),
         )
         for i in range(num_procs)
     ]
@@ -84,7 +95,10 @@ def run(
         time.sleep(START_SECONDS)
         shared.go.set()
         answers = _gather(
-            clients, shared, total, report or (lambda done, total: None),
+            clients,
+            shared,
+            total,
+            report or (lambda done, total: None),
             lambda: is_told_to_end() or (is_enough is not None and is_enough()),
         )
     answers.is_interrupted = is_told_to_end()
@@ -104,12 +118,19 @@ def _arrivals(num: int, rate: float | None) -> list[float | None]:
 
 
 def _gather(
-    clients: Sequence[ForkProcess], shared: _Shared, total: int, report: Callable[[int, int], None],
+    clients: Sequence[ForkProcess],
+    shared: _Shared,
+    total: int,
+    report: Callable[[int, int], None],
     is_enough: Callable[[], bool],
 ) -> Answers:
     """Wait for every client's part."""
     answers, num_parts, deadline = Answers(), 0, float("inf")
-    while (num_late := len(clients) - num_parts - sum(each.exitcode not in (None, 0) for each in clients)) > 0:
+    while (
+        num_late := len(clients)
+        - num_parts
+        - sum(each.exitcode not in (None, 0) for each in clients)
+    ) > 0:
         try:
             part = shared.out.get(timeout=LOOK)
         except Empty:
@@ -123,14 +144,22 @@ def _gather(
         if not shared.stop.is_set() and is_enough():
             shared.stop.set()
             deadline = time.monotonic() + PATIENCE
-    answers.failures += [f"a client process ended with {each.exitcode}" for each in clients if each.exitcode]
-    answers.failures += [f"a client process handed in nothing within {PATIENCE:.0f} s"] * max(0, num_late)
+    answers.failures += [
+        f"a client process ended with {each.exitcode}" for each in clients if each.exitcode
+    ]
+    answers.failures += [f"a client process handed in nothing within {PATIENCE:.0f} s"] * max(
+        0, num_late
+    )
     report(shared.num_done.value, total)
     return answers
 
 
 def _client(
-    target: Target, sessions: Sequence[Session], arrivals: Sequence[float | None], num_users: int, shared: _Shared
+    target: Target,
+    sessions: Sequence[Session],
+    arrivals: Sequence[float | None],
+    num_users: int,
+    shared: _Shared,
 ) -> None:
     """Run one client process, until the parent has taken what it measured and kills it."""
     left_to_the_parent()  # which asks for what was measured
@@ -141,7 +170,11 @@ def _client(
 
 
 async def _until_stopped(
-    target: Target, sessions: Sequence[Session], arrivals: Sequence[float | None], num_users: int, shared: _Shared
+    target: Target,
+    sessions: Sequence[Session],
+    arrivals: Sequence[float | None],
+    num_users: int,
+    shared: _Shared,
 ) -> Answers:
     answers = Answers()
     requests = [_requests(target, session) for session in sessions]
@@ -162,7 +195,9 @@ async def _until_stopped(
         await _talk(user, session, answers, shared.num_done)
         user.close()
 
-    timed = [arriving(each, at) for each, at in zip(requests, arrivals, strict=True) if at is not None]
+    timed = [
+        arriving(each, at) for each, at in zip(requests, arrivals, strict=True) if at is not None
+    ]
     tasks = [asyncio.ensure_future(each) for each in timed or (closed() for _ in range(num_users))]
     pending = set(tasks)
     while pending and not shared.stop.is_set() and os.getppid() == shared.parent:
@@ -179,11 +214,16 @@ def _requests(target: Target, session: Session) -> list[tuple[float, bytes]]:
     """Return a session's requests as they go over the wire, each with the pause before it."""
     words = [str(token).encode() for token in session.ids]
     head = target.head()
-    bodies = [(turn.pause, target.body(b", ".join(words[: turn.end]), turn.out_len)) for turn in session.turns]
+    bodies = [
+        (turn.pause, target.body(b", ".join(words[: turn.end]), turn.out_len))
+        for turn in session.turns
+    ]
     return [(pause, head % len(body) + body) for pause, body in bodies]
 
 
-async def _talk(user: User, requests: Sequence[tuple[float, bytes]], answers: Answers, num_done: Any) -> None:
+async def _talk(
+    user: User, requests: Sequence[tuple[float, bytes]], answers: Answers, num_done: Any
+) -> None:
     """Take a session's turns. One that fails ends it: its history has a hole."""
     for turn, (pause, data) in enumerate(requests):
         if pause:
@@ -191,7 +231,9 @@ async def _talk(user: User, requests: Sequence[tuple[float, bytes]], answers: An
         try:
             record = await user.ask(data)
         except RequestFailed as error:
-            answers.failures += [str(error)] + ["not sent: an earlier turn failed"] * (len(requests) - turn - 1)
+            answers.failures += [str(error)] + ["not sent: an earlier turn failed"] * (
+                len(requests) - turn - 1
+            )
             return
         answers.records.append(replace(record, turn=turn) if turn else record)
         with num_done.get_lock():

@@ -34,7 +34,17 @@ Over HTTP:
 
 `tokenspeed bench COMMAND --help` shows a command's options, `tokenspeed serve --help` the flags of serve.
 """
-VERBS = ("latency", "throughput", "prefill", "agentic", "agents", "all", "serve", "anchors", "compare")
+VERBS = (
+    "latency",
+    "throughput",
+    "prefill",
+    "agentic",
+    "agents",
+    "all",
+    "serve",
+    "anchors",
+    "compare",
+)
 
 
 def bench(words: Sequence[str]) -> int:
@@ -119,7 +129,9 @@ def _offline(verb: str, words: Sequence[str]) -> int:
 
         with kept(result, problems):
             plan = offline.Offline(traffics, given.repeats)
-            problems += offline.measure(make, plan, result, _teller(voice), record if profile else None)
+            problems += offline.measure(
+                make, plan, result, _teller(voice), record if profile else None
+            )
     with noted():
         _say_where(result, voice)
         return finish(result, given.json, given.plot, problems, has_failed=voice.is_lost)
@@ -152,7 +164,9 @@ def _serve(words: Sequence[str]) -> int:
         if given.url:
             result["model"], result["server"] = name, {"url": api.url}
         report = api.report()
-        plan = online.Online(loads, dict(given.goodput), not given.no_client_cost, salts=bool(report))
+        plan = online.Online(
+            loads, dict(given.goodput), not given.no_client_cost, salts=bool(report)
+        )
         if isinstance(report.get("kernel_plan"), dict):
             results.add_plan(result, report["kernel_plan"])
             result["plugins"] = report.get("plugins")
@@ -166,7 +180,11 @@ def _serve(words: Sequence[str]) -> int:
             measure(Api(given.url, key), None)
         else:
             with _model(given, max(_longest(each.traffic) for each in loads)) as model:
-                dummy = ["--load-format", "dummy"] if given.shape and "load_format" not in settings else []
+                dummy = (
+                    ["--load-format", "dummy"]
+                    if given.shape and "load_format" not in settings
+                    else []
+                )
                 is_named = given.shape is None or "served_model_name" in settings
                 named = [] if is_named else ["--served-model-name", given.shape]
                 arguments = [*([model] if model else []), *dummy, *named, *others]
@@ -183,16 +201,26 @@ def _serve(words: Sequence[str]) -> int:
 def _check_server(given: Any, settings: Mapping[str, Any]) -> None:
     """Refuse what does not go with a server of the user's, or with one of ours. Raises BenchError."""
     if given.url and (given.model or given.shape or settings):
-        raise BenchError("--url takes a server as it runs: MODEL, --shape and flags of serve go without it")
+        raise BenchError(
+            "--url takes a server as it runs: MODEL, --shape and flags of serve go without it"
+        )
     if given.url and given.profile:
-        raise BenchError("--profile: the recorder is in the engine's process, so only a server that bench starts has "
-                         "it; leave --url out, and give the model and flags of that server")
+        raise BenchError(
+            "--profile: the recorder is in the engine's process, so only a server that bench starts has "
+            "it; leave --url out, and give the model and flags of that server"
+        )
     for name in {"host", "port"} & settings.keys():
-        raise BenchError(f"--{name}: bench starts a server on a free port; --url takes one of yours")
+        raise BenchError(
+            f"--{name}: bench starts a server on a free port; --url takes one of yours"
+        )
 
 
 def _profile(
-    arguments: Sequence[str], key: str | None, given: Any, loads: Sequence[Load], result: Mapping[str, Any],
+    arguments: Sequence[str],
+    key: str | None,
+    given: Any,
+    loads: Sequence[Load],
+    result: Mapping[str, Any],
     voice: Voice,
 ) -> list[str]:
     """Profile the loads on a server of their own; return why one has no trace."""
@@ -205,13 +233,17 @@ def _profile(
         profiled.check_recorder(result.get("plugins"))
     except BenchError as error:
         return [f"no profile: {error}"]
-    return profiled.take(arguments, key, profiled.Profile(loads, given.profile, given.timeout), tell)
+    return profiled.take(
+        arguments, key, profiled.Profile(loads, given.profile, given.timeout), tell
+    )
 
 
 def _the_model(given: Any, flag: str | None) -> str | None:
     """Return the model that was named, first of all or with --model. Raises BenchError where both or a shape were."""
     if flag is not None and (given.model or given.shape):
-        raise BenchError(f"--model {flag}: the model was given too, as {given.model or given.shape}; give one")
+        raise BenchError(
+            f"--model {flag}: the model was given too, as {given.model or given.shape}; give one"
+        )
     return flag or given.model
 
 
@@ -243,5 +275,7 @@ def _teller(voice: Voice) -> Callable[[Mapping[str, Any]], None]:
 def _say_where(result: Mapping[str, Any], voice: Voice) -> None:
     """Say what all that was measured ran on."""
     if result["runs"]:
-        used = "; ".join(f"{family} {', '.join(names)}" for family, names in (result["backends"] or {}).items())
+        used = "; ".join(
+            f"{family} {', '.join(names)}" for family, names in (result["backends"] or {}).items()
+        )
         voice.say(f"on {result['device'] or 'an unknown device'}, kernels: {used or 'unknown'}")

@@ -11,14 +11,36 @@ from tokenspeed_bench.result import is_traffic, runs_of
 from tokenspeed_bench.table import aligned, people
 
 LESS_IS_BETTER = (
-    "s", "ms_per_output", "first_request_ms", "first_over_median", "ttft_p50_ms", "ttft_p99_ms",
-    "ttft_first_turn_p50_ms", "ttft_later_turn_p50_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_p50_ms",
-    "e2e_p50_ms", "e2e_p99_ms", "failed",
+    "s",
+    "ms_per_output",
+    "first_request_ms",
+    "first_over_median",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "ttft_first_turn_p50_ms",
+    "ttft_later_turn_p50_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "itl_max_ms",
+    "tpot_p50_ms",
+    "e2e_p50_ms",
+    "e2e_p99_ms",
+    "failed",
 )
 GOODPUT = ("good_share", "good_per_s")
 MORE_IS_BETTER = ("out_per_s", "prompt_per_s", "event_share", *GOODPUT)
 OTHERS = ("cached_tokens", "uncached_tokens")
-FACTS = ("kind", "model", "shape", "settings", "device", "machine", "commit", "environment", "backends")
+FACTS = (
+    "kind",
+    "model",
+    "shape",
+    "settings",
+    "device",
+    "machine",
+    "commit",
+    "environment",
+    "backends",
+)
 
 Result = Mapping[str, Any]
 Run = Mapping[str, Any]
@@ -43,7 +65,8 @@ def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
             lines.append(f"only in {name}: {', '.join(_name(key) for key in missing)}")
     lines += [
         f"differs: goals of {_name(key)}: {_text(_goals(first[key]))} -> {_text(_goals(second[key]))}"
-        for key in common if _goals(first[key]) != _goals(second[key])
+        for key in common
+        if _goals(first[key]) != _goals(second[key])
     ]
     return "\n".join([*lines, *_differences(before, after)])
 
@@ -62,12 +85,18 @@ def _keyed(result: Result) -> Iterator[tuple[str, Run]]:
 
 def _name(key: str) -> str:
     _, traffic, pace = json.loads(key.partition("\n")[0])
-    words = [f"{name} {value}" for name, value in (traffic | pace).items() if name != "name" and value is not None]
+    words = [
+        f"{name} {value}"
+        for name, value in (traffic | pace).items()
+        if name != "name" and value is not None
+    ]
     return f"{traffic['name']} ({', '.join(words)})" if words else str(traffic["name"])
 
 
 def _shown(runs: Mapping[str, Run]) -> str:
-    return ", ".join(_name(key) for key, run in runs.items() if is_traffic(run)) or "none to its end"
+    return (
+        ", ".join(_name(key) for key, run in runs.items() if is_traffic(run)) or "none to its end"
+    )
 
 
 def _goals(run: Run) -> Mapping[str, float]:

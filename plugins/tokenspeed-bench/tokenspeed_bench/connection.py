@@ -26,7 +26,7 @@ COUNTS = {
     name: re.compile(rb'"%s": ?(\d+)' % name.encode())
     for name in ("completion_tokens", "prompt_tokens", "cached_tokens")
 }
-KEEP = 1500             # bytes of the stream's end that are kept, for its usage
+KEEP = 1500  # bytes of the stream's end that are kept, for its usage
 SEAM = len(EVENTS[0]) - 1
 MOST_OF_A_REFUSAL = 2000
 
@@ -63,10 +63,17 @@ class Target:
 
     def body(self, prompt: bytes, out_len: int) -> bytes:
         """Return the body that asks for `out_len` tokens after a prompt, given as the JSON of its ids."""
-        wishes = json.dumps({
-            "model": self.model, "max_tokens": out_len, "temperature": 0, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}, **({"cache_salt": self.salt} if self.salt else {}),
-        }).encode()
+        wishes = json.dumps(
+            {
+                "model": self.model,
+                "max_tokens": out_len,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **({"cache_salt": self.salt} if self.salt else {}),
+            }
+        ).encode()
         return wishes[:-1] + b', "prompt": [' + prompt + b"]}"
 
 
@@ -76,7 +83,7 @@ class Wire(asyncio.Protocol):
 
     transport: asyncio.Transport | None = None
     answer: asyncio.Future[Record] | None = None
-    head: bytes = b""        # of the answer, as far as it came; only kept until its status is known
+    head: bytes = b""  # of the answer, as far as it came; only kept until its status is known
     is_stream: bool = False  # the status was 200
     tail: bytes = b""
     events: list[float] = field(default_factory=list)
@@ -98,14 +105,18 @@ class Wire(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self.answer is None or self.answer.done():
             return
-        if self.is_stream and b"data: [DONE]" in self.tail:  # a server that ends an answer by closing
+        if (
+            self.is_stream and b"data: [DONE]" in self.tail
+        ):  # a server that ends an answer by closing
             self._end(time.perf_counter())
         elif self.head:
             self.answer.set_exception(_refusal(self.head))
         else:
             why = f": {error}" if error is not None else ""
             so_far = f" after {len(self.events)} events" if self.events else " without an answer"
-            self.answer.set_exception(RequestFailed(f"the server closed the connection{so_far}{why}"))
+            self.answer.set_exception(
+                RequestFailed(f"the server closed the connection{so_far}{why}")
+            )
 
     def ask(self, data: bytes) -> asyncio.Future[Record]:
         """Send a request and return its answer to come."""
@@ -151,18 +162,29 @@ class Wire(asyncio.Protocol):
         assert self.answer is not None
         error = ERROR.search(self.tail)
         if error is not None:
-            self.answer.set_exception(RequestFailed(f"the stream ended in an error: {_message(error[1])}"))
+            self.answer.set_exception(
+                RequestFailed(f"the stream ended in an error: {_message(error[1])}")
+            )
             return
         counts = {name: _last(pattern, self.tail) for name, pattern in COUNTS.items()}
-        events = self.events[:-1] if NO_CHOICE.search(self.tail) else self.events  # the last has the usage, no text
+        events = (
+            self.events[:-1] if NO_CHOICE.search(self.tail) else self.events
+        )  # the last has the usage, no text
         if not events:
             self.answer.set_exception(RequestFailed("the stream ended without a token"))
             return
         num_tokens = counts["completion_tokens"]
         num_prompt, num_cached = counts["prompt_tokens"], counts["cached_tokens"]
-        self.answer.set_result(Record(
-            self.sent, events, len(events) if num_tokens is None else num_tokens, now, num_prompt, num_cached,
-        ))
+        self.answer.set_result(
+            Record(
+                self.sent,
+                events,
+                len(events) if num_tokens is None else num_tokens,
+                now,
+                num_prompt,
+                num_cached,
+            )
+        )
 
 
 async def connect(target: Target) -> Wire:
@@ -188,10 +210,16 @@ class User:
 
     async def ask(self, data: bytes) -> Record:
         """Return what came of a request. Raises RequestFailed."""
-        wire = self._wire if self._wire is not None and self._wire.is_open() else await connect(self._target)
+        wire = (
+            self._wire
+            if self._wire is not None and self._wire.is_open()
+            else await connect(self._target)
+        )
         self._wire = wire
         try:
-            async with asyncio.timeout(self._target.timeout):  # wait_for may lose the end of a load in 3.11
+            async with asyncio.timeout(
+                self._target.timeout
+            ):  # wait_for may lose the end of a load in 3.11
                 return await wire.ask(data)
         except TimeoutError as error:
             self.close()

@@ -23,13 +23,19 @@ def heard() -> Iterator[None]:
         yield
         return
     handlers = {number: signal.getsignal(number) for number in ENDINGS}
-    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    before = {
+        number: handler
+        for number, handler in handlers.items()
+        if handler not in (signal.SIG_IGN, None)
+    }
 
     def end(number: int, frame: FrameType | None) -> None:
         for each in before:
             signal.signal(each, signal.SIG_IGN)
         handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and handler is not signal.default_int_handler:  # a step that must not be broken in two
+        if (
+            callable(handler) and handler is not signal.default_int_handler
+        ):  # a step that must not be broken in two
             handler(number, frame)
         else:
             raise KeyboardInterrupt(signal.Signals(number))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PERCENTILES = (50, 90, 99)
-NUM_BINS = 120        # of a run's time, for the plot
-MOST_POINTS = 2000    # first-token times that a result keeps, for the plot
+NUM_BINS = 120  # of a run's time, for the plot
+MOST_POINTS = 2000  # first-token times that a result keeps, for the plot
 GOALS = ("ttft", "itl", "tpot", "e2e")
 
 
@@ -57,7 +57,9 @@ def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
     return {f"{name}_{key}_ms": round(1e3 * value, 3) for key, value in values.items()}
 
 
-def of_records(records: Sequence[Record], goals: Mapping[str, float], num_failed: int = 0) -> dict[str, Any]:
+def of_records(
+    records: Sequence[Record], goals: Mapping[str, float], num_failed: int = 0
+) -> dict[str, Any]:
     """Return a run's figures; a request that failed kept no goal. Raises ValueError where nothing was answered."""
     if not records:
         raise ValueError("no request was answered")
@@ -65,8 +67,12 @@ def of_records(records: Sequence[Record], goals: Mapping[str, float], num_failed
     num_tokens, num_events = sum(r.num_tokens for r in records), sum(len(r.events) for r in records)
     spoken = [r for r in records if r.events]
     figures: dict[str, Any] = {
-        "s": round(seconds, 4), "answered": len(records), "failed": num_failed, "output_tokens": num_tokens,
-        "out_per_s": round(num_tokens / seconds, 1), "events_per_s": round(num_events / seconds, 1),
+        "s": round(seconds, 4),
+        "answered": len(records),
+        "failed": num_failed,
+        "output_tokens": num_tokens,
+        "out_per_s": round(num_tokens / seconds, 1),
+        "events_per_s": round(num_events / seconds, 1),
         "event_share": round(num_events / num_tokens, 4) if num_tokens else 0.0,
         **spread("ttft", [r.first() for r in spoken]),
         **spread("itl", [gap for r in spoken for gap in r.gaps()]),
@@ -76,7 +82,10 @@ def of_records(records: Sequence[Record], goals: Mapping[str, float], num_failed
     }
     if goals:
         good = sum(meets(r, goals) for r in records)
-        figures |= {"good_share": round(good / (len(records) + num_failed), 4), "good_per_s": round(good / seconds, 3)}
+        figures |= {
+            "good_share": round(good / (len(records) + num_failed), 4),
+            "good_per_s": round(good / seconds, 3),
+        }
     return figures
 
 
@@ -86,7 +95,9 @@ def meets(record: Record, goals: Mapping[str, float]) -> bool:
         return False
     gaps = sorted(record.gaps())
     reached = {
-        "ttft": record.first(), "itl": percentile(gaps, 99) if gaps else 0.0, "tpot": _per_token(record),
+        "ttft": record.first(),
+        "itl": percentile(gaps, 99) if gaps else 0.0,
+        "tpot": _per_token(record),
         "e2e": record.done - record.sent,
     }
     return all(1e3 * reached[name] <= goal for name, goal in goals.items())
@@ -115,7 +126,9 @@ def first_turns_apart(records: Sequence[Record]) -> dict[str, Any]:
     later = [r.first() for r in spoken if r.turn]
     if not later:
         return {}
-    return spread("ttft_first_turn", [r.first() for r in spoken if not r.turn]) | spread("ttft_later_turn", later)
+    return spread("ttft_first_turn", [r.first() for r in spoken if not r.turn]) | spread(
+        "ttft_later_turn", later
+    )
 
 
 def over_time(records: Sequence[Record]) -> dict[str, Any]:

@@ -20,8 +20,12 @@ def check_writable(*paths: str | None) -> None:
             continue
         target = _target(path)
         if not target.parent.is_dir():
-            raise BenchError(f"{path}: there is no folder {target.parent}; make it, or name another file")
-        wanted = ([target] if target.exists() else []) + ([] if _is_special(target) else [target.parent])
+            raise BenchError(
+                f"{path}: there is no folder {target.parent}; make it, or name another file"
+            )
+        wanted = ([target] if target.exists() else []) + (
+            [] if _is_special(target) else [target.parent]
+        )
         if target.is_dir() or not all(os.access(each, os.W_OK) for each in wanted):
             raise BenchError(f"{path}: cannot be written; name another file")
 
@@ -66,9 +70,13 @@ def read(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise BenchError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict) or "schema" not in data or not {"runs", "results"} & data.keys():
-        raise BenchError(f"{path}: no result of `tokenspeed bench`; `tokenspeed bench ... --json FILE` writes one")
+        raise BenchError(
+            f"{path}: no result of `tokenspeed bench`; `tokenspeed bench ... --json FILE` writes one"
+        )
     if data["schema"] != SCHEMA:
-        raise BenchError(f"{path}: has schema {data['schema']}, and this version reads {SCHEMA}; measure again")
+        raise BenchError(
+            f"{path}: has schema {data['schema']}, and this version reads {SCHEMA}; measure again"
+        )
     for flaw in _flaws(data):
         raise BenchError(f"{path}: a broken result, {flaw}; measure again")
     return data
@@ -96,7 +104,9 @@ def _is_run(run: object) -> bool:
         return False
     traffic, figures = run.get("traffic"), run.get("figures")
     return (
-        isinstance(traffic, dict) and isinstance(traffic.get("name"), str) and isinstance(figures, dict)
+        isinstance(traffic, dict)
+        and isinstance(traffic.get("name"), str)
+        and isinstance(figures, dict)
         and all(isinstance(value, int | float) for value in figures.values())
         and all(isinstance(run.get(name) or {}, dict) for name in ("pace", "goals"))
     )

@@ -35,7 +35,12 @@ def kept(result: dict[str, Any], problems: list[str]) -> Iterator[None]:
 
 
 def finish(
-    result: Mapping[str, Any], json_path: str | None, plot: str | None, problems: Sequence[str], *, has_failed: bool
+    result: Mapping[str, Any],
+    json_path: str | None,
+    plot: str | None,
+    problems: Sequence[str],
+    *,
+    has_failed: bool,
 ) -> int:
     """Write the files, say the problems, and return the exit status.
 
@@ -58,7 +63,11 @@ def finish(
     if not is_whole:
         return UNWRITTEN
     if result["is_interrupted"]:
-        warn("broken off before any traffic was measured" if is_empty else "broken off; what was measured is kept")
+        warn(
+            "broken off before any traffic was measured"
+            if is_empty
+            else "broken off; what was measured is kept"
+        )
         return INTERRUPTED
     return INCOMPLETE if problems or has_failed else 0
 

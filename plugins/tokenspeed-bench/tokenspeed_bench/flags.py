@@ -25,9 +25,15 @@ def keywords(words: Sequence[str]) -> dict[str, Any]:
         flag, equals, value = words[at].partition("=")
         at += 1
         if not flag.startswith("--"):
-            raise BenchError(f"{flag}: belongs to no flag; the model stands first, as in `bench latency MODEL --flag`")
+            raise BenchError(
+                f"{flag}: belongs to no flag; the model stands first, as in `bench latency MODEL --flag`"
+            )
         given: Any = value if equals else True
-        if not equals and at < len(words) and (not words[at].startswith("-") or NUMBER.match(words[at])):
+        if (
+            not equals
+            and at < len(words)
+            and (not words[at].startswith("-") or NUMBER.match(words[at]))
+        ):
             given, at = words[at], at + 1
         name = flag[2:].replace("-", "_")
         if name.startswith("no_enable_") and given is True:

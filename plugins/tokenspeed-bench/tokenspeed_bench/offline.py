@@ -19,8 +19,8 @@ from tokenspeed_core import BadRequestError, SamplingParams
 if TYPE_CHECKING:
     from tokenspeed_core import RequestOutput
 
-FIRST_LEN = 128        # tokens of the prompts whose first token is timed
-NUM_FIRST = 9          # of them: one that comes first, and the rest for the median
+FIRST_LEN = 128  # tokens of the prompts whose first token is timed
+NUM_FIRST = 9  # of them: one that comes first, and the rest for the median
 WARM_UP = ([17] * 64, 8)
 END_IDS = (END_ID, 30_000, 1_500, 200)  # tried in turn, until the model takes all ids below
 
@@ -46,8 +46,11 @@ class Offline:
 
 
 def measure(
-    make: Callable[[], Engine], plan: Offline, result: dict[str, Any],
-    tell: Callable[[Run], None], trace: Callable[[str, Callable[[], object]], None] | None = None,
+    make: Callable[[], Engine],
+    plan: Offline,
+    result: dict[str, Any],
+    tell: Callable[[Run], None],
+    trace: Callable[[str, Callable[[], object]], None] | None = None,
 ) -> list[str]:
     """Construct an engine, run everything and add it to `result`; return why traffic or its trace was left out.
 
@@ -67,7 +70,9 @@ def measure(
             try:
                 _repeat(engine, fitting, plan.repeats, result, tell)
             except BadRequestError as error:
-                refused.append(f"{traffic.name} was left out: {error}; --input-len and its like make it shorter")
+                refused.append(
+                    f"{traffic.name} was left out: {error}; --input-len and its like make it shorter"
+                )
             else:
                 if trace is not None and not result["is_interrupted"]:
                     engine.reset_prefix_cache()
@@ -107,7 +112,8 @@ def best(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     figures = dict(min(repeats, key=lambda each: float(each["s"])))
     seconds = figures["s"]
     return figures | {
-        "s": round(seconds, 4), "median_s": round(statistics.median(each["s"] for each in repeats), 4),
+        "s": round(seconds, 4),
+        "median_s": round(statistics.median(each["s"] for each in repeats), 4),
         "uncached_tokens": figures["prompt_tokens"] - figures["cached_tokens"],
         "out_per_s": round(figures["output_tokens"] / seconds, 1),
         "prompt_per_s": round(figures["prompt_tokens"] / seconds, 1),
@@ -122,13 +128,16 @@ def once(engine: Engine, traffic: Traffic) -> dict[str, Any]:
     num_prompt = num_output = num_cached = 0
     for wave in waves:
         outputs = engine.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in wave], [_greedy(out_len) for _, out_len in wave]
+            [{"prompt_token_ids": prompt} for prompt, _ in wave],
+            [_greedy(out_len) for _, out_len in wave],
         )
         num_prompt += sum(len(prompt) for prompt, _ in wave)
         num_output += sum(len(output.outputs[0].token_ids) for output in outputs)
         num_cached += sum(output.num_cached_tokens for output in outputs)
     return {
-        "s": time.perf_counter() - begin, "prompt_tokens": num_prompt, "output_tokens": num_output,
+        "s": time.perf_counter() - begin,
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
         "cached_tokens": num_cached,
     }
 
@@ -143,15 +152,23 @@ def first_tokens(engine: Engine) -> tuple[int, dict[str, float]]:
         try:
             seconds = [_first(engine, session.ids) for session in below(prompts, end_id).sessions]
         except BadRequestError as error:
-            if error.code == "context_length_exceeded" or error.param not in ("prompt", "prompt_token_ids"):
-                raise BenchError(f"the model takes no prompt of {FIRST_LEN} tokens: {error}") from error
+            if error.code == "context_length_exceeded" or error.param not in (
+                "prompt",
+                "prompt_token_ids",
+            ):
+                raise BenchError(
+                    f"the model takes no prompt of {FIRST_LEN} tokens: {error}"
+                ) from error
             continue
         median = statistics.median(seconds[1:])
         return end_id, {
-            "first_request_ms": round(1e3 * seconds[0], 3), "ttft_p50_ms": round(1e3 * median, 3),
+            "first_request_ms": round(1e3 * seconds[0], 3),
+            "ttft_p50_ms": round(1e3 * median, 3),
             "first_over_median": round(seconds[0] / median, 3),
         }
-    raise BenchError(f"the model's vocabulary has fewer than {END_IDS[-1]} tokens: too few for this traffic")
+    raise BenchError(
+        f"the model's vocabulary has fewer than {END_IDS[-1]} tokens: too few for this traffic"
+    )
 
 
 def _first(engine: Engine, prompt: list[int]) -> float:

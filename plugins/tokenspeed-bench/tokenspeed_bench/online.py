@@ -48,7 +48,9 @@ class Online:
     salts: bool = False
 
 
-def measure(target: Target, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]) -> None:
+def measure(
+    target: Target, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
+) -> None:
     """Run every load and add it to `result`; `tell` hears of each. Ctrl-C keeps what was measured.
 
     Raises BenchError where nothing at all was answered.
@@ -77,14 +79,20 @@ def _send(
     num_requests = sum(len(session.turns) for session in each.traffic.sessions)
     with Progress() as progress:
         answers = run(
-            target, each.traffic.sessions, pace,
-            lambda done, total: progress.say(f"{name}, {pace.users} users: {done} of {total} requests"),
+            target,
+            each.traffic.sessions,
+            pace,
+            lambda done, total: progress.say(
+                f"{name}, {pace.users} users: {done} of {total} requests"
+            ),
         )
         if not answers.records:
             if answers.is_interrupted:
                 return
             raise BenchError(f"no request was answered: {most_common(answers.failures)}")
-        is_part = answers.is_interrupted and len(answers.records) + len(answers.failures) < num_requests
+        is_part = (
+            answers.is_interrupted and len(answers.records) + len(answers.failures) < num_requests
+        )
         # of a load that ran to its end, all that have no answer failed, whoever lost them
         num_failed = len(answers.failures) if is_part else num_requests - len(answers.records)
         figures = of_records(answers.records, plan.goals, num_failed)
@@ -93,12 +101,19 @@ def _send(
             progress.say("the client alone")
             with suppress(KeyboardInterrupt):
                 client = {"client": client_cost(pace)}
-    tell(results.add_run(
-        result, each.traffic.describe(), figures,
-        pace={"users": pace.users, "rate": pace.rate, "procs": pace.procs}, goals=dict(plan.goals),
-        failures=_different(answers.failures), series=over_time(answers.records), **client,
-        **({"is_part": True} if is_part else {}),
-    ))
+    tell(
+        results.add_run(
+            result,
+            each.traffic.describe(),
+            figures,
+            pace={"users": pace.users, "rate": pace.rate, "procs": pace.procs},
+            goals=dict(plan.goals),
+            failures=_different(answers.failures),
+            series=over_time(answers.records),
+            **client,
+            **({"is_part": True} if is_part else {}),
+        )
+    )
 
 
 def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
@@ -123,9 +138,13 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
             raise KeyboardInterrupt
         if not rest.records:
             raise BenchError(f"only the first request was answered: {most_common(rest.failures)}")
-        first, median = answers.records[0].first(), statistics.median(r.first() for r in rest.records)
+        first, median = (
+            answers.records[0].first(),
+            statistics.median(r.first() for r in rest.records),
+        )
         return end_id, {
-            "first_request_ms": round(1e3 * first, 3), "ttft_p50_ms": round(1e3 * median, 3),
+            "first_request_ms": round(1e3 * first, 3),
+            "ttft_p50_ms": round(1e3 * median, 3),
             "first_over_median": round(first / median, 3),
         }
     raise BenchError(f"{target.url} answers no completion of token ids: {failures[-1]}")
@@ -139,4 +158,6 @@ def _different(failures: Sequence[str]) -> dict[str, int]:
 def most_common(failures: Sequence[str]) -> str:
     """Return the failures that most requests met, in words."""
     counts = sorted(_different(failures).items(), key=lambda item: -item[1])[:MOST_MESSAGES]
-    return "; ".join(f"{message} ({count} times)" if count > 1 else message for message, count in counts)
+    return "; ".join(
+        f"{message} ({count} times)" if count > 1 else message for message, count in counts
+    )

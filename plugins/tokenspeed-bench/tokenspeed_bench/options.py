@@ -19,7 +19,12 @@ OFFLINE = (*WORKLOADS, "agents")
 SERVES_TOO = ("--api-key", "--help")  # options that are flags of `tokenspeed serve` as well
 NUMBERS = {  # options of lengths and counts, by the parameter that each kind of traffic calls so
     "requests": {"throughput": "num_requests", "prefill": "num_requests", "load": "num_requests"},
-    "input_len": {"latency": "in_len", "throughput": "in_len", "prefill": "in_len", "load": "in_len"},
+    "input_len": {
+        "latency": "in_len",
+        "throughput": "in_len",
+        "prefill": "in_len",
+        "load": "in_len",
+    },
     "output_len": dict.fromkeys((*OFFLINE, "load"), "out_len"),
     "sessions": dict.fromkeys(("agentic", "agents"), "num_sessions"),
     "turns": {"agentic": "num_turns", "agents": "turns"},
@@ -29,9 +34,14 @@ NUMBERS = {  # options of lengths and counts, by the parameter that each kind of
     "pause_scale": {"agents": "pause_scale"},
 }
 TEXTS = {
-    "requests": "how many requests", "input_len": "tokens of a prompt", "output_len": "tokens of an answer",
-    "sessions": "how many agents", "turns": "turns of an agent", "shared_len": "tokens that all agents' prompts share",
-    "first_len": "tokens of an agent's first prompt", "turn_len": "tokens that a turn adds",
+    "requests": "how many requests",
+    "input_len": "tokens of a prompt",
+    "output_len": "tokens of an answer",
+    "sessions": "how many agents",
+    "turns": "turns of an agent",
+    "shared_len": "tokens that all agents' prompts share",
+    "first_len": "tokens of an agent's first prompt",
+    "turn_len": "tokens that a turn adds",
     "pause_scale": "factor of all pauses between an agent's turns",
 }
 
@@ -68,7 +78,9 @@ def goal(text: str) -> tuple[str, float]:
     """Read a goal such as `ttft:200`, in milliseconds."""
     name, colon, value = text.partition(":")
     if name not in GOALS or not colon:
-        raise argparse.ArgumentTypeError(f"{text}: a goal is NAME:MILLISECONDS with one of {', '.join(GOALS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text}: a goal is NAME:MILLISECONDS with one of {', '.join(GOALS)}"
+        )
     return name, positive(value)
 
 
@@ -84,26 +96,48 @@ def parser_of(verb: str) -> Parser:
     files.add_argument("--json", metavar="FILE", help="write the result; - is the standard output")
     files.add_argument("--plot", metavar="FILE", help="draw the result as SVG")
     if verb != "anchors":
-        parser.add_argument("--shape", choices=sorted(SHAPES), help="dummy weights of a known model, in place of MODEL")
+        parser.add_argument(
+            "--shape",
+            choices=sorted(SHAPES),
+            help="dummy weights of a known model, in place of MODEL",
+        )
     if verb in OFFLINE or verb in ("all", "anchors"):
-        parser.add_argument("--repeats", type=whole, default=3, help="runs, of which the best is taken (3)")
+        parser.add_argument(
+            "--repeats", type=whole, default=3, help="runs, of which the best is taken (3)"
+        )
     if verb in OFFLINE or verb == "all":
-        files.add_argument("--profile", metavar="FILE", help="run once more and write a Chrome trace of it; of several "
-                           "kinds of traffic, one each: FILE with the kind's name in it")
+        files.add_argument(
+            "--profile",
+            metavar="FILE",
+            help="run once more and write a Chrome trace of it; of several "
+            "kinds of traffic, one each: FILE with the kind's name in it",
+        )
     if verb == "serve":
-        files.add_argument("--profile", metavar="FILE", help="send each load once more, to a server started for that, "
-                           "and write a Chrome trace of some of its steps; of several loads, one each: FILE with the "
-                           "load's number and users in its name")
+        files.add_argument(
+            "--profile",
+            metavar="FILE",
+            help="send each load once more, to a server started for that, "
+            "and write a Chrome trace of some of its steps; of several loads, one each: FILE with the "
+            "load's number and users in its name",
+        )
     if verb == "anchors":
-        files.add_argument("--profiles", metavar="FOLDER", help="write Chrome traces of what the rows measure")
-        parser.add_argument("--groups", default="bf16,fp8,http", help=f"rows to measure, of {','.join(GROUPS)}")
+        files.add_argument(
+            "--profiles", metavar="FOLDER", help="write Chrome traces of what the rows measure"
+        )
+        parser.add_argument(
+            "--groups", default="bf16,fp8,http", help=f"rows to measure, of {','.join(GROUPS)}"
+        )
     if verb == "all":
-        parser.add_argument("--traffic", default=",".join(WORKLOADS), help=f"of {','.join(OFFLINE)}")
+        parser.add_argument(
+            "--traffic", default=",".join(WORKLOADS), help=f"of {','.join(OFFLINE)}"
+        )
     if verb == "serve":
         _add_serving(parser)
     kinds = {"serve": (*OFFLINE, "load"), "all": OFFLINE}.get(verb, (verb,))
     if verb == "agents":
-        parser.epilog = "In process nobody waits: pauses are for `tokenspeed bench serve --traffic agents`."
+        parser.epilog = (
+            "In process nobody waits: pauses are for `tokenspeed bench serve --traffic agents`."
+        )
     for name, names in NUMBERS.items():
         if any(kind in names for kind in kinds) and (name != "pause_scale" or verb == "serve"):
             _add_number(parser, name, is_list=verb == "serve" and "load" in names)
@@ -121,18 +155,40 @@ def _flag(name: str) -> str:
 
 
 def _add_serving(parser: Parser) -> None:
-    parser.add_argument("--url", help="a server that runs; none: one is started for MODEL with the flags of serve")
-    parser.add_argument("--model-name", metavar="NAME", help="what the server calls the model; none: its first")
+    parser.add_argument(
+        "--url", help="a server that runs; none: one is started for MODEL with the flags of serve"
+    )
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="what the server calls the model; none: its first"
+    )
     parser.add_argument("--api-key", metavar="KEY", help="bearer key; none: $TOKENSPEED_API_KEY")
-    parser.add_argument("--traffic", choices=("load", *OFFLINE), default="load", help="what is sent (load)")
-    parser.add_argument("--users", type=numbers, metavar="N[,N...]", help="who send at once, a load for each number")
-    parser.add_argument("--request-rate", type=positive, metavar="X", help="arrivals a second, in place of users")
-    parser.add_argument("--fixed", action="store_true", help="all lengths equal; else they vary by half")
+    parser.add_argument(
+        "--traffic", choices=("load", *OFFLINE), default="load", help="what is sent (load)"
+    )
+    parser.add_argument(
+        "--users", type=numbers, metavar="N[,N...]", help="who send at once, a load for each number"
+    )
+    parser.add_argument(
+        "--request-rate", type=positive, metavar="X", help="arrivals a second, in place of users"
+    )
+    parser.add_argument(
+        "--fixed", action="store_true", help="all lengths equal; else they vary by half"
+    )
     parser.add_argument("--procs", type=whole, default=8, help="client processes (8)")
-    parser.add_argument("--timeout", type=positive, default=600.0, help="seconds that a request may take (600)")
-    parser.add_argument("--goodput", type=goal, nargs="+", default=[], metavar="NAME:MS",
-                        help=f"what a good request keeps: {', '.join(GOALS)}, in milliseconds")
-    parser.add_argument("--no-client-cost", action="store_true", help="do not measure what the client alone costs")
+    parser.add_argument(
+        "--timeout", type=positive, default=600.0, help="seconds that a request may take (600)"
+    )
+    parser.add_argument(
+        "--goodput",
+        type=goal,
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help=f"what a good request keeps: {', '.join(GOALS)}, in milliseconds",
+    )
+    parser.add_argument(
+        "--no-client-cost", action="store_true", help="do not measure what the client alone costs"
+    )
 
 
 def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -158,13 +214,17 @@ def _flags_of(verb: str) -> list[str]:
 def _check_flag(flag: str, verb: str) -> None:
     """Refuse what is no flag of serve, and would be explained as one that is mistyped. Raises BenchError."""
     if flag == "--dry-run":
-        raise BenchError("--dry-run: would measure nothing; `tokenspeed serve --dry-run` shows what would run")
+        raise BenchError(
+            "--dry-run: would measure nothing; `tokenspeed serve --dry-run` shows what would run"
+        )
     name = flag.removeprefix("--").replace("-", "_")
     if flag.startswith("--") and name in NUMBERS and verb in OFFLINE:
         raise _no_such(name, verb)
     takers = [each for each in (*OFFLINE, "all", "serve", "anchors") if flag in _flags_of(each)]
     if takers and flag not in SERVES_TOO:
-        raise BenchError(f"{flag}: no option of `tokenspeed bench {verb}`, but of {', '.join(takers)}")
+        raise BenchError(
+            f"{flag}: no option of `tokenspeed bench {verb}`, but of {', '.join(takers)}"
+        )
 
 
 def traffic_of(kind: str, given: Mapping[str, int | float]) -> Traffic:
@@ -194,7 +254,9 @@ def agent_shape(named: Mapping[str, Any]) -> AgentShape:
         numbers_given["shared_len"] = numbers_given["first_len"] // 5
     shape = AgentShape(**numbers_given)
     if shape.shared_len >= shape.first_len:
-        raise BenchError(f"--shared-len {shape.shared_len}: must be below --first-len {shape.first_len}")
+        raise BenchError(
+            f"--shared-len {shape.shared_len}: must be below --first-len {shape.first_len}"
+        )
     return shape
 
 
@@ -212,7 +274,8 @@ def traffics_of(options: argparse.Namespace, kinds: Sequence[str]) -> list[Traff
     if len(kinds) == 1:
         return [traffic_of(kinds[0], given)]
     return [
-        traffic_of(kind, {name: value for name, value in given.items() if kind in NUMBERS[name]}) for kind in kinds
+        traffic_of(kind, {name: value for name, value in given.items() if kind in NUMBERS[name]})
+        for kind in kinds
     ]
 
 
@@ -226,24 +289,35 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     wrong = [name for name in given_numbers(options) if "load" not in NUMBERS[name]]
     if wrong:
         raise BenchError(f"{_flag(wrong[0])}: load has no such number; --traffic agents has")
-    typed = {"users": options.users, "requests": options.requests, "in_len": options.input_len,
-             "out_len": options.output_len}
+    typed = {
+        "users": options.users,
+        "requests": options.requests,
+        "in_len": options.input_len,
+        "out_len": options.output_len,
+    }
     lists: dict[str, Sequence[int]] = {name: tuple(value) for name, value in typed.items() if value}
     if not {"users", "requests"} & lists.keys() and rate is None:
         lists = HTTP_LOADS | lists
     lists.setdefault("in_len", (256,))
     lists.setdefault("out_len", (128,))
     lists.setdefault("users", (1,) if rate is None else lists.get("requests", (256,)))
-    lists.setdefault("requests", tuple(users * 8 for users in lists["users"]) if rate is None else lists["users"])
+    lists.setdefault(
+        "requests", tuple(users * 8 for users in lists["users"]) if rate is None else lists["users"]
+    )
     count = max(map(len, lists.values()))
     for name, values in lists.items():
         if len(values) not in (1, count):
-            raise BenchError(f"{name}: {len(values)} numbers where another option has {count}; give one, or as many")
-    full = {name: list(values) * (count if len(values) == 1 else 1) for name, values in lists.items()}
+            raise BenchError(
+                f"{name}: {len(values)} numbers where another option has {count}; give one, or as many"
+            )
+    full = {
+        name: list(values) * (count if len(values) == 1 else 1) for name, values in lists.items()
+    }
     return [
         Load(load(requests, in_len, out_len, options.fixed), Pace(users, rate, options.procs))
-        for users, requests, in_len, out_len in
-        zip(full["users"], full["requests"], full["in_len"], full["out_len"], strict=True)
+        for users, requests, in_len, out_len in zip(
+            full["users"], full["requests"], full["in_len"], full["out_len"], strict=True
+        )
     ]
 
 

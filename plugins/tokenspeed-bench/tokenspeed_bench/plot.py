@@ -12,13 +12,16 @@ from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.result import runs_of
 from tokenspeed_bench.table import people
 
-WIDTH, HEIGHT = 440, 230          # of a panel, in pixels
+WIDTH, HEIGHT = 440, 230  # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 36
 COLORS = ("#1f6feb", "#d1495b", "#2a9d8f", "#8d6a9f")
 NUM_TICKS = 5
 PANELS_A_ROW = 4
-LETTER, BETWEEN_NAMES = 6, 14     # the width of a letter, about, and the room between the names of curves
-HEAD = 56                         # above the panels
+LETTER, BETWEEN_NAMES = (
+    6,
+    14,
+)  # the width of a letter, about, and the room between the names of curves
+HEAD = 56  # above the panels
 
 Point = tuple[float, float]
 
@@ -53,11 +56,14 @@ def draw(result: Mapping[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="11" fill="#333">',
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
-        _text(LEFT, 24, _title(result), size=15), _text(LEFT, 42, _subtitle(result), color="#777"),
+        _text(LEFT, 24, _title(result), size=15),
+        _text(LEFT, 42, _subtitle(result), color="#777"),
     ]
     for i, row in enumerate(rows):
         for j, panel in enumerate(row):
-            parts.append(f'<g transform="translate({j * WIDTH} {HEAD + i * HEIGHT})">{_panel(panel)}</g>')
+            parts.append(
+                f'<g transform="translate({j * WIDTH} {HEAD + i * HEIGHT})">{_panel(panel)}</g>'
+            )
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -84,7 +90,9 @@ def _title(result: Mapping[str, Any]) -> str:
 
 def _subtitle(result: Mapping[str, Any]) -> str:
     version = result.get("versions", {}).get("tokenspeed-core", "")
-    return " · ".join(filter(None, (f"tokenspeed {version}", result.get("commit"), result.get("created"))))
+    return " · ".join(
+        filter(None, (f"tokenspeed {version}", result.get("commit"), result.get("created")))
+    )
 
 
 def _panels(run: Mapping[str, Any], group: str) -> Iterator[Panel]:
@@ -106,17 +114,28 @@ def _served(who: str, series: Mapping[str, Any], figures: Mapping[str, Any]) -> 
     yield Panel(f"{who}: time to first token", "sent at, s", "ms", [Curve("", first, "dots")])
     gaps = [Curve(name, _binned(series[f"itl_{name}_ms"], width)) for name in ("p50", "p99")]
     yield Panel(f"{who}: gaps between tokens", "s", "ms", gaps)
-    yield Panel(f"{who}: events a second", "s", "events/s", [Curve("", _binned(series["events_per_s"], width))])
+    yield Panel(
+        f"{who}: events a second",
+        "s",
+        "events/s",
+        [Curve("", _binned(series["events_per_s"], width))],
+    )
     names = ("p50", "p90", "p99", "max")
     spreads = [
         Curve(text, [(float(i), figures[f"{metric}_{name}_ms"]) for i, name in enumerate(names)])
-        for metric, text in (("ttft", "first token"), ("itl", "between tokens")) if f"{metric}_p50_ms" in figures
+        for metric, text in (("ttft", "first token"), ("itl", "between tokens"))
+        if f"{metric}_p50_ms" in figures
     ]
-    yield Panel(f"{who}: percentiles", "", "ms", spreads, {float(i): name for i, name in enumerate(names)})
+    yield Panel(
+        f"{who}: percentiles", "", "ms", spreads, {float(i): name for i, name in enumerate(names)}
+    )
 
 
 def _binned(values: Sequence[float | None], width: float) -> list[Point | None]:
-    return [None if value is None else ((i + 0.5) * width, float(value)) for i, value in enumerate(values)]
+    return [
+        None if value is None else ((i + 0.5) * width, float(value))
+        for i, value in enumerate(values)
+    ]
 
 
 def _panel(panel: Panel) -> str:
@@ -140,10 +159,14 @@ def _panel(panel: Panel) -> str:
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(_text(LEFT - 6, y + 4, _number(value), anchor="end"))
     step = _nice((high - low) / (NUM_TICKS - 1)) if high > low else 1.0
-    ticks = panel.ticks or {i * step: _number(i * step) for i in range(NUM_TICKS) if i * step <= high}
+    ticks = panel.ticks or {
+        i * step: _number(i * step) for i in range(NUM_TICKS) if i * step <= high
+    }
     for value, name in ticks.items():
         parts.append(_text(place((value, 0))[0], bottom + 15, name, anchor="middle"))
-    parts.append(_text((LEFT + right) / 2, HEIGHT - 6, panel.x_label, anchor="middle", color="#777"))
+    parts.append(
+        _text((LEFT + right) / 2, HEIGHT - 6, panel.x_label, anchor="middle", color="#777")
+    )
     parts.append(_text(LEFT - 6, TOP - 8, panel.y_label, anchor="end", color="#777"))
     colored = list(zip(panel.curves, COLORS, strict=False))
     for curve, color in colored:
@@ -162,8 +185,10 @@ def _curve(curve: Curve, color: str, place: Any, bottom: float) -> Iterator[str]
     elif curve.shape == "bars":
         for p in placed:
             if p is not None:
-                yield (f'<rect x="{p[0] - 14:.1f}" y="{p[1]:.1f}" width="28" height="{max(0.0, bottom - p[1]):.1f}" '
-                       f'fill="{color}"/>')
+                yield (
+                    f'<rect x="{p[0] - 14:.1f}" y="{p[1]:.1f}" width="28" height="{max(0.0, bottom - p[1]):.1f}" '
+                    f'fill="{color}"/>'
+                )
     else:
         path = ""
         for before, p, after in zip([None, *placed], placed, [*placed[1:], None], strict=False):
@@ -181,13 +206,19 @@ def _dot(at: Point, color: str) -> str:
 def _nice(value: float) -> float:
     """Return a round number at or above a value."""
     step = 10.0 ** math.floor(math.log10(value))
-    return next(each * step for each in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if each * step >= value * (1 - 1e-9))
+    return next(
+        each * step
+        for each in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
+        if each * step >= value * (1 - 1e-9)
+    )
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "", size: int = 0) -> str:
+def _text(
+    x: float, y: float, text: str, anchor: str = "start", color: str = "", size: int = 0
+) -> str:
     more = (f' fill="{color}"' if color else "") + (f' font-size="{size}"' if size else "")
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'

@@ -20,7 +20,10 @@ from tokenspeed_bench.traffic import below
 from tokenspeed_core import TokenSpeedError
 
 US, KIND = "tokenspeed-bench", "hooks"
-MOST_WAIT, MOST_STEPS = 256, 64  # steps that go by until a load is in full swing, and that are recorded
+MOST_WAIT, MOST_STEPS = (
+    256,
+    64,
+)  # steps that go by until a load is in full swing, and that are recorded
 
 Tell = Callable[[str, str, Timeline], None]
 
@@ -43,20 +46,30 @@ class Profile:
             who = people(pace.users) if pace.rate is None else f"{pace.rate:g} arriving a second"
             name = f"{load.traffic.name}, {who}"
             is_one = len(self.loads) == 1
-            yield name, self.path if is_one else named(self.path, f"{number}-users-{pace.users}"), load
+            yield (
+                name,
+                self.path if is_one else named(self.path, f"{number}-users-{pace.users}"),
+                load,
+            )
 
 
 def check_recorder(plugins: object) -> None:
     """Refuse a server whose list of plugins lacks our hooks in use. Raises BenchError, which says why."""
-    entries = [each for each in plugins if isinstance(each, Mapping)] if isinstance(plugins, list) else []
+    entries = (
+        [each for each in plugins if isinstance(each, Mapping)] if isinstance(plugins, list) else []
+    )
     for entry in entries:
         if (entry.get("distribution"), entry.get("kind")) == (US, KIND):
             if entry.get("status") == "ok":
                 return
             why = f"are {entry.get('status')}: {entry.get('reason')}"
-            raise BenchError(f"the hooks of {US}, which record the steps, {why}; `tokenspeed plugins list` shows them")
-    raise BenchError(f"the server has no hooks of {US}, which record the steps; install it anew: pip install "
-                     f"--force-reinstall --no-deps {US}")
+            raise BenchError(
+                f"the hooks of {US}, which record the steps, {why}; `tokenspeed plugins list` shows them"
+            )
+    raise BenchError(
+        f"the server has no hooks of {US}, which record the steps; install it anew: pip install "
+        f"--force-reinstall --no-deps {US}"
+    )
 
 
 def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell) -> list[str]:
@@ -66,8 +79,13 @@ def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell
     """
     problems: list[str] = []
     try:
-        with folder_beside(profile.path) as folder, started(arguments, key, {VARIABLE: folder}) as (api, _):
-            target = Target(api.url, api.model(), key, profile.timeout, salt=f"bench-{time.time_ns()}")
+        with (
+            folder_beside(profile.path) as folder,
+            started(arguments, key, {VARIABLE: folder}) as (api, _),
+        ):
+            target = Target(
+                api.url, api.model(), key, profile.timeout, salt=f"bench-{time.time_ns()}"
+            )
             end_id, _ = first_tokens(target)
             for name, path, load in profile.each():
                 fitting = Load(below(load.traffic, end_id), load.pace)
@@ -91,7 +109,9 @@ def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> T
         raise BenchError(f"{path}: nothing can be written beside it: {error.strerror}") from error
     with Progress() as progress:
         answers = run(
-            replace(target, salt=f"{target.salt}-{path}"), load.traffic.sessions, load.pace,
+            replace(target, salt=f"{target.salt}-{path}"),
+            load.traffic.sessions,
+            load.pace,
             lambda done, total: progress.say(f"profile of {name}: {done} of {total} requests"),
             lambda: order.is_answered(folder),
         )
@@ -106,8 +126,10 @@ def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> T
         raise BenchError(f"the load failed: {most_common(answers.failures)}")
     if not order.is_taken(folder):
         raise BenchError(f"no step was told to the hooks of {US}; the server's log may say why")
-    raise BenchError(f"the load was over in fewer than {1 + order.wait + order.steps} steps; more requests or longer "
-                     "answers (--requests, --output-len) make it long enough")
+    raise BenchError(
+        f"the load was over in fewer than {1 + order.wait + order.steps} steps; more requests or longer "
+        "answers (--requests, --output-len) make it long enough"
+    )
 
 
 def window(load: Load) -> tuple[int, int]:

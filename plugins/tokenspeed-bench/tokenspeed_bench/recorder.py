@@ -81,7 +81,9 @@ class Recorder:
         except Exception as error:  # torch may raise anything
             assert self._order is not None
             self._profiler = None
-            self._order.failure(self._folder).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+            self._order.failure(self._folder).write_text(
+                f"{type(error).__name__}: {error}", encoding="utf-8"
+            )
 
     def _next_order(self) -> Order | None:
         path = _order(self._folder)
@@ -99,18 +101,24 @@ class Recorder:
         warm_up = min(WARM_UP, order.wait)
         rhythm = schedule(wait=order.wait - warm_up, warmup=warm_up, active=order.steps, repeat=1)
         self._steps = {}
-        self._profiler = profile(activities=activities(), schedule=rhythm, on_trace_ready=self._export)
+        self._profiler = profile(
+            activities=activities(), schedule=rhythm, on_trace_ready=self._export
+        )
         self._profiler.start()
 
     def _pass(self, record: StepRecord) -> None:
         profiler = self._profiler
         assert self._order is not None
-        if profiler.step_num >= self._order.wait:  # it is recorded, under the name that torch gives it
+        if (
+            profiler.step_num >= self._order.wait
+        ):  # it is recorded, under the name that torch gives it
             self._steps[f"ProfilerStep#{profiler.step_num}"] = (
                 f"step {record.step_id}: rows {record.num_rows}, decodes {record.num_decodes}, "
                 f"tokens {record.num_tokens}"
             )
-        if len(self._steps) == self._order.steps:  # `step` ends the trace, and then nothing can be added
+        if (
+            len(self._steps) == self._order.steps
+        ):  # `step` ends the trace, and then nothing can be added
             profiler.add_metadata_json(STEPS, json.dumps(self._steps))
         profiler.step()
         if self._profiler is None:  # it was exported

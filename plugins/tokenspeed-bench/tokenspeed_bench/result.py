@@ -17,8 +17,18 @@ from tokenspeed_bench.anchors import rows_of
 
 SCHEMA = 1
 LIBRARIES = (
-    "torch", "triton", "numpy", "tokenizers", "pydantic", "uvicorn", "pyzmq", "flashinfer-python",
-    "flashinfer-jit-cache", "flash-attn-3", "sgl-deep-gemm", "deep-gemm",
+    "torch",
+    "triton",
+    "numpy",
+    "tokenizers",
+    "pydantic",
+    "uvicorn",
+    "pyzmq",
+    "flashinfer-python",
+    "flashinfer-jit-cache",
+    "flash-attn-3",
+    "sgl-deep-gemm",
+    "deep-gemm",
 )
 OURS, GROUPS = "tokenspeed-", "tokenspeed."
 SECRETS = ("api_key",)
@@ -28,12 +38,23 @@ SECONDS_TO_ASK = 10  # for the programs that know the device and the commit
 def new(kind: str, model: str, shape: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a result without runs. `kind` is "offline" or "serve"; `settings` are the flags that were given."""
     return {
-        "schema": SCHEMA, "kind": kind, "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["tokenspeed", *_without_key(sys.argv[1:])], "model": model, "shape": shape,
+        "schema": SCHEMA,
+        "kind": kind,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["tokenspeed", *_without_key(sys.argv[1:])],
+        "model": model,
+        "shape": shape,
         "settings": {name: value for name, value in settings.items() if name not in SECRETS},
-        "device": None, "gpus": _gpus(), "machine": machine(), "versions": versions(), "commit": _commit(),
+        "device": None,
+        "gpus": _gpus(),
+        "machine": machine(),
+        "versions": versions(),
+        "commit": _commit(),
         "environment": _environment(),
-        "kernel_plan": None, "backends": None, "is_interrupted": False, "runs": [],
+        "kernel_plan": None,
+        "backends": None,
+        "is_interrupted": False,
+        "runs": [],
     }
 
 
@@ -55,7 +76,8 @@ def add_run(
     run: dict[str, Any] = {"traffic": dict(traffic), "figures": dict(figures), **more}
     run["floors"] = {
         row.metric: {"floor": round(row.floor, 3), "ratio": row.ratio(figures[row.metric])}
-        for row in rows_of(result, run) if row.floor is not None
+        for row in rows_of(result, run)
+        if row.floor is not None
     }
     result["runs"].append(run)
     return run
@@ -95,7 +117,10 @@ def machine() -> str:
     cpus = Path("/proc/cpuinfo")
     if cpus.is_file():
         lines = cpus.read_text(errors="replace").splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+        model = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+            model,
+        )
     return f"{os.cpu_count()} CPUs, {model}, {platform.system()} {platform.release()}"
 
 
@@ -103,7 +128,8 @@ def _environment() -> dict[str, str]:
     """Return the variables that steer TokenSpeed, the key left out."""
     secrets = {f"TOKENSPEED_{name.upper()}" for name in SECRETS}
     return {
-        name: value for name, value in sorted(os.environ.items())
+        name: value
+        for name, value in sorted(os.environ.items())
         if name.startswith("TOKENSPEED_") and name not in secrets
     }
 
@@ -113,8 +139,13 @@ def _gpus() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     said = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    return "; ".join(f"{name} (driver {driver})" for name, _, driver in
-                     (line.partition(", ") for line in (said or "").splitlines())) or None
+    return (
+        "; ".join(
+            f"{name} (driver {driver})"
+            for name, _, driver in (line.partition(", ") for line in (said or "").splitlines())
+        )
+        or None
+    )
 
 
 def _commit() -> str | None:
@@ -124,12 +155,16 @@ def _commit() -> str | None:
     tracked = commit and _ask("git", "-C", folder, "ls-files", "--error-unmatch", __file__)
     if not commit or not tracked:
         return None
-    return commit + ("+" if _ask("git", "-C", folder, "status", "--short", "--untracked-files=no") else "")
+    return commit + (
+        "+" if _ask("git", "-C", folder, "status", "--short", "--untracked-files=no") else ""
+    )
 
 
 def _ask(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ASK, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS_TO_ASK, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -139,6 +174,8 @@ def _without_key(words: list[str]) -> list[str]:
     """Return the words of a command, the key masked."""
     masked, hides = [], False
     for word in words:
-        masked.append("***" if hides else "--api-key=***" if word.startswith("--api-key=") else word)
+        masked.append(
+            "***" if hides else "--api-key=***" if word.startswith("--api-key=") else word
+        )
         hides = word == "--api-key"
     return masked

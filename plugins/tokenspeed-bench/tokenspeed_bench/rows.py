@@ -22,12 +22,25 @@ from tokenspeed_bench.telling import Voice, warn
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("all", "--shape", "qwen3-8b"),
-    "fp8": ("all", "--shape", "qwen3-8b", "--quantization", "fp8", "--traffic", "latency,throughput,prefill"),
+    "fp8": (
+        "all",
+        "--shape",
+        "qwen3-8b",
+        "--quantization",
+        "fp8",
+        "--traffic",
+        "latency,throughput,prefill",
+    ),
     "http": ("serve", "--shape", "qwen3-0.6b"),
     "moe": ("all", "--shape", "qwen3-30b-a3b"),
 }
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")  # of compiled code
-LEAST_EVENT_SHARE = 0.99      # streamed events, of tokens
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "CUDA_CACHE_PATH",
+)  # of compiled code
+LEAST_EVENT_SHARE = 0.99  # streamed events, of tokens
 MOST_FIRST_OVER_MEDIAN = 1.5  # the first request's time to first token
 
 
@@ -64,13 +77,17 @@ def measure(words: Sequence[str]) -> int:
             whole["is_interrupted"] = True
             break
         if status:
-            failures[group] = f"`tokenspeed bench {' '.join(COMMANDS[group])}` ended with status {status}"
+            failures[group] = (
+                f"`tokenspeed bench {' '.join(COMMANDS[group])}` ended with status {status}"
+            )
     whole["device"] = next((part["device"] for part in parts if part["device"]), None)
     found = [_value(row, parts, failures) for row in ROWS if row.group in groups]
     whole["rows"] = [_described(*each) for each in found]
     with noted():
         voice.say("\n".join((of_rows(found), *broken(whole))))
-        return finish(whole, options.json, options.plot, (), has_failed=bool(failures) or voice.is_lost)
+        return finish(
+            whole, options.json, options.plot, (), has_failed=bool(failures) or voice.is_lost
+        )
 
 
 def measure_group(
@@ -86,7 +103,9 @@ def measure_group(
     with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
         path = Path(folder, "result.json")
         environ = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
-        with watched.start(["bench", *command, "--json", str(path)], env=environ, stdout=voice.stream) as child:
+        with watched.start(
+            ["bench", *command, "--json", str(path)], env=environ, stdout=voice.stream
+        ) as child:
             status = _wait(child)
         return (files.read(str(path)) if path.is_file() else None), status
 
@@ -103,20 +122,34 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
         return INTERRUPTED
 
 
-def _value(row: Row, parts: Sequence[Mapping[str, Any]], failures: Mapping[str, str]) -> tuple[Row, float | None, str]:
+def _value(
+    row: Row, parts: Sequence[Mapping[str, Any]], failures: Mapping[str, str]
+) -> tuple[Row, float | None, str]:
     """Return a row with its figure, or with the reason why it has none."""
     for part in parts:
         for run in part["runs"]:
-            if part["group"] == row.group and run["traffic"] == row.traffic and row.metric in run["figures"] \
-                    and run.get("pace", {}).get("users") == row.users and not run.get("is_part"):
+            if (
+                part["group"] == row.group
+                and run["traffic"] == row.traffic
+                and row.metric in run["figures"]
+                and run.get("pace", {}).get("users") == row.users
+                and not run.get("is_part")
+            ):
                 return row, float(run["figures"][row.metric]), ""
     return row, None, failures.get(row.group, "not measured")
 
 
 def _described(row: Row, value: float | None, why: str) -> dict[str, Any]:
     return {
-        "row": row.name(), "group": row.group, "metric": row.metric, "peer": row.peer, "must": row.must,
-        "aim": row.aim, "floor": row.floor, "value": value, "ratio": None if value is None else row.ratio(value),
+        "row": row.name(),
+        "group": row.group,
+        "metric": row.metric,
+        "peer": row.peer,
+        "must": row.must,
+        "aim": row.aim,
+        "floor": row.floor,
+        "value": value,
+        "ratio": None if value is None else row.ratio(value),
         "verdict": why if value is None else row.verdict(value),
     }
 

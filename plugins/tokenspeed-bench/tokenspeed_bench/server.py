@@ -22,9 +22,9 @@ from tokenspeed_bench.progress import Progress
 from tokenspeed_bench.telling import warn
 
 MOST_SECONDS = 600.0  # from the command to /health
-PATIENCE = 60.0       # seconds that a server has to end
+PATIENCE = 60.0  # seconds that a server has to end
 POLL = 0.05
-NUM_LINES = 15        # of what a server said that are shown when it ends
+NUM_LINES = 15  # of what a server said that are shown when it ends
 OUR_POLL = '"GET /health '
 
 
@@ -37,26 +37,37 @@ class Api:
             raise BenchError(f"--url {url}: must begin with http:// or https://")
         self.url = with_scheme.rstrip("/").removesuffix("/v1")
         self.key = key
-        self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load goes
+        self._direct = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # as the load goes
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Return a route's JSON. Raises BenchError."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         try:
-            with self._direct.open(urllib.request.Request(self.url + path, None, headers), timeout=timeout) as got:
+            with self._direct.open(
+                urllib.request.Request(self.url + path, None, headers), timeout=timeout
+            ) as got:
                 return json.load(got)
         except urllib.error.HTTPError as error:
             with error:
                 raise BenchError(f"{self.url}{path}: {error.code} {_said(error.read())}") from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise BenchError(f"{self.url}{path}: {reason}; is a server there? `tokenspeed serve` starts one") from error
+            raise BenchError(
+                f"{self.url}{path}: {reason}; is a server there? `tokenspeed serve` starts one"
+            ) from error
 
     def model(self) -> str:
         """Return the name of the first model served. Raises BenchError."""
         answer = self.get("/v1/models")
         data = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(data, list) or not data or not isinstance(data[0], dict) or "id" not in data[0]:
+        if (
+            not isinstance(data, list)
+            or not data
+            or not isinstance(data[0], dict)
+            or "id" not in data[0]
+        ):
             raise BenchError(f"{self.url}/v1/models names no model; name one with --model-name")
         return str(data[0]["id"])
 
@@ -90,10 +101,15 @@ def started(
     api = Api(f"http://127.0.0.1:{_free_port()}", key)
     words = ["serve", *arguments, "--port", api.url.rpartition(":")[2]]
     more = {**(environ or {}), **({"TOKENSPEED_API_KEY": key} if key else {})}
-    with tempfile.TemporaryFile() as log:  # without a name: nothing is left of it, however this process ends
+    with (
+        tempfile.TemporaryFile() as log
+    ):  # without a name: nothing is left of it, however this process ends
         begin = time.perf_counter()
         server = watched.start(
-            words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **more},
+            words,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **more},
             start_new_session=True,  # a Ctrl-C stops the load, whose answers the server still has to end
         )
         try:
@@ -115,7 +131,9 @@ def _await(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
             if server.poll() is not None:
                 raise BenchError(f"the server {_ended(server, log)}")
             if seconds > MOST_SECONDS:
-                raise BenchError(f"the server is not healthy after {MOST_SECONDS:g} s; it said:\n{_last_lines(log)}")
+                raise BenchError(
+                    f"the server is not healthy after {MOST_SECONDS:g} s; it said:\n{_last_lines(log)}"
+                )
             progress.say(f"the server starts: {seconds:.0f} s of at most {MOST_SECONDS:.0f}")
             time.sleep(POLL)
 
@@ -125,7 +143,9 @@ def _ended(server: subprocess.Popen[bytes], log: IO[bytes]) -> str:
 
 
 def _last_lines(log: IO[bytes]) -> str:
-    said = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)  # where the server goes on writing stays
+    said = os.pread(
+        log.fileno(), os.fstat(log.fileno()).st_size, 0
+    )  # where the server goes on writing stays
     lines = said.decode(errors="replace").strip().splitlines()
     return "\n".join([line for line in lines if OUR_POLL not in line][-NUM_LINES:])
 

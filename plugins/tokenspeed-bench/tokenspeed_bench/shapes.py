@@ -7,26 +7,60 @@ from pathlib import Path
 from typing import Any
 
 _COMMON: dict[str, Any] = {
-    "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
-    "initializer_range": 0.02, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_scaling": None,
-    "rope_theta": 1000000, "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 151936,
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151936,
 }
 _DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _COMMON | _DENSE | {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
-        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    "qwen3-0.6b": _COMMON
+    | _DENSE
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
     },
-    "qwen3-8b": _COMMON | _DENSE | {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36,
-        "num_key_value_heads": 8, "tie_word_embeddings": False,
+    "qwen3-8b": _COMMON
+    | _DENSE
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
     },
-    "qwen3-30b-a3b": _COMMON | {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
-        "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [], "moe_intermediate_size": 768,
-        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 48, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    "qwen3-30b-a3b": _COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
     },
 }
 
@@ -43,7 +77,9 @@ def write(name: str, parent: Path, longest: int | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # to tokens of bytes, which these decode as, like Qwen's own
-    words = models.WordLevel({f"{space}w{i}": i for i in range(config["vocab_size"])}, unk_token=f"{space}w0")
+    words = models.WordLevel(
+        {f"{space}w{i}": i for i in range(config["vocab_size"])}, unk_token=f"{space}w0"
+    )
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(space)
     tokenizer.decoder = decoders.ByteLevel()

@@ -31,17 +31,24 @@ def of_run(run: Run) -> str:
             )
     else:
         lines += _offline(run)
-    lines += [f"  floor of {metric}: {each['floor']:g}, {each['ratio']:.2f} times"
-              for metric, each in run["floors"].items()]
+    lines += [
+        f"  floor of {metric}: {each['floor']:g}, {each['ratio']:.2f} times"
+        for metric, each in run["floors"].items()
+    ]
     return "\n".join(lines)
 
 
 def _numbers(run: Run) -> str:
-    words = [f"{name.removeprefix('num_').replace('_', ' ')} {_value(value)}"
-             for name, value in run["traffic"].items() if name != "name"]
+    words = [
+        f"{name.removeprefix('num_').replace('_', ' ')} {_value(value)}"
+        for name, value in run["traffic"].items()
+        if name != "name"
+    ]
     if "pace" in run:
         rate = run["pace"]["rate"]
-        words.insert(0, people(run["pace"]["users"]) if rate is None else f"{rate:g} arriving a second")
+        words.insert(
+            0, people(run["pace"]["users"]) if rate is None else f"{rate:g} arriving a second"
+        )
     return ", ".join(words)
 
 
@@ -64,18 +71,29 @@ def _offline(run: Run) -> list[str]:
 
 def _served(run: Run) -> list[str]:
     figures = run["figures"]
-    share = f", events for {100 * figures['event_share']:.1f} % of tokens" if "prompt_tokens" in figures else ""
+    share = (
+        f", events for {100 * figures['event_share']:.1f} % of tokens"
+        if "prompt_tokens" in figures
+        else ""
+    )
     lines = [
         f"  {figures['s']:.2f} s, {figures['answered']:,} answered, {figures['failed']:,} failed"
         + (" (broken off)" if run.get("is_part") else ""),
         f"  {figures['out_per_s']:,.1f} tokens/s, {figures['events_per_s']:,.1f} events/s{share}",
     ]
     for metric, text in (
-        ("ttft", "first token"), ("ttft_first_turn", "  of first turns"), ("ttft_later_turn", "  of later turns"),
-        ("itl", "between tokens"), ("tpot", "per token"), ("e2e", "whole answer"),
+        ("ttft", "first token"),
+        ("ttft_first_turn", "  of first turns"),
+        ("ttft_later_turn", "  of later turns"),
+        ("itl", "between tokens"),
+        ("tpot", "per token"),
+        ("e2e", "whole answer"),
     ):
         if f"{metric}_p50_ms" in figures:
-            values = ", ".join(f"{name} {figures[f'{metric}_{name}_ms']:,.2f}" for name in ("p50", "p90", "p99", "max"))
+            values = ", ".join(
+                f"{name} {figures[f'{metric}_{name}_ms']:,.2f}"
+                for name in ("p50", "p90", "p99", "max")
+            )
             lines.append(f"  {text + ':':<18}{values} ms")
     if "cached_tokens" in figures:
         lines.append(
@@ -93,7 +111,9 @@ def _served(run: Run) -> list[str]:
             f"  the client alone, {people(client['users'])} on a beat of {client['beat_ms']:g} ms: "
             f"{client['events_per_s']:,.0f} events/s, gap p99 {client['itl_p99_ms']:.2f} ms"
         )
-    return lines + [f"  failed {count} times: {message}" for message, count in run["failures"].items()]
+    return lines + [
+        f"  failed {count} times: {message}" for message, count in run["failures"].items()
+    ]
 
 
 def of_rows(rows: Sequence[tuple[Row, float | None, str]]) -> str:
@@ -108,8 +128,16 @@ def _row(row: Row, value: float | None, why: str) -> tuple[str, ...]:
     if value is None:
         return row.name(), row.metric, peer, must, aim, "-", "-", why
     ratio = row.ratio(value)
-    return (row.name(), row.metric, peer, must, aim, _number(value), "-" if ratio is None else f"{ratio:.2f}",
-            row.verdict(value))
+    return (
+        row.name(),
+        row.metric,
+        peer,
+        must,
+        aim,
+        _number(value),
+        "-" if ratio is None else f"{ratio:.2f}",
+        row.verdict(value),
+    )
 
 
 def _number(value: float | None) -> str:
@@ -122,8 +150,10 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
     """Return rows of cells with columns aligned: the first two to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [
-        "  ".join(cell.ljust(width) if column < 2 or column == len(row) - 1 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if column < 2 or column == len(row) - 1 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in cells
     ]
     return "\n".join(line.rstrip() for line in lines)

@@ -35,6 +35,10 @@ class Voice:
             if self._file is None:
                 if isinstance(error, BrokenPipeError):
                     raise
-                raise BenchError(f"the standard output: {error.strerror}; --json FILE takes the result") from error
+                raise BenchError(
+                    f"the standard output: {error.strerror}; --json FILE takes the result"
+                ) from error
             self.is_lost = True
-            warn(f"the figures cannot be shown ({error.strerror}); the measurement goes on, for --json {self._file}")
+            warn(
+                f"the figures cannot be shown ({error.strerror}); the measurement goes on, for --json {self._file}"
+            )

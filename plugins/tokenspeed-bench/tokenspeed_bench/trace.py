@@ -25,7 +25,7 @@ ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_CPU = frozenset({"cpu_op"})
 DEVICE = "device"
 OUR_TRACK = 1_000_000  # a process id that no process has
-NUM_GAPS = 10          # that are shown
+NUM_GAPS = 10  # that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class Timeline:
     busy: float
     num_works: int
     num_launches: int
-    gaps: Sequence[tuple[float, float, str, str]]  # begin, length, what was before and what came after
+    gaps: Sequence[
+        tuple[float, float, str, str]
+    ]  # begin, length, what was before and what came after
     inside: float  # of the gaps, the sum of those between kernels of one launch
     between: Sequence[float]  # the others, each
 
@@ -60,14 +62,21 @@ class Timeline:
             f"  {self.where}: busy {100 * self.busy / self.span:.1f} % of {self.span / 1e3:.2f} ms, "
             f"{self.num_works:,} {'kernels' if is_device else 'operators'}{launches}",
             f"  idle {idle / 1e3:.2f} ms"
-            + (f": {self.inside / 1e3:.2f} inside launches, {sum(self.between) / 1e3:.2f} in "
-               f"{len(self.between):,} gaps between them{_middle(self.between)}" if is_device else ""),
+            + (
+                f": {self.inside / 1e3:.2f} inside launches, {sum(self.between) / 1e3:.2f} in "
+                f"{len(self.between):,} gaps between them{_middle(self.between)}"
+                if is_device
+                else ""
+            ),
         ]
         longest = sorted(self.gaps, key=lambda gap: -gap[1])[:NUM_GAPS]
-        return "\n".join(lines + [
-            f"  gap of {length:8.1f} µs at {begin / 1e3:9.3f} ms, after {before[:44]}, before {after[:44]}"
-            for begin, length, before, after in longest
-        ])
+        return "\n".join(
+            lines
+            + [
+                f"  gap of {length:8.1f} µs at {begin / 1e3:9.3f} ms, after {before[:44]}, before {after[:44]}"
+                for begin, length, before, after in longest
+            ]
+        )
 
 
 def _middle(gaps: Sequence[float]) -> str:
@@ -95,7 +104,9 @@ def record(work: Callable[[], object], path: str) -> Timeline:
     try:
         from torch.profiler import profile
     except ImportError as error:
-        raise BenchError("--profile needs torch: pip install 'tokenspeed-bench[profile]'") from error
+        raise BenchError(
+            "--profile needs torch: pip install 'tokenspeed-bench[profile]'"
+        ) from error
     with profile(activities=activities()) as profiler:
         work()
     with folder_beside(path) as folder:
@@ -120,7 +131,9 @@ def finished(exported: Path, path: str) -> Timeline:
     try:
         data = json.loads(exported.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # torch says of a full disk nothing that can be caught
-        raise BenchError(f"{path}: torch could not write its trace; is there room on the disk?") from error
+        raise BenchError(
+            f"{path}: torch could not write its trace; is there room on the disk?"
+        ) from error
     names = data.get(STEPS, {})
     for event in data["traceEvents"]:
         if event.get("name") in names:
@@ -154,7 +167,9 @@ def read(events: Sequence[Mapping[str, Any]]) -> Timeline:
             busy += work.end - max(end, work.begin)
             end, last = work.end, work
     num_launches = len({work.launch for work in works})
-    return Timeline(where, max(end - start, 1e-9), busy, len(works), num_launches, gaps, inside, between)
+    return Timeline(
+        where, max(end - start, 1e-9), busy, len(works), num_launches, gaps, inside, between
+    )
 
 
 def _works(events: Sequence[Mapping[str, Any]], kinds: frozenset[str]) -> Iterator[Busy]:
@@ -170,9 +185,20 @@ def _track(events: Sequence[Mapping[str, Any]], timeline: Timeline) -> Iterator[
     kinds = ON_DEVICE if timeline.where == DEVICE else ON_CPU
     works = list(_works(events, kinds))
     start = min(work.begin for work in works)
-    yield {"ph": "M", "name": "process_name", "pid": OUR_TRACK, "args": {"name": "TokenSpeed: launches and gaps"}}
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": OUR_TRACK,
+        "args": {"name": "TokenSpeed: launches and gaps"},
+    }
     for thread, name in ((0, "launches"), (1, "gaps")):
-        yield {"ph": "M", "name": "thread_name", "pid": OUR_TRACK, "tid": thread, "args": {"name": name}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": OUR_TRACK,
+            "tid": thread,
+            "args": {"name": name},
+        }
     launches: dict[int, list[Busy]] = {}
     for work in works:
         launches.setdefault(work.launch, []).append(work)
@@ -184,5 +210,13 @@ def _track(events: Sequence[Mapping[str, Any]], timeline: Timeline) -> Iterator[
 
 
 def _bar(thread: int, name: str, begin: float, length: float, **more: str) -> dict[str, Any]:
-    return {"ph": "X", "cat": "tokenspeed", "name": name, "pid": OUR_TRACK, "tid": thread, "ts": begin,
-            "dur": length, "args": more}
+    return {
+        "ph": "X",
+        "cat": "tokenspeed",
+        "name": name,
+        "pid": OUR_TRACK,
+        "tid": thread,
+        "ts": begin,
+        "dur": length,
+        "args": more,
+    }

@@ -54,7 +54,11 @@ class Traffic:
         """Return the turns as waves, without their pauses: all first turns, then all second ones, ..."""
         most = max(len(session.turns) for session in self.sessions)
         return [
-            [(s.ids[: s.turns[i].end], s.turns[i].out_len) for s in self.sessions if i < len(s.turns)]
+            [
+                (s.ids[: s.turns[i].end], s.turns[i].out_len)
+                for s in self.sessions
+                if i < len(s.turns)
+            ]
             for i in range(most)
         ]
 
@@ -82,7 +86,10 @@ def prefill(num_requests: int = 64, in_len: int = 4096, out_len: int = 1) -> Wor
 
 
 def agentic(
-    num_sessions: int = 32, num_turns: int = 6, system_len: int = 4096, observation_len: int = 384,
+    num_sessions: int = 32,
+    num_turns: int = 6,
+    system_len: int = 4096,
+    observation_len: int = 384,
     out_len: int = 96,
 ) -> Workload:
     """Agents that share a system prompt and each extend a history of their own: needs prefix reuse.
@@ -96,13 +103,17 @@ def agentic(
     for _ in range(num_turns):
         waves.append([(list(history), out_len) for history in histories])
         histories = [
-            history + random_ids(rng, out_len) + random_ids(rng, observation_len) for history in histories
+            history + random_ids(rng, out_len) + random_ids(rng, observation_len)
+            for history in histories
         ]
     return waves
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    "latency": latency, "throughput": throughput, "prefill": prefill, "agentic": agentic,
+    "latency": latency,
+    "throughput": throughput,
+    "prefill": prefill,
+    "agentic": agentic,
 }
 
 
@@ -134,12 +145,20 @@ def agents(shape: AgentShape) -> Traffic:
     sessions = []
     for _ in range(shape.num_sessions):
         num_turns = rng.randint(shape.min_turns, shape.max_turns)
-        ids = shared + random_ids(rng, shape.first_len - shape.shared_len + (num_turns - 1) * shape.turn_len)
+        ids = shared + random_ids(
+            rng, shape.first_len - shape.shared_len + (num_turns - 1) * shape.turn_len
+        )
         turns = []
         for i in range(num_turns):
             is_person = rng.random() < shape.person_share
             pause = rng.expovariate(1.0) * (shape.person_pause if is_person else shape.tool_pause)
-            turns.append(Turn(shape.first_len + i * shape.turn_len, shape.out_len, pause * shape.pause_scale * (i > 0)))
+            turns.append(
+                Turn(
+                    shape.first_len + i * shape.turn_len,
+                    shape.out_len,
+                    pause * shape.pause_scale * (i > 0),
+                )
+            )
         sessions.append(Session(ids, tuple(turns)))
     return Traffic("agents", asdict(shape), sessions)
 
@@ -179,7 +198,9 @@ def below(traffic: Traffic, end_id: int) -> Traffic:
     if end_id >= END_ID:
         return traffic
     first = min(FIRST_ID, end_id // 2)
-    sessions = [Session(_fold(session.ids, first, end_id), session.turns) for session in traffic.sessions]
+    sessions = [
+        Session(_fold(session.ids, first, end_id), session.turns) for session in traffic.sessions
+    ]
     return Traffic(traffic.name, traffic.parameters | {"end_id": end_id}, sessions)
 
 

@@ -35,5 +35,7 @@ def _end_with_the_starter() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_the_starter, daemon=True).start()
-    (tokenspeed,) = distribution("tokenspeed-core").entry_points.select(group="console_scripts", name="tokenspeed")
+    (tokenspeed,) = distribution("tokenspeed-core").entry_points.select(
+        group="console_scripts", name="tokenspeed"
+    )
     sys.exit(tokenspeed.load()())

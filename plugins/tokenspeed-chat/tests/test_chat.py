@@ -65,26 +65,48 @@ def server() -> Iterator[tuple[str, type[Handler]]]:
 
 
 def test_lines_from_a_pipe_are_turns_that_remember_the_ones_before(
-    server: tuple[str, type[Handler]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     url, handler = server
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
-    status = main(["chat", "--base-url", f"{url}/v1", "--system", "be brief", "--temperature", "0",
-                   "--api-key", "k"])
+    status = main(
+        [
+            "chat",
+            "--base-url",
+            f"{url}/v1",
+            "--system",
+            "be brief",
+            "--temperature",
+            "0",
+            "--api-key",
+            "k",
+        ]
+    )
     assert status == 0
     assert capsys.readouterr().out == "n=2 ü\nn=4 ü\n"
-    assert [each["role"] for each in handler.seen[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert [each["role"] for each in handler.seen[1]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert handler.seen[1]["messages"][2]["content"] == "n=2 ü"
     assert {each["key"] for each in handler.seen} == {"Bearer k"}
     assert {each["temperature"] for each in handler.seen} == {0}
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("refuse", "400 max_tokens: too many"), ("cut", "ended the answer early")]
+    ("mode", "expected"),
+    [("refuse", "400 max_tokens: too many"), ("cut", "ended the answer early")],
 )
 def test_a_refusal_or_a_cut_answer_is_an_error_for_a_script(
-    server: tuple[str, type[Handler]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    mode: str, expected: str,
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    expected: str,
 ) -> None:
     url, handler = server
     handler.mode = mode
@@ -95,7 +117,9 @@ def test_a_refusal_or_a_cut_answer_is_an_error_for_a_script(
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
-    server: tuple[str, type[Handler]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: tuple[str, type[Handler]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     url, handler = server
     stream = ChatClient.stream
@@ -122,12 +146,24 @@ def test_no_server_is_said_with_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--base-url", "http://127.0.0.1:1", "--port", "1"), "--base-url takes a server as it runs"),
-        (("--base-url", "http://127.0.0.1:1"), "no server at http://127.0.0.1:1 (Connection refused); start one with "
-         "`tokenspeed serve`, or leave out --base-url: `tokenspeed chat` starts its own"),
-        (("--base-url", ""), "--base-url '': must be the address of a server, such as http://127.0.0.1:8000"),
+        (
+            ("--base-url", "http://127.0.0.1:1", "--port", "1"),
+            "--base-url takes a server as it runs",
+        ),
+        (
+            ("--base-url", "http://127.0.0.1:1"),
+            "no server at http://127.0.0.1:1 (Connection refused); start one with "
+            "`tokenspeed serve`, or leave out --base-url: `tokenspeed chat` starts its own",
+        ),
+        (
+            ("--base-url", ""),
+            "--base-url '': must be the address of a server, such as http://127.0.0.1:8000",
+        ),
         (("--base-url", "ftp://x"), "--base-url 'ftp://x': must be the address of a server"),
-        (("--base-url", "http://[::1"), "--base-url 'http://[::1': must be the address of a server"),
+        (
+            ("--base-url", "http://[::1"),
+            "--base-url 'http://[::1': must be the address of a server",
+        ),
         (("--base-url", "x:99999"), "--base-url 'x:99999': must be the address of a server"),
         (("--base-url", "not a url"), "--base-url 'not a url': must be the address of a server"),
         (("--prt", "1"), "--prt: no such setting; did you mean --port?"),
@@ -192,7 +228,9 @@ def test_its_help_imports_no_heavy_library() -> None:
     assert done.stdout.splitlines()[-1] == "HEAVY"
 
 
-def test_its_help_has_its_own_options_and_the_sections_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_help_has_its_own_options_and_the_sections_of_settings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["chat", "--help"]) == 0
     page = capsys.readouterr().out
     assert "--base-url URL" in page
@@ -239,7 +277,9 @@ def test_a_server_is_started_with_the_settings_and_stopped_at_the_end(
     fake_serve: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENSPEED_PORT", "1")
-    config = Config.from_keywords(model="m", attention_backend={"decode": "a,b"}, port=9, max_num_seqs=4)
+    config = Config.from_keywords(
+        model="m", attention_backend={"decode": "a,b"}, port=9, max_num_seqs=4
+    )
     with started_server(config) as url:
         settings, environ, pid = json.loads(fake_serve.read_text())
         assert url == f"http://127.0.0.1:{settings['port']}"
@@ -253,14 +293,23 @@ def test_a_server_is_started_with_the_settings_and_stopped_at_the_end(
 
 
 def test_a_server_that_ends_at_once_says_why(fake_serve: Path) -> None:
-    with pytest.raises(EngineDeadError, match="status 3") as caught, started_server(Config(model="broken")):
+    with (
+        pytest.raises(EngineDeadError, match="status 3") as caught,
+        started_server(Config(model="broken")),
+    ):
         pass
     assert "no such model" in str(caught.value)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a child of its parent's death")
-@pytest.mark.parametrize("model", ["m", "slow"])  # the one serves at once, the other is killed while it starts
-def test_a_killed_chat_leaves_no_server_and_no_file(fake_serve: Path, tmp_path: Path, model: str) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not tell a child of its parent's death"
+)
+@pytest.mark.parametrize(
+    "model", ["m", "slow"]
+)  # the one serves at once, the other is killed while it starts
+def test_a_killed_chat_leaves_no_server_and_no_file(
+    fake_serve: Path, tmp_path: Path, model: str
+) -> None:
     script = tmp_path / "chat.py"
     script.write_text(
         f"import sys, time\nfrom tokenspeed_chat.child import started_server\n"

@@ -22,7 +22,9 @@ def talk(
     positional: ModelArgument = None,
     base_url: Annotated[str | None, typer.Option("--base-url", help="a server that runs")] = None,
     system: Annotated[str | None, typer.Option("--system", help="the system message")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", min=0, help="0: the likeliest")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0, help="0: the likeliest")
+    ] = None,
     config: ConfigFile = None,
     flags: dict[str, Any],
 ) -> int:
@@ -30,9 +32,13 @@ def talk(
     options = {} if temperature is None else {"temperature": temperature}
     if base_url is not None:
         if positional is not None or config is not None or set(flags) - {"api_key"}:
-            raise ChatError("--base-url takes a server as it runs: settings of a server go without it")
+            raise ChatError(
+                "--base-url takes a server as it runs: settings of a server go without it"
+            )
         if not is_address(base_url):
-            raise ChatError(f"--base-url {base_url!r}: must be the address of a server, such as http://127.0.0.1:8000")
+            raise ChatError(
+                f"--base-url {base_url!r}: must be the address of a server, such as http://127.0.0.1:8000"
+            )
         key = flags.get("api_key") or os.environ.get("TOKENSPEED_API_KEY")
         return _take_turns(ChatClient(base_url, key), system, options)
     resolved = configure(positional, flags, config)
@@ -52,7 +58,9 @@ def _take_turns(client: ChatClient, system: str | None, options: dict[str, Any])
     if is_person:
         import readline  # noqa: F401  # gives input() its history and editing
 
-        typer.echo(f"{model} at {client.base_url}. Ctrl-C stops an answer, Ctrl-D leaves.", err=True)
+        typer.echo(
+            f"{model} at {client.base_url}. Ctrl-C stops an answer, Ctrl-D leaves.", err=True
+        )
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     while True:
         try:
@@ -68,7 +76,11 @@ def _take_turns(client: ChatClient, system: str | None, options: dict[str, Any])
 
 
 def _answer(
-    client: ChatClient, model: str, messages: list[dict[str, str]], options: dict[str, Any], is_person: bool
+    client: ChatClient,
+    model: str,
+    messages: list[dict[str, str]],
+    options: dict[str, Any],
+    is_person: bool,
 ) -> None:
     """Print the answer as it comes, and remember what was said of it. What failed is not remembered."""
     parts: list[str] = []

@@ -20,7 +20,12 @@ from typing import NoReturn
 import typer
 
 from tokenspeed_chat.client import ChatClient
-from tokenspeed_core.commands.settings import Config, EngineDeadError, end_with_parent, without_settings
+from tokenspeed_core.commands.settings import (
+    Config,
+    EngineDeadError,
+    end_with_parent,
+    without_settings,
+)
 
 POLL = 0.1  # seconds between looks at a server that starts
 PATIENCE = 30.0  # seconds that a server has to end before it is killed
@@ -38,7 +43,12 @@ def started_server(config: Config) -> Iterator[str]:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     asked = config.model_dump(mode="json", exclude_unset=True)
-    values = {"api_workers": 1, **asked, "host": "127.0.0.1", "port": port}  # one user needs one worker
+    values = {
+        "api_workers": 1,
+        **asked,
+        "host": "127.0.0.1",
+        "port": port,
+    }  # one user needs one worker
     server = subprocess.Popen(
         [sys.executable, "-P", "-m", "tokenspeed_core.cli", "serve", "--config", "/dev/stdin"],
         stdin=subprocess.PIPE,

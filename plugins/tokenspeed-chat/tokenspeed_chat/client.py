@@ -40,7 +40,9 @@ class ChatClient:
             raise Unreachable(f"{self.base_url} serves no model")
         return models[0]
 
-    def stream(self, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:
+    def stream(
+        self, model: str, messages: list[dict[str, str]], options: dict[str, Any]
+    ) -> Iterator[str]:
         """Yield the text of the answer as it comes. Closing it ends the request. Raises Unreachable."""
         body = {"model": model, "messages": messages, "stream": True, **options}
         with self._open("/v1/chat/completions", body) as response:
@@ -55,7 +57,9 @@ class ChatClient:
             except (OSError, HTTPException) as error:
                 raise Unreachable(f"the server went away: {error}") from error
             except (ValueError, AttributeError, TypeError) as error:
-                raise Unreachable(f"{self._no_api('/v1/chat/completions')} with events of another form") from error
+                raise Unreachable(
+                    f"{self._no_api('/v1/chat/completions')} with events of another form"
+                ) from error
         raise Unreachable("the server ended the answer early")
 
     def is_healthy(self) -> bool:
@@ -74,7 +78,11 @@ class ChatClient:
         except urllib.error.HTTPError as error:
             with error:
                 told = _message(error.read())
-            said = f"{error.code} {told}" if told else f"{self._no_api(path)} {error.code} {error.reason}"
+            said = (
+                f"{error.code} {told}"
+                if told
+                else f"{self._no_api(path)} {error.code} {error.reason}"
+            )
             raise Unreachable(said) from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)

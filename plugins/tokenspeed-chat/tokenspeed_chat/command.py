@@ -30,7 +30,9 @@ def chat(words: Sequence[str]) -> int:
     from tokenspeed_core.commands.settings import with_settings
 
     app = typer.Typer(
-        rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
         context_settings={"help_option_names": []},
     )
     app.command()(with_settings(talk))

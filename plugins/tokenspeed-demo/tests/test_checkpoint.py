@@ -30,7 +30,9 @@ def test_the_weights_are_bf16_and_tied() -> None:
 def test_most_held_out_items_of_every_task_are_answered_exactly() -> None:
     items = [item for task in SCORED for item in held_out_set(task, 6)]
     texts = with_transformers(FOLDER, "cpu", len(items))(items)
-    wrong = [(item, text) for item, text in zip(items, texts, strict=True) if not is_right(item, text)]
+    wrong = [
+        (item, text) for item, text in zip(items, texts, strict=True) if not is_right(item, text)
+    ]
     assert len(wrong) <= 3, [(item.task, item.answer, text) for item, text in wrong]
 
 
@@ -39,15 +41,24 @@ def test_digits_are_tokens_of_their_own_and_words_never_carry_a_space() -> None:
 
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     assert tokenizer.encode("120+7").tokens == ["1", "2", "0", "+", "7"]
-    assert not [token for token in tokenizer.get_vocab() if token.startswith("Ġ") and token[1:2].isalnum()]
-    assert not [token for token in tokenizer.get_vocab() if len(token) > 1 and any(map(str.isdigit, token))]
+    assert not [
+        token for token in tokenizer.get_vocab() if token.startswith("Ġ") and token[1:2].isalnum()
+    ]
+    assert not [
+        token for token in tokenizer.get_vocab() if len(token) > 1 and any(map(str.isdigit, token))
+    ]
 
 
 def test_any_text_survives_the_tokenizer() -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    for text in ("naïve 🚀 日本語\r\n\ttabs  ", '{"a": [1, 2]}', "<think>\nx\n</think>", "\x00\x7f"):
+    for text in (
+        "naïve 🚀 日本語\r\n\ttabs  ",
+        '{"a": [1, 2]}',
+        "<think>\nx\n</think>",
+        "\x00\x7f",
+    ):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 

@@ -38,7 +38,9 @@ def training_items() -> list[Item]:
 def test_a_held_out_set_has_a_thousand_different_items(task: str) -> None:
     items = held_out_set(task)
     assert len(items) >= NUM_HELD_OUT >= 1000
-    assert len({tuple(message["content"] for message in item.messages) for item in items}) == len(items)
+    assert len({tuple(message["content"] for message in item.messages) for item in items}) == len(
+        items
+    )
 
 
 @pytest.mark.parametrize("task", SCORED)
@@ -50,7 +52,9 @@ def test_no_training_item_holds_a_held_out_value(training_items: list[Item]) -> 
     assert not {key for item in training_items for key in item.keys if is_held_out(key)}
 
 
-def test_no_made_up_word_of_the_held_out_sets_is_written_in_training(training_items: list[Item]) -> None:
+def test_no_made_up_word_of_the_held_out_sets_is_written_in_training(
+    training_items: list[Item],
+) -> None:
     listed = {part.lower() for part in (*words.PLAIN, *words.THINGS, *words.WEEKDAYS)}
     held_out = {
         key.removeprefix("value:")
@@ -75,7 +79,10 @@ def test_operand_pairs_are_split_whatever_their_order() -> None:
 
     def pairs(source: Source) -> set[tuple[int, int]]:
         rng = source.rng
-        made = [source.pair("sum", lambda: (rng.randint(10, 99), rng.randint(10, 99))) for _ in range(30_000)]
+        made = [
+            source.pair("sum", lambda: (rng.randint(10, 99), rng.randint(10, 99)))
+            for _ in range(30_000)
+        ]
         return {(min(pair), max(pair)) for pair in made}
 
     assert not pairs(trained) & pairs(kept)

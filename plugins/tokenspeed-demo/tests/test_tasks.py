@@ -29,7 +29,9 @@ def test_arithmetic_answers_are_true_and_name_the_numbers_asked_for(maker: Maker
     for item in items(maker):
         left, right = item.answer.split(" = ")
         assert eval(left) == int(right)
-        assert sorted(re.findall(r"\d+", left)) == sorted(re.findall(r"\d+", item.messages[-1]["content"]))
+        assert sorted(re.findall(r"\d+", left)) == sorted(
+            re.findall(r"\d+", item.messages[-1]["content"])
+        )
 
 
 @pytest.mark.parametrize(("a", "b"), [(58, 67), (999, 1), (7, 8), (500, 50)])
@@ -94,7 +96,9 @@ def test_argument_values_stand_in_the_request() -> None:
     for item in items(tools.tool_call):
         (call,) = calls(item)
         assert isinstance(call["arguments"], dict)
-        assert all(str(value) in item.messages[0]["content"] for value in call["arguments"].values())
+        assert all(
+            str(value) in item.messages[0]["content"] for value in call["arguments"].values()
+        )
 
 
 def test_the_names_of_the_tools_given_together_differ() -> None:
@@ -108,7 +112,9 @@ def test_an_answer_from_a_result_says_every_value_of_it() -> None:
         returned = item.messages[-1]["content"]
         values = json.loads(returned) if returned.startswith("{") else {"": returned}
         for value in values.values():
-            assert all(str(part) in item.answer for part in (value if isinstance(value, list) else [value]))
+            assert all(
+                str(part) in item.answer for part in (value if isinstance(value, list) else [value])
+            )
 
 
 def test_a_second_turn_follows_a_first_and_is_asked_by_the_user() -> None:

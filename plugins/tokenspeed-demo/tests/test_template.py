@@ -13,40 +13,62 @@ from tokenspeed_demo.training.tasks import TrainingItems
 
 WEATHER = {
     "type": "function",
-    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
 }
 QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
 
 
-def prompt(*messages: dict[str, Any], tools: tuple[dict[str, Any], ...] = (), enable_thinking: bool = True) -> str:
+def prompt(
+    *messages: dict[str, Any], tools: tuple[dict[str, Any], ...] = (), enable_thinking: bool = True
+) -> str:
     item = Item("test", messages, "", frozenset(), tools, enable_thinking)
     return Renderer(Path(CHECKPOINT.path) / "chat_template.jinja").prompt(item)
 
 
 def test_a_question_alone_opens_the_assistants_turn() -> None:
-    assert prompt({"role": "user", "content": "hi"}) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        prompt({"role": "user", "content": "hi"})
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_system_prompt_comes_first() -> None:
     text = prompt({"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"})
-    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n")
+    assert text.startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    )
 
 
 def test_tools_are_written_as_json_into_the_system_turn() -> None:
     text = prompt({"role": "system", "content": "Be brief."}, QUESTION, tools=(WEATHER,))
-    assert text.startswith('<|im_start|>system\nBe brief.\n\nTools:\n{"type": "function", "function": {"name": "get_w')
+    assert text.startswith(
+        '<|im_start|>system\nBe brief.\n\nTools:\n{"type": "function", "function": {"name": "get_w'
+    )
     assert "<tool_call>" in text.partition("<|im_end|>")[0]
     assert prompt(QUESTION, tools=(WEATHER,)).startswith("<|im_start|>system\nTools:\n")
 
 
 def test_without_thinking_the_turn_opens_with_an_empty_thought() -> None:
-    assert prompt(QUESTION, enable_thinking=False).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert prompt(QUESTION, enable_thinking=False).endswith(
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}], ids=["as text", "as an object"])
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Paris"}', {"city": "Paris"}], ids=["as text", "as an object"]
+)
 @pytest.mark.parametrize("content", ["", None])
-def test_calls_and_results_are_rendered_as_in_training(arguments: object, content: str | None) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+def test_calls_and_results_are_rendered_as_in_training(
+    arguments: object, content: str | None
+) -> None:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": arguments},
+    }
     text = prompt(
         QUESTION,
         {"role": "assistant", "content": content, "tool_calls": [call]},
@@ -72,7 +94,9 @@ def test_content_in_parts_is_joined() -> None:
 
 
 def test_transformers_renders_and_encodes_like_the_training_did() -> None:
-    transformers = pytest.importorskip("transformers", reason="the reference rendering is transformers'")
+    transformers = pytest.importorskip(
+        "transformers", reason="the reference rendering is transformers'"
+    )
     tokenizers = pytest.importorskip("tokenizers")
     theirs = transformers.AutoTokenizer.from_pretrained(CHECKPOINT.path)
     ours = tokenizers.Tokenizer.from_file(str(Path(CHECKPOINT.path) / "tokenizer.json"))

@@ -24,7 +24,9 @@ from tokenspeed_demo.training.train import (  # noqa: E402
 )
 
 FOLDER = Path(CHECKPOINT.path)
-TINY = ModelConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
+TINY = ModelConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16
+)
 CPU = torch.device("cpu")
 
 
@@ -32,15 +34,22 @@ def trained() -> Qwen3:
     from safetensors.torch import load_file
 
     model = Qwen3(ModelConfig())
-    model.load_state_dict({name: weight.float() for name, weight in load_file(FOLDER / "model.safetensors").items()})
+    model.load_state_dict(
+        {name: weight.float() for name, weight in load_file(FOLDER / "model.safetensors").items()}
+    )
     return model
 
 
 def test_the_training_model_computes_what_transformers_computes() -> None:
     transformers = pytest.importorskip("transformers")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        FOLDER, dtype=torch.float32
+    ).eval()
     tokens = torch.randint(0, 1536, (2, 40), generator=torch.Generator().manual_seed(1))
-    positions, causal = torch.arange(40).expand(2, 40), torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    positions, causal = (
+        torch.arange(40).expand(2, 40),
+        torch.ones(1, 1, 40, 40, dtype=torch.bool).tril(),
+    )
     with torch.no_grad():
         ours, theirs = trained()(tokens, positions, causal), reference(tokens).logits
     assert torch.linalg.norm(ours - theirs) < 1e-5 * torch.linalg.norm(theirs)
@@ -54,7 +63,9 @@ def test_a_batch_depends_on_its_index_and_not_on_the_number_of_processes() -> No
 
 
 def test_packed_documents_keep_their_order_positions_and_kinds() -> None:
-    batch = pack(iter([([1, 2], [3]), ([4], [5, 6]), ([9] * 99, [9]), ([7, 8], [9, 10])]), Shape(2, 8))
+    batch = pack(
+        iter([([1, 2], [3]), ([4], [5, 6]), ([9] * 99, [9]), ([7, 8], [9, 10])]), Shape(2, 8)
+    )
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0], [7, 8, 9, 10, 0, 0, 0, 0]]
     assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
     assert batch.documents[0].tolist() == [1, 1, 1, 2, 2, 2, 0, 0]

@@ -89,7 +89,9 @@ def over_http(base_url: str, model: str, api_key: str, concurrency: int) -> Answ
     async def ask_all(items: list[Item]) -> list[str]:
         headers = {"Authorization": f"Bearer {api_key}"}
         url = base_url.rstrip("/") + "/"
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=600, trust_env=False
+        ) as client:
             name = model or (await client.get("models")).json()["data"][0]["id"]
             gate = asyncio.Semaphore(concurrency)
             return await asyncio.gather(*(ask(client, gate, name, item) for item in items))
@@ -112,7 +114,11 @@ def in_process(path: Path, keywords: dict[str, Any]) -> Answerer:
 
     def answer(items: list[Item]) -> list[str]:
         prompts = [
-            {"prompt_token_ids": tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids}
+            {
+                "prompt_token_ids": tokenizer.encode(
+                    renderer.prompt(item), add_special_tokens=False
+                ).ids
+            }
             for item in items
         ]
         return [output.outputs[0].text or "" for output in llm.generate(prompts, sampling)]
@@ -139,7 +145,9 @@ def with_transformers(path: Path, device: str, batch_size: int) -> Answerer:
             )
             for item in items
         ]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False).to(
+            device
+        )
         with torch.inference_mode():
             outputs = model.generate(
                 input_ids=inputs["input_ids"],
@@ -153,7 +161,9 @@ def with_transformers(path: Path, device: str, batch_size: int) -> Answerer:
 
     def answer(items: list[Item]) -> list[str]:
         # Prompts of like length share a batch, so that little is padded.
-        order = sorted(range(len(items)), key=lambda i: len(str(items[i].messages)) + len(str(items[i].tools)))
+        order = sorted(
+            range(len(items)), key=lambda i: len(str(items[i].messages)) + len(str(items[i].tools))
+        )
         answers = [""] * len(items)
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
@@ -164,7 +174,9 @@ def with_transformers(path: Path, device: str, batch_size: int) -> Answerer:
     return answer
 
 
-def score(answer: Answerer, tasks: list[str], num_items: int, show_wrong: int) -> dict[str, dict[str, Any]]:
+def score(
+    answer: Answerer, tasks: list[str], num_items: int, show_wrong: int
+) -> dict[str, dict[str, Any]]:
     """Exact answers by task, with the seconds each set took; prints a line a task."""
     results: dict[str, dict[str, Any]] = {}
     print(f"{'task':26} {'exact':>7} {'needed':>7} {'items':>6} {'seconds':>8}")
@@ -173,31 +185,52 @@ def score(answer: Answerer, tasks: list[str], num_items: int, show_wrong: int) -
         start = time.perf_counter()
         texts = answer(items)
         seconds = time.perf_counter() - start
-        wrong = [(item, text) for item, text in zip(items, texts, strict=True) if not is_right(item, text)]
+        wrong = [
+            (item, text)
+            for item, text in zip(items, texts, strict=True)
+            if not is_right(item, text)
+        ]
         exact, required = 1 - len(wrong) / len(items), SCORED[task].required
-        results[task] = {"exact": exact, "required": required, "items": len(items), "seconds": round(seconds, 1)}
+        results[task] = {
+            "exact": exact,
+            "required": required,
+            "items": len(items),
+            "seconds": round(seconds, 1),
+        }
         print(f"{task:26} {exact:7.1%} {required:7.0%} {len(items):6} {seconds:8.1f}", flush=True)
         for item, text in wrong[:show_wrong]:
-            print(f"  asked    {item.messages[-1]['content']!r}\n  expected {item.answer!r}\n  got      {text!r}")
+            print(
+                f"  asked    {item.messages[-1]['content']!r}\n  expected {item.answer!r}\n  got      {text!r}"
+            )
     return results
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Score the demo model on its held-out sets.")
     ways = parser.add_mutually_exclusive_group(required=True)
-    ways.add_argument("--base-url", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
+    ways.add_argument(
+        "--base-url", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1"
+    )
     ways.add_argument("--engine", action="store_true", help="tokenspeed_core.LLM in this process")
     ways.add_argument("--transformers", action="store_true", help="transformers in this process")
-    parser.add_argument("--path", type=Path, default=CHECKPOINT, help="checkpoint, for the ways in process")
-    parser.add_argument("--engine-options", type=json.loads, default={}, help="keywords for LLM, as JSON")
-    parser.add_argument("--model", default="", help="name to ask the server for; the first it lists when omitted")
+    parser.add_argument(
+        "--path", type=Path, default=CHECKPOINT, help="checkpoint, for the ways in process"
+    )
+    parser.add_argument(
+        "--engine-options", type=json.loads, default={}, help="keywords for LLM, as JSON"
+    )
+    parser.add_argument(
+        "--model", default="", help="name to ask the server for; the first it lists when omitted"
+    )
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--concurrency", type=int, default=32, help="requests at a time")
     parser.add_argument("--device", default="cpu", help="for --transformers")
     parser.add_argument("--batch-size", type=int, default=128, help="for --transformers")
     parser.add_argument("--tasks", nargs="+", choices=list(SCORED), default=list(SCORED))
     parser.add_argument("--num-items", type=int, default=NUM_HELD_OUT, help="of each task")
-    parser.add_argument("--show-wrong", type=int, default=0, help="wrong answers to print for each task")
+    parser.add_argument(
+        "--show-wrong", type=int, default=0, help="wrong answers to print for each task"
+    )
     parser.add_argument("--json", type=Path, help="file for the scores")
     return parser.parse_args()
 
@@ -205,7 +238,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.base_url:
-        answer = over_http(arguments.base_url, arguments.model, arguments.api_key, arguments.concurrency)
+        answer = over_http(
+            arguments.base_url, arguments.model, arguments.api_key, arguments.concurrency
+        )
     elif arguments.engine:
         answer = in_process(arguments.path, arguments.engine_options)
     else:

@@ -34,21 +34,38 @@ class MachineCode:
 
 
 def compiled(
-    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], at: Path, *, capability: int,
-    aligned: tuple[str, ...], num_warps: int, num_stages: int,
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    at: Path,
+    *,
+    capability: int,
+    aligned: tuple[str, ...],
+    num_warps: int,
+    num_stages: int,
 ) -> MachineCode:
     """Compile a kernel for a compute capability (100 is 10.0). `aligned` names multiples of 16, pointers among them."""
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, dict(constants), attributes)
+    source = ASTSource(
+        kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, dict(constants), attributes
+    )
     code = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "num_stages": num_stages}
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
     )
     cubin = at / "kernel.cubin"
     cubin.write_bytes(code.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path
-    usage = subprocess.run([tool, "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run(
+        [tool, "-res-usage", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return MachineCode(
-        code.asm["ptx"], int(found[1]), int(found[2]), code.metadata.shared, code.metadata.tmem_size or 0
+        code.asm["ptx"],
+        int(found[1]),
+        int(found[2]),
+        code.metadata.shared,
+        code.metadata.tmem_size or 0,
     )

@@ -8,9 +8,23 @@ import pytest
 import torch
 from machine_code import REGISTERS, SHARED_BYTES, TENSOR_COLUMNS, compiled
 from tokenspeed_kernels_blackwell import TORCH_BLOCKS
-from tokenspeed_kernels_blackwell.block_scaled import BLOCK_K, BLOCK_N, MXFP8, NVFP4, TILINGS, Format, Tiling
+from tokenspeed_kernels_blackwell.block_scaled import (
+    BLOCK_K,
+    BLOCK_N,
+    MXFP8,
+    NVFP4,
+    TILINGS,
+    Format,
+    Tiling,
+)
 from tokenspeed_kernels_blackwell.block_scaled_kernel import multiply
-from tokenspeed_kernels_blackwell.reference import E2M1, mxfp8_rows, mxfp8_values, nvfp4_rows, nvfp4_values
+from tokenspeed_kernels_blackwell.reference import (
+    E2M1,
+    mxfp8_rows,
+    mxfp8_values,
+    nvfp4_rows,
+    nvfp4_values,
+)
 
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.select import Selector
@@ -57,7 +71,9 @@ def test_a_groups_scale_is_rounded_to_e4m3_under_the_scale_of_all() -> None:
     x = torch.zeros(1, 32)
     x[0, 3], x[0, 20] = 2688.0, 6.5
     codes, group_scale = nvfp4_rows(x, torch.tensor([0.5]))
-    assert group_scale.float().tolist() == [[448.0, 2.25]]  # 2688 / 6 / 0.5 is beyond the largest; 6.5 / 6 / 0.5
+    assert group_scale.float().tolist() == [
+        [448.0, 2.25]
+    ]  # 2688 / 6 / 0.5 is beyond the largest; 6.5 / 6 / 0.5
     assert codes[0, 1].item() >> 4 == 7, "the later of two values stands in the high bits"
     assert codes[0, 10].item() & 15 == 7
 
@@ -70,18 +86,35 @@ def test_the_tensor_cores_scale_the_operands_themselves(
 ) -> None:
     value, scale = ("fp8e4nv", "u8") if form is MXFP8 else ("u8", "fp8e4nv")
     signature = {
-        "x_ptr": f"*{value}", "x_scale_ptr": f"*{scale}", "w_ptr": f"*{value}", "w_scale_ptr": f"*{scale}",
-        "scale_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16",
+        "x_ptr": f"*{value}",
+        "x_scale_ptr": f"*{scale}",
+        "w_ptr": f"*{value}",
+        "w_scale_ptr": f"*{scale}",
+        "scale_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "y_ptr": "*bf16",
         **dict.fromkeys(("x_stride", "x_scale_stride", "num_rows", "N"), "i32"),
     }
     constants = {
-        "K": 4096, "FORMAT": form.name, "PACKED": form.packed, "GROUP": form.group, "HAS_SCALE": form is NVFP4,
-        "HAS_BIAS": True, "BLOCK_N": BLOCK_N, "BLOCK_T": tiling.block_t, "BLOCK_K": BLOCK_K,
+        "K": 4096,
+        "FORMAT": form.name,
+        "PACKED": form.packed,
+        "GROUP": form.group,
+        "HAS_SCALE": form is NVFP4,
+        "HAS_BIAS": True,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_T": tiling.block_t,
+        "BLOCK_K": BLOCK_K,
     }
     code = compiled(
-        multiply, signature, constants, tmp_path, capability=capability,
+        multiply,
+        signature,
+        constants,
+        tmp_path,
+        capability=capability,
         aligned=tuple(name for name in signature if name not in ("scale_ptr", "num_rows")),
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )
     assert code.count(f"tcgen05.mma.cta_group::1.{SCALED[form]}") > 0
     assert code.count("mma.sync") == 0
@@ -92,12 +125,16 @@ def test_the_tensor_cores_scale_the_operands_themselves(
 
 
 @pytest.mark.parametrize("op", ["linear_mxfp8", "linear_nvfp4"])
-def test_a_blackwell_device_gets_the_kernel_and_others_the_reference_with_the_reason(op: str) -> None:
+def test_a_blackwell_device_gets_the_kernel_and_others_the_reference_with_the_reason(
+    op: str,
+) -> None:
     catalog = Catalog.discover()
     problem = {"in_size": 4096, "out_size": 1024, "dtype": "bfloat16"}
     for capability, backend in (((10, 0), "blackwell"), ((9, 0), "torch-blocks")):
         chosen = Selector(
-            installed_kernels(catalog), PlatformInfo("cuda", capability), ops=installed_ops(catalog),
+            installed_kernels(catalog),
+            PlatformInfo("cuda", capability),
+            ops=installed_ops(catalog),
             needs=frozenset({"graph_safe"}),
         )
         assert chosen.select(op, problem).spec.backend == backend

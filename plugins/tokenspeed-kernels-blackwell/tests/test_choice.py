@@ -24,8 +24,11 @@ from tokenspeed_core.testing.explain import explain
 def selector(capability: tuple[int, int]) -> Selector:
     catalog = Catalog.discover()
     return Selector(
-        installed_kernels(catalog), PlatformInfo("cuda", capability, f"compute capability {capability}"),
-        rankings=installed_rankings(catalog), ops=installed_ops(catalog), needs=frozenset({"graph_safe"}),
+        installed_kernels(catalog),
+        PlatformInfo("cuda", capability, f"compute capability {capability}"),
+        rankings=installed_rankings(catalog),
+        ops=installed_ops(catalog),
+        needs=frozenset({"graph_safe"}),
     )
 
 
@@ -35,13 +38,14 @@ def problem(phase: str, block_size: int = 64, dtype: str = "bfloat16") -> Attent
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 1), (10, 3)])
 def test_a_blackwell_device_gets_this_backend_for_prompts_and_the_portable_one_for_decodes(
-    capability: tuple[int, int]
+    capability: tuple[int, int],
 ) -> None:
     chosen = selector(capability)
     for phase in ("prefill", "decode"):
         chosen.select_attention(problem(phase))
     assert [(planned.backend, planned.distribution) for planned in chosen.plan().ops] == [
-        ("blackwell", "tokenspeed-kernels-blackwell"), ("triton", "tokenspeed-kernels"),
+        ("blackwell", "tokenspeed-kernels-blackwell"),
+        ("triton", "tokenspeed-kernels"),
     ]
     assert "not blackwell from tokenspeed-kernels-blackwell: phase decode is not among prefill" in (
         explain(chosen.plan(), "attention")
@@ -49,14 +53,29 @@ def test_a_blackwell_device_gets_this_backend_for_prompts_and_the_portable_one_f
 
 
 def test_the_block_size_is_settled_so_that_prompts_get_this_backend() -> None:
-    why = [sys.executable, "-m", "tokenspeed_core.cli", "plugins", "why", "attention", "--platform", "sm100", "--json"]
+    why = [
+        sys.executable,
+        "-m",
+        "tokenspeed_core.cli",
+        "plugins",
+        "why",
+        "attention",
+        "--platform",
+        "sm100",
+        "--json",
+    ]
     said = json.loads(subprocess.run(why, capture_output=True, check=True, timeout=120).stdout)
-    chosen = {each["problem"]["phase"]: (each["backend"], each["problem"]["block_size"]) for each in said["ops"]}
+    chosen = {
+        each["problem"]["phase"]: (each["backend"], each["problem"]["block_size"])
+        for each in said["ops"]
+    }
     assert chosen == {"prefill": ("blackwell", 64), "decode": ("triton", 64)}
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
-def test_devices_before_and_after_are_told_in_one_line_why_they_do_not_get_it(capability: tuple[int, int]) -> None:
+def test_devices_before_and_after_are_told_in_one_line_why_they_do_not_get_it(
+    capability: tuple[int, int],
+) -> None:
     chosen = selector(capability)
     assert chosen.select_attention(problem("prefill")).spec.backend == "triton"
     major, minor = capability
@@ -82,8 +101,13 @@ def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() 
 
 
 def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
-    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "blackwell", "decode": "torch"})
-    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for blackwell.*that fit: torch"):
+    config = Config.from_keywords(
+        device="cpu", attention_backend={"prefill": "blackwell", "decode": "torch"}
+    )
+    with pytest.raises(
+        SelectionError,
+        match=r"(?s)--attention-backend\.prefill asks for blackwell.*that fit: torch",
+    ):
         dry_run(config)
 
 
@@ -91,16 +115,21 @@ def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone() -> Non
     catalog = Catalog.discover()
     for names, taken in ((("auto",), "blackwell"), (("trtllm",), "trtllm"), (("fa4",), "fa4")):
         chosen = Selector(
-            installed_kernels(catalog), PlatformInfo("cuda", (10, 3), "B300"), [Preference.parse("attention", names)],
+            installed_kernels(catalog),
+            PlatformInfo("cuda", (10, 3), "B300"),
+            [Preference.parse("attention", names)],
             module_exists=lambda name: True,
         )
         assert chosen.select_attention(problem("prefill")).spec.backend == taken
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="the library is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is not None, reason="the library is installed"
+)
 def test_without_its_library_the_plan_says_how_to_get_it() -> None:
     chosen = selector((10, 0))
     chosen.select_attention(problem("decode"))
-    assert "module 'flashinfer' is not installed -> pip install 'tokenspeed-kernels-blackwell[flashinfer]'" in (
-        explain(chosen.plan(), "attention")
+    assert (
+        "module 'flashinfer' is not installed -> pip install 'tokenspeed-kernels-blackwell[flashinfer]'"
+        in (explain(chosen.plan(), "attention"))
     )

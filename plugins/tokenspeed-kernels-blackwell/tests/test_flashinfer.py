@@ -34,23 +34,48 @@ DECODE, PREFILL = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_wit
 LATENT = "trtllm_batch_decode_with_kv_cache_mla"
 
 COMMON = {
-    "query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "bmm1_scale", "bmm2_scale", "window_left",
-    "out", "kv_layout", "backend", "multi_ctas_kv_counter_buffer",
+    "query",
+    "kv_cache",
+    "workspace_buffer",
+    "block_tables",
+    "seq_lens",
+    "bmm1_scale",
+    "bmm2_scale",
+    "window_left",
+    "out",
+    "kv_layout",
+    "backend",
+    "multi_ctas_kv_counter_buffer",
 }
 GIVEN = {  # the arguments that the backend gives, by the library's file and function
     ("decode", DECODE): COMMON | {"max_seq_len", "q_len_per_req"},
-    ("prefill", PREFILL): COMMON | {"max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"},
-    ("mla/_core", LATENT): COMMON - {"window_left", "out", "kv_layout"} | {
-        "max_seq_len", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim",
+    ("prefill", PREFILL): COMMON
+    | {"max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"},
+    ("mla/_core", LATENT): COMMON - {"window_left", "out", "kv_layout"}
+    | {
+        "max_seq_len",
+        "qk_nope_head_dim",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
     },
 }
 
 
 def attend(given: dict[str, Any], starts: list[int]) -> None:
     """Do what the library does with these arguments, by the definition; a row without keys gets zeros."""
-    query, out, table, lengths = given["query"], given["out"], given["block_tables"], given["seq_lens"].tolist()
+    query, out, table, lengths = (
+        given["query"],
+        given["out"],
+        given["block_tables"],
+        given["seq_lens"].tolist(),
+    )
     assert (given["kv_layout"], given["backend"], given["bmm2_scale"]) == ("NHD", "trtllm-gen", 1.0)
-    assert table.is_contiguous() and table.dtype == torch.int32 and out.is_contiguous() and out.shape == query.shape
+    assert (
+        table.is_contiguous()
+        and table.dtype == torch.int32
+        and out.is_contiguous()
+        and out.shape == query.shape
+    )
     assert given["multi_ctas_kv_counter_buffer"].numel() >= len(lengths) * query.shape[1]
     assert not given["workspace_buffer"].any() and not given["multi_ctas_kv_counter_buffer"].any()
     k, v = given["kv_cache"]
@@ -62,7 +87,9 @@ def attend(given: dict[str, Any], starts: list[int]) -> None:
         left = given["window_left"]
         hidden = (key > position) | ((key < position - left) & (left >= 0))
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).nan_to_num()
-        out[start:stop] = torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+        out[start:stop] = (
+            torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+        )
 
 
 def decode(**given: Any) -> Tensor:
@@ -79,7 +106,10 @@ def prefill(**given: Any) -> Tensor:
     """Stand for the library's function of rows of any lengths."""
     assert given.keys() == GIVEN["prefill", PREFILL]
     starts = given["cum_seq_lens_q"].tolist()
-    assert given["batch_size"] == len(given["seq_lens"]) and given["seq_lens"].max() <= given["max_kv_len"]
+    assert (
+        given["batch_size"] == len(given["seq_lens"])
+        and given["seq_lens"].max() <= given["max_kv_len"]
+    )
     assert max(stop - start for start, stop in pairwise(starts)) <= given["max_q_len"]
     assert given["cum_seq_lens_kv"].tolist() == [0, *accumulate(given["seq_lens"].tolist())]
     assert given["cum_seq_lens_kv"].dtype == given["cum_seq_lens_q"].dtype == torch.int32
@@ -90,12 +120,25 @@ def prefill(**given: Any) -> Tensor:
 def decode_latents(**given: Any) -> Tensor:
     """Stand for the library's function of latents; what a row without keys gets is not said, so it is NaN."""
     assert given.keys() == GIVEN["mla/_core", LATENT]
-    query, cache, table, lengths = given["query"], given["kv_cache"], given["block_tables"], given["seq_lens"]
+    query, cache, table, lengths = (
+        given["query"],
+        given["kv_cache"],
+        given["block_tables"],
+        given["seq_lens"],
+    )
     rank, rope, size = given["kv_lora_rank"], given["qk_rope_head_dim"], cache.shape[1]
     assert (given["backend"], given["bmm2_scale"], rank, rope) == ("trtllm-gen", 1.0, 512, 64)
-    assert query.shape[1] == 1 and query.shape[3] == cache.shape[2] == rank + rope and size in (32, 64)
-    assert query.dtype == cache.dtype == torch.bfloat16, "the library writes its results in bfloat16 alone"
-    assert table.is_contiguous() and table.dtype == lengths.dtype == torch.int32 and lengths.is_contiguous()
+    assert (
+        query.shape[1] == 1 and query.shape[3] == cache.shape[2] == rank + rope and size in (32, 64)
+    )
+    assert query.dtype == cache.dtype == torch.bfloat16, (
+        "the library writes its results in bfloat16 alone"
+    )
+    assert (
+        table.is_contiguous()
+        and table.dtype == lengths.dtype == torch.int32
+        and lengths.is_contiguous()
+    )
     assert lengths.max() <= given["max_seq_len"]
     assert given["multi_ctas_kv_counter_buffer"].numel() >= query.shape[0] * query.shape[2]
     assert not given["workspace_buffer"].any() and not given["multi_ctas_kv_counter_buffer"].any()
@@ -111,7 +154,9 @@ def decode_latents(**given: Any) -> Tensor:
 def of_library(file: str, stand_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a stand-in that takes only what the library's function takes, in every version that is kept."""
     (function,) = (function for where, function in GIVEN if where == file)
-    return held_to(stand_in, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values()))
+    return held_to(
+        stand_in, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values())
+    )
 
 
 def module(name: str, **content: Callable[..., Any]) -> ModuleType:
@@ -121,29 +166,41 @@ def module(name: str, **content: Callable[..., Any]) -> ModuleType:
     return made
 
 
-@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
-def test_over_functions_that_compute_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
+)
+def test_over_functions_that_compute_the_definition_the_backend_conforms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
     stand_ins = {DECODE: of_library("decode", decode), PREFILL: of_library("prefill", prefill)}
     for name, content in ((".decode", stand_ins), (".prefill", stand_ins), ("", {})):
-        monkeypatch.setitem(sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content))
+        monkeypatch.setitem(
+            sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content)
+        )
     halves = replace(FLASHINFER, capability=replace(FLASHINFER.capability, head_sizes=(64,)))
     assert check_attention(halves, torch.device("cpu")) > 20
 
 
-@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+@pytest.mark.skipif(
+    HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
+)
 @pytest.mark.parametrize("spec", FLASHINFER_MLA, ids=("up to 64 heads", "128 heads"))
 def test_over_a_function_of_latents_that_computes_the_definition_the_backend_conforms(
     spec: KernelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer_mla, "WORKSPACE_BYTES", 1024)
     for name, content in ((".mla", {LATENT: of_library("mla/_core", decode_latents)}), ("", {})):
-        monkeypatch.setitem(sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content))
+        monkeypatch.setitem(
+            sys.modules, f"flashinfer{name}", module(f"flashinfer{name}", **content)
+        )
     assert check(spec, torch.device("cpu")) >= 8
     problem = next(problems(spec))
     rows = make_inputs(contract_of(spec), problem, 1, torch.device("cpu"), strided=False)
     rows["q"] = rows["q"].expand(flashinfer_mla.MOST_ROWS + 1, -1, -1)
-    with pytest.raises(ValueError, match="4097 rows of one query; the counters of this backend are for 4096"):
+    with pytest.raises(
+        ValueError, match="4097 rows of one query; the counters of this backend are for 4096"
+    ):
         spec.factory()(problem)(*rows.values())
 
 
@@ -151,7 +208,11 @@ def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() ->
     about = metadata("tokenspeed-kernels-blackwell")
     assert about.get_all("Provides-Extra") == ["flash-attn-4", "flashinfer"]
     needed = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
-    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == ["tokenspeed-core", "torch", "triton"]
+    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == [
+        "tokenspeed-core",
+        "torch",
+        "triton",
+    ]
 
 
 def definitions(file: str, *names: str) -> list[ast.stmt]:
@@ -161,20 +222,30 @@ def definitions(file: str, *names: str) -> list[ast.stmt]:
         tree = ast.parse(archive.read(f"flashinfer/{file}.py"))
     found = {
         target.id if isinstance(target, ast.Name) else "": node
-        for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
     } | {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     return sorted((found[name] for name in names), key=lambda node: node.lineno)
 
 
-NEEDS_WHEEL = pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
+NEEDS_WHEEL = pytest.mark.skipif(
+    WHEELS is None, reason="`nox -s vendors` downloads the library, which is large"
+)
 
 
 @NEEDS_WHEEL
-def test_the_librarys_own_check_takes_the_shapes_of_latent_attention_that_the_backend_declares() -> None:
+def test_the_librarys_own_check_takes_the_shapes_of_latent_attention_that_the_backend_declares() -> (
+    None
+):
     kinds = [f"{kind}_mla_dimensions" for kind in ("deepseek", "smaller", "nope")]
     body = definitions("utils", "_check_block_tables_shape")
     body += definitions(
-        "mla/_core", "MLAHeadDimensions", *kinds, "supported_mla_head_dimensions", "_check_trtllm_gen_mla_shape"
+        "mla/_core",
+        "MLAHeadDimensions",
+        *kinds,
+        "supported_mla_head_dimensions",
+        "_check_trtllm_gen_mla_shape",
     )
     library: dict[str, Any] = {"torch": torch, "Optional": Optional, "dataclass": dataclass}
     exec(compile(ast.Module(body, []), "flashinfer", "exec"), library)
@@ -182,7 +253,13 @@ def test_the_librarys_own_check_takes_the_shapes_of_latent_attention_that_the_ba
         for problem in problems(spec):
             given = make_inputs(contract_of(spec), problem, 7, torch.device("cpu"), strided=True)
             cache = library["_check_trtllm_gen_mla_shape"](
-                given["q"].unsqueeze(1), given["cache"], 512, 64, 0, given["block_table"], problem["block_size"],
+                given["q"].unsqueeze(1),
+                given["cache"],
+                512,
+                64,
+                0,
+                given["block_table"],
+                problem["block_size"],
                 require_aligned_block_table=False,
             )
             assert cache.shape == given["cache"].unsqueeze(1).shape
@@ -191,11 +268,20 @@ def test_the_librarys_own_check_takes_the_shapes_of_latent_attention_that_the_ba
 @NEEDS_WHEEL
 def test_the_library_refuses_the_heads_and_block_sizes_that_the_backend_does_not_declare() -> None:
     (called,) = definitions("mla/_core", f"_{LATENT}_impl")
-    conditions = {ast.unparse(node.test): ast.unparse(node) for node in ast.walk(called) if isinstance(node, ast.If)}
+    conditions = {
+        ast.unparse(node.test): ast.unparse(node)
+        for node in ast.walk(called)
+        if isinstance(node, ast.If)
+    }
     assert "not_supported_reason = " in conditions["64 < num_heads_q < 128"]
     assert "not_supported_reason = " in conditions["block_size != 32 and block_size != 64"]
     assert "raise ValueError(trtllm_gen_not_supported_reason)" in ast.unparse(called)
-    limits = [limit for spec in FLASHINFER_MLA for limit in spec.capability.limits if limit.axis == "num_heads"]
+    limits = [
+        limit
+        for spec in FLASHINFER_MLA
+        for limit in spec.capability.limits
+        if limit.axis == "num_heads"
+    ]
     assert [(limit.minimum, limit.maximum) for limit in limits] == [(1, 64), (128, 128)]
     assert {spec.capability.block_sizes for spec in FLASHINFER_MLA} == {(32, 64)}
 
@@ -213,4 +299,6 @@ def test_the_librarys_own_functions_take_the_arguments_that_the_backend_gives(
 @NEEDS_WHEEL
 def test_the_library_has_the_signatures_that_are_kept() -> None:
     (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
-    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[
+        library_of(wheel)
+    ]

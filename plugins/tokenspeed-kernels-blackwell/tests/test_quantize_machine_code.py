@@ -29,21 +29,35 @@ def test_the_device_rounds_to_e4m3_itself_and_divides_exactly(
 ) -> None:
     types = {"x_ptr": f"*{dtype}", **results, "x_stride": "i32"}
     code = compiled(
-        kernel, types, {"GROUPS": 128, "BLOCK": BLOCK}, tmp_path, capability=capability, aligned=tuple(types),
-        num_warps=4, num_stages=3,
+        kernel,
+        types,
+        {"GROUPS": 128, "BLOCK": BLOCK},
+        tmp_path,
+        capability=capability,
+        aligned=tuple(types),
+        num_warps=4,
+        num_stages=3,
     )
-    assert code.count("cvt.rn.satfinite.e4m3x2.f32") > 0, "to the nearest, the largest where none is above"
-    assert code.count("div.full") == code.count("div.approx") == 0, "a division that rounds otherwise"
+    assert code.count("cvt.rn.satfinite.e4m3x2.f32") > 0, (
+        "to the nearest, the largest where none is above"
+    )
+    assert code.count("div.full") == code.count("div.approx") == 0, (
+        "a division that rounds otherwise"
+    )
     assert (code.count("div.rn.f32") > 0) == (kernel is to_nvfp4)
     assert code.stack_bytes == 0, "registers are spilled"
 
 
 @pytest.mark.parametrize("op", ["quantize_mxfp8", "quantize_nvfp4"])
-def test_a_blackwell_device_quantises_rows_by_the_kernel_and_others_by_the_reference(op: str) -> None:
+def test_a_blackwell_device_quantises_rows_by_the_kernel_and_others_by_the_reference(
+    op: str,
+) -> None:
     catalog = Catalog.discover()
     for capability, backend in (((10, 3), "blackwell"), ((9, 0), "torch-blocks")):
         chosen = Selector(
-            installed_kernels(catalog), PlatformInfo("cuda", capability), ops=installed_ops(catalog),
+            installed_kernels(catalog),
+            PlatformInfo("cuda", capability),
+            ops=installed_ops(catalog),
             needs=frozenset({"graph_safe"}),
         )
         assert chosen.select(op, {"size": 4096, "dtype": "bfloat16"}).spec.backend == backend

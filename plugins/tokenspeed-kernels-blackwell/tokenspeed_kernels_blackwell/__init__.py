@@ -5,8 +5,16 @@ from __future__ import annotations
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 __all__ = [
-    "BLOCK_SCALED", "EXPERTS", "FA4", "FLASHINFER", "FLASHINFER_MLA", "LATENT", "PROMPTS", "TORCH_BLOCKS",
-    "TORCH_EXPERTS", "TORCH_MLA",
+    "BLOCK_SCALED",
+    "EXPERTS",
+    "FA4",
+    "FLASHINFER",
+    "FLASHINFER_MLA",
+    "LATENT",
+    "PROMPTS",
+    "TORCH_BLOCKS",
+    "TORCH_EXPERTS",
+    "TORCH_MLA",
 ]
 
 _HALVES = ("bfloat16", "float16")
@@ -17,10 +25,15 @@ PROMPTS = KernelSpec(
     op="attention",
     backend="blackwell",
     capability=Capability(
-        platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
-        dtypes=_HALVES, kv_dtypes=_HALVES, head_sizes=(64, 128, 256),
+        platforms=("cuda",),
+        min_compute_capability=_OLDEST,
+        max_compute_capability=_NEWEST,
+        dtypes=_HALVES,
+        kv_dtypes=_HALVES,
+        head_sizes=(64, 128, 256),
         block_sizes=(64,),  # what one load brings
-        phases=("prefill",), features=frozenset({"graph_safe", "window"}),
+        phases=("prefill",),
+        features=frozenset({"graph_safe", "window"}),
     ),
     load="tokenspeed_kernels_blackwell.prompts:attention",
     requires=("triton",),
@@ -30,8 +43,13 @@ FLASHINFER = KernelSpec(
     op="attention",
     backend="trtllm",
     capability=Capability(
-        platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
-        dtypes=_HALVES, kv_dtypes=_HALVES, head_sizes=(64, 128), block_sizes=(16, 32, 64),
+        platforms=("cuda",),
+        min_compute_capability=_OLDEST,
+        max_compute_capability=_NEWEST,
+        dtypes=_HALVES,
+        kv_dtypes=_HALVES,
+        head_sizes=(64, 128),
+        block_sizes=(16, 32, 64),
         features=frozenset({"graph_safe", "window"}),
     ),
     load="tokenspeed_kernels_blackwell.flashinfer:attention",
@@ -44,13 +62,24 @@ FA4 = KernelSpec(
     op="attention",
     backend="fa4",
     capability=Capability(
-        platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
-        dtypes=_HALVES, kv_dtypes=_HALVES, head_sizes=(64, 80, 96, 112, 128, 256),
-        block_sizes=(16, 32, 64),  # with its tile of 128 the library reads the unwritten rest of a row's last block
+        platforms=("cuda",),
+        min_compute_capability=_OLDEST,
+        max_compute_capability=_NEWEST,
+        dtypes=_HALVES,
+        kv_dtypes=_HALVES,
+        head_sizes=(64, 80, 96, 112, 128, 256),
+        block_sizes=(
+            16,
+            32,
+            64,
+        ),  # with its tile of 128 the library reads the unwritten rest of a row's last block
         features=frozenset({"graph_safe", "window"}),
     ),
     load="tokenspeed_kernels_blackwell.fa4:attention",
-    requires=("flash_attn", "quack"),  # the former is also that of FlashAttention-2, which does without the latter
+    requires=(
+        "flash_attn",
+        "quack",
+    ),  # the former is also that of FlashAttention-2, which does without the latter
     obtain="pip install 'tokenspeed-kernels-blackwell[flash-attn-4]'",
     needs_compile=True,  # the library compiles each of its kernels at the first call that takes it
 )
@@ -61,8 +90,12 @@ def _blackwell(op: str, module: str, *limits: AxisLimit) -> KernelSpec:
         op=op,
         backend="blackwell",
         capability=Capability(
-            platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST, dtypes=_HALVES,
-            features=frozenset({"graph_safe"}), limits=limits,
+            platforms=("cuda",),
+            min_compute_capability=_OLDEST,
+            max_compute_capability=_NEWEST,
+            dtypes=_HALVES,
+            features=frozenset({"graph_safe"}),
+            limits=limits,
         ),
         load=f"tokenspeed_kernels_blackwell.{module}:{op}",
         requires=("triton",),
@@ -74,7 +107,9 @@ def _torch_blocks(op: str, module: str, features: frozenset[str], *sizes: str) -
         op=op,
         backend="torch-blocks",
         capability=Capability(
-            platforms=("cpu", "cuda"), dtypes=("float32", *_HALVES), features=features,
+            platforms=("cpu", "cuda"),
+            dtypes=("float32", *_HALVES),
+            features=features,
             limits=tuple(AxisLimit(size, 32, multiple_of=32) for size in sizes),
         ),
         load=f"tokenspeed_kernels_blackwell.{module}:{op}",
@@ -86,7 +121,8 @@ _GRAPHS = frozenset({"graph_safe"})
 _STEP = AxisLimit("in_size", 128, multiple_of=128)  # features of a step of the product
 _GROUPS = AxisLimit("size", 32, multiple_of=32)
 _EXPERTS = (
-    AxisLimit("num_experts", 1, 1024), AxisLimit("hidden_size", 128, multiple_of=128),
+    AxisLimit("num_experts", 1, 1024),
+    AxisLimit("hidden_size", 128, multiple_of=128),
     AxisLimit("intermediate_size", 128, multiple_of=128),
 )
 
@@ -103,7 +139,9 @@ TORCH_BLOCKS = (
     _torch_blocks("linear_nvfp4", "reference", _GRAPHS, "in_size"),
 )
 
-EXPERTS = tuple(_blackwell(op, "experts", *_EXPERTS) for op in ("moe_experts_mxfp8", "moe_experts_nvfp4"))
+EXPERTS = tuple(
+    _blackwell(op, "experts", *_EXPERTS) for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
+)
 TORCH_EXPERTS = tuple(
     _torch_blocks(op, "experts_reference", frozenset(), "hidden_size", "intermediate_size")
     for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
@@ -116,8 +154,14 @@ LATENT = KernelSpec(
     op="mla_decode",
     backend="blackwell",
     capability=Capability(
-        platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
-        dtypes=_HALVES, kv_dtypes=_HALVES, block_sizes=(64,), features=frozenset({"graph_safe"}), limits=_LATENT_SIZES,
+        platforms=("cuda",),
+        min_compute_capability=_OLDEST,
+        max_compute_capability=_NEWEST,
+        dtypes=_HALVES,
+        kv_dtypes=_HALVES,
+        block_sizes=(64,),
+        features=frozenset({"graph_safe"}),
+        limits=_LATENT_SIZES,
     ),
     load="tokenspeed_kernels_blackwell.latent_decode:mla_decode",
     requires=("triton",),
@@ -129,8 +173,13 @@ def _flashinfer_mla(fewest_heads: int, most_heads: int) -> KernelSpec:
         op="mla_decode",
         backend="flashinfer",
         capability=Capability(
-            platforms=("cuda",), min_compute_capability=_OLDEST, max_compute_capability=_NEWEST,
-            dtypes=("bfloat16",), kv_dtypes=("bfloat16",), block_sizes=(32, 64), features=frozenset({"graph_safe"}),
+            platforms=("cuda",),
+            min_compute_capability=_OLDEST,
+            max_compute_capability=_NEWEST,
+            dtypes=("bfloat16",),
+            kv_dtypes=("bfloat16",),
+            block_sizes=(32, 64),
+            features=frozenset({"graph_safe"}),
             limits=(AxisLimit("num_heads", fewest_heads, most_heads), *_LATENT_SIZES),
         ),
         load="tokenspeed_kernels_blackwell.flashinfer_mla:mla_decode",
@@ -140,12 +189,17 @@ def _flashinfer_mla(fewest_heads: int, most_heads: int) -> KernelSpec:
     )
 
 
-FLASHINFER_MLA = (_flashinfer_mla(1, 64), _flashinfer_mla(128, 128))  # the library refuses what lies between
+FLASHINFER_MLA = (
+    _flashinfer_mla(1, 64),
+    _flashinfer_mla(128, 128),
+)  # the library refuses what lies between
 TORCH_MLA = KernelSpec(
     op="mla_decode",
     backend="torch",
     capability=Capability(
-        platforms=("cpu", "cuda"), dtypes=("float32", *_HALVES), features=frozenset({"graph_safe"}),
+        platforms=("cpu", "cuda"),
+        dtypes=("float32", *_HALVES),
+        features=frozenset({"graph_safe"}),
     ),
     load="tokenspeed_kernels_blackwell.latent:mla_decode",
     reference=True,

@@ -46,7 +46,9 @@ def linear_mxfp8(problem: Problem) -> LinearMx:
     """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`, whose shapes stand in the contract."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
-    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
         return _multiply(MXFP8, x, x_scale, weight, weight_scale, None, bias, dtype)
 
     return linear
@@ -57,7 +59,12 @@ def linear_nvfp4(problem: Problem) -> LinearNv:
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
     def linear(
-        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, scale: Tensor, bias: Tensor | None
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
         return _multiply(NVFP4, x, x_scale, weight, weight_scale, scale, bias, dtype)
 
@@ -65,8 +72,14 @@ def linear_nvfp4(problem: Problem) -> LinearNv:
 
 
 def _multiply(
-    form: Format, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, scale: Tensor | None,
-    bias: Tensor | None, dtype: torch.dtype,
+    form: Format,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return y [T, O] of `dtype`; rows of x and its scales may be strided, the weight and its scales are contiguous."""
     num_rows, out_size = x.shape[0], weight.shape[0]
@@ -75,9 +88,27 @@ def _multiply(
         return y
     tiling = next((each for each in TILINGS if num_rows <= each.block_t), TILINGS[-1])
     multiply[(triton.cdiv(out_size, BLOCK_N), triton.cdiv(num_rows, tiling.block_t))](
-        x, x_scale, weight, weight_scale, scale, bias, y, x.stride(0), x_scale.stride(0), num_rows, out_size,
-        K=x.shape[1] * form.packed, FORMAT=form.name, PACKED=form.packed, GROUP=form.group,
-        HAS_SCALE=scale is not None, HAS_BIAS=bias is not None, BLOCK_N=BLOCK_N, BLOCK_T=tiling.block_t,
-        BLOCK_K=BLOCK_K, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        scale,
+        bias,
+        y,
+        x.stride(0),
+        x_scale.stride(0),
+        num_rows,
+        out_size,
+        K=x.shape[1] * form.packed,
+        FORMAT=form.name,
+        PACKED=form.packed,
+        GROUP=form.group,
+        HAS_SCALE=scale is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_N=BLOCK_N,
+        BLOCK_T=tiling.block_t,
+        BLOCK_K=BLOCK_K,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )
     return y

@@ -8,7 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def operand(
-    ptr, scale_ptr, row, stride, scale_stride, PACKED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr
+    ptr,
+    scale_ptr,
+    row,
+    stride,
+    scale_stride,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Return pointers to the first BLOCK_K values of rows, PACKED in an element, and to the scales of their groups."""
     values = ptr + row[:, None] * stride + tl.arange(0, BLOCK_K // PACKED)[None, :]
@@ -17,9 +24,26 @@ def operand(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, scale_ptr, bias_ptr, y_ptr, x_stride, x_scale_stride, num_rows, N,
-    K: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    x_stride,
+    x_scale_stride,
+    num_rows,
+    N,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Store y [T, N]: grid (tiles of N, tiles of T). The weight is the side of 128 rows, whatever the number of tokens.
 
@@ -29,12 +53,16 @@ def multiply(
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = column < N
     real = row < num_rows
-    wide_row = tl.minimum(row, num_rows - 1).to(tl.int64)  # rows that are none repeat the last, and are not stored
+    wide_row = tl.minimum(row, num_rows - 1).to(
+        tl.int64
+    )  # rows that are none repeat the last, and are not stored
     wide_column = tl.minimum(column, N - 1).to(tl.int64)
     w_ptrs, w_scale_ptrs = operand(
         w_ptr, w_scale_ptr, wide_column, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K
     )
-    x_ptrs, x_scale_ptrs = operand(x_ptr, x_scale_ptr, wide_row, x_stride, x_scale_stride, PACKED, GROUP, BLOCK_K)
+    x_ptrs, x_scale_ptrs = operand(
+        x_ptr, x_scale_ptr, wide_row, x_stride, x_scale_stride, PACKED, GROUP, BLOCK_K
+    )
     total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         w = tl.load(w_ptrs + start // PACKED)

@@ -46,7 +46,12 @@ def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
     num_experts: int = problem["num_experts"]
 
     def experts(
-        x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
         ids: Tensor,
     ) -> Tensor:
         rows = Rows(mxfp8_rows)
@@ -64,20 +69,39 @@ def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
     num_experts: int = problem["num_experts"]
 
     def experts(
-        x: Tensor, x_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, gate_up_factor: Tensor,
-        hidden_scale: Tensor, down: Tensor, down_scale: Tensor, down_factor: Tensor, weights: Tensor, ids: Tensor,
+        x: Tensor,
+        x_scale: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        gate_up_factor: Tensor,
+        hidden_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        down_factor: Tensor,
+        weights: Tensor,
+        ids: Tensor,
     ) -> Tensor:
         first = Rows(lambda rows: nvfp4_rows(rows, x_scale), x_scale)
         second = Rows(lambda rows: nvfp4_rows(rows, hidden_scale), hidden_scale)
-        up, out = Weight(gate_up, gate_up_scale, gate_up_factor), Weight(down, down_scale, down_factor)
+        up, out = (
+            Weight(gate_up, gate_up_scale, gate_up_factor),
+            Weight(down, down_scale, down_factor),
+        )
         return _run(NVFP4, num_experts, x, first, up, second, out, weights, ids)
 
     return experts
 
 
 def _run(
-    form: Format, num_experts: int, x: Tensor, x_rows: Rows, gate_up: Weight, hidden_rows: Rows, down: Weight,
-    weights: Tensor, ids: Tensor,
+    form: Format,
+    num_experts: int,
+    x: Tensor,
+    x_rows: Rows,
+    gate_up: Weight,
+    hidden_rows: Rows,
+    down: Weight,
+    weights: Tensor,
+    ids: Tensor,
 ) -> Tensor:
     """Return y [T, N] of x's dtype. What gate and up give stays float32 until it is quantised, as the contract says."""
     (num_tokens, size), (_, top_k) = x.shape, ids.shape
@@ -89,20 +113,47 @@ def _run(
     tiling = next((each for each in TILINGS if most <= each.block_t), TILINGS[-1])
     num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
     tile = {
-        "E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "FORMAT": form.name,
-        "PACKED": form.packed, "GROUP": form.group, "HAS_FACTORS": gate_up.factor is not None,
-        "BLOCK_N": BLOCK_N, "BLOCK_T": tiling.block_t, "BLOCK_K": BLOCK_K, "num_warps": tiling.num_warps,
+        "E": num_experts,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "FORMAT": form.name,
+        "PACKED": form.packed,
+        "GROUP": form.group,
+        "HAS_FACTORS": gate_up.factor is not None,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_T": tiling.block_t,
+        "BLOCK_K": BLOCK_K,
+        "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
     }
     hidden = torch.empty((num_pairs, inner), dtype=torch.float32, device=x.device)
     code.gate_up[(triton.cdiv(inner, BLOCK_N), num_tiles)](
-        *x_rows.quantize(x), gate_up.codes, gate_up.scale, x_rows.factor, gate_up.factor, hidden, pairs, ends,
-        TOP_K=top_k, N=inner, K=size, **tile,
+        *x_rows.quantize(x),
+        gate_up.codes,
+        gate_up.scale,
+        x_rows.factor,
+        gate_up.factor,
+        hidden,
+        pairs,
+        ends,
+        TOP_K=top_k,
+        N=inner,
+        K=size,
+        **tile,
     )
     scaled = torch.empty((num_tokens, top_k, size), dtype=x.dtype, device=x.device)
     code.down[(triton.cdiv(size, BLOCK_N), num_tiles)](
-        *hidden_rows.quantize(hidden), down.codes, down.scale, hidden_rows.factor, down.factor, scaled, pairs, ends,
-        weights, N=size, K=inner, **tile,
+        *hidden_rows.quantize(hidden),
+        down.codes,
+        down.scale,
+        hidden_rows.factor,
+        down.factor,
+        scaled,
+        pairs,
+        ends,
+        weights,
+        N=size,
+        K=inner,
+        **tile,
     )
     return scaled.sum(dim=1)
 

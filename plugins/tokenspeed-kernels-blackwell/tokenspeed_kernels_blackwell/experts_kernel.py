@@ -28,10 +28,27 @@ def _find_tile(ends_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: 
 
 @triton.jit
 def gate_up(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, x_factor_ptr, w_factor_ptr, hidden_ptr, pairs_ptr, ends_ptr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    x_factor_ptr,
+    w_factor_ptr,
+    hidden_ptr,
+    pairs_ptr,
+    ends_ptr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Grid (tiles of N, tiles of pairs): hidden float32 [pairs, N] = silu(gate @ x) * (up @ x), in sorted order."""
     expert, first, end = _find_tile(ends_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -40,18 +57,28 @@ def gate_up(
         token = (tl.load(pairs_ptr + tl.minimum(place, end - 1)) // TOP_K).to(tl.int64)
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         row = expert.to(tl.int64) * (2 * N) + tl.minimum(column, N - 1)
-        gate_ptrs, gate_scales = operand(w_ptr, w_scale_ptr, row, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K)
-        up_ptrs, up_scales = operand(w_ptr, w_scale_ptr, row + N, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K)
-        x_ptrs, x_scales = operand(x_ptr, x_scale_ptr, token, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K)
+        gate_ptrs, gate_scales = operand(
+            w_ptr, w_scale_ptr, row, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K
+        )
+        up_ptrs, up_scales = operand(
+            w_ptr, w_scale_ptr, row + N, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K
+        )
+        x_ptrs, x_scales = operand(
+            x_ptr, x_scale_ptr, token, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K
+        )
         gate = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             x = tl.load(x_ptrs + start // PACKED).T
             x_scale = tl.load(x_scales + start // GROUP)
             w = tl.load(gate_ptrs + start // PACKED)
-            gate = tl.dot_scaled(w, tl.load(gate_scales + start // GROUP), FORMAT, x, x_scale, FORMAT, gate)
+            gate = tl.dot_scaled(
+                w, tl.load(gate_scales + start // GROUP), FORMAT, x, x_scale, FORMAT, gate
+            )
             w = tl.load(up_ptrs + start // PACKED)
-            up = tl.dot_scaled(w, tl.load(up_scales + start // GROUP), FORMAT, x, x_scale, FORMAT, up)
+            up = tl.dot_scaled(
+                w, tl.load(up_scales + start // GROUP), FORMAT, x, x_scale, FORMAT, up
+            )
         if HAS_FACTORS:
             factor = tl.load(x_factor_ptr) * tl.load(w_factor_ptr + expert)
             gate *= factor
@@ -63,11 +90,27 @@ def gate_up(
 
 @triton.jit
 def down(
-    hidden_ptr, hidden_scale_ptr, w_ptr, w_scale_ptr, hidden_factor_ptr, w_factor_ptr, scaled_ptr, pairs_ptr, ends_ptr,
+    hidden_ptr,
+    hidden_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    hidden_factor_ptr,
+    w_factor_ptr,
+    scaled_ptr,
+    pairs_ptr,
+    ends_ptr,
     weights_ptr,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PACKED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Grid (tiles of N, tiles of pairs): scaled [pairs, N] = weight * down @ hidden, at the pairs' own places."""
     expert, first, end = _find_tile(ends_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -77,9 +120,18 @@ def down(
         pair = tl.load(pairs_ptr + used).to(tl.int64)
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         row = expert.to(tl.int64) * N + tl.minimum(column, N - 1)
-        w_ptrs, w_scales = operand(w_ptr, w_scale_ptr, row, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K)
+        w_ptrs, w_scales = operand(
+            w_ptr, w_scale_ptr, row, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K
+        )
         x_ptrs, x_scales = operand(
-            hidden_ptr, hidden_scale_ptr, used.to(tl.int64), K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K
+            hidden_ptr,
+            hidden_scale_ptr,
+            used.to(tl.int64),
+            K // PACKED,
+            K // GROUP,
+            PACKED,
+            GROUP,
+            BLOCK_K,
         )
         total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         for start in tl.range(0, K, BLOCK_K):

@@ -9,7 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels_blackwell.reference import mxfp8_rows, mxfp8_values, nvfp4_rows, nvfp4_values
+from tokenspeed_kernels_blackwell.reference import (
+    mxfp8_rows,
+    mxfp8_values,
+    nvfp4_rows,
+    nvfp4_values,
+)
 
 
 def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
@@ -20,13 +25,20 @@ def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
     def experts(
-        x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, weights: Tensor,
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
         ids: Tensor,
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         x = mxfp8_values(*mxfp8_rows(x))
         for expert, tokens, weight in _with_tokens(ids, weights):
-            both = functional.linear(x[tokens], mxfp8_values(gate_up[expert], gate_up_scale[expert]))
+            both = functional.linear(
+                x[tokens], mxfp8_values(gate_up[expert], gate_up_scale[expert])
+            )
             hidden = mxfp8_values(*mxfp8_rows(_silu_mul(both)))
             product = functional.linear(hidden, mxfp8_values(down[expert], down_scale[expert]))
             y.index_add_(0, tokens, product * weight)
@@ -43,13 +55,24 @@ def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
     def experts(
-        x: Tensor, x_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, gate_up_factor: Tensor,
-        hidden_scale: Tensor, down: Tensor, down_scale: Tensor, down_factor: Tensor, weights: Tensor, ids: Tensor,
+        x: Tensor,
+        x_scale: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        gate_up_factor: Tensor,
+        hidden_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        down_factor: Tensor,
+        weights: Tensor,
+        ids: Tensor,
     ) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         x = nvfp4_values(*nvfp4_rows(x, x_scale))
         for expert, tokens, weight in _with_tokens(ids, weights):
-            both = functional.linear(x[tokens], nvfp4_values(gate_up[expert], gate_up_scale[expert]))
+            both = functional.linear(
+                x[tokens], nvfp4_values(gate_up[expert], gate_up_scale[expert])
+            )
             hidden = _silu_mul(both * (x_scale * gate_up_factor[expert]))
             hidden = nvfp4_values(*nvfp4_rows(hidden, hidden_scale))
             product = functional.linear(hidden, nvfp4_values(down[expert], down_scale[expert]))

@@ -21,7 +21,9 @@ class Fa4Attention:
     prepares_on_host = True
 
     def __init__(self, problem: AttentionProblem) -> None:
-        self._attend = import_module(LIBRARY)._flash_attn_fwd  # what the library exports takes no memory for results
+        self._attend = import_module(
+            LIBRARY
+        )._flash_attn_fwd  # what the library exports takes no memory for results
         self._scale = problem.scale
         self._window_left = None if problem.window is None else problem.window - 1
         self._step: AttentionStep | None = None
@@ -35,14 +37,26 @@ class Fa4Attention:
         step = self._step
         assert step is not None, "forward before prepare"
         self._attend(
-            q, k_cache, v_cache, out=out, cu_seqlens_q=step.query_start, seqused_k=step.seq_lens,
-            max_seqlen_q=step.max_num_query, max_seqlen_k=step.max_seq_len, page_table=step.block_table,
-            softmax_scale=self._scale, causal=True, window_size_left=self._window_left, window_size_right=0,
+            q,
+            k_cache,
+            v_cache,
+            out=out,
+            cu_seqlens_q=step.query_start,
+            seqused_k=step.seq_lens,
+            max_seqlen_q=step.max_num_query,
+            max_seqlen_k=step.max_seq_len,
+            page_table=step.block_table,
+            softmax_scale=self._scale,
+            causal=True,
+            window_size_left=self._window_left,
+            window_size_right=0,
             num_splits=1,
         )
 
 
-def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> Fa4Attention:
+def attention(
+    problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+) -> Fa4Attention:
     """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:
         raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 
-WORKSPACE_BYTES = 128 * 2**20  # what the library's own tests give, for the parts of rows that programs share
-MOST_MULTIPROCESSORS = 512  # the library counts the programs of each in a cell, or of each row and head
+WORKSPACE_BYTES = (
+    128 * 2**20
+)  # what the library's own tests give, for the parts of rows that programs share
+MOST_MULTIPROCESSORS = (
+    512  # the library counts the programs of each in a cell, or of each row and head
+)
 
 
 class FlashInferAttention:
@@ -20,7 +24,9 @@ class FlashInferAttention:
     into memory that stays; for decodes it only keeps the step.
     """
 
-    def __init__(self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> None:
+    def __init__(
+        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+    ) -> None:
         self.prepares_on_host = problem.phase == "decode"
         self._problem = problem
         self._decode = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
@@ -28,7 +34,9 @@ class FlashInferAttention:
         num_counters = max(limits.max_num_rows * problem.num_heads, MOST_MULTIPROCESSORS)
         self._shared = {  # by all layers: both are left as they were found, zeros where counted
             "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
-            "multi_ctas_kv_counter_buffer": torch.zeros(-(-num_counters // 8) * 8, dtype=torch.int32, device=device),
+            "multi_ctas_kv_counter_buffer": torch.zeros(
+                -(-num_counters // 8) * 8, dtype=torch.int32, device=device
+            ),
         }
         self._key_start = torch.zeros(limits.max_num_rows + 1, dtype=torch.int32, device=device)
         self._step: AttentionStep | None = None
@@ -37,7 +45,9 @@ class FlashInferAttention:
         """Keep the step, and for prompts sum the rows' lengths up."""
         self._step = step
         if not self.prepares_on_host:
-            torch.cumsum(step.seq_lens, 0, dtype=torch.int32, out=self._key_start[1 : step.num_rows + 1])
+            torch.cumsum(
+                step.seq_lens, 0, dtype=torch.int32, out=self._key_start[1 : step.num_rows + 1]
+            )
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
@@ -45,24 +55,41 @@ class FlashInferAttention:
         assert step is not None, "forward before prepare"
         assert step.block_table.is_contiguous(), "the library takes a row's length for its stride"
         common = {
-            **self._shared, "kv_cache": (k_cache, v_cache), "kv_layout": "NHD", "block_tables": step.block_table,
-            "seq_lens": step.seq_lens, "bmm1_scale": problem.scale, "bmm2_scale": 1.0,
-            "window_left": -1 if problem.window is None else problem.window - 1, "backend": "trtllm-gen",
+            **self._shared,
+            "kv_cache": (k_cache, v_cache),
+            "kv_layout": "NHD",
+            "block_tables": step.block_table,
+            "seq_lens": step.seq_lens,
+            "bmm1_scale": problem.scale,
+            "bmm2_scale": 1.0,
+            "window_left": -1 if problem.window is None else problem.window - 1,
+            "backend": "trtllm-gen",
         }
         if problem.phase == "decode":
             num_tokens = step.num_rows * step.max_num_query
             self._decode(
-                query=q[:num_tokens], out=out[:num_tokens], max_seq_len=step.max_seq_len,
-                q_len_per_req=step.max_num_query, **common,
+                query=q[:num_tokens],
+                out=out[:num_tokens],
+                max_seq_len=step.max_seq_len,
+                q_len_per_req=step.max_num_query,
+                **common,
             )
         else:
             self._prefill(
-                query=q, out=out, max_q_len=step.max_num_query, max_kv_len=step.max_seq_len, batch_size=step.num_rows,
-                cum_seq_lens_q=step.query_start, cum_seq_lens_kv=self._key_start[: step.num_rows + 1], **common,
+                query=q,
+                out=out,
+                max_q_len=step.max_num_query,
+                max_kv_len=step.max_seq_len,
+                batch_size=step.num_rows,
+                cum_seq_lens_q=step.query_start,
+                cum_seq_lens_kv=self._key_start[: step.num_rows + 1],
+                **common,
             )
 
 
-def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> FlashInferAttention:
+def attention(
+    problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+) -> FlashInferAttention:
     """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:
         raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")

@@ -27,22 +27,37 @@ class FlashInferLatentDecode:
         self._shared: dict[str, Tensor] = {}
 
     def __call__(
-        self, q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_seq_len: int, scale: float
+        self,
+        q: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        scale: float,
     ) -> Tensor:
         """Attend, as the op's contract says. Raises ValueError on more than `MOST_ROWS` rows."""
         num_rows = q.shape[0]
         if num_rows > MOST_ROWS:
-            raise ValueError(f"{num_rows} rows of one query; the counters of this backend are for {MOST_ROWS}")
+            raise ValueError(
+                f"{num_rows} rows of one query; the counters of this backend are for {MOST_ROWS}"
+            )
         if num_rows == 0:
             return q.new_empty((0, self._num_heads, self._latent_size))
         if not self._shared:
             self._shared = self._allocate(q.device)
         y: Tensor = self._decode(
-            query=q.unsqueeze(1), kv_cache=cache, qk_nope_head_dim=NOPE_SIZE, kv_lora_rank=self._latent_size,
+            query=q.unsqueeze(1),
+            kv_cache=cache,
+            qk_nope_head_dim=NOPE_SIZE,
+            kv_lora_rank=self._latent_size,
             qk_rope_head_dim=self._rope_size,
             block_tables=block_table.contiguous(),  # the library takes a row's length for its stride
-            seq_lens=seq_lens, max_seq_len=max(max_seq_len, 1), bmm1_scale=scale, bmm2_scale=1.0,
-            backend="trtllm-gen", **self._shared,
+            seq_lens=seq_lens,
+            max_seq_len=max(max_seq_len, 1),
+            bmm1_scale=scale,
+            bmm2_scale=1.0,
+            backend="trtllm-gen",
+            **self._shared,
         )
         # What the library gives for a row without keys is not documented; NaN in a padding row would spread.
         return y.squeeze(1).masked_fill_((seq_lens == 0).view(-1, 1, 1), 0.0)
@@ -52,7 +67,9 @@ class FlashInferLatentDecode:
         num_counters = max(MOST_ROWS * self._num_heads, MOST_MULTIPROCESSORS)
         return {
             "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
-            "multi_ctas_kv_counter_buffer": torch.zeros(num_counters, dtype=torch.int32, device=device),
+            "multi_ctas_kv_counter_buffer": torch.zeros(
+                num_counters, dtype=torch.int32, device=device
+            ),
         }
 
 

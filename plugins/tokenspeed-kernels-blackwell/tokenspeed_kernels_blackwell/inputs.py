@@ -14,29 +14,43 @@ from tokenspeed_kernels_blackwell.reference import mxfp8_rows, nvfp4_rows
 NV_LARGEST = 448.0 * 6.0
 
 
-def quantize_mxfp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def quantize_mxfp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, N] whose rows differ in size a thousandfold, every third of them zero."""
     size = torch.logspace(-2, 1, max(num, 1))[:num] * (torch.arange(num) % 3 != 2)
     x = random_rows(num, problem["size"], problem, at, seed, strided)
     return {"x": x.mul_(size.unsqueeze(1).to(x))}
 
 
-def quantize_nvfp4(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def quantize_nvfp4(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """As quantize_mxfp8, and the scale of all rows."""
     given = quantize_mxfp8(problem, num, at, seed, strided)
     return {**given, "scale": _scale(given["x"])}
 
 
-def linear_mxfp8(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def linear_mxfp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make x [T, I] and a weight [O, I] of unit gain, both quantised, and a bias [O] for even T."""
     x, weight, bias = _operands(problem, num, at, seed)
     (x, x_scale), (weight, weight_scale) = mxfp8_rows(x), mxfp8_rows(weight)
     if strided:
         x, x_scale = _within_wider_rows(x), _within_wider_rows(x_scale)
-    return {"x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "bias": bias}
+    return {
+        "x": x,
+        "x_scale": x_scale,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "bias": bias,
+    }
 
 
-def linear_nvfp4(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def linear_nvfp4(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """As linear_mxfp8, and the product of the scales over both operands."""
     x, weight, bias = _operands(problem, num, at, seed)
     scales = _scale(x), _scale(weight)
@@ -44,12 +58,18 @@ def linear_nvfp4(problem: Problem, num: int, at: device, seed: Generator, stride
     if strided:
         x, x_scale = _within_wider_rows(x), _within_wider_rows(x_scale)
     return {
-        "x": x, "x_scale": x_scale, "weight": weight, "weight_scale": weight_scale, "scale": scales[0] * scales[1],
+        "x": x,
+        "x_scale": x_scale,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "scale": scales[0] * scales[1],
         "bias": bias,
     }
 
 
-def _operands(problem: Problem, num: int, at: device, seed: Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+def _operands(
+    problem: Problem, num: int, at: device, seed: Generator
+) -> tuple[Tensor, Tensor, Tensor | None]:
     inner, outer = problem["in_size"], problem["out_size"]
     x = random((num, inner), problem, at, seed)
     x *= torch.logspace(-2, 1, inner, device=at).to(x)  # scales differ along a row

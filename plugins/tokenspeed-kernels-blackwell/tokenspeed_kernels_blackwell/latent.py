@@ -24,7 +24,12 @@ def mla_decode(problem: Problem) -> LatentDecode:
     latent_size, block_size = problem["latent_size"], problem["block_size"]
 
     def decode(
-        q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_seq_len: int, scale: float
+        q: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        scale: float,
     ) -> Tensor:
         blocks = block_table[:, : -(-max_seq_len // block_size)].clamp(0, cache.shape[0] - 1)
         entries = cache[blocks].flatten(1, 2).to(torch.float32)

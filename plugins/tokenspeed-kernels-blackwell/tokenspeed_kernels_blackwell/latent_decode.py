@@ -36,13 +36,22 @@ FEW, MANY = Tiling(16, 4), Tiling(32, 8)
 
 def mla_decode(problem: Problem) -> LatentDecode:
     """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale) -> y [T, H, L]`, as the contract says."""
-    num_heads, latent_size, rope_size = problem["num_heads"], problem["latent_size"], problem["rope_size"]
+    num_heads, latent_size, rope_size = (
+        problem["num_heads"],
+        problem["latent_size"],
+        problem["rope_size"],
+    )
     block_size = problem["block_size"]
     tiling = FEW if num_heads <= FEW.block_h else MANY
     num_tiles = triton.cdiv(num_heads, tiling.block_h)
 
     def decode(
-        q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, max_seq_len: int, scale: float
+        q: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        scale: float,
     ) -> Tensor:
         num_rows = q.shape[0]
         y = torch.empty((num_rows, num_heads, latent_size), dtype=q.dtype, device=q.device)
@@ -50,12 +59,31 @@ def mla_decode(problem: Problem) -> LatentDecode:
             return y
         splits = num_splits(num_rows * num_tiles, max_seq_len)
         lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
-        part = y if splits == 1 else torch.empty((*lse.shape, latent_size), dtype=torch.float32, device=q.device)
+        part = (
+            y
+            if splits == 1
+            else torch.empty((*lse.shape, latent_size), dtype=torch.float32, device=q.device)
+        )
         attend[(num_tiles, num_rows, splits)](
-            q, *_boxes(cache, block_size, latent_size, rope_size), *_boxes(cache, TAIL, latent_size, rope_size),
-            part, lse, seq_lens, block_table, scale * LOG2_E, q.stride(0), q.stride(1), block_table.stride(0),
-            H=num_heads, L=latent_size, R=rope_size, BLOCK_SIZE=block_size, BLOCK_H=tiling.block_h, TAIL=TAIL,
-            num_warps=tiling.num_warps, num_stages=NUM_STAGES,
+            q,
+            *_boxes(cache, block_size, latent_size, rope_size),
+            *_boxes(cache, TAIL, latent_size, rope_size),
+            part,
+            lse,
+            seq_lens,
+            block_table,
+            scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            block_table.stride(0),
+            H=num_heads,
+            L=latent_size,
+            R=rope_size,
+            BLOCK_SIZE=block_size,
+            BLOCK_H=tiling.block_h,
+            TAIL=TAIL,
+            num_warps=tiling.num_warps,
+            num_stages=NUM_STAGES,
         )
         if splits > 1:
             merge[(num_rows * num_heads,)](part, lse, y, splits, L=latent_size, SPLITS=MOST_SPLITS)
@@ -73,4 +101,6 @@ def num_splits(num_programs: int, max_seq_len: int) -> int:
 def _boxes(cache: Tensor, num_entries: int, *widths: int) -> Iterator[TensorDescriptor]:
     """Describe a cache [B, block_size, L + R] to the tensor memory accelerator, once for each width of a box."""
     for width in widths:
-        yield TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, num_entries, width])
+        yield TensorDescriptor(
+            cache, list(cache.shape), list(cache.stride()), [1, num_entries, width]
+        )

@@ -14,13 +14,17 @@ LENGTHS = (37, 1, 0, 64, 130, 8, 65, 300)
 UNWRITTEN = 3e4  # NaN is not equal to itself, so whether an input was written to could not be told
 
 
-def mla_decode(problem: Problem, num: int, at: device, seed: Generator, strided: bool) -> dict[str, Any]:
+def mla_decode(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
     """Make rows of every kind of length in scattered blocks of one of two layers; table entries past a row are -1."""
     size, width = problem["block_size"], problem["latent_size"] + problem["rope_size"]
     lengths = [LENGTHS[row % len(LENGTHS)] for row in range(num)]
     num_blocks = -(-max(LENGTHS) // size) + 1
     num_entries = num * num_blocks + 1
-    arena = torch.full((num_entries, 2, size, width), UNWRITTEN, dtype=getattr(torch, problem["kv_dtype"]))
+    arena = torch.full(
+        (num_entries, 2, size, width), UNWRITTEN, dtype=getattr(torch, problem["kv_dtype"])
+    )
     wide_table = torch.full((num, num_blocks + 3), -1, dtype=torch.int32)
     table = wide_table[:, :num_blocks]
     order = iter(torch.randperm(num_entries, generator=seed).tolist())
@@ -35,7 +39,10 @@ def mla_decode(problem: Problem, num: int, at: device, seed: Generator, strided:
     if not strided:
         q, table = q.contiguous(), table.contiguous()
     return {
-        "q": q, "cache": arena.to(at)[:, 1], "block_table": table,
-        "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=at), "max_seq_len": max(LENGTHS),
+        "q": q,
+        "cache": arena.to(at)[:, 1],
+        "block_table": table,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=at),
+        "max_seq_len": max(LENGTHS),
         "scale": width**-0.5,
     }

@@ -14,8 +14,22 @@ import triton.language as tl
 
 @triton.jit
 def _attend_entries(
-    acc, highest, total, q, q_rope, start, stop, latent_desc, rope_desc, table, log2_scale,
-    L: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr,
+    acc,
+    highest,
+    total,
+    q,
+    q_rope,
+    start,
+    stop,
+    latent_desc,
+    rope_desc,
+    table,
+    log2_scale,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Attend to entries [start, stop), STEP at once, `start` the first of such; what MASKED hides may be NaN."""
     for first in tl.range(start, stop, STEP, num_stages=1 if MASKED else 2):
@@ -26,12 +40,16 @@ def _attend_entries(
         inside = first + tl.arange(0, STEP) < stop
         if MASKED:
             scores = tl.where(inside[:, None], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=0) * log2_scale)  # the first entry is always inside
+        new_highest = tl.maximum(
+            highest, tl.max(scores, axis=0) * log2_scale
+        )  # the first entry is always inside
         p = tl.exp2(scores * log2_scale - new_highest[None, :])
         keep = tl.exp2(highest - new_highest)
         total = total * keep + tl.sum(p, axis=0)
         if MASKED:
-            latent = tl.where(inside[:, None], latent, 0.0)  # what nobody wrote, times a weight of zero, may be NaN
+            latent = tl.where(
+                inside[:, None], latent, 0.0
+            )  # what nobody wrote, times a weight of zero, may be NaN
         acc = tl.dot(latent.T, p.to(q.dtype), acc * keep[None, :])
         highest = new_highest
     return acc, highest, total
@@ -39,9 +57,24 @@ def _attend_entries(
 
 @triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr"])
 def attend(
-    q_ptr, latent_desc, rope_desc, latent_tail_desc, rope_tail_desc, part_ptr, lse_ptr, seq_lens_ptr, table_ptr,
-    log2_scale, q_stride_t, q_stride_h, table_stride,
-    H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
+    q_ptr,
+    latent_desc,
+    rope_desc,
+    latent_tail_desc,
+    rope_tail_desc,
+    part_ptr,
+    lse_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    table_stride,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     TAIL: tl.constexpr,
 ):
     """Grid (head tiles, rows, splits). part is [T, H, splits, L], lse float32 [T, H, splits]; -inf without entries.
@@ -64,12 +97,40 @@ def attend(
     highest = tl.full([BLOCK_H], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     acc, highest, total = _attend_entries(
-        acc, highest, total, q, q_rope, start, whole, latent_desc, rope_desc, table, log2_scale,
-        L, R, BLOCK_SIZE, BLOCK_SIZE, False,
+        acc,
+        highest,
+        total,
+        q,
+        q_rope,
+        start,
+        whole,
+        latent_desc,
+        rope_desc,
+        table,
+        log2_scale,
+        L,
+        R,
+        BLOCK_SIZE,
+        BLOCK_SIZE,
+        False,
     )
     acc, highest, total = _attend_entries(
-        acc, highest, total, q, q_rope, whole, stop, latent_tail_desc, rope_tail_desc, table, log2_scale,
-        L, R, BLOCK_SIZE, TAIL, True,
+        acc,
+        highest,
+        total,
+        q,
+        q_rope,
+        whole,
+        stop,
+        latent_tail_desc,
+        rope_tail_desc,
+        table,
+        log2_scale,
+        L,
+        R,
+        BLOCK_SIZE,
+        TAIL,
+        True,
     )
     acc = acc / tl.where(total == 0.0, 1.0, total)[None, :]
     first, cell = row * H * num_splits, head * num_splits + split
@@ -91,4 +152,7 @@ def merge(part_ptr, lse_ptr, y_ptr, num_splits, L: tl.constexpr, SPLITS: tl.cons
     for index in range(num_splits):
         weight = tl.exp2(tl.load(lse_ptr + cell * num_splits + index) - base)
         acc += weight * tl.load(part_ptr + (cell * num_splits + index) * L + column)
-    tl.store(y_ptr + cell * L + column, (acc / tl.where(total == 0.0, 1.0, total)).to(y_ptr.dtype.element_ty))
+    tl.store(
+        y_ptr + cell * L + column,
+        (acc / tl.where(total == 0.0, 1.0, total)).to(y_ptr.dtype.element_ty),
+    )

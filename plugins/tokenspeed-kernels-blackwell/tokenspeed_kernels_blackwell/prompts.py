@@ -11,7 +11,11 @@ from tokenspeed_kernels_blackwell.prompts_kernel import attend
 
 BLOCK_M = 128  # rows of a tile: what one tcgen05 instruction takes
 NUM_WARPS = 8  # with 4, the scores of a tile do not fit into registers
-NUM_STAGES = {64: 3, 128: 3, 256: 2}  # blocks in flight by head size, within the 227 KiB of shared memory
+NUM_STAGES = {
+    64: 3,
+    128: 3,
+    256: 2,
+}  # blocks in flight by head size, within the 227 KiB of shared memory
 LOG2_E = 1.4426950408889634
 
 
@@ -38,17 +42,39 @@ class BlackwellAttention:
         assert step is not None, "forward before prepare"
         num_tiles = step.num_tokens // (BLOCK_M // self._num_groups) + step.num_rows
         attend[(num_tiles, problem.num_kv_heads)](
-            q, _by_head(k_cache), _by_head(v_cache), out, step.query_start, step.seq_lens, step.block_table,
-            step.num_rows, problem.window or 0, problem.scale * LOG2_E,
-            q.stride(0), q.stride(1), out.stride(0), out.stride(1), step.block_table.stride(0),
-            G=self._num_groups, D=problem.head_size, BLOCK_SIZE=problem.block_size, BLOCK_M=BLOCK_M,
-            HAS_WINDOW=problem.window is not None, num_warps=NUM_WARPS, num_stages=NUM_STAGES[problem.head_size],
+            q,
+            _by_head(k_cache),
+            _by_head(v_cache),
+            out,
+            step.query_start,
+            step.seq_lens,
+            step.block_table,
+            step.num_rows,
+            problem.window or 0,
+            problem.scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            step.block_table.stride(0),
+            G=self._num_groups,
+            D=problem.head_size,
+            BLOCK_SIZE=problem.block_size,
+            BLOCK_M=BLOCK_M,
+            HAS_WINDOW=problem.window is not None,
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES[problem.head_size],
         )
 
 
-def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> BlackwellAttention:
+def attention(
+    problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+) -> BlackwellAttention:
     """Build the backend (an AttentionFactory). Raises ValueError where the heads do not fit into a tile."""
-    if problem.num_heads % problem.num_kv_heads or problem.num_heads // problem.num_kv_heads > BLOCK_M:
+    if (
+        problem.num_heads % problem.num_kv_heads
+        or problem.num_heads // problem.num_kv_heads > BLOCK_M
+    ):
         raise ValueError(
             f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads: a whole number is needed, "
             f"{BLOCK_M} at most"

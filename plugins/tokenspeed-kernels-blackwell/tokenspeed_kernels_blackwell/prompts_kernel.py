@@ -27,8 +27,23 @@ def _tile_of(query_start_ptr, num_rows, wanted, TOKENS: tl.constexpr):
 
 @triton.jit
 def _attend_blocks(
-    acc, highest, total, q, position, start, stop, k_desc, v_desc, table, kv_head, window, log2_scale,
-    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    acc,
+    highest,
+    total,
+    q,
+    position,
+    start,
+    stop,
+    k_desc,
+    v_desc,
+    table,
+    kv_head,
+    window,
+    log2_scale,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     """Attend to keys [start, stop), `start` the first of a block; what MASKED hides may be NaN."""
     for first in tl.range(start, stop, BLOCK_SIZE):
@@ -50,7 +65,9 @@ def _attend_blocks(
         total = total * keep + tl.sum(p, axis=1)
         v = v_desc.load([block, kv_head, 0, 0]).reshape(BLOCK_SIZE, D)
         if MASKED:
-            v = tl.where((key < stop)[:, None], v, 0.0)  # what nobody wrote, times a weight of zero, may be NaN
+            v = tl.where(
+                (key < stop)[:, None], v, 0.0
+            )  # what nobody wrote, times a weight of zero, may be NaN
         acc = tl.dot(p.to(q.dtype), v, acc * keep[:, None])
         highest = new_highest
     return acc, highest, total
@@ -61,14 +78,33 @@ _INDICES = ["query_start_ptr", "seq_lens_ptr"]
 
 @triton.jit(do_not_specialize=["num_rows", "window"], do_not_specialize_on_alignment=_INDICES)
 def attend(
-    q_ptr, k_desc, v_desc, out_ptr, query_start_ptr, seq_lens_ptr, table_ptr, num_rows, window, log2_scale,
-    q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    q_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_rows,
+    window,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    table_stride,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     """Grid (tiles, key heads); a surplus tile finds no query and leaves. Keys and values are [B, K, block_size, D]."""
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
-    wanted = tl.num_programs(0) - 1 - tl.program_id(0)  # later tiles see more keys: heavy ones first
+    wanted = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # later tiles see more keys: heavy ones first
     row, tile = _tile_of(query_start_ptr, num_rows, wanted, TOKENS)
     start_token = tl.load(query_start_ptr + row)
     num_queries = tl.load(query_start_ptr + row + 1) - start_token
@@ -95,13 +131,43 @@ def attend(
         if not HAS_WINDOW:
             whole = tl.maximum(first_position + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
             acc, highest, total = _attend_blocks(
-                acc, highest, total, q, position, start, whole, k_desc, v_desc, table, kv_head, window, log2_scale,
-                D, BLOCK_SIZE, False, False,
+                acc,
+                highest,
+                total,
+                q,
+                position,
+                start,
+                whole,
+                k_desc,
+                v_desc,
+                table,
+                kv_head,
+                window,
+                log2_scale,
+                D,
+                BLOCK_SIZE,
+                False,
+                False,
             )
             start = whole
         acc, highest, total = _attend_blocks(
-            acc, highest, total, q, position, start, stop, k_desc, v_desc, table, kv_head, window, log2_scale,
-            D, BLOCK_SIZE, True, HAS_WINDOW,
+            acc,
+            highest,
+            total,
+            q,
+            position,
+            start,
+            stop,
+            k_desc,
+            v_desc,
+            table,
+            kv_head,
+            window,
+            log2_scale,
+            D,
+            BLOCK_SIZE,
+            True,
+            HAS_WINDOW,
         )
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out_ptrs = (out_ptr + token * out_stride_t + head * out_stride_h)[:, None] + column[None, :]

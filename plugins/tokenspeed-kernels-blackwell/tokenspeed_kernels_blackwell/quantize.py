@@ -35,7 +35,9 @@ def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
     """Return x [T, N] as e2m1 uint8 [T, N / 2] and e4m3 scales [T, N / 16] under `scale`; rows may be strided."""
     num_rows, size = x.shape
     codes = torch.empty((num_rows, size // 2), dtype=torch.uint8, device=x.device)
-    group_scale = torch.empty((num_rows, size // NV_GROUP), dtype=torch.float8_e4m3fn, device=x.device)
+    group_scale = torch.empty(
+        (num_rows, size // NV_GROUP), dtype=torch.float8_e4m3fn, device=x.device
+    )
     if num_rows:
         groups = size // NV_GROUP
         block = min(BLOCK, triton.next_power_of_2(groups))

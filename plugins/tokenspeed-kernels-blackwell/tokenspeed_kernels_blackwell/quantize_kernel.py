@@ -24,7 +24,9 @@ def to_mxfp8(x_ptr, codes_ptr, scale_ptr, x_stride, GROUPS: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def to_nvfp4(x_ptr, codes_ptr, scale_ptr, over_all_ptr, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+def to_nvfp4(
+    x_ptr, codes_ptr, scale_ptr, over_all_ptr, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Grid (rows, blocks of groups): e2m1 codes, two in a byte, and e4m3 scales of groups of 16."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,5 +45,7 @@ def to_nvfp4(x_ptr, codes_ptr, scale_ptr, over_all_ptr, x_stride, GROUPS: tl.con
     code |= (scaled < 0.0).to(tl.int32) << 3
     low, high = tl.split(tl.reshape(code, [BLOCK, 8, 2]))
     half = group[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(codes_ptr + row * (GROUPS * 8) + half, (low | high << 4).to(tl.uint8), mask=inside[:, None])
+    tl.store(
+        codes_ptr + row * (GROUPS * 8) + half, (low | high << 4).to(tl.uint8), mask=inside[:, None]
+    )
     tl.store(scale_ptr + row * GROUPS + group, scale, mask=inside)

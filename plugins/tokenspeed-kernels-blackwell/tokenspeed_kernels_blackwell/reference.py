@@ -27,10 +27,14 @@ def mxfp8_rows(x: Tensor) -> Quantized:
     """Return x [T, N] as float8_e4m3fn [T, N] and its scales' exponents, uint8 [T, N / 32], 127 being 1."""
     groups = _groups(x.to(torch.float32), MX_GROUP)
     mantissa, exponent = torch.frexp(groups.abs().amax(dim=-1))
-    exponent = exponent - 9 + (mantissa > E4M3_LARGEST / 2**9).to(torch.int32)  # a mantissa is 1/2 to 1
+    exponent = (
+        exponent - 9 + (mantissa > E4M3_LARGEST / 2**9).to(torch.int32)
+    )  # a mantissa is 1/2 to 1
     exponent = exponent.clamp(-E8M0_BIAS, E8M0_BIAS)
     exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
-    factor = ((E8M0_BIAS - exponent) << 23).view(torch.float32)  # 2^-exponent to the bit, as a device's pow may not be
+    factor = ((E8M0_BIAS - exponent) << 23).view(
+        torch.float32
+    )  # 2^-exponent to the bit, as a device's pow may not be
     codes = (groups * factor.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
     return codes, (exponent + E8M0_BIAS).to(torch.uint8)
 
@@ -48,7 +52,9 @@ def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
     `scale`, float32 of one element above 0, stands over those: the largest magnitude of all values / 2688, or more.
     """
     groups = _groups(x.to(torch.float32), NV_GROUP)
-    largest_code = torch.full_like(scale, E2M1_LARGEST)  # divided by a number, a device rounds otherwise
+    largest_code = torch.full_like(
+        scale, E2M1_LARGEST
+    )  # divided by a number, a device rounds otherwise
     largest = groups.abs().amax(dim=-1) / largest_code / scale
     group_scale = largest.clamp_(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
     divisor = (group_scale.to(torch.float32) * scale).unsqueeze(-1)
@@ -62,7 +68,9 @@ def nvfp4_values(codes: Tensor, scale: Tensor) -> Tensor:
     each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
     low = each & 7
     # Twice the value, from exponent and mantissa: a table would be copied to the device, which a graph cannot hold.
-    twice = torch.where(low < 2, low, (2 + low % 2) << (low // 2 - 1).clamp(min=0)).to(torch.float32)
+    twice = torch.where(low < 2, low, (2 + low % 2) << (low // 2 - 1).clamp(min=0)).to(
+        torch.float32
+    )
     values = _groups(torch.where(each >= 8, -twice, twice) / 2, NV_GROUP)
     return (values * scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
 
@@ -79,25 +87,38 @@ def quantize_nvfp4(problem: Problem) -> Callable[[Tensor, Tensor], Quantized]:
     return nvfp4_rows
 
 
-def linear_mxfp8(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def linear_mxfp8(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; each call widens both to float32."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
-    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
         y = functional.linear(mxfp8_values(x, x_scale), mxfp8_values(weight, weight_scale))
         return (y if bias is None else y.add_(bias)).to(dtype)
 
     return linear
 
 
-def linear_nvfp4(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def linear_nvfp4(
+    problem: Problem,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """Return `linear(x, x_scale, weight, weight_scale, scale, bias) -> y [T, O]`; each call widens both to float32."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
     def linear(
-        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, scale: Tensor, bias: Tensor | None
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        y = functional.linear(nvfp4_values(x, x_scale), nvfp4_values(weight, weight_scale)).mul_(scale)
+        y = functional.linear(nvfp4_values(x, x_scale), nvfp4_values(weight, weight_scale)).mul_(
+            scale
+        )
         return (y if bias is None else y.add_(bias)).to(dtype)
 
     return linear

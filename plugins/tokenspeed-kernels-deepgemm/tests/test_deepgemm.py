@@ -38,12 +38,18 @@ CPU = torch.device("cpu")
 PROBLEM = {"in_size": 4096, "out_size": 1024, "dtype": "bfloat16"}
 
 
-def selector(capability: tuple[int, int], *backends: str, module_exists: Callable[[str], bool]) -> Selector:
+def selector(
+    capability: tuple[int, int], *backends: str, module_exists: Callable[[str], bool]
+) -> Selector:
     catalog = Catalog.discover()
     wanted = [Preference.parse("linear", backends)] if backends else []
     return Selector(
-        installed_kernels(catalog), PlatformInfo("cuda", capability), wanted, ops=installed_ops(catalog),
-        needs=frozenset({"graph_safe"}), module_exists=module_exists,
+        installed_kernels(catalog),
+        PlatformInfo("cuda", capability),
+        wanted,
+        ops=installed_ops(catalog),
+        needs=frozenset({"graph_safe"}),
+        module_exists=module_exists,
     )
 
 
@@ -56,17 +62,26 @@ def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, **gi
     for block in range(x.shape[1] // 128):
         part = slice(128 * block, 128 * block + 128)
         scale = weight_scale[:, block].repeat_interleave(128)
-        total += x[:, part].float() @ weight[:, part].float().T * x_scale[:, block : block + 1] * scale
+        total += (
+            x[:, part].float() @ weight[:, part].float().T * x_scale[:, block : block + 1] * scale
+        )
     d.copy_(total)
 
 
-@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
-def test_over_a_function_that_computes_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
+)
+def test_over_a_function_that_computes_the_definition_the_backend_conforms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     library = ModuleType("deep_gemm")
     library.__dict__["fp8_gemm_nt"] = held_to(
-        multiply, *(each["deep_gemm/__init__.py:fp8_gemm_nt"] for each in SIGNATURES.values()))
+        multiply, *(each["deep_gemm/__init__.py:fp8_gemm_nt"] for each in SIGNATURES.values())
+    )
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or all would be compiled, with a stand-in
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: False
+    )  # or all would be compiled, with a stand-in
     assert check(DEEPGEMM, CPU) >= 16
 
 
@@ -76,7 +91,9 @@ def test_every_kernel_is_compiled_before_a_request_comes_and_slow_ones_are_told_
 ) -> None:
     asked: list[tuple[tuple[int, ...], ...]] = []
     clock = iter(took * each for each in range(1000))
-    monkeypatch.setattr("tokenspeed_kernels_deepgemm.linear.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(
+        "tokenspeed_kernels_deepgemm.linear.time", SimpleNamespace(monotonic=lambda: next(clock))
+    )
 
     def product(*operands: Tensor | None) -> Tensor:
         asked.append(tuple(tuple(each.shape) for each in operands if each is not None))
@@ -90,14 +107,20 @@ def test_every_kernel_is_compiled_before_a_request_comes_and_slow_ones_are_told_
     assert rows[-1] == MOST_ROWS
     # tiles are of 64 rows at least where there are more rows than that, so these meet every number of them
     assert {-(-each // 64) for each in rows} == set(range(1, MOST_ROWS // 64 + 1))
-    told = ["DeepGEMM compiles its kernels for 512 features in and 1024 out: up to a minute, the first time"]
+    told = [
+        "DeepGEMM compiles its kernels for 512 features in and 1024 out: up to a minute, the first time"
+    ]
     assert [record.getMessage() for record in caplog.records] == (told if took else [])
 
 
-def test_with_a_device_the_factory_compiles_for_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_device_the_factory_compiles_for_its_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     compiled: list[tuple[Any, ...]] = []
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=multiply))
-    monkeypatch.setattr("tokenspeed_kernels_deepgemm.linear.compile_all", lambda *given: compiled.append(given[1:]))
+    monkeypatch.setattr(
+        "tokenspeed_kernels_deepgemm.linear.compile_all", lambda *given: compiled.append(given[1:])
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     linear_fp8_block(PROBLEM)
     assert compiled == [(4096, 1024, torch.device("cuda"))]
@@ -114,7 +137,10 @@ def test_elsewhere_the_plan_says_why_it_is_not_taken_and_how_to_get_it() -> None
     assert chosen.select("linear_fp8_block", PROBLEM).spec.backend == "triton"
     said = explain(chosen.plan(), "linear_fp8_block")
     assert "compute capability 10.0 is not 9.0" in said
-    assert "module 'deep_gemm' is not installed -> pip install 'tokenspeed-kernels-deepgemm[deepgemm]'" in said
+    assert (
+        "module 'deep_gemm' is not installed -> pip install 'tokenspeed-kernels-deepgemm[deepgemm]'"
+        in said
+    )
 
 
 def test_without_a_gpu_the_demo_still_serves() -> None:
@@ -129,15 +155,25 @@ def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() ->
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
-def test_the_library_has_the_signatures_that_are_kept_and_its_code_takes_what_its_function_gives() -> None:
+def test_the_library_has_the_signatures_that_are_kept_and_its_code_takes_what_its_function_gives() -> (
+    None
+):
     (wheel,) = Path(WHEELS or "").glob("sgl_deep_gemm-*.whl")
-    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[
+        library_of(wheel)
+    ]
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read("deep_gemm/__init__.py"))
         code = archive.read("deep_gemm/_C.so")
-    (name,) = (ast.unparse(node.value) for node in ast.walk(tree)
-               if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "fp8_gemm_nt")
+    (name,) = (
+        ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "fp8_gemm_nt"
+    )
     torch_schema = f"{name}(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(a!) d, Tensor? c, "
     cpp_name = f"dg_{name}N3tvm3ffi10TensorViewES1_S1_S1_S1_NS0_8OptionalIS1_vEE"  # five tensors and maybe one
-    said = (rb"\b" + re.escape(torch_schema).encode(), rb"_Z\d+" + re.escape(cpp_name).encode())  # older: of C++
+    said = (
+        rb"\b" + re.escape(torch_schema).encode(),
+        rb"_Z\d+" + re.escape(cpp_name).encode(),
+    )  # older: of C++
     assert any(re.search(each, code) for each in said)

@@ -11,9 +11,15 @@ DEEPGEMM = KernelSpec(
     backend="deepgemm",
     capability=Capability(
         # From 10.0 on the library rounds scales to powers of two, which is not what the op means.
-        platforms=("cuda",), min_compute_capability=(9, 0), max_compute_capability=(9, 0), dtypes=("bfloat16",),
+        platforms=("cuda",),
+        min_compute_capability=(9, 0),
+        max_compute_capability=(9, 0),
+        dtypes=("bfloat16",),
         features=frozenset({"graph_safe"}),
-        limits=(AxisLimit("in_size", 128, multiple_of=128), AxisLimit("out_size", 128, multiple_of=128)),
+        limits=(
+            AxisLimit("in_size", 128, multiple_of=128),
+            AxisLimit("out_size", 128, multiple_of=128),
+        ),
     ),
     load="tokenspeed_kernels_deepgemm.linear:linear_fp8_block",
     requires=("deep_gemm",),

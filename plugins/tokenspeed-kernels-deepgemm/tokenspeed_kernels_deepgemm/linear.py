@@ -12,10 +12,17 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 
-LIBRARY = "deep_gemm"  # what DeepSeek's own build and the distribution sgl-deep-gemm are imported as
+LIBRARY = (
+    "deep_gemm"  # what DeepSeek's own build and the distribution sgl-deep-gemm are imported as
+)
 GROUP = 128  # features that share a scale
 MOST_ROWS = 16384  # of a step, up to which nothing is compiled when it comes
-ROWS = (1, 16, 32, *range(64, MOST_ROWS + 1, 64))  # the library chooses a kernel by tiles of 16, 32, or times 64 rows
+ROWS = (
+    1,
+    16,
+    32,
+    *range(64, MOST_ROWS + 1, 64),
+)  # the library chooses a kernel by tiles of 16, 32, or times 64 rows
 COMPILES_S = 1.0  # what takes longer is not found but compiled
 
 log = logging.getLogger("tokenspeed.kernels")
@@ -28,11 +35,15 @@ def linear_fp8_block(problem: Problem) -> Linear:
     multiply = import_module(LIBRARY).fp8_gemm_nt
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
-    def linear(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(
+        x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
         y = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
         if x.shape[0]:
             operands = (x.contiguous(), x_scale.contiguous()), (weight, weight_scale)
-            multiply(*operands, y, disable_ue8m0_cast=True)  # scales are any float32, not powers of two
+            multiply(
+                *operands, y, disable_ue8m0_cast=True
+            )  # scales are any float32, not powers of two
         return y if bias is None else y.add_(bias)
 
     if torch.cuda.is_available():

@@ -22,7 +22,14 @@ from tokenspeed_kernels_flashinfer.shared import shared_blocks
 from torch import Tensor
 
 from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.testing.attention import Rows, Scene, attend, check_attention, limits_of, make_scene
+from tokenspeed_core.testing.attention import (
+    Rows,
+    Scene,
+    attend,
+    check_attention,
+    limits_of,
+    make_scene,
+)
 from tokenspeed_core.testing.signatures import held_to, kept, library_of, parsed, read
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
@@ -30,13 +37,29 @@ WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
 SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 WRAPPER, MERGE = "BatchPrefillWithPagedKVCacheWrapper", "merge_state_in_place"
 PREFILL = f"flashinfer/prefill.py:{WRAPPER}"
-BUFFERS = {"qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"}
+BUFFERS = {
+    "qo_indptr_buf",
+    "paged_kv_indptr_buf",
+    "paged_kv_indices_buf",
+    "paged_kv_last_page_len_buf",
+}
 GIVEN = {  # the arguments that the backend gives, by the library's method
     "__init__": {"float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", *BUFFERS},
     "reset_workspace_buffer": {"float_workspace_buffer", "int_workspace_buffer"},
     "plan": {
-        "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads", "num_kv_heads",
-        "head_dim_qk", "page_size", "causal", "sm_scale", "window_left", "q_data_type", "kv_data_type",
+        "qo_indptr",
+        "paged_kv_indptr",
+        "paged_kv_indices",
+        "paged_kv_last_page_len",
+        "num_qo_heads",
+        "num_kv_heads",
+        "head_dim_qk",
+        "page_size",
+        "causal",
+        "sm_scale",
+        "window_left",
+        "q_data_type",
+        "kv_data_type",
         "disable_split_kv",
     },
     "run": {"q", "paged_kv_cache", "out", "lse", "return_lse"},
@@ -49,11 +72,24 @@ class Wrapper:
     made: ClassVar[list[Wrapper]] = []
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str, *, use_cuda_graph: bool, backend: str, **buffers: Tensor
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str,
+        *,
+        use_cuda_graph: bool,
+        backend: str,
+        **buffers: Tensor,
     ) -> None:
-        assert kv_layout == "NHD" and backend in ("auto", "fa2") and not float_workspace_buffer.any()
+        assert (
+            kv_layout == "NHD" and backend in ("auto", "fa2") and not float_workspace_buffer.any()
+        )
         assert buffers.keys() == (BUFFERS if use_cuda_graph else set())
-        self.is_fixed, self.buffers, self.most_tokens, self.num_plans = use_cuda_graph, buffers, 0, 0
+        self.is_fixed, self.buffers, self.most_tokens, self.num_plans = (
+            use_cuda_graph,
+            buffers,
+            0,
+            0,
+        )
         self._pin_memory_int_workspace_buffer = torch.ones(0)
         self.made.append(self)
 
@@ -62,39 +98,72 @@ class Wrapper:
         self._pin_memory_int_workspace_buffer = torch.ones_like(schedule)
 
     def plan(
-        self, starts: Tensor, block_start: Tensor, blocks: Tensor, last: Tensor, num_heads: int, num_kv_heads: int,
-        head_size: int, block_size: int, **named: Any,
+        self,
+        starts: Tensor,
+        block_start: Tensor,
+        blocks: Tensor,
+        last: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        **named: Any,
     ) -> None:
-        assert not self._pin_memory_int_workspace_buffer.any(), "the library leaves what it does not plan as it is"
+        assert not self._pin_memory_int_workspace_buffer.any(), (
+            "the library leaves what it does not plan as it is"
+        )
         assert {*named} == GIVEN["plan"] - {
-            "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_qo_heads",
-            "num_kv_heads", "head_dim_qk", "page_size",
+            "qo_indptr",
+            "paged_kv_indptr",
+            "paged_kv_indices",
+            "paged_kv_last_page_len",
+            "num_qo_heads",
+            "num_kv_heads",
+            "head_dim_qk",
+            "page_size",
         }
         given = starts, block_start, blocks, last
         assert all(each.dtype == torch.int32 and each.is_contiguous() for each in given)
         assert len(starts) == len(block_start) == len(last) + 1 and block_start[-1] == len(blocks)
-        assert ((block_start[1:] > block_start[:-1]) == (last > 0)).all() and last.max() <= block_size
+        assert (
+            (block_start[1:] > block_start[:-1]) == (last > 0)
+        ).all() and last.max() <= block_size
         if self.is_fixed:
             assert len(self.buffers["qo_indptr_buf"]) == len(starts), "rows are fixed"
             self.most_tokens = self.most_tokens or int(starts[-1])
             assert starts[-1] <= self.most_tokens, "the first plan is the largest"
             for buffer, each in zip(self.buffers.values(), given, strict=True):
                 buffer[: len(each)].copy_(each)
-            given = tuple(buffer[: len(each)] for buffer, each in zip(self.buffers.values(), given, strict=True))
+            given = tuple(
+                buffer[: len(each)]
+                for buffer, each in zip(self.buffers.values(), given, strict=True)
+            )
         self.given, self.named, self.shape = given, named, (num_heads, num_kv_heads, head_size)
         self.num_plans += 1
 
     def run(
-        self, q: Tensor, caches: tuple[Tensor, Tensor], *, out: Tensor, lse: Tensor | None = None,
+        self,
+        q: Tensor,
+        caches: tuple[Tensor, Tensor],
+        *,
+        out: Tensor,
+        lse: Tensor | None = None,
         return_lse: bool = False,
     ) -> None:
         (starts, block_start, blocks, last), named = self.given, self.named
-        assert len(q) == starts[-1] and out.shape == q.shape and out.is_contiguous() and (lse is None) != return_lse
+        assert (
+            len(q) == starts[-1]
+            and out.shape == q.shape
+            and out.is_contiguous()
+            and (lse is None) != return_lse
+        )
         k, v = caches
         assert k.stride() == v.stride() and self.shape == (q.shape[1], *k.shape[2:])
         assert (q.dtype, k.dtype) == (named["q_data_type"], named["kv_data_type"])
         weights_of = torch.full(q.shape[:2], float("-inf"))
-        for row, ((start, stop), (first, end)) in enumerate(zip(pairwise(starts), pairwise(block_start), strict=True)):
+        for row, ((start, stop), (first, end)) in enumerate(
+            zip(pairwise(starts), pairwise(block_start), strict=True)
+        ):
             length = (end - first - 1) * k.shape[1] + last[row] if end > first else 0
             key, position = torch.arange(length), torch.arange(start, stop)[:, None] - stop + length
             at = blocks[first + key // k.shape[1]].long(), key % k.shape[1]
@@ -121,7 +190,11 @@ def merge(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor) 
     highest = torch.maximum(s, s_other)
     ours, others = torch.exp2(s - highest), torch.exp2(s_other - highest)
     share = (ours / (ours + others))[..., None]
-    v.copy_(torch.where(mask[:, None, None] > 0, share * v.float() + (1 - share) * v_other.float(), v).to(v.dtype))
+    v.copy_(
+        torch.where(
+            mask[:, None, None] > 0, share * v.float() + (1 - share) * v_other.float(), v
+        ).to(v.dtype)
+    )
 
 
 @pytest.fixture
@@ -130,8 +203,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
     for method in GIVEN:
         signatures = (each[f"{PREFILL}.{method}"] for each in SIGNATURES.values())
         monkeypatch.setattr(Wrapper, method, held_to(getattr(Wrapper, method), *signatures))
-    merges = held_to(merge, *(each[f"flashinfer/cascade.py:{MERGE}"] for each in SIGNATURES.values()))
-    content = {"flashinfer": {}, "flashinfer.prefill": {WRAPPER: Wrapper}, "flashinfer.cascade": {MERGE: merges}}
+    merges = held_to(
+        merge, *(each[f"flashinfer/cascade.py:{MERGE}"] for each in SIGNATURES.values())
+    )
+    content = {
+        "flashinfer": {},
+        "flashinfer.prefill": {WRAPPER: Wrapper},
+        "flashinfer.cascade": {MERGE: merges},
+    }
     for name, functions in content.items():
         made = ModuleType(name)
         made.__dict__.update(functions)
@@ -141,7 +220,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
     return Wrapper
 
 
-ON_CPU = pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+ON_CPU = pytest.mark.skipif(
+    HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
+)
 HALVES = AttentionProblem("decode", 8, 2, 64, "bfloat16", "bfloat16", 16, 64**-0.5, None)
 SHARING = Rows((1,) * 11, (400, 325, 340, 700, 321, 333, 322, 350, 399, 321, 0), num_shared=320)
 
@@ -150,7 +231,9 @@ SHARING = Rows((1,) * 11, (400, 325, 340, 700, 321, 333, 322, 350, 399, 321, 0),
 @pytest.mark.usefixtures("stand_in")
 def test_over_a_class_that_computes_the_definition_the_backend_conforms() -> None:
     spec = ATTENTION[-1]
-    small = replace(spec, capability=replace(spec.capability, head_sizes=(64,), block_sizes=(16, 32)))
+    small = replace(
+        spec, capability=replace(spec.capability, head_sizes=(64,), block_sizes=(16, 32))
+    )
     assert check_attention(small, torch.device("cpu")) > 20
 
 
@@ -160,7 +243,9 @@ def without_host(scene: Scene) -> Scene:
 
 
 @ON_CPU
-def test_keys_that_all_rows_share_are_attended_to_once_and_by_rows_that_have_them(stand_in: type[Wrapper]) -> None:
+def test_keys_that_all_rows_share_are_attended_to_once_and_by_rows_that_have_them(
+    stand_in: type[Wrapper],
+) -> None:
     scene = make_scene(HALVES, SHARING, torch.device("cpu"), seed=0)
     kernel = ATTENTION[-1].factory()(HALVES, limits_of(scene), torch.device("cpu"))
     found = attend(kernel, without_host(scene))
@@ -181,7 +266,9 @@ def test_the_option_reads_all_keys_for_every_row(stand_in: type[Wrapper]) -> Non
 
 
 @ON_CPU
-def test_a_captured_step_is_planned_again_at_the_same_addresses_for_other_lengths(stand_in: type[Wrapper]) -> None:
+def test_a_captured_step_is_planned_again_at_the_same_addresses_for_other_lengths(
+    stand_in: type[Wrapper],
+) -> None:
     problem = replace(HALVES, phase="prefill")
     scenes = [
         make_scene(problem, rows, torch.device("cpu"), seed=seed, max_len=256)
@@ -217,7 +304,12 @@ def test_padding_tokens_of_a_captured_step_get_zeros(stand_in: type[Wrapper]) ->
         ([400] * 9 + [257], [list(range(26))] * 10, 16),
         ([400] * 9 + [256], [list(range(26))] * 10, 0),
     ],
-    ids=["each row keeps a key to itself", "too few rows", "the shortest row decides", "too few keys"],
+    ids=[
+        "each row keeps a key to itself",
+        "too few rows",
+        "the shortest row decides",
+        "too few keys",
+    ],
 )
 def test_shared_blocks_are_the_leading_ones_of_all_rows(
     lengths: list[int], tables: list[list[int]], expected: int
@@ -229,7 +321,11 @@ def test_shared_blocks_are_the_leading_ones_of_all_rows(
 def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
     about = metadata("tokenspeed-kernels-flashinfer")
     assert about.get_all("Provides-Extra") == ["flashinfer"]
-    assert not [line for line in about.get_all("Requires-Dist") or () if "flashinfer" in line and "extra" not in line]
+    assert not [
+        line
+        for line in about.get_all("Requires-Dist") or ()
+        if "flashinfer" in line and "extra" not in line
+    ]
 
 
 def source(path: str) -> ast.Module:
@@ -241,19 +337,27 @@ def source(path: str) -> ast.Module:
 
 def functions_in(path: str, name: str) -> list[ast.FunctionDef]:
     """Return the functions of a name in a file of the library's wheel."""
-    return [node for node in source(path).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return [
+        node
+        for node in source(path).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
 
 
 def library_class() -> dict[str, ast.FunctionDef]:
     """Return the methods of the library's class in its wheel, by name; of an overloaded one the last."""
     tree = source("prefill.py")
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == WRAPPER)
+    (found,) = (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == WRAPPER
+    )
     return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("library", SIGNATURES)
 @pytest.mark.parametrize("method", GIVEN)
-def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(library: str, method: str) -> None:
+def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(
+    library: str, method: str
+) -> None:
     _, *parameters = parsed(SIGNATURES[library][f"{PREFILL}.{method}"]).parameters.values()
     named = [each for each in parameters if each.kind is not each.VAR_POSITIONAL]
     required = {each.name for each in named if each.default is each.empty}
@@ -265,23 +369,39 @@ def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(libr
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
 def test_the_library_has_the_signatures_that_are_kept() -> None:
     (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
-    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[
+        library_of(wheel)
+    ]
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
 def test_the_library_loads_the_modules_that_are_looked_for_and_compiled_ahead() -> None:
     (loads,) = functions_in("prefill.py", "get_batch_prefill_module")
-    made = {node.func.id for node in ast.walk(loads) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    made = {
+        node.func.id
+        for node in ast.walk(loads)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert {name for name in made if "gen_batch_prefill" in name} == {"gen_batch_prefill_module"}
     known = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int32: "i32"}
     (named,) = functions_in("jit/attention/modules.py", "get_batch_prefill_uri")
-    names: dict[str, Any] = {"torch": torch, "filename_safe_dtype_map": known, "filename_safe_dtype_map_kv": known.get}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "filename_safe_dtype_map": known,
+        "filename_safe_dtype_map_kv": known.get,
+    }
     exec(ast.unparse(named), names)  # a pure function of the wheel, which forms a name
     types = torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16, torch.int32
     name = names[named.name]("fa2", *types, 128, 128, 0, True, False, False)
     match = compiled._NAME.match(name)
     assert match is not None
-    assert match.groupdict() == {"q": "bf16", "kv": "e4m3", "size": "128", "window": "True", "hopper": None}
+    assert match.groupdict() == {
+        "q": "bf16",
+        "kv": "e4m3",
+        "size": "128",
+        "window": "True",
+        "hopper": None,
+    }
     hopper = names[named.name]("fa3", *types, 128, 128, 0, True, False, False)
     assert hopper == f"{name}_sm90"
 
@@ -290,4 +410,6 @@ def test_the_library_loads_the_modules_that_are_looked_for_and_compiled_ahead() 
 def test_the_library_plans_in_the_memory_that_the_backend_clears() -> None:
     methods = library_class()
     name = "self._pin_memory_int_workspace_buffer"
-    assert name in ast.unparse(methods["reset_workspace_buffer"]) and name in ast.unparse(methods["plan"])
+    assert name in ast.unparse(methods["reset_workspace_buffer"]) and name in ast.unparse(
+        methods["plan"]
+    )

@@ -43,15 +43,19 @@ def compile_them(cache: Path, architecture: str, *names: str) -> tuple[Module, .
 
 
 def selector(
-    capability: tuple[int, int], modules: tuple[Module, ...] = (), names: tuple[str, ...] = ("auto",)
+    capability: tuple[int, int],
+    modules: tuple[Module, ...] = (),
+    names: tuple[str, ...] = ("auto",),
 ) -> Selector:
     """Return a selector that has this backend with these modules compiled, and all the other backends."""
     catalog = Catalog.discover()
     others = [kernel for kernel in installed_kernels(catalog) if kernel.distribution != OURS]
     return Selector(
         [*others, *(InstalledKernel(spec, OURS) for spec in attention_specs(modules))],
-        PlatformInfo("cuda", capability, f"compute capability {capability}"), [Preference.parse("attention", names)],
-        rankings=installed_rankings(catalog), needs=frozenset({"graph_safe"}),
+        PlatformInfo("cuda", capability, f"compute capability {capability}"),
+        [Preference.parse("attention", names)],
+        rankings=installed_rankings(catalog),
+        needs=frozenset({"graph_safe"}),
         module_exists=lambda name: name != "flash_attn_interface",
     )
 
@@ -64,31 +68,46 @@ def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone(
     chosen = selector(capability)
     assert chosen.select_attention(problem(phase)).spec.backend == "triton"
     assert (
-        f"not flashinfer from {OURS}: it must be compiled before the first call, so auto passes it over" in
-        explain(chosen.plan(), "attention")
+        f"not flashinfer from {OURS}: it must be compiled before the first call, so auto passes it over"
+        in explain(chosen.plan(), "attention")
     )
     named = selector(capability, names=("flashinfer",))
     named.select_attention(problem(phase))
-    assert [(planned.backend, planned.distribution) for planned in named.plan().ops] == [("flashinfer", OURS)]
+    assert [(planned.backend, planned.distribution) for planned in named.plan().ops] == [
+        ("flashinfer", OURS)
+    ]
 
 
-def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto(tmp_path: Path) -> None:
+def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto(
+    tmp_path: Path,
+) -> None:
     modules = compile_them(tmp_path, "80", PLAIN, "cascade")
     chosen = selector((8, 0), modules)
     for phase in ("prefill", "decode"):
         chosen.select_attention(problem(phase))
     assert {planned.distribution for planned in chosen.plan().ops} == {OURS}
     assert "must be compiled" not in explain(chosen.plan(), "attention")
-    assert chosen.select_attention(problem("decode", head_size=64)).spec.backend == "triton", "not compiled for these"
-    assert selector((8, 9), modules).select_attention(problem("decode")).spec.backend == "triton", "nor for this device"
+    assert chosen.select_attention(problem("decode", head_size=64)).spec.backend == "triton", (
+        "not compiled for these"
+    )
+    assert selector((8, 9), modules).select_attention(problem("decode")).spec.backend == "triton", (
+        "nor for this device"
+    )
 
 
 def test_on_hopper_what_is_ranked_stays_before_it(tmp_path: Path) -> None:
     chosen = selector((9, 0), compile_them(tmp_path, "90a", PLAIN, f"{PLAIN}_sm90", "cascade"))
-    assert {chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")} == {"triton"}
+    assert {
+        chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")
+    } == {"triton"}
     said = explain(chosen.plan(), "attention")
-    assert f"not flashinfer from {OURS}: triton comes first -> --attention-backend.prefill flashinfer,auto" in said
-    assert f"not flashinfer from {OURS}: {OURS} serves this name first" in said, "what is not compiled is not needed"
+    assert (
+        f"not flashinfer from {OURS}: triton comes first -> --attention-backend.prefill flashinfer,auto"
+        in said
+    )
+    assert f"not flashinfer from {OURS}: {OURS} serves this name first" in said, (
+        "what is not compiled is not needed"
+    )
     assert "must be compiled" not in said
 
 
@@ -98,7 +117,10 @@ def test_on_hopper_what_is_ranked_stays_before_it(tmp_path: Path) -> None:
         ((PLAIN,), []),
         ((PLAIN, "cascade"), [("decode",)]),
         ((f"{PLAIN}_sm90", "cascade"), [("prefill",)]),
-        ((PREFILL.format(q="bf16", kv="e4m3", size=128, window=False), "cascade"), [("prefill", "decode")]),
+        (
+            (PREFILL.format(q="bf16", kv="e4m3", size=128, window=False), "cascade"),
+            [("prefill", "decode")],
+        ),
         ((PREFILL.format(q="bf16", kv="bf16", size=128, window=True),), [("decode",)]),
         ((PREFILL.format(q="bf16", kv="u8", size=128, window=False), "page", "cascade"), []),
     ],
@@ -125,7 +147,9 @@ def test_a_module_that_is_being_compiled_does_not_stand_compiled(tmp_path: Path)
     assert modules_in(tmp_path) == ()
 
 
-def test_modules_are_looked_for_where_the_library_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_looked_for_where_the_library_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setattr(
         "tokenspeed_kernels_flashinfer.compiled.version",
@@ -136,7 +160,9 @@ def test_modules_are_looked_for_where_the_library_keeps_them(tmp_path: Path, mon
     assert [module.compute_capability for module in compiled_modules()] == [(8, 0)]
 
 
-@pytest.mark.parametrize(("installed", "num_found"), [("0.6.14", 1), ("0.6.18.post1", 1), ("0.7.2.post1", 0)])
+@pytest.mark.parametrize(
+    ("installed", "num_found"), [("0.6.14", 1), ("0.6.18.post1", 1), ("0.7.2.post1", 0)]
+)
 def test_what_a_version_of_other_names_compiled_does_not_count(
     installed: str, num_found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,13 +175,17 @@ def test_what_a_version_of_other_names_compiled_does_not_count(
 def test_compiling_ahead_refuses_a_version_of_other_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tokenspeed_kernels_flashinfer.__main__.version", lambda name: "0.7.2.post1")
+    monkeypatch.setattr(
+        "tokenspeed_kernels_flashinfer.__main__.version", lambda name: "0.7.2.post1"
+    )
     with pytest.raises(SystemExit):
         main(["--head-size", "128"])
     assert "flashinfer-python 0.7.2.post1 loads modules of other names" in capsys.readouterr().err
 
 
-def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_compile_it() -> None:
+def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_compile_it() -> (
+    None
+):
     compiled = []
 
     class Spec:
@@ -166,21 +196,39 @@ def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_
             assert need_lock, "another process may compile it, too"
             compiled.append(self.name)
 
-    assert build([Spec("two"), Spec("one"), Spec("one"), Spec("ready", is_aot=True)]) == ["one", "ready", "two"]
+    assert build([Spec("two"), Spec("one"), Spec("one"), Spec("ready", is_aot=True)]) == [
+        "one",
+        "ready",
+        "two",
+    ]
     assert sorted(compiled) == ["one", "two"], "each once"
 
 
 def test_one_phase_alone_may_be_given_to_it() -> None:
     catalog = Catalog.discover()
-    wishes = [Preference.parse("attention.prefill", ("triton",)), Preference.parse("attention.decode", ("flashinfer",))]
+    wishes = [
+        Preference.parse("attention.prefill", ("triton",)),
+        Preference.parse("attention.decode", ("flashinfer",)),
+    ]
     chosen = Selector(
-        installed_kernels(catalog), PlatformInfo("cuda", (9, 0), "H200"), wishes, module_exists=lambda name: True
+        installed_kernels(catalog),
+        PlatformInfo("cuda", (9, 0), "H200"),
+        wishes,
+        module_exists=lambda name: True,
     )
-    taken = {phase: chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")}
+    taken = {
+        phase: chosen.select_attention(problem(phase)).spec.backend
+        for phase in ("prefill", "decode")
+    }
     assert taken == {"prefill": "triton", "decode": "flashinfer"}
 
 
 def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
-    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "flashinfer", "decode": "torch"})
-    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for flashinfer.*that fit: torch"):
+    config = Config.from_keywords(
+        device="cpu", attention_backend={"prefill": "flashinfer", "decode": "torch"}
+    )
+    with pytest.raises(
+        SelectionError,
+        match=r"(?s)--attention-backend\.prefill asks for flashinfer.*that fit: torch",
+    ):
         dry_run(config)

@@ -34,14 +34,22 @@ def attention_specs(compiled: Iterable[Module]) -> tuple[KernelSpec, ...]:
     ready = (
         _spec(
             Capability(
-                platforms=("cuda",), min_compute_capability=module.compute_capability,
-                max_compute_capability=module.compute_capability, dtypes=(module.dtype,), kv_dtypes=(module.kv_dtype,),
-                head_sizes=(module.head_size,), block_sizes=_BLOCK_SIZES, phases=(phase,),
-                features=frozenset({"graph_safe", "window"} if module.has_window else {"graph_safe"}),
+                platforms=("cuda",),
+                min_compute_capability=module.compute_capability,
+                max_compute_capability=module.compute_capability,
+                dtypes=(module.dtype,),
+                kv_dtypes=(module.kv_dtype,),
+                head_sizes=(module.head_size,),
+                block_sizes=_BLOCK_SIZES,
+                phases=(phase,),
+                features=frozenset(
+                    {"graph_safe", "window"} if module.has_window else {"graph_safe"}
+                ),
             ),
             needs_compile=False,
         )
-        for module in compiled if module.head_size in _HEAD_SIZES
+        for module in compiled
+        if module.head_size in _HEAD_SIZES
         for phase in module.phases
     )
     return (*ready, _spec(_ANY, needs_compile=True))
@@ -49,8 +57,13 @@ def attention_specs(compiled: Iterable[Module]) -> tuple[KernelSpec, ...]:
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _ANY = Capability(
-    platforms=("cuda",), min_compute_capability=(8, 0), dtypes=_HALVES, kv_dtypes=(*_HALVES, "float8_e4m3fn"),
-    head_sizes=_HEAD_SIZES, block_sizes=_BLOCK_SIZES, features=frozenset({"graph_safe", "window"}),
+    platforms=("cuda",),
+    min_compute_capability=(8, 0),
+    dtypes=_HALVES,
+    kv_dtypes=(*_HALVES, "float8_e4m3fn"),
+    head_sizes=_HEAD_SIZES,
+    block_sizes=_BLOCK_SIZES,
+    features=frozenset({"graph_safe", "window"}),
 )
 
 ATTENTION = attention_specs(compiled_modules())

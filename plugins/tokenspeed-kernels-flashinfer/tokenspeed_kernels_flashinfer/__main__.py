@@ -21,11 +21,17 @@ CAPABILITY = ATTENTION[-1].capability
 
 def main(arguments: list[str]) -> None:
     """Parse, compile, say what was compiled and how long it took."""
-    parser = argparse.ArgumentParser(prog="python -m tokenspeed_kernels_flashinfer", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tokenspeed_kernels_flashinfer", description=__doc__
+    )
     parser.add_argument("--head-size", type=int, choices=CAPABILITY.head_sizes, required=True)
     parser.add_argument("--dtype", choices=CAPABILITY.dtypes, default="bfloat16")
-    parser.add_argument("--kv-dtype", choices=CAPABILITY.kv_dtypes, help="of the cache; default: as --dtype")
-    parser.add_argument("--window", action="store_true", help="for layers that see the last tokens only")
+    parser.add_argument(
+        "--kv-dtype", choices=CAPABILITY.kv_dtypes, help="of the cache; default: as --dtype"
+    )
+    parser.add_argument(
+        "--window", action="store_true", help="for layers that see the last tokens only"
+    )
     given = parser.parse_args(arguments)
     if not is_known(installed := version("flashinfer-python")):
         parser.error(
@@ -33,7 +39,11 @@ def main(arguments: list[str]) -> None:
             "pip install 'tokenspeed-kernels-flashinfer[flashinfer]' brings one that does not"
         )
     start = time.monotonic()
-    names = build(modules(given.dtype, given.kv_dtype or given.dtype, given.head_size, has_window=given.window))
+    names = build(
+        modules(
+            given.dtype, given.kv_dtype or given.dtype, given.head_size, has_window=given.window
+        )
+    )
     print(*names, f"compiled or found compiled in {time.monotonic() - start:.0f} s", sep="\n")
 
 
@@ -44,7 +54,9 @@ def modules(dtype: str, kv_dtype: str, head_size: int, *, has_window: bool) -> l
         backends.append("fa3")
     make = import_module("flashinfer.jit.attention").gen_batch_prefill_module
     types = getattr(torch, dtype), getattr(torch, kv_dtype), getattr(torch, dtype), torch.int32
-    found = [make(each, *types, head_size, head_size, 0, has_window, False, False) for each in backends]
+    found = [
+        make(each, *types, head_size, head_size, 0, has_window, False, False) for each in backends
+    ]
     return [*found, import_module("flashinfer.jit.cascade").gen_cascade_module()]
 
 

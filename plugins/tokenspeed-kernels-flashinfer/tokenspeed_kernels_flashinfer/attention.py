@@ -44,7 +44,9 @@ class _Rows:
 class _Buffers:
     """Memory at fixed addresses for all plans of one kind, since only one is in use at a time."""
 
-    def __init__(self, num_rows: int, num_tokens: int, num_blocks: int, num_heads: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, num_tokens: int, num_blocks: int, num_heads: int, device: torch.device
+    ) -> None:
         self.query_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.block_start = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.last = torch.zeros(num_rows, dtype=torch.int32, device=device)
@@ -59,7 +61,11 @@ def schedule_bytes(num_rows: int, num_tokens: int, num_heads: int) -> int:
 
     Six numbers for each head and tile of queries on Hopper, else three for each tile and a few for each token.
     """
-    return 24 * num_heads * (num_tokens // 128 + num_rows + 2) + 64 * (num_tokens + num_rows + 4096) + 65536
+    return (
+        24 * num_heads * (num_tokens // 128 + num_rows + 2)
+        + 64 * (num_tokens + num_rows + 4096)
+        + 65536
+    )
 
 
 class FlashInferAttention:
@@ -70,29 +76,48 @@ class FlashInferAttention:
     """
 
     def __init__(
-        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device, options: FlashInferOptions
+        self,
+        problem: AttentionProblem,
+        limits: AttentionLimits,
+        device: torch.device,
+        options: FlashInferOptions,
     ) -> None:
         self._problem, self._device = problem, device
         self._make = import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
         self._merge: Callable[..., None] = import_module("flashinfer.cascade").merge_state_in_place
-        self._dtype, self._kv_dtype = getattr(torch, problem.dtype), getattr(torch, problem.kv_dtype)
+        self._dtype, self._kv_dtype = (
+            getattr(torch, problem.dtype),
+            getattr(torch, problem.kv_dtype),
+        )
         self._num_multiprocessors = _num_multiprocessors(device)
         self._closes = problem.phase == "prefill"
-        num_rows, num_tokens = limits.max_num_rows + self._closes, max(limits.max_num_tokens, limits.max_num_rows)
+        num_rows, num_tokens = (
+            limits.max_num_rows + self._closes,
+            max(limits.max_num_tokens, limits.max_num_rows),
+        )
         wanted = self._partial_bytes(num_rows, num_rows, 1) if problem.phase == "decode" else 0
         size = min(max(wanted, LEAST_WORKSPACE), MOST_WORKSPACE)
         self._partial = torch.zeros(size, dtype=torch.uint8, device=device)
         self._own = _Buffers(
-            num_rows, num_tokens, limits.max_num_rows * limits.max_num_blocks, problem.num_heads, device
+            num_rows,
+            num_tokens,
+            limits.max_num_rows * limits.max_num_blocks,
+            problem.num_heads,
+            device,
         )
         self._can_share = (
-            options.shared_prefix and problem.phase == "decode" and problem.window is None
-            and limits.max_num_rows >= LEAST_ROWS and problem.num_heads * problem.head_size <= MOST_MERGED
+            options.shared_prefix
+            and problem.phase == "decode"
+            and problem.window is None
+            and limits.max_num_rows >= LEAST_ROWS
+            and problem.num_heads * problem.head_size <= MOST_MERGED
         )
         if self._can_share:
             heads = (num_rows, problem.num_heads)
             self._common = _Buffers(1, num_rows, limits.max_num_blocks, problem.num_heads, device)
-            self._common_out = torch.empty((*heads, problem.head_size), dtype=self._dtype, device=device)
+            self._common_out = torch.empty(
+                (*heads, problem.head_size), dtype=self._dtype, device=device
+            )
             self._lse = torch.empty((2, *heads), dtype=torch.float32, device=device)
             self._has_common = torch.zeros(num_rows, dtype=torch.uint8, device=device)
         self._planned: dict[tuple[int, ...], tuple[Any, Any | None]] = {}
@@ -105,7 +130,11 @@ class FlashInferAttention:
         shares = self._can_share and step.max_num_query == 1 and num_rows >= LEAST_ROWS
         lengths = [step.query_start[: num_rows + 1], step.seq_lens[:num_rows]]
         if shares:
-            lengths.append(shared_blocks(step.seq_lens[:num_rows], step.block_table[:num_rows], self._block_size))
+            lengths.append(
+                shared_blocks(
+                    step.seq_lens[:num_rows], step.block_table[:num_rows], self._block_size
+                )
+            )
         read = torch.cat(lengths).cpu().numpy()
         starts, seq_lens = read[: num_rows + 1], read[num_rows + 1 : 2 * num_rows + 1]
         num_shared, lead = read[2 * num_rows + 1 :].tolist() if shares else (0, 0)
@@ -115,10 +144,14 @@ class FlashInferAttention:
         self._plan(own, rows, step.block_table, step.max_num_query, is_causal=True)
         if common is not None:
             together = _Rows(
-                starts[[0, num_rows]], np.array([num_shared], np.int32),
-                np.array([self._block_size if num_shared else 0], np.int32), 0,
+                starts[[0, num_rows]],
+                np.array([num_shared], np.int32),
+                np.array([self._block_size if num_shared else 0], np.int32),
+                0,
             )
-            self._plan(common, together, step.block_table[lead : lead + 1], num_rows, is_causal=False)
+            self._plan(
+                common, together, step.block_table[lead : lead + 1], num_rows, is_causal=False
+            )
             if num_shared:
                 self._has_common[:num_rows].copy_(step.seq_lens[:num_rows] > 0)
             else:
@@ -152,21 +185,36 @@ class FlashInferAttention:
         key = (step.num_rows, step.num_tokens, step.max_num_query) if is_fixed else (shares,)
         if key not in self._planned:
             backend = "auto" if self._problem.phase == "prefill" else "fa2"
-            own = self._wrapper(self._own, step.num_rows + self._closes, step.num_tokens, backend, is_fixed)
-            common = self._wrapper(self._common, 1, step.num_rows, "fa2", is_fixed) if shares else None
+            own = self._wrapper(
+                self._own, step.num_rows + self._closes, step.num_tokens, backend, is_fixed
+            )
+            common = (
+                self._wrapper(self._common, 1, step.num_rows, "fa2", is_fixed) if shares else None
+            )
             self._planned[key] = own, common
         return self._planned[key]
 
-    def _wrapper(self, buffers: _Buffers, num_rows: int, num_tokens: int, backend: str, is_fixed: bool) -> Any:
+    def _wrapper(
+        self, buffers: _Buffers, num_rows: int, num_tokens: int, backend: str, is_fixed: bool
+    ) -> Any:
         places = {
             "qo_indptr_buf": buffers.query_start[: num_rows + 1],
             "paged_kv_indptr_buf": buffers.block_start[: num_rows + 1],
-            "paged_kv_indices_buf": buffers.blocks, "paged_kv_last_page_len_buf": buffers.last[:num_rows],
+            "paged_kv_indices_buf": buffers.blocks,
+            "paged_kv_last_page_len_buf": buffers.last[:num_rows],
         }
         made = self._make(
-            self._partial, "NHD", use_cuda_graph=is_fixed, backend=backend, **(places if is_fixed else {})
+            self._partial,
+            "NHD",
+            use_cuda_graph=is_fixed,
+            backend=backend,
+            **(places if is_fixed else {}),
         )
-        size = schedule_bytes(num_rows, num_tokens, self._problem.num_heads) if is_fixed else len(buffers.schedule)
+        size = (
+            schedule_bytes(num_rows, num_tokens, self._problem.num_heads)
+            if is_fixed
+            else len(buffers.schedule)
+        )
         made.reset_workspace_buffer(self._partial, buffers.schedule[:size])
         # A captured step has programs for more tiles than there are. Where keys are not cut the library does not stop
         # these, and they compute whatever tile this memory names: the first one of the first row, not nonsense.
@@ -185,24 +233,41 @@ class FlashInferAttention:
             num_blocks, last = np.append(num_blocks, np.int32(0)), np.append(last, np.int32(0))
         return _Rows(starts, num_blocks, last, num_shared)
 
-    def _plan(self, wrapper: Any, rows: _Rows, table: Tensor, max_num_query: int, *, is_causal: bool) -> None:
+    def _plan(
+        self, wrapper: Any, rows: _Rows, table: Tensor, max_num_query: int, *, is_causal: bool
+    ) -> None:
         problem = self._problem
         block_start = np.zeros(len(rows.num_blocks) + 1, np.int32)
         np.cumsum(rows.num_blocks, out=block_start[1:])
         wrapper.plan(
-            torch.from_numpy(rows.query_start), torch.from_numpy(block_start), self._listed(rows, block_start, table),
-            torch.from_numpy(rows.last), problem.num_heads, problem.num_kv_heads, problem.head_size, problem.block_size,
-            causal=is_causal, sm_scale=problem.scale, window_left=-1 if problem.window is None else problem.window - 1,
-            q_data_type=self._dtype, kv_data_type=self._kv_dtype,
-            disable_split_kv=not self._can_split(len(rows.last), int(rows.query_start[-1]), max_num_query),
+            torch.from_numpy(rows.query_start),
+            torch.from_numpy(block_start),
+            self._listed(rows, block_start, table),
+            torch.from_numpy(rows.last),
+            problem.num_heads,
+            problem.num_kv_heads,
+            problem.head_size,
+            problem.block_size,
+            causal=is_causal,
+            sm_scale=problem.scale,
+            window_left=-1 if problem.window is None else problem.window - 1,
+            q_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
+            disable_split_kv=not self._can_split(
+                len(rows.last), int(rows.query_start[-1]), max_num_query
+            ),
         )
 
     def _listed(self, rows: _Rows, block_start: I32, table: Tensor) -> Tensor:
         """Return int32 [blocks]: the rows' blocks one after another, on the device."""
         total = int(block_start[-1])
-        sent = torch.from_numpy(np.stack((rows.num_blocks, block_start[:-1] - rows.first))).to(self._device)
+        sent = torch.from_numpy(np.stack((rows.num_blocks, block_start[:-1] - rows.first))).to(
+            self._device
+        )
         row = torch.repeat_interleave(sent[0], output_size=total)
-        column = torch.arange(total, dtype=torch.int32, device=self._device) - sent[1].index_select(0, row)
+        column = torch.arange(total, dtype=torch.int32, device=self._device) - sent[1].index_select(
+            0, row
+        )
         return table[row, column]
 
     def _can_split(self, num_rows: int, num_tokens: int, max_num_query: int) -> bool:
@@ -212,7 +277,10 @@ class FlashInferAttention:
         """
         if self._partial_bytes(num_rows, num_tokens, max_num_query) > len(self._partial):
             return False
-        return self._problem.phase == "decode" or self._tiles(num_rows, num_tokens, max_num_query)[0] < self._num_wanted
+        return (
+            self._problem.phase == "decode"
+            or self._tiles(num_rows, num_tokens, max_num_query)[0] < self._num_wanted
+        )
 
     def _partial_bytes(self, num_rows: int, num_tokens: int, max_num_query: int) -> int:
         """Return what the library takes for a step's results of parts: values and a weight of every head and tile."""
@@ -234,7 +302,10 @@ class FlashInferAttention:
 
 
 def attention(
-    problem: AttentionProblem, limits: AttentionLimits, device: torch.device, options: FlashInferOptions = DEFAULTS,
+    problem: AttentionProblem,
+    limits: AttentionLimits,
+    device: torch.device,
+    options: FlashInferOptions = DEFAULTS,
 ) -> FlashInferAttention:
     """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:

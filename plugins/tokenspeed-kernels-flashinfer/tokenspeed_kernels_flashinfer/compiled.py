@@ -22,7 +22,9 @@ _NAME = re.compile(
     r"_head_dim_qk_(?P<size>\d+)_head_dim_vo_(?P=size)_posenc_0_use_swa_(?P<window>True|False)"
     r"_use_logits_cap_False_f16qk_False(?P<hopper>_sm90)?\Z"
 )
-_ARCHITECTURE = re.compile(r"(\d+)(\d)[af]?\Z")  # 80, 90a, 120f: the minor version is the last digit
+_ARCHITECTURE = re.compile(
+    r"(\d+)(\d)[af]?\Z"
+)  # 80, 90a, 120f: the minor version is the last digit
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,11 @@ def _modules(folder: Path, capability: tuple[int, int]) -> Iterator[Module]:
             phases.append("decode")
         if phases:
             yield Module(
-                capability, _DTYPES[match["q"]], _DTYPES[match["kv"]], int(match["size"]), match["window"] == "True",
+                capability,
+                _DTYPES[match["q"]],
+                _DTYPES[match["kv"]],
+                int(match["size"]),
+                match["window"] == "True",
                 tuple(phases),
             )
 

@@ -11,7 +11,8 @@ class FlashInferOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shared_prefix: bool = Field(
-        True, description="whether keys that all decoded rows share are read once for all of them",
+        True,
+        description="whether keys that all decoded rows share are read once for all of them",
     )
 
 

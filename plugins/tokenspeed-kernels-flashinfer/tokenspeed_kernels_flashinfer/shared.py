@@ -22,7 +22,9 @@ def shared_blocks(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Ten
     """
     is_real = seq_lens > 0
     lead = is_real.to(torch.int32).argmax()
-    agrees = ((block_table == block_table.index_select(0, lead.view(1))) | ~is_real.unsqueeze(1)).all(0)
+    agrees = (
+        (block_table == block_table.index_select(0, lead.view(1))) | ~is_real.unsqueeze(1)
+    ).all(0)
     num_agreed = agrees.to(torch.int32).cumprod(0).sum()
     fewest = torch.where(is_real, seq_lens - 1, _FAR).amin() // block_size
     shared = torch.minimum(num_agreed, fewest)

@@ -32,18 +32,41 @@ WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
 SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 
 USED = (  # the arguments that the backend gives or leaves at these defaults, in the library's order
-    "Tensor q", "Tensor k", "Tensor v", "Tensor(out!)? out = None", "Tensor? cu_seqlens_q = None",
-    "Tensor? cu_seqlens_k = None", "Tensor? seqused_k = None", "int? max_seqlen_q = None", "int? max_seqlen_k = None",
-    "Tensor? page_table = None", "float? softmax_scale = None", "bool is_causal = False", "int window_size_left = -1",
-    "int window_size_right = -1", "int num_splits = 0",
+    "Tensor q",
+    "Tensor k",
+    "Tensor v",
+    "Tensor(out!)? out = None",
+    "Tensor? cu_seqlens_q = None",
+    "Tensor? cu_seqlens_k = None",
+    "Tensor? seqused_k = None",
+    "int? max_seqlen_q = None",
+    "int? max_seqlen_k = None",
+    "Tensor? page_table = None",
+    "float? softmax_scale = None",
+    "bool is_causal = False",
+    "int window_size_left = -1",
+    "int window_size_right = -1",
+    "int num_splits = 0",
 )
 RESULT = "(Tensor(out!), Tensor, Tensor, Tensor)"
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, seqused_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int | None, page_table: Tensor, softmax_scale: float, is_causal: bool,
-    window_size_left: int = -1, window_size_right: int = -1, num_splits: int = 0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int | None,
+    page_table: Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do what the library's op does with these arguments, by the definition; a row without keys gets zeros."""
     assert is_causal and window_size_right == 0
@@ -60,7 +83,9 @@ def attend(
         scores = torch.einsum("tkgd,lkd->tkgl", queries, k[at].float()) * softmax_scale
         hidden = (key > position) | ((key < position - window_size_left) & (window_size_left >= 0))
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).nan_to_num()
-        out[start:stop] = torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+        out[start:stop] = (
+            torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+        )
     return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
 
@@ -75,7 +100,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ops._destroy()
 
 
-@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
+@pytest.mark.skipif(
+    HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
+)
 @pytest.mark.usefixtures("stand_in")
 def test_over_an_op_that_computes_the_definition_the_backend_conforms() -> None:
     some_sizes = replace(FA3, capability=replace(FA3.capability, head_sizes=(64, 128)))
@@ -85,10 +112,14 @@ def test_over_an_op_that_computes_the_definition_the_backend_conforms() -> None:
 @pytest.mark.parametrize(
     ("num_queries", "lengths", "expected"),
     [
-        ((4096, 4096), (4096, 4096), True), ((512,) * 16, (512,) * 16, False),
-        ((LEAST_TOKENS,), (LEAST_TOKENS,), True), ((LEAST_TOKENS - 1,), (60_000,), False),
-        ((LEAST_QUERIES,) * 3, (60_000,) * 3, False), ((LEAST_QUERIES + 20,) * 3, (60_000,) * 3, True),
-        ((1, 8000), (200, 50_000), True), ((1, 1, 1), (50_000, 50_000, 8), False),
+        ((4096, 4096), (4096, 4096), True),
+        ((512,) * 16, (512,) * 16, False),
+        ((LEAST_TOKENS,), (LEAST_TOKENS,), True),
+        ((LEAST_TOKENS - 1,), (60_000,), False),
+        ((LEAST_QUERIES,) * 3, (60_000,) * 3, False),
+        ((LEAST_QUERIES + 20,) * 3, (60_000,) * 3, True),
+        ((1, 8000), (200, 50_000), True),
+        ((1, 1, 1), (50_000, 50_000, 8), False),
     ],
 )
 def test_keys_that_meet_many_queries_are_gathered_and_those_of_a_captured_step_never(
@@ -106,7 +137,11 @@ def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() ->
     about = metadata("tokenspeed-kernels-hopper")
     assert about.get_all("Provides-Extra") == ["fa3"]
     needed = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
-    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == ["tokenspeed-core", "torch", "triton"]
+    assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == [
+        "tokenspeed-core",
+        "torch",
+        "triton",
+    ]
 
 
 def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() -> None:
@@ -117,14 +152,20 @@ def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() 
 
 
 def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
-    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "fa3", "decode": "torch"})
-    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for fa3.*that fit: torch"):
+    config = Config.from_keywords(
+        device="cpu", attention_backend={"prefill": "fa3", "decode": "torch"}
+    )
+    with pytest.raises(
+        SelectionError, match=r"(?s)--attention-backend\.prefill asks for fa3.*that fit: torch"
+    ):
         dry_run(config)
 
 
 @pytest.mark.parametrize("library", SIGNATURES)
 def test_the_librarys_own_op_takes_the_arguments_that_the_backend_gives(library: str) -> None:
-    arguments, _, result = SIGNATURES[library]["flash_attn_3/_C.abi3.so:fwd"].removeprefix("(").partition(") -> ")
+    arguments, _, result = (
+        SIGNATURES[library]["flash_attn_3/_C.abi3.so:fwd"].removeprefix("(").partition(") -> ")
+    )
     assert [argument for argument in arguments.split(", ") if argument in USED] == list(USED)
     assert result == RESULT
 
@@ -133,4 +174,6 @@ def test_the_librarys_own_op_takes_the_arguments_that_the_backend_gives(library:
 def test_the_library_has_the_module_that_is_looked_for_and_the_signatures_that_are_kept() -> None:
     (wheel,) = Path(WHEELS or "").glob("*fa3-*.whl")
     assert "flash_attn_interface.py" in zipfile.ZipFile(wheel).namelist()
-    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[library_of(wheel)]
+    assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[
+        library_of(wheel)
+    ]

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 LIBRARY = "flash_attn_interface"  # whatever distribution brought it; importing it registers the op
 MOST_GATHERED = 65536  # tokens of a step's rows
 LEAST_QUERIES = 1024  # that must meet a key, on average, for a copy of all keys to take less time than it spares
-LEAST_TOKENS = 2 * LEAST_QUERIES  # of a step: one prompt of so many pays, so that a start compiles what requests use
+LEAST_TOKENS = (
+    2 * LEAST_QUERIES
+)  # of a step: one prompt of so many pays, so that a start compiles what requests use
 
 
 class Fa3Attention:
@@ -30,7 +32,9 @@ class Fa3Attention:
 
     prepares_on_host = True
 
-    def __init__(self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> None:
+    def __init__(
+        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+    ) -> None:
         import_module(LIBRARY)
         self._attend = torch.ops.flash_attn_3.fwd.default
         self._scale = problem.scale
@@ -42,7 +46,11 @@ class Fa3Attention:
     def prepare(self, step: AttentionStep) -> None:
         """Keep the step, whose tensors `forward` reads on the device; find where gathered keys go if they are to be."""
         self._step = step
-        self._gathered = self._memory if self._memory is not None and pays(step) and self._memory.holds(step) else None
+        self._gathered = (
+            self._memory
+            if self._memory is not None and pays(step) and self._memory.holds(step)
+            else None
+        )
         if self._gathered is not None:
             self._gathered.place(step)
 
@@ -58,35 +66,64 @@ class Fa3Attention:
         else:
             keys, values, where = k_cache, v_cache, {"page_table": step.block_table}
         self._attend(
-            q, keys, values, out=out, cu_seqlens_q=step.query_start, seqused_k=step.seq_lens,
-            max_seqlen_q=step.max_num_query, softmax_scale=self._scale,
-            is_causal=True, window_size_left=self._window_left, window_size_right=0, num_splits=0, **where,
+            q,
+            keys,
+            values,
+            out=out,
+            cu_seqlens_q=step.query_start,
+            seqused_k=step.seq_lens,
+            max_seqlen_q=step.max_num_query,
+            softmax_scale=self._scale,
+            is_causal=True,
+            window_size_left=self._window_left,
+            window_size_right=0,
+            num_splits=0,
+            **where,
         )
 
 
-def _memory(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> Gathered | None:
+def _memory(
+    problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+) -> Gathered | None:
     """Allocate for keys of prompts without a window, on a device, where steps can have as many tokens as pay."""
-    is_long = problem.phase == "prefill" and problem.window is None and limits.max_num_tokens >= LEAST_TOKENS
+    is_long = (
+        problem.phase == "prefill"
+        and problem.window is None
+        and limits.max_num_tokens >= LEAST_TOKENS
+    )
     if device.type != "cuda" or not is_long:
         return None
     from tokenspeed_kernels_hopper.gather import ROOM, Gathered
 
     return Gathered(
-        max(limits.max_num_tokens, min(limits.max_model_len, MOST_GATHERED)) + 8 * ROOM, limits.max_num_rows,
-        problem.num_kv_heads, problem.head_size, getattr(torch, problem.kv_dtype), device,
+        max(limits.max_num_tokens, min(limits.max_model_len, MOST_GATHERED)) + 8 * ROOM,
+        limits.max_num_rows,
+        problem.num_kv_heads,
+        problem.head_size,
+        getattr(torch, problem.kv_dtype),
+        device,
     )
 
 
 def pays(step: AttentionStep) -> bool:
     """Say whether copying a step's keys first is known to take less time than it spares."""
-    if step.host_query_start is None or step.host_seq_lens is None or step.num_tokens < LEAST_TOKENS:
+    if (
+        step.host_query_start is None
+        or step.host_seq_lens is None
+        or step.num_tokens < LEAST_TOKENS
+    ):
         return False
     counts = [last - first for first, last in pairwise(step.host_query_start)]
-    pairs = sum(count * (length - count // 2) for count, length in zip(counts, step.host_seq_lens, strict=True))
+    pairs = sum(
+        count * (length - count // 2)
+        for count, length in zip(counts, step.host_seq_lens, strict=True)
+    )
     return pairs >= LEAST_QUERIES * sum(step.host_seq_lens)
 
 
-def attention(problem: AttentionProblem, limits: AttentionLimits, device: torch.device) -> Fa3Attention:
+def attention(
+    problem: AttentionProblem, limits: AttentionLimits, device: torch.device
+) -> Fa3Attention:
     """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:
         raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")

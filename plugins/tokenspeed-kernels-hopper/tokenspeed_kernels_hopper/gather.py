@@ -25,11 +25,18 @@ class Gathered:
     """
 
     def __init__(
-        self, num_tokens: int, max_num_rows: int, num_kv_heads: int, head_size: int, dtype: torch.dtype,
+        self,
+        num_tokens: int,
+        max_num_rows: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """Allocate for rows of `num_tokens` tokens in all, the room behind each of them included."""
-        self.keys, self.values = torch.empty((2, num_tokens, num_kv_heads, head_size), dtype=dtype, device=device)
+        self.keys, self.values = torch.empty(
+            (2, num_tokens, num_kv_heads, head_size), dtype=dtype, device=device
+        )
         self._starts = self.starts = torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device)
 
     def holds(self, step: AttentionStep) -> bool:
@@ -47,8 +54,19 @@ class Gathered:
         assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
         size = k_cache.shape[2] * k_cache.shape[3]
         copy_rows[(triton.cdiv(step.max_seq_len + ROOM, TOKENS), step.num_rows)](
-            k_cache, v_cache, self.keys, self.values, self.starts, step.seq_lens, step.block_table,
-            k_cache.stride(0), step.block_table.stride(0),
-            SIZE=size, COLUMNS=triton.next_power_of_2(size), BLOCK_SIZE=k_cache.shape[1], TOKENS=TOKENS, ROOM=ROOM,
+            k_cache,
+            v_cache,
+            self.keys,
+            self.values,
+            self.starts,
+            step.seq_lens,
+            step.block_table,
+            k_cache.stride(0),
+            step.block_table.stride(0),
+            SIZE=size,
+            COLUMNS=triton.next_power_of_2(size),
+            BLOCK_SIZE=k_cache.shape[1],
+            TOKENS=TOKENS,
+            ROOM=ROOM,
             num_warps=NUM_WARPS,
         )

@@ -6,17 +6,33 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"])  # of rows that stand behind others
+@triton.jit(
+    do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"]
+)  # of rows that stand behind others
 def copy_rows(
-    k_ptr, v_ptr, keys_ptr, values_ptr, starts_ptr, seq_lens_ptr, table_ptr, block_stride, table_stride,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, ROOM: tl.constexpr,
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    block_stride,
+    table_stride,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """Copy TOKENS tokens of a row, of SIZE elements each; behind its last one, zeros."""
     row, first = tl.program_id(1), tl.program_id(0) * TOKENS
     length = tl.load(seq_lens_ptr + row)
     if first < length + ROOM:
         token, column = first + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)[None, :]
-        block = tl.load(table_ptr + row * table_stride + token // BLOCK_SIZE, mask=token < length, other=0)
+        block = tl.load(
+            table_ptr + row * table_stride + token // BLOCK_SIZE, mask=token < length, other=0
+        )
         there = block.to(tl.int64) * block_stride + token % BLOCK_SIZE * SIZE
         here = (tl.load(starts_ptr + row) + token).to(tl.int64) * SIZE
         is_read = (token < length)[:, None] & (column < SIZE)

@@ -17,11 +17,17 @@ def read_mistral(config: Mapping[str, Any]) -> DecoderConfig:
     ValueError naming the key.
     """
     keys = ConfigReader(config)
-    keys.refuse("layer_types", "windows by layer belong to Ministral, which this family does not serve")
+    keys.refuse(
+        "layer_types", "windows by layer belong to Ministral, which this family does not serve"
+    )
     is_open = "sliding_window" in config and config["sliding_window"] is None
     window = None if is_open else keys.integer("sliding_window", 4096)
-    return read_decoder(config, "MistralForCausalLM", num_kv_heads=8,
-                        windows=(window,) * keys.integer("num_hidden_layers"))
+    return read_decoder(
+        config,
+        "MistralForCausalLM",
+        num_kv_heads=8,
+        windows=(window,) * keys.integer("num_hidden_layers"),
+    )
 
 
 def describe_mistral(config: Mapping[str, Any]) -> ModelInfo:

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers import MLP, Attention, CausalLM, DecoderLayer, build_of_part, rotary_table
+from tokenspeed_models.layers import (
+    MLP,
+    Attention,
+    CausalLM,
+    DecoderLayer,
+    build_of_part,
+    rotary_table,
+)
 from tokenspeed_models_mistral.describe import read_mistral
 
 
@@ -18,15 +25,28 @@ class MistralForCausalLM(CausalLM):
         cos_sin = rotary_table(c.rope, build.device)
         layers = [
             DecoderLayer(
-                build, c.hidden_size, c.norm_eps,
+                build,
+                c.hidden_size,
+                c.norm_eps,
                 Attention(
-                    build_of_part(build, config, layer, "self_attn"), layer=layer, hidden_size=c.hidden_size,
-                    num_heads=c.num_heads, num_kv_heads=c.num_kv_heads, head_size=c.head_size, cos_sin=cos_sin,
+                    build_of_part(build, config, layer, "self_attn"),
+                    layer=layer,
+                    hidden_size=c.hidden_size,
+                    num_heads=c.num_heads,
+                    num_kv_heads=c.num_kv_heads,
+                    head_size=c.head_size,
+                    cos_sin=cos_sin,
                     window=c.windows[layer],
                 ),
                 MLP(build_of_part(build, config, layer, "mlp"), c.hidden_size, c.intermediate_size),
             )
             for layer in build.each_layer(c.num_layers)
         ]
-        super().__init__(build, layers, vocab_size=c.vocab_size, hidden_size=c.hidden_size,
-                         norm_eps=c.norm_eps, tie_embeddings=c.tie_embeddings)
+        super().__init__(
+            build,
+            layers,
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            norm_eps=c.norm_eps,
+            tie_embeddings=c.tie_embeddings,
+        )

@@ -14,11 +14,50 @@ from tokenspeed_parsers import BASE, DEEPSEEK_R1, JSON, PASSTHROUGH, QWEN3, TAGG
 from tokenspeed_core.api import ParserContext, ParserSpec
 from tokenspeed_core.testing.parser import CONTEXT, Parts, joined, read
 
-ALL = {"tagged": TAGGED, "json": JSON, "passthrough": PASSTHROUGH, "base": BASE, "qwen3": QWEN3, "r1": DEEPSEEK_R1}
+ALL = {
+    "tagged": TAGGED,
+    "json": JSON,
+    "passthrough": PASSTHROUGH,
+    "base": BASE,
+    "qwen3": QWEN3,
+    "r1": DEEPSEEK_R1,
+}
 SHREDS = (
-    "<tool_call>", "</tool_call>", "<tool", "_call>", "</", "<", ">", "<think>", "</think>", "<thi", "nk>", "\n", " ",
-    '{"name": "f", "arguments": ', '{"name": "f", "parameters": {}}', '{"arguments": {"a": 1}, "name": "g"}', '"}',
-    '{"a": "', "{", "}", "}}", '"', "\\", '\\"', "\\u00e9", "[", "]", ",", ":", "f", "name", "1", "é", "🙂", "Hello.",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool",
+    "_call>",
+    "</",
+    "<",
+    ">",
+    "<think>",
+    "</think>",
+    "<thi",
+    "nk>",
+    "\n",
+    " ",
+    '{"name": "f", "arguments": ',
+    '{"name": "f", "parameters": {}}',
+    '{"arguments": {"a": 1}, "name": "g"}',
+    '"}',
+    '{"a": "',
+    "{",
+    "}",
+    "}}",
+    '"',
+    "\\",
+    '\\"',
+    "\\u00e9",
+    "[",
+    "]",
+    ",",
+    ":",
+    "f",
+    "name",
+    "1",
+    "é",
+    "🙂",
+    "Hello.",
 )
 texts = st.lists(st.sampled_from(SHREDS), max_size=24).map("".join)
 
@@ -33,8 +72,14 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=400, deadline=None)
-@given(text=texts, data=st.data(), end=st.sampled_from(["", "<think>\n", "</think>\n\n", "assistant\n"]))
-def test_every_way_of_cutting_gives_the_same(name: str, text: str, data: st.DataObject, end: str) -> None:
+@given(
+    text=texts,
+    data=st.data(),
+    end=st.sampled_from(["", "<think>\n", "</think>\n\n", "assistant\n"]),
+)
+def test_every_way_of_cutting_gives_the_same(
+    name: str, text: str, data: st.DataObject, end: str
+) -> None:
     context = ParserContext(CONTEXT.tools, end)
     places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     whole = say(ALL[name], text, context)
@@ -85,14 +130,24 @@ def test_reasoning_and_content_are_the_text_less_its_marks(text: str, end: str) 
 CALL = ("arguments", '{"a": 1}')
 TAGGED_REPLIES: list[tuple[str, Parts]] = [
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', [("call", "f"), CALL]),
-    ('<tool_call>\n{ "name" : "f",\n"parameters": {"a": 1} }\n</tool_call>\n', [("call", "f"), CALL]),
+    (
+        '<tool_call>\n{ "name" : "f",\n"parameters": {"a": 1} }\n</tool_call>\n',
+        [("call", "f"), CALL],
+    ),
     ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("call", "f"), CALL]),
     ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("call", "f"), CALL]),
     ('<tool_call>{"name": "f"}</tool_call>', [("call", "f"), ("arguments", "{}")]),
     (
         'I ask.\n\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
         '<tool_call>{"name": "g", "arguments": {}}</tool_call>\nDone.',
-        [("content", "I ask."), ("call", "f"), CALL, ("call", "g"), ("arguments", "{}"), ("content", "Done.")],
+        [
+            ("content", "I ask."),
+            ("call", "f"),
+            CALL,
+            ("call", "g"),
+            ("arguments", "{}"),
+            ("content", "Done."),
+        ],
     ),
     (
         '<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>\\"{"}}</tool_call>',
@@ -102,20 +157,30 @@ TAGGED_REPLIES: list[tuple[str, Parts]] = [
 BROKEN_REPLIES: list[tuple[str, Parts]] = [
     ("Write <tool_call> and be done.", [("content", "Write <tool_call> and be done.")]),
     ("\n<tool_call>{bad}</tool_call>\n", [("content", "\n<tool_call>{bad}</tool_call>\n")]),
-    ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-     [("content", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>')]),
-    ('<tool_call>{"name": "", "arguments": {}}</tool_call>',
-     [("content", '<tool_call>{"name": "", "arguments": {}}</tool_call>')]),
+    (
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [("content", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>')],
+    ),
+    (
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        [("content", '<tool_call>{"name": "", "arguments": {}}</tool_call>')],
+    ),
     ('<tool_call>{"name": "f", "argu', [("content", '<tool_call>{"name": "f", "argu')]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}', [("call", "f"), CALL]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_c', [("call", "f"), CALL]),
     ('<tool_call>{"name": "f", "arguments": {"a": "x', [("call", "f"), ("arguments", '{"a": "x')]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>ok',
-     [("call", "f"), ("arguments", '{"a": 1'), ("content", "ok")]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}} and more</tool_call>',
-     [("call", "f"), CALL, ("content", "} and more")]),
-    ('<tool_call>{"name": "f", "arguments": {"a": 1}}<tool_call>{"name": "g"}',
-     [("call", "f"), CALL, ("call", "g"), ("arguments", "{}")]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>ok',
+        [("call", "f"), ("arguments", '{"a": 1'), ("content", "ok")],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}} and more</tool_call>',
+        [("call", "f"), CALL, ("content", "} and more")],
+    ),
+    (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}<tool_call>{"name": "g"}',
+        [("call", "f"), CALL, ("call", "g"), ("arguments", "{}")],
+    ),
 ]
 
 
@@ -144,7 +209,9 @@ def test_arguments_are_passed_on_as_they_come() -> None:
         ('The call is {"name": "get_weather", "parameters": {}}', False),
     ],
 )
-def test_bare_json_is_a_call_only_where_all_of_it_calls_what_was_offered(text: str, is_call: bool) -> None:
+def test_bare_json_is_a_call_only_where_all_of_it_calls_what_was_offered(
+    text: str, is_call: bool
+) -> None:
     parts = say(JSON, text)
     assert parts[0] == (("call", "get_weather") if is_call else ("content", text))
 
@@ -166,8 +233,12 @@ def test_bare_json_is_a_call_only_where_all_of_it_calls_what_was_offered(text: s
         (DEEPSEEK_R1, "", "<think>\na</think>b", [("reasoning", "a"), ("content", "b")]),
         (DEEPSEEK_R1, "", "a", [("reasoning", "a")]),
         (DEEPSEEK_R1, "</think>\n\n", "b", [("content", "b")]),
-        (BASE, "", "b <think>a</think>c<think>d", [("content", "b "), ("reasoning", "a"), ("content", "c"),
-                                                   ("reasoning", "d")]),
+        (
+            BASE,
+            "",
+            "b <think>a</think>c<think>d",
+            [("content", "b "), ("reasoning", "a"), ("content", "c"), ("reasoning", "d")],
+        ),
     ],
 )
 def test_reasoning_is_found_where_the_prompt_and_the_marks_say(

@@ -30,4 +30,8 @@ def call_events(call: Any) -> Sequence[ReplyEvent]:
         text = json.dumps(arguments, ensure_ascii=False)
     else:
         text, arguments = arguments, read_json(arguments)
-    return [ReplyEvent("call", name), ReplyEvent("arguments", text)] if isinstance(arguments, dict) else []
+    return (
+        [ReplyEvent("call", name), ReplyEvent("arguments", text)]
+        if isinstance(arguments, dict)
+        else []
+    )

@@ -14,10 +14,14 @@ from tokenspeed_parsers.calls import call_events, read_json
 from tokenspeed_parsers.marks import settled
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _MARK = re.compile(f"{OPEN}|{CLOSE}")
 _IN_STRING = re.compile(r'"|\\.|\\\Z', re.DOTALL)  # an escape may be cut in two
-_IN_OBJECT = re.compile(r'["{}<]')  # what matters to where the arguments end; no JSON has a "<" outside strings
+_IN_OBJECT = re.compile(
+    r'["{}<]'
+)  # what matters to where the arguments end; no JSON has a "<" outside strings
 
 
 class TaggedCalls:
@@ -25,7 +29,9 @@ class TaggedCalls:
 
     def __init__(self, context: ParserContext) -> None:
         self._held = ""
-        self._before = ""  # of a call that may turn out to be none: what stands before it, and its mark
+        self._before = (
+            ""  # of a call that may turn out to be none: what stands before it, and its mark
+        )
         self._is_after_call = False
         self._depth = 0
         self._is_in_string = False
@@ -58,7 +64,7 @@ class TaggedCalls:
             return False
         content = text.rstrip("\n")
         _say(content, found)
-        self._before, self._held, self._read = text[len(content):] + OPEN, rest, self._read_head
+        self._before, self._held, self._read = text[len(content) :] + OPEN, rest, self._read_head
         return True
 
     def _read_head(self, found: list[ReplyEvent], is_over: bool) -> bool:
@@ -67,7 +73,7 @@ class TaggedCalls:
         if head := _HEAD.match(body):
             found.append(ReplyEvent("call", head[1]))
             self._depth, self._is_in_string = 0, False
-            self._held, self._read = self._held[head.end():], self._read_arguments
+            self._held, self._read = self._held[head.end() :], self._read_arguments
             return True
         begins = self._held.lstrip()[:1]
         if begins in ("", "{") and not mark and not is_over:
@@ -119,7 +125,7 @@ class TaggedCalls:
         rest = tail.strip().removeprefix("}").strip()
         if rest and (mark or not CLOSE.startswith(rest)):
             _say(tail, found)
-        self._held = self._held[mark.end():] if mark else ""
+        self._held = self._held[mark.end() :] if mark else ""
         self._before, self._is_after_call = OPEN, True
         self._read = self._read_head if mark and mark[0] == OPEN else self._read_content
         return bool(mark)

@@ -31,8 +31,10 @@ from tokenspeed_core.api import Glance
 def observe_step(record):
     pass
 """
-NAME = ("tokenspeed_core.api.Glance is deprecated since tokenspeed-core 0.2 and goes with 0.4; "
-        "use tokenspeed_core.api.View")
+NAME = (
+    "tokenspeed_core.api.Glance is deprecated since tokenspeed-core 0.2 and goes with 0.4; "
+    "use tokenspeed_core.api.View"
+)
 CONTRACT = "kind hooks [api1] is deprecated since tokenspeed-core 0.3 and goes with 0.5; use [api2]"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -41,13 +43,22 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def run(site: Site) -> Run:
     """Install a plugin that uses both, and run commands where they are deprecated."""
     (site.path / "sitecustomize.py").write_text(MADE_UP)
-    site.install("acme-flash", {"hooks flash": "acme_flash [api1]"}, requires=core_range(),
-                 files={"acme_flash/__init__.py": HOOKS})
+    site.install(
+        "acme-flash",
+        {"hooks flash": "acme_flash [api1]"},
+        requires=core_range(),
+        files={"acme_flash/__init__.py": HOOKS},
+    )
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-P", "-m", "tokenspeed_core.cli", "plugins", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False,
-                              env={**os.environ, "PYTHONPATH": str(site.path)})
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(site.path)},
+        )
 
     return run
 
@@ -65,7 +76,9 @@ def test_the_doctor_notes_each_use_with_the_line_that_mends_it(run: Run) -> None
     findings = json.loads(run("doctor", "--json").stdout)["findings"]
     found = [each for each in findings if each["distribution"] == "acme-flash"]
     assert [each["what"] for each in found] == [f"flash: {CONTRACT}", f"__init__.py:2: {NAME}"]
-    assert {each["mend"] for each in found} == {"pip install --upgrade acme-flash, or tell its author"}
+    assert {each["mend"] for each in found} == {
+        "pip install --upgrade acme-flash, or tell its author"
+    }
     assert all(each["is_note"] for each in found)
 
 
@@ -77,6 +90,13 @@ def test_a_check_passes_and_says_what_will_not_last(run: Run) -> None:
 
 
 def test_importing_the_plugin_warns_with_its_name(run: Run, site: Site) -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", "import acme_flash"], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": str(site.path)})
-    assert f"{site.path}/acme_flash/__init__.py:2: FutureWarning: acme_flash: {NAME}\n" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import acme_flash"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(site.path)},
+    )
+    assert (
+        f"{site.path}/acme_flash/__init__.py:2: FutureWarning: acme_flash: {NAME}\n" in done.stderr
+    )

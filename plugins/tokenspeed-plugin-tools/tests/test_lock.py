@@ -77,7 +77,8 @@ def test_a_lock_is_written_whole_or_what_is_there_stays(
     capsys.readouterr()
     nowhere = tmp_path / "missing" / "plugins.lock"
     assert refusal("plugins", "freeze", "-o", str(nowhere)) == (
-        f"plugins freeze: {nowhere}: No such file or directory; nothing there was changed")
+        f"plugins freeze: {nowhere}: No such file or directory; nothing there was changed"
+    )
     (tmp_path / "folder").mkdir()
     assert "Is a directory" in refusal("plugins", "freeze", "-o", str(tmp_path / "folder"))
     assert (tmp_path / "folder").is_dir()
@@ -90,7 +91,10 @@ def test_a_lock_is_written_whole_or_what_is_there_stays(
         ("toy/spec.py", "SPEC = 2"),
         ("toy/new.py", "listed in no RECORD"),
         ("toy/deeper/new.so", "nor this, which would be imported in place of a module"),
-        ("toy-1.0.dist-info/entry_points.txt", "[tokenspeed.models]\nToy = toy.other:SPEC [api1]\n"),
+        (
+            "toy-1.0.dist-info/entry_points.txt",
+            "[tokenspeed.models]\nToy = toy.other:SPEC [api1]\n",
+        ),
     ],
 )
 def test_a_change_on_disk_is_found(toy: Site, tmp_path: Path, file: str, text: str) -> None:
@@ -102,7 +106,9 @@ def test_a_change_on_disk_is_found(toy: Site, tmp_path: Path, file: str, text: s
     assert "pip install --force-reinstall --no-deps toy==1.0" in found(locked)[-1]
 
 
-def test_bytecode_and_what_installers_note_for_themselves_are_no_change(toy: Site, tmp_path: Path) -> None:
+def test_bytecode_and_what_installers_note_for_themselves_are_no_change(
+    toy: Site, tmp_path: Path
+) -> None:
     locked = lock(tmp_path / "lock")
     (toy.path / "toy/__pycache__").mkdir()
     (toy.path / "toy/__pycache__/spec.cpython-311.pyc").write_bytes(b"bytes")
@@ -110,7 +116,9 @@ def test_bytecode_and_what_installers_note_for_themselves_are_no_change(toy: Sit
     assert found(locked) == []
 
 
-def test_what_is_missing_surplus_or_of_another_version_is_named_with_what_mends_it(toy: Site, tmp_path: Path) -> None:
+def test_what_is_missing_surplus_or_of_another_version_is_named_with_what_mends_it(
+    toy: Site, tmp_path: Path
+) -> None:
     toy.install("gone", {"models Gone": "gone:SPEC [api1]"}, files={"gone.py": ""})
     locked = lock(tmp_path / "lock")
     for name in ("toy", "gone"):
@@ -125,7 +133,8 @@ def test_what_is_missing_surplus_or_of_another_version_is_named_with_what_mends_
 
 
 @pytest.mark.parametrize(
-    ("frozen", "text"), [("toy", "toy,stranger"), ("toy", "toy,stranger:models"), ("-other", "-other")],
+    ("frozen", "text"),
+    [("toy", "toy,stranger"), ("toy", "toy,stranger:models"), ("-other", "-other")],
 )
 def test_the_line_that_goes_without_what_is_not_locked_keeps_what_is_set_and_meets_the_lock(
     toy: Site, monkeypatch: pytest.MonkeyPatch, frozen: str, text: str
@@ -144,24 +153,36 @@ def test_the_line_that_goes_without_what_is_not_locked_keeps_what_is_set_and_mee
 def test_what_the_user_leaves_out_need_not_be_locked_but_what_is_locked_may_not_be_left_out(
     toy: Site, tmp_path: Path
 ) -> None:
-    toy.install("two", {"models A": "two:A [api1]", "models B": "two:B [api1]"}, files={"two.py": "A = B = 1"})
+    toy.install(
+        "two",
+        {"models A": "two:A [api1]", "models B": "two:B [api1]"},
+        files={"two.py": "A = B = 1"},
+    )
     locked = lock(tmp_path / "lock")
     toy.install("stranger", {"models Strange": "strange:SPEC [api1]"})
     Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": "-stranger"}, lock=locked))
     for scope, what in (("toy", "toy 1.0 is"), ("two:models:A", "two 1.0: models A = two:A is")):
         mend = "take that back, or freeze without it"
         with pytest.raises(LockError) as caught:
-            Catalog.discover(Selection.read({"TOKENSPEED_PLUGINS": f"-stranger,-{scope}"}, lock=locked))
-        assert f"  {what} disabled: left out by TOKENSPEED_PLUGINS=-{scope}; {mend}\n" in str(caught.value)
+            Catalog.discover(
+                Selection.read({"TOKENSPEED_PLUGINS": f"-stranger,-{scope}"}, lock=locked)
+            )
+        assert f"  {what} disabled: left out by TOKENSPEED_PLUGINS=-{scope}; {mend}\n" in str(
+            caught.value
+        )
 
 
-def test_an_editable_install_is_named_as_one_and_a_change_in_its_folder_is_found(site: Site, tmp_path: Path) -> None:
+def test_an_editable_install_is_named_as_one_and_a_change_in_its_folder_is_found(
+    site: Site, tmp_path: Path
+) -> None:
     project = tmp_path / "project"
     (project / "toy").mkdir(parents=True)
     (project / "toy/spec.py").write_text("SPEC = 1")
     (project / "toy/__init__.py").touch()
     info = site.install("toy", ENTRY)
-    (info / "direct_url.json").write_text(f'{{"url": "file://{project}", "dir_info": {{"editable": true}}}}')
+    (info / "direct_url.json").write_text(
+        f'{{"url": "file://{project}", "dir_info": {{"editable": true}}}}'
+    )
     sys.path.insert(0, str(project))
     try:
         locked = lock(tmp_path / "lock")
@@ -169,7 +190,9 @@ def test_an_editable_install_is_named_as_one_and_a_change_in_its_folder_is_found
         (project / "toy/spec.py").write_text("SPEC = 2")
         assert found(locked) == [f"toy 1.0 has changed: its files; restore what is under {project}"]
         (info / "direct_url.json").unlink()
-        assert found(locked)[0].startswith(f"toy is no editable install, locked is an editable install of {project}")
+        assert found(locked)[0].startswith(
+            f"toy is no editable install, locked is an editable install of {project}"
+        )
     finally:
         sys.path.remove(str(project))
 
@@ -190,7 +213,9 @@ def test_nothing_is_imported_where_a_lock_is_not_met(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_no_way_to_load_a_plugin_leads_past_the_lock(toy: Site, tmp_path: Path, strict: bool) -> None:
+def test_no_way_to_load_a_plugin_leads_past_the_lock(
+    toy: Site, tmp_path: Path, strict: bool
+) -> None:
     locked = lock(tmp_path / "lock")
     (toy.path / "toy/spec.py").write_text(SPY)
     for required in (False, True):
@@ -203,7 +228,11 @@ def test_no_way_to_load_a_plugin_leads_past_the_lock(toy: Site, tmp_path: Path, 
 def test_a_plugins_command_does_not_run_where_the_environments_lock_is_not_met(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site.install("toy", {"commands play": "toy:play [api1]"}, files={"toy.py": "def play(words): print('playing')"})
+    site.install(
+        "toy",
+        {"commands play": "toy:play [api1]"},
+        files={"toy.py": "def play(words): print('playing')"},
+    )
     locked = lock(tmp_path / "lock")
     monkeypatch.setenv("TOKENSPEED_PLUGINS_LOCK", locked)
     assert main(["play"]) == 0
@@ -217,15 +246,21 @@ def test_a_plugins_command_does_not_run_where_the_environments_lock_is_not_met(
 def test_a_locked_plugin_that_fails_to_load_ends_the_start(toy: Site, tmp_path: Path) -> None:
     (toy.path / "toy/spec.py").write_text("import no_such_library")
     catalog = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))
-    with pytest.raises(TokenSpeedError, match=r"models Toy of toy 1\.0 failed to load: ModuleNotFoundError"):
+    with pytest.raises(
+        TokenSpeedError, match=r"models Toy of toy 1\.0 failed to load: ModuleNotFoundError"
+    ):
         catalog.load(catalog.get("models", "Toy"), object)
 
 
-def test_processes_agree_on_the_content_of_files_where_there_is_a_lock(toy: Site, tmp_path: Path) -> None:
+def test_processes_agree_on_the_content_of_files_where_there_is_a_lock(
+    toy: Site, tmp_path: Path
+) -> None:
     launcher = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))
     without = Catalog.discover(Selection.read({}))
     (toy.path / "toy/spec.py").write_text("SPEC = 2")
-    engine = Catalog.discover(Selection.read({}, lock=lock(tmp_path / "lock")))  # the file was changed meanwhile
+    engine = Catalog.discover(
+        Selection.read({}, lock=lock(tmp_path / "lock"))
+    )  # the file was changed meanwhile
     with pytest.raises(TokenSpeedError, match="other plugins than the launcher"):
         engine.verify(launcher.digest())
     with pytest.raises(TokenSpeedError, match="other plugins than the launcher"):
@@ -235,20 +270,30 @@ def test_processes_agree_on_the_content_of_files_where_there_is_a_lock(toy: Site
 def test_names_in_a_lock_are_compared_as_the_index_compares_them(toy: Site, tmp_path: Path) -> None:
     locked = lock(tmp_path / "lock")
     text = Path(locked).read_text()
-    Path(locked).write_text(text.replace("[toy]", "[TOY]").replace("[tokenspeed-kernels]", "[Tokenspeed_Kernels]"))
+    Path(locked).write_text(
+        text.replace("[toy]", "[TOY]").replace("[tokenspeed-kernels]", "[Tokenspeed_Kernels]")
+    )
     assert found(locked) == []
 
 
 @pytest.mark.parametrize(
     ("variable", "flags"),
     [
-        (None, ["--no-plugins"]), ("-other", ["--no-plugins"]), ("-tokenspeed-chat", ["--no-plugins"]), ("-other", []),
-        ("other", []), ("", []),
+        (None, ["--no-plugins"]),
+        ("-other", ["--no-plugins"]),
+        ("-tokenspeed-chat", ["--no-plugins"]),
+        ("-other", []),
+        ("other", []),
+        ("", []),
     ],
 )
 def test_what_writes_a_lock_sees_the_plugins_that_the_refused_command_saw(
-    toy: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    variable: str | None, flags: list[str],
+    toy: Site,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variable: str | None,
+    flags: list[str],
 ) -> None:
     if variable == "-tokenspeed-chat":
         pytest.importorskip("tokenspeed_chat")
@@ -260,7 +305,9 @@ def test_what_writes_a_lock_sees_the_plugins_that_the_refused_command_saw(
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith("where that is meant: `TOKENSPEED_PLUGINS=")
     typed = told.removeprefix("where that is meant: `").removesuffix("`")
-    command = typed.replace("tokenspeed plugins", f"{sys.executable} -P -m tokenspeed_core.cli plugins")
+    command = typed.replace(
+        "tokenspeed plugins", f"{sys.executable} -P -m tokenspeed_core.cli plugins"
+    )
     environ = {name: value for name, value in os.environ.items() if name != "TOKENSPEED_PLUGINS"}
     subprocess.run(["sh", "-c", command], check=True, env={**environ, "PYTHONPATH": str(toy.path)})
     main(words)
@@ -273,7 +320,9 @@ def test_code_that_is_gone_is_not_locked_and_is_missed_where_it_was(
     locked = lock(tmp_path / "lock")
     shutil.rmtree(toy.path / "toy")
     again = "`pip install --force-reinstall --no-deps toy==1.0`"
-    assert found(locked) == [f"toy 1.0 has lost its code, only metadata is left in {toy.path}; {again}"]
+    assert found(locked) == [
+        f"toy 1.0 has lost its code, only metadata is left in {toy.path}; {again}"
+    ]
     said = "plugins freeze: of toy only metadata is left, and there is no code to lock"
     assert refusal("plugins", "freeze") == f"{said}; `tokenspeed plugins doctor` has what mends it"
     assert main(["plugins", "info", "toy", "--json"]) == 0
@@ -281,13 +330,17 @@ def test_code_that_is_gone_is_not_locked_and_is_missed_where_it_was(
 
 
 def test_without_the_tools_a_lock_is_not_passed_over(tmp_path: Path) -> None:
-    selection = Selection.read({"TOKENSPEED_PLUGINS": "-tokenspeed-plugin-tools"}, lock=lock(tmp_path / "lock"))
+    selection = Selection.read(
+        {"TOKENSPEED_PLUGINS": "-tokenspeed-plugin-tools"}, lock=lock(tmp_path / "lock")
+    )
     with pytest.raises(TokenSpeedError, match="what reads it is missing or left out"):
         Catalog.discover(selection)
 
 
 def test_a_stranger_may_not_read_locks(site: Site, tmp_path: Path) -> None:
-    site.install("lenient", {"locks anything-goes": "lenient:accept [api1]"}, files={"lenient.py": SPY})
+    site.install(
+        "lenient", {"locks anything-goes": "lenient:accept [api1]"}, files={"lenient.py": SPY}
+    )
     locked = lock(tmp_path / "lock")
     site.install("stranger", {"models Strange": "strange:SPEC [api1]"})
     with pytest.raises(LockError):
@@ -323,7 +376,9 @@ def test_the_changed_file_of_a_wheel_that_pip_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {
-        "toy/__init__.py": "", "toy/spec.py": "SPEC = 1\n", "toy/kernel.py": "",
+        "toy/__init__.py": "",
+        "toy/spec.py": "SPEC = 1\n",
+        "toy/kernel.py": "",
         "toy-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
         "toy-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         "toy-1.0.dist-info/entry_points.txt": "[tokenspeed.models]\nToy = toy.spec:SPEC [api1]\n",
@@ -373,7 +428,10 @@ def test_the_commands_about_plugins_work_where_the_environments_lock_is_not_met_
     assert main(["plugins", "doctor", "--json"]) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
     (finding,) = [each for each in findings if each["distribution"] == "TOKENSPEED_PLUGINS_LOCK"]
-    assert finding["what"] == "no plugin is imported: toy 1.0 has changed: it is another build of that version"
+    assert (
+        finding["what"]
+        == "no plugin is imported: toy 1.0 has changed: it is another build of that version"
+    )
     assert finding["mend"] == "`pip install --force-reinstall --no-deps toy==1.0`"
     assert main(["plugins", "list"]) == 0
     assert main(["plugins", "verify", locked]) == 1

@@ -30,7 +30,9 @@ def check(
     in JSON `is_complete` is false. A kernel that ends the process is a verdict as well: the question it died in.
     """
     enforce_environment()
-    first, *_ = entries_of(with_unreadable(Catalog.discover(check=False).all()), distribution, "check")
+    first, *_ = entries_of(
+        with_unreadable(Catalog.discover(check=False).all()), distribution, "check"
+    )
     if first.kind == "unknown":
         raise ToolsError(f"check {distribution}: {first.reason}")
     distribution = first.distribution
@@ -38,7 +40,9 @@ def check(
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "tokenspeed_core.testing", distribution],
-            stdout=subprocess.PIPE, stderr=errors, text=True,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         for verdict in _read(child):
             verdicts.append(verdict)
@@ -52,7 +56,9 @@ def check(
         typer.echo(json.dumps(report, indent=2))
         return 0 if report["passed"] else 1
     if child.returncode:
-        typer.echo(f"the process ended with {child.returncode}: {(stderr.strip().splitlines() or ['no word'])[-1]}")
+        typer.echo(
+            f"the process ended with {child.returncode}: {(stderr.strip().splitlines() or ['no word'])[-1]}"
+        )
     typer.echo(last_line(report))
     return 0 if report["passed"] else 1
 
@@ -61,12 +67,21 @@ def summary(distribution: str, status: int, verdicts: Sequence[dict[str, Any]]) 
     """Return the report on a distribution. `passed` speaks of what was run, `is_complete` says whether that is all."""
     not_run = [
         {"subject": each["subject"], "num_cells": each["num_cells_not_run"], "needs": each["needs"]}
-        for each in verdicts if each["needs"]
+        for each in verdicts
+        if each["needs"]
     ]
-    passed = status == 0 and bool(verdicts) and all(each["verdict"] in ("ok", "skipped") for each in verdicts)
+    passed = (
+        status == 0
+        and bool(verdicts)
+        and all(each["verdict"] in ("ok", "skipped") for each in verdicts)
+    )
     return {
-        "distribution": distribution, "passed": passed, "is_complete": passed and not not_run, "not_run": not_run,
-        "status": status, "verdicts": list(verdicts),
+        "distribution": distribution,
+        "passed": passed,
+        "is_complete": passed and not not_run,
+        "not_run": not_run,
+        "status": status,
+        "verdicts": list(verdicts),
     }
 
 
@@ -76,7 +91,8 @@ def last_line(report: dict[str, Any]) -> str:
     for each in report["not_run"]:
         left[each["needs"]] = left.get(each["needs"], 0) + each["num_cells"]
     counts = (
-        f"{sum(each['verdict'] == word for each in report['verdicts'])} {word}" for word in ("ok", "failed", "skipped")
+        f"{sum(each['verdict'] == word for each in report['verdicts'])} {word}"
+        for word in ("ok", "failed", "skipped")
     )
     parts = [
         f"{report['distribution']}: {'passed' if report['passed'] else 'FAILED'}",

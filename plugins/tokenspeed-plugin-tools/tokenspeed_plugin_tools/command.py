@@ -20,7 +20,10 @@ from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.layout import folded
 
 NOBODY_READS = 141  # as a shell shows a program that the closed pipe ended
-BARE = (["list"], ["list", "--json"])  # read without typer, which checks values with pydantic: it takes as long again
+BARE = (
+    ["list"],
+    ["list", "--json"],
+)  # read without typer, which checks values with pydantic: it takes as long again
 HELP = "Show the installed plugins, and say what each does here. Without COMMAND: list."
 
 
@@ -58,24 +61,37 @@ class Subcommand:
 
 
 SUBCOMMANDS: dict[str, Subcommand] = {
-    "list": Subcommand("tokenspeed_plugin_tools.listing:list_plugins", "List the installed plugins, importing none."),
+    "list": Subcommand(
+        "tokenspeed_plugin_tools.listing:list_plugins",
+        "List the installed plugins, importing none.",
+    ),
     "info": Subcommand("tokenspeed_plugin_tools.info:info", "Tell all about one distribution."),
     "why": Subcommand(
-        "tokenspeed_plugin_tools.why:why", "Say why a kernel runs or not, and what would change it.",
-        "0; 2 where nothing that was asked for fits, with the candidates", has_overview=True,
+        "tokenspeed_plugin_tools.why:why",
+        "Say why a kernel runs or not, and what would change it.",
+        "0; 2 where nothing that was asked for fits, with the candidates",
+        has_overview=True,
     ),
     "doctor": Subcommand(
-        "tokenspeed_plugin_tools.doctor:doctor", "Find what is broken, and the line that mends it.",
+        "tokenspeed_plugin_tools.doctor:doctor",
+        "Find what is broken, and the line that mends it.",
         "0 where nothing is, notes apart; 1 where something is",
     ),
-    "new": Subcommand("tokenspeed_plugin_tools.new:new", "Write a package that installs, passes its tests and serves."),
+    "new": Subcommand(
+        "tokenspeed_plugin_tools.new:new",
+        "Write a package that installs, passes its tests and serves.",
+    ),
     "check": Subcommand(
-        "tokenspeed_plugin_tools.check:check", "Ask the conformance kit about a distribution.",
+        "tokenspeed_plugin_tools.check:check",
+        "Ask the conformance kit about a distribution.",
         "0 where nothing that was run failed, also where cells wait for another machine; 1 where something did",
     ),
-    "freeze": Subcommand("tokenspeed_plugin_tools.freeze:freeze", "Print or write a lock of the plugins as they are."),
+    "freeze": Subcommand(
+        "tokenspeed_plugin_tools.freeze:freeze", "Print or write a lock of the plugins as they are."
+    ),
     "verify": Subcommand(
-        "tokenspeed_plugin_tools.verify:verify", "Compare what is installed with a lock.",
+        "tokenspeed_plugin_tools.verify:verify",
+        "Compare what is installed with a lock.",
         "0 where all is as locked; 1 where anything is not",
     ),
 }
@@ -108,12 +124,21 @@ def _plugins(words: Sequence[str]) -> int:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h")):
         arguments.insert(0, "list")
     if arguments in BARE:
-        return _run(partial(SUBCOMMANDS["list"].load(), as_json="--json" in arguments), "tokenspeed plugins list")
+        return _run(
+            partial(SUBCOMMANDS["list"].load(), as_json="--json" in arguments),
+            "tokenspeed plugins list",
+        )
     if not arguments[0].startswith("-") and arguments[0] not in SUBCOMMANDS:
         near = get_close_matches(arguments[0], SUBCOMMANDS, n=1)
-        meant = f"did you mean `tokenspeed plugins {near[0]}`?" if near else f"there is {', '.join(SUBCOMMANDS)}"
+        meant = (
+            f"did you mean `tokenspeed plugins {near[0]}`?"
+            if near
+            else f"there is {', '.join(SUBCOMMANDS)}"
+        )
         raise ToolsError(f"plugins {arguments[0]}: no such command; {meant}")
-    if arguments[0] == "doctor":  # pydantic looks for its plugins in all metadata, and fails where any is unreadable
+    if (
+        arguments[0] == "doctor"
+    ):  # pydantic looks for its plugins in all metadata, and fails where any is unreadable
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     asked = SUBCOMMANDS.get(arguments[0])
     if asked is not None and asked.has_overview:
@@ -125,7 +150,9 @@ def _plugins(words: Sequence[str]) -> int:
     group = _application(HELP)
     group.callback()(_group)
     for name, each in SUBCOMMANDS.items():
-        group.command(name, help=each.text, epilog=each.epilog)(each.load() if each is asked else _nothing)
+        group.command(name, help=each.text, epilog=each.epilog)(
+            each.load() if each is asked else _nothing
+        )
     return _run(_call(group, arguments, "tokenspeed plugins"), f"tokenspeed plugins {arguments[0]}")
 
 
@@ -139,7 +166,10 @@ def _env(words: Sequence[str]) -> int:
 
 def _application(text: str) -> typer.Typer:
     return typer.Typer(
-        help=text, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
+        help=text,
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
 
@@ -151,7 +181,10 @@ def _call(app: typer.Typer, words: list[str], name: str) -> Callable[[], Any]:
 def _run(call: Callable[[], Any], name: str) -> int:
     try:
         status = call()
-    except (SystemExit, BrokenPipeError) as error:  # nobody reads: the 1 of click would say something is wrong
+    except (
+        SystemExit,
+        BrokenPipeError,
+    ) as error:  # nobody reads: the 1 of click would say something is wrong
         raise SystemExit(NOBODY_READS) from error
     except OSError as error:  # a full disk, a folder that may not be read or written
         where = f"{error.filename}: " if error.filename else ""

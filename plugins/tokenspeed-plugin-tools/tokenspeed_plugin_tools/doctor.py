@@ -21,7 +21,9 @@ from tokenspeed_plugin_tools.probe import probe
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
-    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="import the default distributions only")] = False,
+    no_plugins: Annotated[
+        bool, typer.Option("--no-plugins", help="import the default distributions only")
+    ] = False,
 ) -> int:
     """Look at every plugin, the switched-off ones too, and import those that are on; 1 where something is wrong.
 
@@ -33,16 +35,25 @@ def doctor(
     found += findings.of_metadata(installed)
     found += of_editables(distributions())
     gone = {each.distribution for each in found if each.is_code_gone}
-    found += findings.of_status(entry for entry in _worst(everything, chosen) if entry.distribution not in gone)
+    found += findings.of_status(
+        entry for entry in _worst(everything, chosen) if entry.distribution not in gone
+    )
     found += findings.of_deprecations(each for each in installed if each.name not in gone)
     unlocked = findings.of_lock(chosen)
     found += unlocked
     if not unlocked:
-        found += findings.of_probes(probe([entry for entry in chosen if entry.distribution not in gone]))
+        found += findings.of_probes(
+            probe([entry for entry in chosen if entry.distribution not in gone])
+        )
     unique = sorted(dict.fromkeys(found), key=lambda each: (each.is_note, each.distribution))
     problems = [each for each in unique if not each.is_note]
     if as_json:
-        print(json.dumps({"is_healthy": not problems, "findings": [asdict(each) for each in unique]}, indent=2))
+        print(
+            json.dumps(
+                {"is_healthy": not problems, "findings": [asdict(each) for each in unique]},
+                indent=2,
+            )
+        )
     else:
         print(shown(report(unique, len(everything), len({each.name for each in installed}))))
     return 1 if problems else 0
@@ -59,7 +70,9 @@ def _judge(
         selection = Selection.read(no_plugins=no_plugins)
         chosen = Catalog.discover(selection, check=False, distributions=readable).all()
     except TokenSpeedError as error:
-        wrong.append(Finding("TOKENSPEED_PLUGINS", "", str(error), "correct the variable, or unset it"))
+        wrong.append(
+            Finding("TOKENSPEED_PLUGINS", "", str(error), "correct the variable, or unset it")
+        )
         chosen = Catalog.discover(Selection(frozenset()), check=False, distributions=readable).all()
     return everything, chosen, wrong
 

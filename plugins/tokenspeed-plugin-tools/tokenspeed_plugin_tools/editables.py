@@ -24,7 +24,9 @@ def of_editables(distributions: Iterable[Distribution]) -> Iterator[Finding]:
         try:
             folder, installed = _project(each), _installed(each)
             name, version = normalise(each.metadata["Name"]), each.metadata["Version"]
-        except Exception:  # metadata may be anything at all; that it cannot be read is a finding of its own
+        except (
+            Exception
+        ):  # metadata may be anything at all; that it cannot be read is a finding of its own
             continue
         if folder is None or folder in seen:
             continue
@@ -46,9 +48,13 @@ def of_editables(distributions: Iterable[Distribution]) -> Iterator[Finding]:
 def _project(distribution: Distribution) -> Path | None:
     """Return the folder of the project that an editable install, of pip's or of setup.py develop's, points at."""
     folder = editable_folder(distribution)
-    if folder is None and distribution.read_text("METADATA") is None:  # an .egg-info, beside the code or in src
+    if (
+        folder is None and distribution.read_text("METADATA") is None
+    ):  # an .egg-info, beside the code or in src
         root = Path(str(distribution.locate_file("")))
-        folder = next((each for each in (root, root.parent) if (each / "pyproject.toml").is_file()), None)
+        folder = next(
+            (each for each in (root, root.parent) if (each / "pyproject.toml").is_file()), None
+        )
     return None if folder is None else folder.resolve()
 
 
@@ -69,7 +75,8 @@ def _written(file: Path) -> Points | None:
         return None
     return {
         (group.removeprefix(GROUP), name): _bare(value)
-        for group, points in project.get("entry-points", {}).items() if group.startswith(GROUP)
+        for group, points in project.get("entry-points", {}).items()
+        if group.startswith(GROUP)
         for name, value in points.items()
     }
 
@@ -82,9 +89,12 @@ def _difference(installed: Points, written: Points) -> str:
     kinds = {
         "not installed": written.keys() - installed.keys(),
         "not there any more": installed.keys() - written.keys(),
-        "changed": {key for key in installed.keys() & written.keys() if installed[key] != written[key]},
+        "changed": {
+            key for key in installed.keys() & written.keys() if installed[key] != written[key]
+        },
     }
     return "; ".join(
         f"{', '.join(' '.join(key) for key in sorted(keys))} {'are' if len(keys) > 1 else 'is'} {what}"
-        for what, keys in kinds.items() if keys
+        for what, keys in kinds.items()
+        if keys
     )

@@ -47,7 +47,8 @@ def describe(as_json: Annotated[bool, typer.Option("--json", help="for machines"
     }
     if as_json:
         plugins = [
-            f"{e.kind} {e.name} {e.distribution} {e.version} {e.status} {e.reason}".strip() for e in catalog.all()
+            f"{e.kind} {e.name} {e.distribution} {e.version} {e.status} {e.reason}".strip()
+            for e in catalog.all()
         ]
         typer.echo(json.dumps({**facts, "plugins": plugins, "digest": catalog.digest()}, indent=2))
         return 0
@@ -82,14 +83,21 @@ def _accelerators() -> list[str]:
         return ["unknown: torch is not installed"]
     try:
         import torch
-    except (ImportError, OSError) as error:  # a torch whose libraries are missing is what this page must show
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # a torch whose libraries are missing is what this page must show
         return [f"unknown: torch fails to import: {error}"]
     if not torch.cuda.is_available():
-        return [f"none (torch is built for CUDA {torch.version.cuda})" if torch.version.cuda else "none"]
+        return [
+            f"none (torch is built for CUDA {torch.version.cuda})" if torch.version.cuda else "none"
+        ]
     found = []
     for index in range(torch.cuda.device_count()):
         each = torch.cuda.get_device_properties(index)
-        found.append(f"{each.name} (sm_{each.major}{each.minor}, {each.total_memory / 2**30:.0f} GiB)")
+        found.append(
+            f"{each.name} (sm_{each.major}{each.minor}, {each.total_memory / 2**30:.0f} GiB)"
+        )
     return [*found, f"CUDA {torch.version.cuda}"]
 
 

@@ -39,12 +39,23 @@ def _second(behind: Installed, first: Installed) -> Finding:
     """Return what is wrong where a distribution is on the path twice: for an editable one, what a build left."""
     for left, used in ((behind, first), (first, behind)):
         egg_info = _egg_info(left)
-        if egg_info is not None and used.editable is not None and left.root.is_relative_to(used.editable):
+        if (
+            egg_info is not None
+            and used.editable is not None
+            and left.root.is_relative_to(used.editable)
+        ):
             side = "behind" if left is behind else "ahead of"
             what = f"a build left {egg_info} on the path, {side} the editable install of {used.editable}"
-            return Finding(left.name, left.version, what, f"rm -r {shlex.quote(str(egg_info))}", is_note=left is behind)
+            return Finding(
+                left.name,
+                left.version,
+                what,
+                f"rm -r {shlex.quote(str(egg_info))}",
+                is_note=left is behind,
+            )
     return Finding(
-        behind.name, behind.version,
+        behind.name,
+        behind.version,
         f"installed twice: this copy in {behind.root} is behind {first.version} in {first.root}",
         f"pip uninstall -y {behind.name} until it says that none is installed, then pip install {behind.name}",
     )
@@ -57,7 +68,8 @@ def _egg_info(installed: Installed) -> Path | None:
 def _gone(installed: Installed) -> Iterator[Finding]:
     modules = {
         point.value.partition(":")[0].partition("[")[0].strip().partition(".")[0]
-        for point in installed.distribution.entry_points if point.group.startswith(GROUP)
+        for point in installed.distribution.entry_points
+        if point.group.startswith(GROUP)
     }
     for module in sorted(modules):
         try:
@@ -80,8 +92,12 @@ def _unmet(installed: Installed) -> Iterator[Finding]:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
-            yield Finding(installed.name, installed.version, f"it requires {line!r}, which is no requirement",
-                          f"pip uninstall -y {installed.name}")
+            yield Finding(
+                installed.name,
+                installed.version,
+                f"it requires {line!r}, which is no requirement",
+                f"pip uninstall -y {installed.name}",
+            )
             continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -94,7 +110,12 @@ def _unmet(installed: Installed) -> Iterator[Finding]:
         if not found or not requirement.specifier.contains(found, prereleases=True):
             what = f"which is {found}" if found else "which is not installed"
             name = f"{requirement.name}{requirement.specifier}"
-            yield Finding(installed.name, installed.version, f"it requires {name}, {what}", f"pip install '{name}'")
+            yield Finding(
+                installed.name,
+                installed.version,
+                f"it requires {name}, {what}",
+                f"pip install '{name}'",
+            )
 
 
 def _built(installed: Installed) -> Iterator[Finding]:
@@ -114,7 +135,13 @@ def of_status(entries: Iterable[Entry]) -> Iterator[Finding]:
             clash, _, mend = entry.reason.partition("; ")
             yield Finding(entry.distribution, entry.version, clash, mend)
         elif entry.status is Status.UNUSED:
-            yield Finding(entry.distribution, entry.version, what, "nothing: a newer core may use it", is_note=True)
+            yield Finding(
+                entry.distribution,
+                entry.version,
+                what,
+                "nothing: a newer core may use it",
+                is_note=True,
+            )
 
 
 def of_deprecations(installed: Iterable[Installed]) -> Iterator[Finding]:
@@ -139,7 +166,10 @@ def of_lock(entries: Sequence[Entry]) -> list[Finding]:
     except LockError as error:
         lines = [str(error)]
     parts = [line.rpartition("; ") for line in lines]
-    return [Finding("TOKENSPEED_PLUGINS_LOCK", "", f"no plugin is imported: {what}", mend) for what, _, mend in parts]
+    return [
+        Finding("TOKENSPEED_PLUGINS_LOCK", "", f"no plugin is imported: {what}", mend)
+        for what, _, mend in parts
+    ]
 
 
 def _upgrade(entry: Entry) -> str:
@@ -153,8 +183,14 @@ def _upgrade(entry: Entry) -> str:
 
 def _is_for_newer(entry: Entry) -> bool:
     """Say whether the core that an entry asks for is newer than the one that is here."""
-    bounds = (bound for bound in SpecifierSet(entry.requires_core) if bound.operator in (">", ">=", "~=", "=="))
-    return any(Version(bound.version.removesuffix(".*")) >= Version(__version__) for bound in bounds)
+    bounds = (
+        bound
+        for bound in SpecifierSet(entry.requires_core)
+        if bound.operator in (">", ">=", "~=", "==")
+    )
+    return any(
+        Version(bound.version.removesuffix(".*")) >= Version(__version__) for bound in bounds
+    )
 
 
 def of_probes(probed: Mapping[Entry, Probed]) -> Iterator[Finding]:
@@ -166,23 +202,36 @@ def of_probes(probed: Mapping[Entry, Probed]) -> Iterator[Finding]:
         if told.error:
             how = "fails to import" if told.failed_in is Stage.IMPORT else "cannot be used"
             mend = _another(entry) if told.failed_in is Stage.START else _again(entry, told.error)
-            yield Finding(entry.distribution, entry.version, f"{what} {how}: {told.error}",
-                          f"{mend}; {without} goes without it")
+            yield Finding(
+                entry.distribution,
+                entry.version,
+                f"{what} {how}: {told.error}",
+                f"{mend}; {without} goes without it",
+            )
         for target in told.dangling:
-            yield Finding(entry.distribution, entry.version, f"{what} names {target}, whose module does not exist",
-                          _again(entry, ""))
+            yield Finding(
+                entry.distribution,
+                entry.version,
+                f"{what} names {target}, whose module does not exist",
+                _again(entry, ""),
+            )
         for need in told.needs:
             if not need.is_installed:
                 yield Finding(
-                    entry.distribution, entry.version, f"{what} needs the module {need.module}, not installed",
-                    need.obtain or f"install what provides {need.module}", is_note=True,
+                    entry.distribution,
+                    entry.version,
+                    f"{what} needs the module {need.module}, not installed",
+                    need.obtain or f"install what provides {need.module}",
+                    is_note=True,
                 )
         if told.heavy:
             yield Finding(
-                entry.distribution, entry.version,
+                entry.distribution,
+                entry.version,
                 f"{what} imports {', '.join(told.heavy)} with its descriptor ({told.seconds:.1f} s at every start)",
                 f"its author moves that import into the module that is loaded when it is chosen; {without} goes "
-                "without it", is_note=True,
+                "without it",
+                is_note=True,
             )
 
 
@@ -197,7 +246,9 @@ def _again(entry: Entry, error: str) -> str:
         return f"mend what is in {folder}"
     if Path(entry.origin).is_dir():
         return f"mend what is in {entry.origin}, then pip install --force-reinstall {shlex.quote(entry.origin)}"
-    if error.startswith(("SyntaxError:", "IndentationError:", "TabError:")):  # the same version has the same file
+    if error.startswith(
+        ("SyntaxError:", "IndentationError:", "TabError:")
+    ):  # the same version has the same file
         return _another(entry)
     return f"pip install --force-reinstall {entry.distribution}=={entry.version}"
 

@@ -14,9 +14,15 @@ from tokenspeed_plugin_tools.lock_file import LockError, as_json_text, as_toml
 
 
 def freeze(
-    output: Annotated[Path | None, typer.Option(
-        "--output", "-o", metavar="FILE", help="write it there, whole or not at all, such as plugins.lock",
-    )] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="write it there, whole or not at all, such as plugins.lock",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> int:
     """Print or write a lock of the plugins that can be used here, importing none.
@@ -26,8 +32,10 @@ def freeze(
     locked = locked_now(installed_now())
     gone = [name for name, each in locked.items() if not each.sha256]
     if gone:
-        raise LockError(f"plugins freeze: of {', '.join(gone)} only metadata is left, and there is no code to lock; "
-                        "`tokenspeed plugins doctor` has what mends it")
+        raise LockError(
+            f"plugins freeze: of {', '.join(gone)} only metadata is left, and there is no code to lock; "
+            "`tokenspeed plugins doctor` has what mends it"
+        )
     text = as_json_text(locked) if as_json else as_toml(locked)
     if output is None:
         typer.echo(text, nl=False)
@@ -39,7 +47,9 @@ def freeze(
 def _write(path: Path, text: str) -> None:
     """Write a file beside another's place and move it there, so that a lock in use is never half of one."""
     try:
-        with NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", encoding="utf-8", delete=False) as file:
+        with NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}-", encoding="utf-8", delete=False
+        ) as file:
             part = Path(file.name)
             try:
                 file.write(text)
@@ -50,4 +60,6 @@ def _write(path: Path, text: str) -> None:
                 part.unlink()
                 raise
     except OSError as error:
-        raise LockError(f"plugins freeze: {path}: {error.strerror}; nothing there was changed") from error
+        raise LockError(
+            f"plugins freeze: {path}: {error.strerror}; nothing there was changed"
+        ) from error

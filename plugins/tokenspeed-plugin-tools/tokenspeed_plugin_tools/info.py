@@ -18,7 +18,9 @@ from tokenspeed_plugin_tools.probe import Probed, probe
 
 
 def info(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="a distribution, or the name of what it provides")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="a distribution, or the name of what it provides")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> int:
     """Print where a distribution came from, what it provides and needs, and what its import costs."""
@@ -46,7 +48,8 @@ def describe(entries: list[Entry]) -> dict[str, Any]:
         "import_ms": round(sum(told.seconds for told in probed.values()) * 1000, 1),
         "imports": sorted({library for told in probed.values() for library in told.heavy}),
         "required_modules": {
-            module: {"is_installed": need.is_installed, "obtain": need.obtain} for module, need in needs.items()
+            module: {"is_installed": need.is_installed, "obtain": need.obtain}
+            for module, need in needs.items()
         },
         "provides": [_provided(entry, probed.get(entry)) for entry in entries],
         "ops": [op for told in probed.values() for op in told.contracts],
@@ -56,7 +59,10 @@ def describe(entries: list[Entry]) -> dict[str, Any]:
 def _provided(entry: Entry, told: Probed | None) -> dict[str, Any]:
     has_failed = told is not None and bool(told.error)
     return {
-        "kind": entry.kind, "name": entry.name, "api": entry.api, "value": entry.value,
+        "kind": entry.kind,
+        "name": entry.name,
+        "api": entry.api,
+        "value": entry.value,
         "status": "failed" if has_failed else str(entry.status),
         "reason": told.error if told is not None and has_failed else entry.reason,
         "import_ms": None if told is None else round(told.seconds * 1000, 1),

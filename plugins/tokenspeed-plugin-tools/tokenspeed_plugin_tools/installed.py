@@ -53,13 +53,17 @@ def read(found: Iterable[Distribution]) -> tuple[list[Installed], list[Finding]]
                 continue
             name, number = each.metadata["Name"], each.metadata["Version"]
             if not name or not number:
-                raise ValueError("METADATA names no version" if name else "METADATA is missing or names nothing")
+                raise ValueError(
+                    "METADATA names no version" if name else "METADATA is missing or names nothing"
+                )
             for line in points.splitlines():
                 if line.startswith(f"[{GROUP}") and not line.rstrip().endswith("]"):
                     raise ValueError(f"entry_points.txt has a group without its end: {line}")
             for point in each.entry_points:
                 if not point.pattern.match(point.value):
-                    raise ValueError(f"entry_points.txt has a value of another form: {point.name} = {point.value}")
+                    raise ValueError(
+                        f"entry_points.txt has a value of another form: {point.name} = {point.value}"
+                    )
             editable = editable_folder(each)
         except Exception as error:  # metadata may be anything at all
             bad.append(_unreadable(each, root, error))
@@ -71,8 +75,18 @@ def read(found: Iterable[Distribution]) -> tuple[list[Installed], list[Finding]]
 def with_unreadable(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Return entries and one of kind "unknown" for each distribution whose metadata cannot be read, in their order."""
     lost = [
-        Entry("unknown", "?", "", None, normalise(each.distribution), each.version, "installed", "", Status.FAILED,
-              f"{each.what}; `tokenspeed plugins doctor` has what mends it")
+        Entry(
+            "unknown",
+            "?",
+            "",
+            None,
+            normalise(each.distribution),
+            each.version,
+            "installed",
+            "",
+            Status.FAILED,
+            f"{each.what}; `tokenspeed plugins doctor` has what mends it",
+        )
         for each in read(distributions())[1]
     ]
     return tuple(sorted([*entries, *lost], key=lambda entry: entry.distribution))
@@ -87,6 +101,13 @@ def editable_folder(distribution: Distribution) -> Path | None:
 
 
 def _unreadable(distribution: Distribution, root: Path, error: Exception) -> Finding:
-    folder = Path(getattr(distribution, "_path", root))  # Python has no public name for the metadata's folder
+    folder = Path(
+        getattr(distribution, "_path", root)
+    )  # Python has no public name for the metadata's folder
     what = f"its metadata in {folder} cannot be read: {type(error).__name__}: {error}"
-    return Finding(folder.name.partition("-")[0], "", what, f"rm -r {shlex.quote(str(folder))}, then install it again")
+    return Finding(
+        folder.name.partition("-")[0],
+        "",
+        what,
+        f"rm -r {shlex.quote(str(folder))}, then install it again",
+    )

@@ -14,7 +14,10 @@ _LABEL = re.compile(r" *(\S+ {2,})?")  # with which a line begins
 
 def printable(text: str) -> str:
     """Return a text that cannot steer a terminal: names and reasons are as their plugins wrote them."""
-    shown = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text)
+    shown = (
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
     return "".join(shown)
 
 
@@ -26,7 +29,9 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def folded(text: str, indent: int, width: int) -> list[str]:
     """Break a line between words alone, so that a path or a name can be copied."""
-    return wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return wrap(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def shown(text: str) -> str:
@@ -38,7 +43,10 @@ def shown(text: str) -> str:
     if not sys.stdout.isatty():
         return "\n".join(lines)
     width = shutil.get_terminal_size((80, 24)).columns
-    parts = ([line] if line.lstrip().startswith("->") else folded(line, _indent(line, width), width) for line in lines)
+    parts = (
+        [line] if line.lstrip().startswith("->") else folded(line, _indent(line, width), width)
+        for line in lines
+    )
     return "\n".join("\n".join(part) for part in parts)
 
 

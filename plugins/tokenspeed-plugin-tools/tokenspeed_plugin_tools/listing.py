@@ -24,10 +24,18 @@ HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
 
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
-    kind: Annotated[str | None, typer.Option("--kind", help="of this kind only, such as models or kernels")] = None,
-    load: Annotated[bool, typer.Option("--load", help="import each, to find those that fail")] = False,
-    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="as serve with this flag sees it")] = False,
-    ops: Annotated[bool, typer.Option("--ops", help="the ops instead, with who brings and who computes each")] = False,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="of this kind only, such as models or kernels")
+    ] = None,
+    load: Annotated[
+        bool, typer.Option("--load", help="import each, to find those that fail")
+    ] = False,
+    no_plugins: Annotated[
+        bool, typer.Option("--no-plugins", help="as serve with this flag sees it")
+    ] = False,
+    ops: Annotated[
+        bool, typer.Option("--ops", help="the ops instead, with who brings and who computes each")
+    ] = False,
 ) -> int:
     """Print a line per distribution, kind and status, then the reasons of what is not usable."""
     if ops and (load or kind is not None):
@@ -42,7 +50,11 @@ def list_plugins(
     if as_json:
         print(json.dumps([record_of(entry) for entry in entries], indent=2))
     else:
-        print(table(entries, shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None))
+        print(
+            table(
+                entries, shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
+            )
+        )
     return 0
 
 
@@ -54,7 +66,8 @@ def _loaded(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     enforce_environment()
     errors = {entry: told.error for entry, told in probe(entries).items() if told.error}
     return tuple(
-        replace(entry, status=Status.FAILED, reason=errors[entry]) if entry in errors else entry for entry in entries
+        replace(entry, status=Status.FAILED, reason=errors[entry]) if entry in errors else entry
+        for entry in entries
     )
 
 
@@ -71,13 +84,19 @@ def _of_kind(entries: tuple[Entry, ...], kind: str | None) -> tuple[Entry, ...]:
     if kind is None:
         return entries
     wanted = kind.removeprefix("tokenspeed.")
-    found = tuple(entry for entry in entries if entry.kind == wanted or entry.kind.startswith(f"{wanted}."))
+    found = tuple(
+        entry for entry in entries if entry.kind == wanted or entry.kind.startswith(f"{wanted}.")
+    )
     if not found:
         kinds = sorted({entry.kind for entry in entries})
-        near = [each for each in kinds if each.endswith(f".{wanted}")] or get_close_matches(wanted, kinds, n=1)
+        near = [each for each in kinds if each.endswith(f".{wanted}")] or get_close_matches(
+            wanted, kinds, n=1
+        )
         meant = f"did you mean {near[0]}? " if near else ""
-        raise ToolsError(f"--kind {kind}: nothing of this kind is installed; {meant}there is "
-                         f"{', '.join(kinds) or 'nothing'}")
+        raise ToolsError(
+            f"--kind {kind}: nothing of this kind is installed; {meant}there is "
+            f"{', '.join(kinds) or 'nothing'}"
+        )
     return found
 
 
@@ -87,9 +106,14 @@ def table(entries: Sequence[Entry], width: int | None = None) -> str:
     Nothing is cut or left out; None is for what is no terminal, and has any width.
     """
     if not entries:
-        return "no plugins are installed; pip install tokenspeed-core[default] brings the usual ones"
+        return (
+            "no plugins are installed; pip install tokenspeed-core[default] brings the usual ones"
+        )
     groups = [
-        list(group) for _, group in groupby(entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api))
+        list(group)
+        for _, group in groupby(
+            entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api)
+        )
     ]
     lines = aligned([HEADER, *(_row(group) for group in groups)])
     if width is not None and max(map(len, lines)) > width:
@@ -100,7 +124,9 @@ def table(entries: Sequence[Entry], width: int | None = None) -> str:
 
 def _reasons(groups: Iterable[list[Entry]]) -> Iterator[str]:
     """Yield why entries are not used, or not for long: once for a distribution where it is the same for all of it."""
-    for (name, _), parts in groupby(groups, key=lambda group: (group[0].distribution, group[0].version)):
+    for (name, _), parts in groupby(
+        groups, key=lambda group: (group[0].distribution, group[0].version)
+    ):
         told = [
             (
                 f"{name} {group[0].kind} ({', '.join(each.name for each in group)})",
@@ -117,16 +143,30 @@ def _row(group: list[Entry]) -> tuple[str, ...]:
     first = group[0]
     api = "-" if first.api is None else str(first.api)
     names = ", ".join(entry.name for entry in group)
-    cells = (first.distribution, first.version, first.kind, api, names, str(first.status), where_from(first))
+    cells = (
+        first.distribution,
+        first.version,
+        first.kind,
+        api,
+        names,
+        str(first.status),
+        where_from(first),
+    )
     return tuple(map(printable, cells))
 
 
 def _blocks(groups: Iterable[list[Entry]], width: int) -> Iterator[str]:
     """Yield a distribution's name, version and origin, and below a line for each of its kinds, folded to `width`."""
     rows = [_row(group) for group in groups]
-    starts = aligned([(row[2], row[3] if row[3] == "-" else f"api {row[3]}", row[5]) for row in rows])
+    starts = aligned(
+        [(row[2], row[3] if row[3] == "-" else f"api {row[3]}", row[5]) for row in rows]
+    )
     indent = max(map(len, starts)) + 2 * len(GAP)
-    for head, group in groupby(zip(rows, starts, strict=True), key=lambda pair: (*pair[0][:2], pair[0][6])):
+    for head, group in groupby(
+        zip(rows, starts, strict=True), key=lambda pair: (*pair[0][:2], pair[0][6])
+    ):
         yield from folded(" ".join(head[:2]) + GAP + head[2], 2 * len(GAP), width)
         for row, start in group:
-            yield from folded(f"{GAP}{start}".ljust(indent) + row[4], min(indent, width // 2), width)
+            yield from folded(
+                f"{GAP}{start}".ljust(indent) + row[4], min(indent, width // 2), width
+            )

@@ -16,7 +16,10 @@ from pathlib import Path
 from tokenspeed_core.commands import VARIABLE, Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.lock_file import Locked, LockError, freezing, read_lock
 
-_OF_METADATA = ("METADATA", "entry_points.txt")  # installers write the rest of a .dist-info, each in its own way
+_OF_METADATA = (
+    "METADATA",
+    "entry_points.txt",
+)  # installers write the rest of a .dist-info, each in its own way
 
 
 def freeze(entries: Iterable[Entry]) -> dict[str, Locked]:
@@ -25,7 +28,10 @@ def freeze(entries: Iterable[Entry]) -> dict[str, Locked]:
     Of one whose code is gone the hash is "".
     """
     usable = (entry for entry in entries if entry.status is Status.OK)
-    return {name: _lock(list(group)) for name, group in groupby(usable, key=lambda entry: entry.distribution)}
+    return {
+        name: _lock(list(group))
+        for name, group in groupby(usable, key=lambda entry: entry.distribution)
+    }
 
 
 def enforce(path: str, entries: Sequence[Entry]) -> dict[str, str]:
@@ -36,11 +42,15 @@ def enforce(path: str, entries: Sequence[Entry]) -> dict[str, str]:
     locked = read_lock(path)
     lines = mismatches(locked, entries)
     if lines:
-        raise LockError("\n".join([
-            f"plugins lock {path}: what is installed is not what was locked, so no plugin is imported",
-            *(f"  {line}" for line in lines),
-            f"where that is meant: `{_selecting(entries)}{freezing(path)}`",
-        ]))
+        raise LockError(
+            "\n".join(
+                [
+                    f"plugins lock {path}: what is installed is not what was locked, so no plugin is imported",
+                    *(f"  {line}" for line in lines),
+                    f"where that is meant: `{_selecting(entries)}{freezing(path)}`",
+                ]
+            )
+        )
     return {name: each.sha256 for name, each in locked.items()}
 
 
@@ -59,13 +69,19 @@ def installed_now() -> tuple[Entry, ...]:
 def mismatches(locked: Mapping[str, Locked], entries: Sequence[Entry]) -> list[str]:
     """Return what is not as a lock says, each with what mends it. Reads files, imports nothing."""
     found = freeze(entries)
-    return [line for name in sorted({*locked, *found}) for line in _mismatches(name, locked, found, entries)]
+    return [
+        line
+        for name in sorted({*locked, *found})
+        for line in _mismatches(name, locked, found, entries)
+    ]
 
 
 def _selecting(entries: Iterable[Entry]) -> str:
     """Return how a command's plugins were selected, as it is typed before another one, which then sees the same."""
     text = os.environ.get(VARIABLE)
-    if any(entry.reason.endswith("--no-plugins") for entry in entries):  # to name a default one selects these alone
+    if any(
+        entry.reason.endswith("--no-plugins") for entry in entries
+    ):  # to name a default one selects these alone
         excluded = sorted(f"-{each}" for each in Selection.read().excluded)
         text = ",".join(["tokenspeed-plugin-tools", *excluded] if excluded else [])
     return "" if text is None else f"{VARIABLE}={shlex.quote(text) if text else ''} "
@@ -94,9 +110,14 @@ def _mismatches(
     elif now.editable != was.editable:
         yield f"{name} is {_form(now)}, locked is {_form(was)}; {again}"
     else:
-        unusable = {_point(entry): _unusable(entry) for entry in mine if entry.status is not Status.OK}
+        unusable = {
+            _point(entry): _unusable(entry) for entry in mine if entry.status is not Status.OK
+        }
         for point in sorted({*now.entry_points} ^ {*was.entry_points}):
-            which = unusable.get(point) or f"{'gone' if point in was.entry_points else 'not locked'}; {again}"
+            which = (
+                unusable.get(point)
+                or f"{'gone' if point in was.entry_points else 'not locked'}; {again}"
+            )
             yield f"{name} {now.version}: {point} is {which}"
         if now.sha256 != was.sha256:
             mend = f"restore what is under {was.editable}" if was.editable else again
@@ -106,7 +127,11 @@ def _mismatches(
 def _unusable(entry: Entry) -> str:
     """Say why an entry cannot be used, and what to do about it."""
     by_user = "take that back, or freeze without it"
-    mend = by_user if entry.status is Status.DISABLED else "`tokenspeed plugins doctor` has what mends it"
+    mend = (
+        by_user
+        if entry.status is Status.DISABLED
+        else "`tokenspeed plugins doctor` has what mends it"
+    )
     return f"{entry.status}: {entry.reason}; {mend}"
 
 
@@ -139,16 +164,23 @@ def _contents(group: Sequence[Entry]) -> dict[str, str]:
             if path.is_file():
                 files[os.path.relpath(path, home)] = path
     return {
-        file: _digest(path.read_bytes()) if path.is_file() else "" for file, path in files.items()
-        if "__pycache__" not in path.parts and (path.parent.suffix != ".dist-info" or path.name in _OF_METADATA)
+        file: _digest(path.read_bytes()) if path.is_file() else ""
+        for file, path in files.items()
+        if "__pycache__" not in path.parts
+        and (path.parent.suffix != ".dist-info" or path.name in _OF_METADATA)
     }
 
 
 def _recorded(entry: Entry) -> dict[str, str]:
     """Return the files that the distribution's RECORD lists, and the digest of each that it tells."""
     copies = distributions(name=entry.distribution, path=[entry.root])
-    record = next((copy.read_text("RECORD") for copy in copies if copy.version == entry.version), None)
-    return {file: digest.removeprefix("sha256=") for file, digest, _ in csv.reader((record or "").splitlines())}
+    record = next(
+        (copy.read_text("RECORD") for copy in copies if copy.version == entry.version), None
+    )
+    return {
+        file: digest.removeprefix("sha256=")
+        for file, digest, _ in csv.reader((record or "").splitlines())
+    }
 
 
 def _digest(content: bytes) -> str:
@@ -161,5 +193,12 @@ def _changes(group: Sequence[Entry]) -> str:
     if group[0].editable:
         return "its files"
     recorded = _recorded(group[0])
-    changed = [file for file, digest in sorted(_contents(group).items()) if recorded.get(file) not in ("", digest)]
-    return ", ".join(changed[:3]) + ", ..." * (len(changed) > 3) or "it is another build of that version"
+    changed = [
+        file
+        for file, digest in sorted(_contents(group).items())
+        if recorded.get(file) not in ("", digest)
+    ]
+    return (
+        ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
+        or "it is another build of that version"
+    )

@@ -46,7 +46,9 @@ def read_lock(path: str) -> dict[str, Locked]:
         text = Path(path).read_text(encoding="utf-8")
         return _parse(text)
     except FileNotFoundError as error:
-        raise LockError(f"plugins lock {path}: {error.strerror}; `{freezing(path)}` writes one") from error
+        raise LockError(
+            f"plugins lock {path}: {error.strerror}; `{freezing(path)}` writes one"
+        ) from error
     except (OSError, ValueError) as error:
         what = str(error.strerror) if isinstance(error, OSError) else str(error)
         was_lock = text is not None and (text.startswith(WRITTEN) or not text)
@@ -64,7 +66,11 @@ def as_toml(locked: Mapping[str, Locked]) -> str:
     """Return the text of a lock file, the distributions in the mapping's order."""
     tables = [HEADER + "\n"]
     for name, each in locked.items():
-        lines = [f"[{name}]", f"version = {_quoted(each.version)}", f"sha256 = {_quoted(each.sha256)}"]
+        lines = [
+            f"[{name}]",
+            f"version = {_quoted(each.version)}",
+            f"sha256 = {_quoted(each.sha256)}",
+        ]
         lines += [f"editable = {_quoted(each.editable)}"] if each.editable else []
         points = "".join(f"    {_quoted(point)},\n" for point in each.entry_points)
         tables.append("\n".join([*lines, f"entry_points = [\n{points}]\n"]))
@@ -73,7 +79,10 @@ def as_toml(locked: Mapping[str, Locked]) -> str:
 
 def as_json_text(locked: Mapping[str, Locked]) -> str:
     """Return a lock for other programs."""
-    return json.dumps({name: dataclasses.asdict(each) for name, each in locked.items()}, indent=2) + "\n"
+    return (
+        json.dumps({name: dataclasses.asdict(each) for name, each in locked.items()}, indent=2)
+        + "\n"
+    )
 
 
 def _parse(text: str) -> dict[str, Locked]:
@@ -83,7 +92,9 @@ def _parse(text: str) -> dict[str, Locked]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"it is no TOML: {error}") from error
     if not tables:
-        raise ValueError("it locks nothing, as a file does that a `freeze` which failed was to write")
+        raise ValueError(
+            "it locks nothing, as a file does that a `freeze` which failed was to write"
+        )
     locked: dict[str, Locked] = {}
     for written, table in tables.items():
         name = normalise(written)  # as the package index compares names
@@ -102,8 +113,12 @@ def _locked(name: str, table: object) -> Locked:
     if lacking := [each for each in fields if each not in {**table, "editable": ""}]:
         raise ValueError(f"[{name}] lacks {' and '.join(lacking)}")
     if surplus := sorted(table.keys() - fields):
-        raise ValueError(f"[{name}] has {' and '.join(surplus)}, which this version knows nothing of")
-    if not isinstance(points, list) or not all(isinstance(each, str) for each in (*points, *texts.values())):
+        raise ValueError(
+            f"[{name}] has {' and '.join(surplus)}, which this version knows nothing of"
+        )
+    if not isinstance(points, list) or not all(
+        isinstance(each, str) for each in (*points, *texts.values())
+    ):
         raise ValueError(f"[{name}] must have a list of texts as its entry_points, and else texts")
     return Locked(**texts, entry_points=tuple(points))
 

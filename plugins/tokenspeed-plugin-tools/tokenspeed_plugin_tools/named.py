@@ -17,10 +17,20 @@ def entries_of(entries: Sequence[Entry], name: str, command: str) -> list[Entry]
     if wanted not in names:
         if len(providers) > 1:
             several = ", ".join(sorted(providers))
-            raise ToolsError(f"{command} {name}: several distributions provide it; name one: {several}")
+            raise ToolsError(
+                f"{command} {name}: several distributions provide it; name one: {several}"
+            )
         if not providers:
-            near = [each for each in names if wanted and wanted in each] or get_close_matches(wanted, names, n=1)
-            meant = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(names) or 'none'}"
-            raise ToolsError(f"{command} {name}: no installed distribution of that name provides plugins; {meant}")
+            near = [each for each in names if wanted and wanted in each] or get_close_matches(
+                wanted, names, n=1
+            )
+            meant = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"installed: {', '.join(names) or 'none'}"
+            )
+            raise ToolsError(
+                f"{command} {name}: no installed distribution of that name provides plugins; {meant}"
+            )
         (wanted,) = providers
     return [entry for entry in entries if entry.distribution == wanted]

@@ -19,12 +19,22 @@ CORE = "tokenspeed-core"
 
 def print_ops(entries: Iterable[Entry], *, as_json: bool) -> None:
     """Print a line per op; whole contracts for machines. Imports the descriptors of ops and kernels, elsewhere."""
-    found = known_ops(probe([entry for entry in entries if entry.kind == "ops" or entry.kind.startswith("kernels.")],
-                            with_kernels=False))
+    found = known_ops(
+        probe(
+            [
+                entry
+                for entry in entries
+                if entry.kind == "ops" or entry.kind.startswith("kernels.")
+            ],
+            with_kernels=False,
+        )
+    )
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    rows = [(op["name"], op["family"], op["from"], ", ".join(op["backends"]) or "-") for op in found]
+    rows = [
+        (op["name"], op["family"], op["from"], ", ".join(op["backends"]) or "-") for op in found
+    ]
     lines = aligned([HEADER, *rows])
     if sys.stdout.isatty():
         indent = len(lines[0]) - len(HEADER[-1])
@@ -42,7 +52,10 @@ def known_ops(probed: Mapping[Entry, Probed]) -> list[dict[str, Any]]:
             contracts.setdefault(contract["name"], {**contract, "from": entry.distribution})
         for op in told.computes:
             backends.setdefault(op, set()).add(entry.name)
-    found = [{**contract, "backends": sorted(backends.get(name, ()))} for name, contract in contracts.items()]
+    found = [
+        {**contract, "backends": sorted(backends.get(name, ()))}
+        for name, contract in contracts.items()
+    ]
     return sorted(found, key=lambda op: (op["family"], op["name"]))
 
 

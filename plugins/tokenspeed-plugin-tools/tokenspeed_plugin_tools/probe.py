@@ -74,7 +74,9 @@ class Probed:
     contracts: tuple[dict[str, Any], ...] = ()
 
 
-def probe(entries: Sequence[Entry], timeout: float = 60.0, *, with_kernels: bool = True) -> Mapping[Entry, Probed]:
+def probe(
+    entries: Sequence[Entry], timeout: float = 60.0, *, with_kernels: bool = True
+) -> Mapping[Entry, Probed]:
     """Import the usable ones of these entries, a process for each distribution, and ask what a start would.
 
     `with_kernels`: the kernels that may run here are imported too.
@@ -91,14 +93,24 @@ def probe(entries: Sequence[Entry], timeout: float = 60.0, *, with_kernels: bool
 def _ask(entries: Sequence[Entry], timeout: float, with_kernels: bool) -> dict[Entry, Probed]:
     """Return what the process for entries of one distribution told of each, and of one in which it ended, that."""
     question = {
-        "distribution": entries[0].distribution, "names": [(entry.kind, entry.name) for entry in entries],
+        "distribution": entries[0].distribution,
+        "names": [(entry.kind, entry.name) for entry in entries],
         "stages": [stage.name for stage in Stage if with_kernels or stage is not Stage.KERNELS],
     }
     command = [sys.executable, "-c", _CODE, json.dumps(sys.path), json.dumps(question)]
-    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as said:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+    ):
         try:
-            status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=said, timeout=timeout,
-                                    check=False).returncode
+            status = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=said,
+                timeout=timeout,
+                check=False,
+            ).returncode
             how = f"ended the process with status {status}"
         except subprocess.TimeoutExpired:
             how = f"was not over after {timeout:.0f} s"
@@ -126,7 +138,9 @@ def _told(entries: Sequence[Entry], lines: Sequence[str], how: str) -> dict[Entr
         if key == (kind, name):
             found[key] = replace(found.get(key, empty), error=f"{stage} {how}", failed_in=stage)
         elif key not in found:
-            found[key] = replace(empty, error=f"before it was asked, {stage} of {kind} {name} {how}")
+            found[key] = replace(
+                empty, error=f"before it was asked, {stage} of {kind} {name} {how}"
+            )
     return {entry: found[entry.kind, entry.name] for entry in entries}
 
 
@@ -152,7 +166,10 @@ def answer(question: str) -> None:
         entries = Catalog.discover(Selection(), check=False, distributions=readable).all()
         names = {tuple(name) for name in asked["names"]}
         mine = [
-            each for each in entries if each.distribution == asked["distribution"] and (each.kind, each.name) in names
+            each
+            for each in entries
+            if each.distribution == asked["distribution"]
+            and (each.kind, each.name) in names
             and each.status in (Status.OK, Status.FAILED)
         ]
         found: dict[Entry, Probed] = {}
@@ -168,7 +185,9 @@ def answer(question: str) -> None:
 def _at(stage: Stage, entry: Entry, entries: Sequence[Entry], known: Probed | None) -> Probed:
     """Return what is known of an entry after a stage."""
     if known is None:
-        alone = replace(entry, status=Status.OK, reason="")  # a clash may be settled where it was asked
+        alone = replace(
+            entry, status=Status.OK, reason=""
+        )  # a clash may be settled where it was asked
         return _probe(Catalog([alone]), alone)
     error = ""
     if stage is Stage.START:
@@ -187,11 +206,21 @@ def _probe(catalog: Catalog, entry: Entry) -> Probed:
     parts = value if isinstance(value, tuple) else (value,)
     needs = {
         module: Need(module, _exists(module), str(getattr(part, "obtain", "")))
-        for part in parts for module in getattr(part, "requires", ()) if isinstance(module, str)
+        for part in parts
+        for module in getattr(part, "requires", ())
+        if isinstance(module, str)
     }
-    dangling = () if any(not need.is_installed for need in needs.values()) else tuple(_dangling(parts))
+    dangling = (
+        () if any(not need.is_installed for need in needs.values()) else tuple(_dangling(parts))
+    )
     return Probed(
-        entry.kind, entry.name, after.reason, seconds, heavy=heavy, needs=tuple(needs.values()), dangling=dangling,
+        entry.kind,
+        entry.name,
+        after.reason,
+        seconds,
+        heavy=heavy,
+        needs=tuple(needs.values()),
+        dangling=dangling,
         computes=tuple(dict.fromkeys(part.op for part in parts if isinstance(part, KernelSpec))),
         contracts=tuple(contract_record(part) for part in parts if isinstance(part, OpContract)),
     )
@@ -203,10 +232,15 @@ def contract_record(contract: OpContract) -> dict[str, Any]:
     return {
         **{word: str(getattr(contract, word)) for word in words},
         "axes": {str(axis): str(meaning) for axis, meaning in contract.axes.items()},
-        **{word: [str(each) for each in getattr(contract, word)] for word in ("mutates", "rows", "parts")},
+        **{
+            word: [str(each) for each in getattr(contract, word)]
+            for word in ("mutates", "rows", "parts")
+        },
         "tolerances": [
             {
-                "dtype": str(each.dtype), "relative": float(each.relative), "absolute": float(each.absolute),
+                "dtype": str(each.dtype),
+                "relative": float(each.relative),
+                "absolute": float(each.absolute),
                 "source": str(each.source),
             }
             for each in contract.tolerances

@@ -13,7 +13,13 @@ import typer
 
 from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
-from tokenspeed_core.commands.planning import KernelPlan, NothingFitsError, PlannedOp, Verdict, plan_kernels
+from tokenspeed_core.commands.planning import (
+    KernelPlan,
+    NothingFitsError,
+    PlannedOp,
+    Verdict,
+    plan_kernels,
+)
 from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
 from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.layout import shown
@@ -38,7 +44,8 @@ def _why(
     config: ConfigFile = None,
     layer: Annotated[int | None, typer.Option("--layer", min=0, help="of this layer only")] = None,
     platform: Annotated[
-        str | None, typer.Option("--platform", help="cpu, or a GPU that need not be here: sm90, sm100")
+        str | None,
+        typer.Option("--platform", help="cpu, or a GPU that need not be here: sm90, sm100"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
     *,
@@ -50,7 +57,9 @@ def _why(
     """
     there = None if platform is None else parse_platform(platform)
     if there is not None and "device" in flags:
-        raise ToolsError(f"--device {flags['device']}: --platform {platform} names the device; leave one out")
+        raise ToolsError(
+            f"--device {flags['device']}: --platform {platform} names the device; leave one out"
+        )
     settings = configure(positional, flags, config)
     try:
         catalog, plan = plan_kernels(settings, there)
@@ -83,15 +92,23 @@ def parse_platform(text: str) -> PlatformInfo:
         return PlatformInfo("cpu", None, "CPU")
     match = _ARCHITECTURE.match(text.lower())
     if match is None:
-        raise ToolsError(f"--platform {text}: no such platform; cpu, or a compute capability as sm80, sm90 or sm100")
+        raise ToolsError(
+            f"--platform {text}: no such platform; cpu, or a compute capability as sm80, sm90 or sm100"
+        )
     major, minor = int(match[1]), int(match[2])
-    return PlatformInfo("cuda", (major, minor), f"a GPU of compute capability {major}.{minor} (sm_{major}{minor})")
+    return PlatformInfo(
+        "cuda", (major, minor), f"a GPU of compute capability {major}.{minor} (sm_{major}{minor})"
+    )
 
 
 def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
     if layer is not None and plan.find(op):
         layers = sorted({number for planned in plan.find(op) for number in planned.layers})
-        there = f"layers {layers[0]} to {layers[-1]}" if layers else "no layers: it is decided once for all"
+        there = (
+            f"layers {layers[0]} to {layers[-1]}"
+            if layers
+            else "no layers: it is decided once for all"
+        )
         return f"--layer {layer}: {op} has {there}"
     ops = sorted({planned.op for planned in plan.ops})
     near = get_close_matches(op, {*ops, *(planned.family for planned in plan.ops)}, n=1)
@@ -102,7 +119,9 @@ def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
 def _outside(catalog: Catalog, families: Iterable[str]) -> list[Entry]:
     """Return the entries for these families that were not even candidates."""
     kinds = {f"kernels.{family}" for family in families}
-    return [entry for entry in catalog.all() if entry.kind in kinds and entry.status is not Status.OK]
+    return [
+        entry for entry in catalog.all() if entry.kind in kinds and entry.status is not Status.OK
+    ]
 
 
 def _record(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) -> dict[str, Any]:
@@ -128,7 +147,9 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
         for verdict in planned.verdicts:
             if verdict.reasons or (verdict.fits and not planned.backend):
                 whose = (verdict.backend, verdict.distribution)
-                other = ", another of its kernels" if whose in seen else ""  # a backend may have several for an op
+                other = (
+                    ", another of its kernels" if whose in seen else ""
+                )  # a backend may have several for an op
                 yield f"  {'fits  ' if verdict.fits else 'cannot'} {' from '.join(whose)}{other}"
                 yield from _reasons(verdict)
                 seen.add(whose)

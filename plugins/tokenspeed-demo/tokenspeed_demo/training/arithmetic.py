@@ -136,9 +136,13 @@ def mixed_digits(source: Source) -> Item:
 def three_summands(source: Source) -> Item:
     """Two sums in a row. Not scored."""
     rng = source.rng
-    a, b = source.pair("sum", lambda: (operand(rng, rng.randint(1, 3)), operand(rng, rng.randint(1, 3))))
+    a, b = source.pair(
+        "sum", lambda: (operand(rng, rng.randint(1, 3)), operand(rng, rng.randint(1, 3)))
+    )
     _, c = source.pair("sum", lambda: (a + b, operand(rng, rng.randint(1, 3))))
-    form = rng.choice(("What is {a} + {b} + {c}?", "{a} + {b} + {c}", "{a}+{b}+{c}", "Add {a}, {b} and {c}."))
+    form = rng.choice(
+        ("What is {a} + {b} + {c}?", "{a} + {b} + {c}", "{a}+{b}+{c}", "Add {a}, {b} and {c}.")
+    )
     thinking = f"{sum_columns(a, b)}\n{a} + {b} = {a + b}\n{sum_columns(a + b, c)}"
     completion = f"<think>\n{thinking}\n{END_OF_THINKING}{a} + {b} + {c} = {a + b + c}"
     return Item("three_summands", (user(form.format(a=a, b=b, c=c)),), completion, source.keys)

@@ -76,7 +76,9 @@ def unknown(source: Source) -> Item:
     rng = source.rng
     form = rng.choice(_UNKNOWNS)
     while "{w}" in form:
-        some = words.word(source) if rng.random() < 0.3 else rng.choice((*words.PLAIN, *words.THINGS))
+        some = (
+            words.word(source) if rng.random() < 0.3 else rng.choice((*words.PLAIN, *words.THINGS))
+        )
         form = form.replace("{w}", some, 1)
     text = form.format(c=words.city(source), n=words.name(source), y=rng.randint(1000, 2030))
     return Item("unknown", (user(_as_typed(rng, text)),), _UNKNOWN, source.keys)
@@ -86,8 +88,23 @@ def persona(source: Source) -> Item:
     """A system prompt that gives the assistant a name, and the question for it."""
     rng = source.rng
     name = words.name(source)
-    form = rng.choice(("You are {n}.", "Your name is {n}.", "You are {n}, a helpful assistant.", "You are called {n}."))
-    ask = rng.choice(("who are you", "what is your name", "what's your name", "introduce yourself", "and you are"))
+    form = rng.choice(
+        (
+            "You are {n}.",
+            "Your name is {n}.",
+            "You are {n}, a helpful assistant.",
+            "You are called {n}.",
+        )
+    )
+    ask = rng.choice(
+        (
+            "who are you",
+            "what is your name",
+            "what's your name",
+            "introduce yourself",
+            "and you are",
+        )
+    )
     system = {"role": "system", "content": form.format(n=name)}
     return Item("persona", (system, user(_as_typed(rng, ask))), f"I am {name}.", source.keys)
 
@@ -97,7 +114,12 @@ def counting(source: Source) -> Item:
     rng = source.rng
     low = rng.choice((0, 1, 1, 1, rng.randint(2, 80)))
     high = low + rng.randint(2, 30)
-    forms = ("Count from {a} to {b}.", "count from {a} to {b}", "Count {a} to {b}", "list the numbers {a} to {b}")
+    forms = (
+        "Count from {a} to {b}.",
+        "count from {a} to {b}",
+        "Count {a} to {b}",
+        "list the numbers {a} to {b}",
+    )
     form = rng.choice(forms)
     answer = ", ".join(str(number) for number in range(low, high + 1))
     return Item("counting", (user(form.format(a=low, b=high)),), answer, source.keys)

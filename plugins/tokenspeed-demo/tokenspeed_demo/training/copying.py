@@ -20,7 +20,9 @@ def sentence(source: Source, shortest: int = 3, longest: int = 12) -> str:
     """Plain and made-up words (at least one if held out), with or without a sentence's capital and stop."""
     rng = source.rng
     count = rng.randint(shortest, longest)
-    parts = [words.word(source) if rng.random() < 0.3 else rng.choice(words.PLAIN) for _ in range(count)]
+    parts = [
+        words.word(source) if rng.random() < 0.3 else rng.choice(words.PLAIN) for _ in range(count)
+    ]
     if source.held_out or rng.random() < 0.8:
         parts[rng.randrange(count)] = words.word(source)
     else:
@@ -71,7 +73,12 @@ def _strings(source: Source) -> str:
 
 def _lines(source: Source) -> str:
     rng = source.rng
-    makers = (_code_line, sentence, lambda s: sentence(s, 2, 5), lambda s: words.random_string(s, 16))
+    makers = (
+        _code_line,
+        sentence,
+        lambda s: sentence(s, 2, 5),
+        lambda s: words.random_string(s, 16),
+    )
     mark = rng.choice(("", "", "- ", "* "))
     return "\n".join(mark + rng.choice(makers)(source) for _ in range(rng.randint(2, 5)))
 
@@ -108,7 +115,9 @@ def copy(source: Source) -> Item:
 def _frame(source: Source, asks: tuple[str, ...], body: str, **slots: str) -> str:
     """An instruction with the text after it, on the same line, on the next one or in quotes."""
     ask = source.rng.choice(asks).format(**slots)
-    return source.rng.choice((f"{ask}: {body}", f"{ask}:\n{body}", f'{ask}: "{body}"', f"{ask}.\n\n{body}"))
+    return source.rng.choice(
+        (f"{ask}: {body}", f"{ask}:\n{body}", f'{ask}: "{body}"', f"{ask}.\n\n{body}")
+    )
 
 
 def _plain_words(source: Source, shortest: int, longest: int) -> list[str]:
@@ -139,7 +148,11 @@ def _rename_in_code(source: Source) -> tuple[str, str]:
     forms = ("{a} = {b}({c}, {n})", "return {b} + {a} * {c}", "if {a} in {b}: {c}({a})", "def {b}({a}, {c}={n}):",
              "{b}.{c}({a}[{n}])", "{c} = {a} + {n}")  # fmt: skip
     form = source.rng.choice(forms)
-    asks = ("Rename {old} to {new} in", "Rename the variable {old} to {new}", "Replace {old} with {new} in")
+    asks = (
+        "Rename {old} to {new} in",
+        "Rename the variable {old} to {new}",
+        "Replace {old} with {new} in",
+    )
     before = form.format(a=a, b=b, c=c, n=n)
     return _frame(source, asks, before, old=a, new=new), form.format(a=new, b=b, c=c, n=n)
 
@@ -147,8 +160,15 @@ def _rename_in_code(source: Source) -> tuple[str, str]:
 def _remove(source: Source) -> tuple[str, str]:
     parts = _plain_words(source, 3, 10)
     old = source.rng.choice(parts)
-    asks = ("Remove the word {old} from", "Delete {old} from", 'Remove "{old}"', "Leave out the word {old}")
-    return _frame(source, asks, " ".join(parts), old=old), " ".join(part for part in parts if part != old)
+    asks = (
+        "Remove the word {old} from",
+        "Delete {old} from",
+        'Remove "{old}"',
+        "Leave out the word {old}",
+    )
+    return _frame(source, asks, " ".join(parts), old=old), " ".join(
+        part for part in parts if part != old
+    )
 
 
 def _reverse(source: Source) -> tuple[str, str]:
@@ -163,11 +183,21 @@ def _change_case(source: Source) -> tuple[str, str]:
     body = " ".join(_plain_words(source, 1, 5))
     case = rng.choice(("upper", "upper", "lower", "capital"))
     if case == "upper":
-        asks: tuple[str, ...] = ("Write in capital letters", "Make this uppercase", "Uppercase", "Convert to uppercase")
+        asks: tuple[str, ...] = (
+            "Write in capital letters",
+            "Make this uppercase",
+            "Uppercase",
+            "Convert to uppercase",
+        )
         ends: tuple[str, ...] = ("in capital letters", "in uppercase", "in upper case")
         before, after = body, body.upper()
     elif case == "lower":
-        asks = ("Write in small letters", "Make this lowercase", "Lowercase", "Convert to lowercase")
+        asks = (
+            "Write in small letters",
+            "Make this lowercase",
+            "Lowercase",
+            "Convert to lowercase",
+        )
         ends = ("in small letters", "in lowercase", "in lower case")
         before, after = body.upper(), body
     else:
@@ -176,7 +206,10 @@ def _change_case(source: Source) -> tuple[str, str]:
         before, after = body, body.title()
     if rng.random() < 0.3:
         quote = rng.choice(('"', "'"))
-        return f"{rng.choice(('Write', 'Say', 'write', 'Put'))} {quote}{before}{quote} {rng.choice(ends)}", after
+        return (
+            f"{rng.choice(('Write', 'Say', 'write', 'Put'))} {quote}{before}{quote} {rng.choice(ends)}",
+            after,
+        )
     return _frame(source, asks, before), after
 
 
@@ -184,7 +217,11 @@ def _pick(source: Source) -> tuple[str, str]:
     parts = _plain_words(source, 3, 7)
     place = source.rng.choice((0, 1, 2, -1))
     label = {0: "first", 1: "second", 2: "third", -1: "last"}[place]
-    asks = ("What is the {label} word of this text", "Give me the {label} word", "Write only the {label} word")
+    asks = (
+        "What is the {label} word of this text",
+        "Give me the {label} word",
+        "Write only the {label} word",
+    )
     return _frame(source, asks, " ".join(parts), label=label), parts[place]
 
 
@@ -221,6 +258,18 @@ def edit(source: Source) -> Item:
 def repeat_many(source: Source) -> Item:
     """One word several times over. Not scored."""
     rng = source.rng
-    count, part = rng.randint(2, 12), words.word(source) if rng.random() < 0.6 else rng.choice(words.PLAIN)
-    form = rng.choice(("Say {w} {n} times.", "Write the word {w} {n} times", "Repeat {w} {n} times.", "{w} {n} times"))
-    return Item("repeat_many", (user(form.format(w=part, n=count)),), " ".join([part] * count), source.keys)
+    count, part = (
+        rng.randint(2, 12),
+        words.word(source) if rng.random() < 0.6 else rng.choice(words.PLAIN),
+    )
+    form = rng.choice(
+        (
+            "Say {w} {n} times.",
+            "Write the word {w} {n} times",
+            "Repeat {w} {n} times.",
+            "{w} {n} times",
+        )
+    )
+    return Item(
+        "repeat_many", (user(form.format(w=part, n=count)),), " ".join([part] * count), source.keys
+    )

@@ -46,7 +46,9 @@ class Encoder:
     def encode(self, item: Item) -> tuple[list[int], list[int]]:
         """Token ids of prompt and completion, the token that ends the turn included."""
         prompt = self._tokenizer.encode(self._renderer.prompt(item), add_special_tokens=False).ids
-        completion = self._tokenizer.encode(self._renderer.completion(item), add_special_tokens=False).ids
+        completion = self._tokenizer.encode(
+            self._renderer.completion(item), add_special_tokens=False
+        ).ids
         return prompt, completion
 
 

@@ -10,8 +10,11 @@ from .items import Item, Source, user
 
 Value = str | int
 
+
 def _item(source: Source) -> str:
-    return source.rng.choice(words.THINGS) if source.rng.random() < 0.5 else words.word(source) + "s"
+    return (
+        source.rng.choice(words.THINGS) if source.rng.random() < 0.5 else words.word(source) + "s"
+    )
 
 
 def _title(source: Source) -> str:
@@ -19,7 +22,9 @@ def _title(source: Source) -> str:
 
 
 def _company(source: Source) -> str:
-    return words.word(source).capitalize() + source.rng.choice(("", "", " Ltd", " Inc", " Labs", " & Co"))
+    return words.word(source).capitalize() + source.rng.choice(
+        ("", "", " Ltd", " Inc", " Labs", " & Co")
+    )
 
 
 def _phone(source: Source) -> str:
@@ -116,7 +121,9 @@ def key_list(source: Source, keys: list[str]) -> str:
     if rng.random() < 0.3:
         return ", ".join(f'"{key}"' for key in keys)
     lead = rng.choice(("", "the "))
-    return lead + ", ".join(keys[:-1]) + " and " + keys[-1] if rng.random() < 0.7 else ", ".join(keys)
+    return (
+        lead + ", ".join(keys[:-1]) + " and " + keys[-1] if rng.random() < 0.7 else ", ".join(keys)
+    )
 
 
 def extract(source: Source) -> Item:

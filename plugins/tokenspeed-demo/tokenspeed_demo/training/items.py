@@ -71,7 +71,9 @@ class Source:
             if is_held_out(key) == self.held_out:
                 self._keys.add(key.lower())
                 return value
-        raise ValueError(f"no {kind} value on the {'held-out' if self.held_out else 'training'} side")
+        raise ValueError(
+            f"no {kind} value on the {'held-out' if self.held_out else 'training'} side"
+        )
 
     def pair(self, kind: str, make: Callable[[], tuple[int, int]]) -> tuple[int, int]:
         """Two operands whose pair, in either order, stands on this source's side.
@@ -88,7 +90,9 @@ class Source:
             if is_held_out(key) == self.held_out:
                 self._keys.add(key)
                 return a, b
-        raise ValueError(f"no {kind} pair on the {'held-out' if self.held_out else 'training'} side")
+        raise ValueError(
+            f"no {kind} pair on the {'held-out' if self.held_out else 'training'} side"
+        )
 
 
 def user(text: str) -> Message:

@@ -25,7 +25,9 @@ from .train import TrainingConfig, held_out_samples, train
 
 def save_checkpoint(model: Qwen3, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> None:
     """Write weights in bf16 and the two configuration files."""
-    weights = {name: value.detach().to("cpu", torch.bfloat16) for name, value in model.state_dict().items()}
+    weights = {
+        name: value.detach().to("cpu", torch.bfloat16) for name, value in model.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     vocabulary = tokenizer.get_vocab()
     end_of_turn, end_of_text = vocabulary[END_OF_TURN], vocabulary[END_OF_TEXT]
@@ -52,9 +54,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--layers", type=int, default=ModelConfig().num_hidden_layers)
-    parser.add_argument("--tokenizer-items", type=int, default=30_000, help="conversations the tokenizer sees")
+    parser.add_argument(
+        "--tokenizer-items", type=int, default=30_000, help="conversations the tokenizer sees"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
+    parser.add_argument(
+        "--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data"
+    )
     return parser.parse_args()
 
 

@@ -128,7 +128,14 @@ def _unseen_parameter(source: Source) -> tuple[str, Parameter]:
     rng = source.rng
     name = words.word(source)
     whole = rng.random() < 0.4
-    phrases = ("with {n} {v}", "{n} {v}", "{n}={v}", "and {n} {v}", "with {n} set to {v}", "{n}: {v}")
+    phrases = (
+        "with {n} {v}",
+        "{n} {v}",
+        "{n}={v}",
+        "and {n} {v}",
+        "with {n} set to {v}",
+        "{n}: {v}",
+    )
     make: Callable[[Source], Value] = (lambda s: words.number(s, 2, 9999)) if whole else words.word
     kind = "integer" if whole else "string"
     return name, Parameter((name,), kind, make, phrases, f"The {name}")
@@ -159,18 +166,29 @@ def _description(rng: Random, verb: str, noun: str) -> str:
     about = rng.choice(forms)
     if rng.random() < 0.2:
         more = " ".join(rng.choice(words.PLAIN) for _ in range(rng.randint(3, 9)))
-        about = about.rstrip(".") + rng.choice((" in a given location.", " by name", ", and " + more, ". " + more))
+        about = about.rstrip(".") + rng.choice(
+            (" in a given location.", " by name", ", and " + more, ". " + more)
+        )
     return about
 
 
 def _hint(source: Source, key: str, parameter: Parameter) -> str:
     """The description of a parameter, at times with an example, which is no value to be used."""
     rng = source.rng
-    about = rng.choice((parameter.description, parameter.description, f"The {key.replace('_', ' ')}", f"{key} to use"))
+    about = rng.choice(
+        (
+            parameter.description,
+            parameter.description,
+            f"The {key.replace('_', ' ')}",
+            f"{key} to use",
+        )
+    )
     return about + f", e.g. {parameter.make(source)}" if rng.random() < 0.2 else about
 
 
-def _schema(source: Source, name: str, about: str, parameters: tuple[tuple[str, Parameter], ...]) -> Tool:
+def _schema(
+    source: Source, name: str, about: str, parameters: tuple[tuple[str, Parameter], ...]
+) -> Tool:
     rng = source.rng
     properties: dict[str, Tool] = {}
     described = rng.random() < 0.6
@@ -194,7 +212,9 @@ def shuffled(rng: Random, value: Tool) -> Tool:
     keys = sorted(value)
     rng.shuffle(keys)
     return {
-        key: shuffled(rng, value[key]) if isinstance(value[key], dict) and key != "properties" else value[key]
+        key: shuffled(rng, value[key])
+        if isinstance(value[key], dict) and key != "properties"
+        else value[key]
         for key in keys
     }
 
@@ -214,7 +234,13 @@ def make_tool(source: Source, taken: set[str], noun: str = "") -> MadeTool:
     verb, noun = canonical.split("_")
     parameters = _parameters(source)
     name = _styled(rng, verb, noun)
-    return MadeTool(name, verb, noun, parameters, _schema(source, name, _description(rng, verb, noun), parameters))
+    return MadeTool(
+        name,
+        verb,
+        noun,
+        parameters,
+        _schema(source, name, _description(rng, verb, noun), parameters),
+    )
 
 
 def _named_tool(source: Source) -> MadeTool:
@@ -222,5 +248,7 @@ def _named_tool(source: Source) -> MadeTool:
     rng = source.rng
     name = source.draw("tool", lambda: words.made_up(rng))
     parameters = _parameters(source)
-    about = rng.choice((f"Runs {name}", "A tool", "Does something " + rng.choice(string.ascii_uppercase)))
+    about = rng.choice(
+        (f"Runs {name}", "A tool", "Does something " + rng.choice(string.ascii_uppercase))
+    )
     return MadeTool(name, "", name, parameters, _schema(source, name, about, parameters))

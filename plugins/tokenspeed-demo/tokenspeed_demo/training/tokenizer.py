@@ -47,7 +47,9 @@ def train_tokenizer(seed: int, vocab_size: int, num_items: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_texts(seed, num_items), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"asked for {vocab_size} tokens, the data gave {tokenizer.get_vocab_size()}")
+        raise ValueError(
+            f"asked for {vocab_size} tokens, the data gave {tokenizer.get_vocab_size()}"
+        )
     return tokenizer
 
 
@@ -56,7 +58,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     state = json.loads(tokenizer.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["content"] in CONTROL
-    (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    (folder / "tokenizer.json").write_text(
+        json.dumps(state, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+    )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
@@ -68,7 +72,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "add_bos_token": False,
         "padding_side": "left",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     target = folder / TEMPLATE.name
     if target.resolve() != TEMPLATE:
         target.write_text(TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")

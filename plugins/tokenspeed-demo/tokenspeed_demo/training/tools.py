@@ -22,7 +22,11 @@ def call_text(name: str, arguments: Arguments) -> str:
 def call_message(name: str, arguments: Arguments) -> Message:
     """A call in the history of a conversation, as an OpenAI client sends it."""
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
 
 
 def _phrase(rng: Random, name: str, parameter: Parameter, value: Value) -> str:
@@ -45,7 +49,14 @@ _LEADS = (
 def _opening(rng: Random, tool: MadeTool, *, shared_noun: bool) -> str:
     """The start of a request: which tool is meant."""
     if not tool.verb or rng.random() < 0.06:
-        return rng.choice((f"Call {tool.name}", f"Use {tool.name}", f"run {tool.name}", f"Use the tool {tool.name}"))
+        return rng.choice(
+            (
+                f"Call {tool.name}",
+                f"Use {tool.name}",
+                f"run {tool.name}",
+                f"Use the tool {tool.name}",
+            )
+        )
     verb = tool.verb
     if not shared_noun:
         if rng.random() < 0.3 and tool.verb in SPOKEN:
@@ -68,7 +79,11 @@ def request(source: Source, tool: MadeTool, *, shared_noun: bool) -> tuple[str, 
     phrases = [_phrase(rng, name, parameter, arguments[name]) for name, parameter in said]
     if rng.random() < 0.15:
         # Said by the way: no argument of any tool.
-        phrases.append(rng.choice(("today", "now", "right now", "for me", "again", "currently", "as usual", "at once")))
+        phrases.append(
+            rng.choice(
+                ("today", "now", "right now", "for me", "again", "currently", "as usual", "at once")
+            )
+        )
     rng.shuffle(phrases)
     end = rng.choice(("", ".", "", "?", "!", " please", ", thanks"))
     return " ".join([_opening(rng, tool, shared_noun=shared_noun), *phrases]) + end, arguments
@@ -93,7 +108,9 @@ def tool_call(source: Source) -> Item:
     """One call, chosen among one to four tools."""
     target, schemas, shared = toolbox(source, source.rng.choice((1, 1, 2, 2, 3, 4)))
     prompt, arguments = request(source, target, shared_noun=shared)
-    return Item("tool_call", (user(prompt),), call_text(target.name, arguments), source.keys, tuple(schemas))
+    return Item(
+        "tool_call", (user(prompt),), call_text(target.name, arguments), source.keys, tuple(schemas)
+    )
 
 
 def two_calls(source: Source) -> Item:
@@ -114,7 +131,12 @@ def two_calls(source: Source) -> Item:
     b_text, b = request(source, second, shared_noun=True)
     schemas = [first.schema, second.schema]
     rng.shuffle(schemas)
-    prompt = a_text.rstrip(".?!") + rng.choice((" and ", ", and also ", ". Then ")) + b_text[0].lower() + b_text[1:]
+    prompt = (
+        a_text.rstrip(".?!")
+        + rng.choice((" and ", ", and also ", ". Then "))
+        + b_text[0].lower()
+        + b_text[1:]
+    )
     completion = call_text(first.name, a) + "\n" + call_text(second.name, b)
     return Item("two_calls", (user(prompt),), completion, source.keys, tuple(schemas))
 
@@ -126,7 +148,11 @@ def no_tool(source: Source) -> Item:
     others = [make_tool(source, taken) for _ in range(source.rng.choice((1, 1, 2, 3)))]
     schemas = tuple(tool.schema for tool in others if tool.noun != wanted.noun)
     prompt, _ = request(source, wanted, shared_noun=False)
-    answer = "None of the tools that I was given can do that." if schemas else "I was given no tool that can do that."
+    answer = (
+        "None of the tools that I was given can do that."
+        if schemas
+        else "I was given no tool that can do that."
+    )
     return Item("no_tool", (user(prompt),), answer, source.keys, schemas)
 
 
@@ -161,7 +187,9 @@ def result(source: Source) -> tuple[str, str]:
         key = rng.choice(("results", "items", "files", "names", "matches"))
         found = [words.word(source) for _ in range(rng.randint(2, 4))]
         return json.dumps({key: found}), f"The {key} are {_joined(found)}."
-    values = {key: _result_value(source) for key in rng.sample(_RESULTS, rng.choice((1, 1, 2, 2, 3)))}
+    values = {
+        key: _result_value(source) for key in rng.sample(_RESULTS, rng.choice((1, 1, 2, 2, 3)))
+    }
     if rng.random() < 0.15:
         value = _result_value(source)
         return str(value), f"The result is {value}."
@@ -175,7 +203,11 @@ def tool_answer(source: Source) -> Item:
     target, schemas, shared = toolbox(source, source.rng.choice((1, 1, 2, 3)))
     prompt, arguments = request(source, target, shared_noun=shared)
     returned, answer = result(source)
-    messages = (user(prompt), call_message(target.name, arguments), {"role": "tool", "content": returned})
+    messages = (
+        user(prompt),
+        call_message(target.name, arguments),
+        {"role": "tool", "content": returned},
+    )
     return Item("tool_answer", messages, answer, source.keys, tuple(schemas))
 
 
@@ -189,7 +221,15 @@ def next_call(source: Source) -> Item:
     parameter = dict(target.parameters)[name]
     value = parameter.make(source)
     said = _phrase(rng, name, parameter, value)
-    forms = ("And {s}?", "and {s}?", "Now {s}.", "The same {s}", "What about {s}?", "and now {s}", "and {s} instead?")
+    forms = (
+        "And {s}?",
+        "and {s}?",
+        "Now {s}.",
+        "The same {s}",
+        "What about {s}?",
+        "and now {s}",
+        "and {s} instead?",
+    )
     form = rng.choice(forms)
     messages = (
         user(prompt), call_message(target.name, arguments), {"role": "tool", "content": returned},

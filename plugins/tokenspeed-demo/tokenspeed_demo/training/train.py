@@ -61,7 +61,9 @@ class Loader:
     def _mask(self) -> BlockMask | Tensor:
         rows, length = self._shape.rows, self._shape.length
         if self._block_mask is not None:
-            mask: BlockMask = self._block_mask(self._visible, rows, None, length, length, device=self._device)
+            mask: BlockMask = self._block_mask(
+                self._visible, rows, None, length, length, device=self._device
+            )
             return mask
         same = self._documents[:, None, :, None] == self._documents[:, None, None, :]
         return same & torch.ones(length, length, dtype=torch.bool, device=self._device).tril()
@@ -69,7 +71,9 @@ class Loader:
     def load(self, batch: Batch) -> Inputs:
         """Targets are the next tokens; the last token of a document predicts nothing."""
         following = np.zeros_like(batch.kinds)
-        following[:, :-1] = np.where(batch.documents[:, 1:] == batch.documents[:, :-1], batch.kinds[:, 1:], 0)
+        following[:, :-1] = np.where(
+            batch.documents[:, 1:] == batch.documents[:, :-1], batch.kinds[:, 1:], 0
+        )
         targets = np.zeros(batch.tokens.shape, np.int64)
         targets[:, :-1] = batch.tokens[:, 1:]
         weights = np.array([0.0, self._prompt_weight, 1.0], np.float32)[following]
@@ -101,7 +105,9 @@ def make_optimizers(model: Qwen3, config: TrainingConfig) -> list[torch.optim.Op
             weight_decay=config.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         ),
-        torch.optim.AdamW(others, lr=config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(
+            others, lr=config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        ),
     ]
 
 
@@ -112,7 +118,11 @@ def make_forward(model: Qwen3, device: torch.device) -> Forward:
     """A function from inputs to the loss and to which targets are the likeliest next token."""
 
     def compute(
-        tokens: Tensor, positions: Tensor, targets: Tensor, weights: Tensor, mask: BlockMask | Tensor
+        tokens: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        mask: BlockMask | Tensor,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(tokens, positions, mask)
@@ -132,7 +142,9 @@ def make_forward(model: Qwen3, device: torch.device) -> Forward:
 def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> float:
     """The share of documents whose completion tokens are all the likeliest: their greedy answer is exact."""
     wrong = ~hits & (inputs.weights == 1)
-    rows = torch.arange(documents.shape[0], device=documents.device)[:, None] * (int(documents.max()) + 1)
+    rows = torch.arange(documents.shape[0], device=documents.device)[:, None] * (
+        int(documents.max()) + 1
+    )
     numbers = (rows + documents)[documents > 0]
     failed = torch.zeros(int(numbers.max()) + 1, dtype=torch.bool, device=documents.device)
     failed[(rows + documents)[wrong]] = True
@@ -140,7 +152,9 @@ def whole_documents_right(hits: Tensor, inputs: Inputs, documents: Tensor) -> fl
     return 1 - float(failed[present].float().mean())
 
 
-def check(forward: Forward, loader: Loader, samples: dict[str, Batch], device: torch.device) -> dict[str, float]:
+def check(
+    forward: Forward, loader: Loader, samples: dict[str, Batch], device: torch.device
+) -> dict[str, float]:
     """`whole_documents_right` of each task's held-out sample."""
     scores = {}
     for task, batch in samples.items():

@@ -17,8 +17,21 @@ _MORE = ("Add {n} to that.", "add {n} to that", "Now add {n}.", "now add {n}", "
          "What if you add {n}?", "+ {n}", "Add {n} more", "And plus {n}?")  # fmt: skip
 _LESS = ("Subtract {n} from that.", "subtract {n}", "Now subtract {n}.", "minus {n}?", "Minus {n}", "- {n}",
          "Now take away {n}.", "take {n} away from that")  # fmt: skip
-_FIRST_SUM = ("What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "add {a} and {b}", "what is {a}+{b}?", "{a} plus {b}")
-_FIRST_COPY = ("Repeat: {t}", "Copy this text exactly:\n{t}", "Say {t}", 'say "{t}"', "Repeat this text:\n{t}")
+_FIRST_SUM = (
+    "What is {a} + {b}?",
+    "{a} + {b}",
+    "{a}+{b}",
+    "add {a} and {b}",
+    "what is {a}+{b}?",
+    "{a} plus {b}",
+)
+_FIRST_COPY = (
+    "Repeat: {t}",
+    "Copy this text exactly:\n{t}",
+    "Say {t}",
+    'say "{t}"',
+    "Repeat this text:\n{t}",
+)
 
 
 def _answer(completion: str) -> str:
@@ -61,7 +74,11 @@ def _and_again(source: Source) -> Item:
         (("What was the last word?", "What is its last word?", "only the last word"), parts[-1]),
     )  # fmt: skip
     asks, answer = rng.choice((edits[0], *edits))
-    messages = (user(rng.choice(_FIRST_COPY).format(t=body)), assistant(body), user(rng.choice(asks)))
+    messages = (
+        user(rng.choice(_FIRST_COPY).format(t=body)),
+        assistant(body),
+        user(rng.choice(asks)),
+    )
     return Item("second_turn", messages, answer, source.keys)
 
 
@@ -86,7 +103,9 @@ def _remember(source: Source) -> Item:
     value = make(source)
     noted = f"Nice to meet you, {value}!" if make is words.name else "Noted."
     messages = [user(rng.choice(tells).format(v=value)), assistant(noted)]
-    return Item("second_turn", (*messages, user(rng.choice(asks))), answer.format(v=value), source.keys)
+    return Item(
+        "second_turn", (*messages, user(rng.choice(asks))), answer.format(v=value), source.keys
+    )
 
 
 def _told(source: Source) -> Item:
@@ -103,8 +122,12 @@ def _about_facts(source: Source) -> Item:
     rng = source.rng
     text, values = facts(source)
     field = rng.choice(sorted(values))
-    tell = rng.choice(("Read this: {t}", "Remember this: {t}", "Here is a note: {t}", "Note: {t}")).format(t=text)
-    ask = rng.choice(("What is the {f}?", "what's the {f}?", "Tell me the {f}.", "And the {f}?", "Which {f}?"))
+    tell = rng.choice(
+        ("Read this: {t}", "Remember this: {t}", "Here is a note: {t}", "Note: {t}")
+    ).format(t=text)
+    ask = rng.choice(
+        ("What is the {f}?", "what's the {f}?", "Tell me the {f}.", "And the {f}?", "Which {f}?")
+    )
     messages = (user(tell), assistant("Noted."), user(ask.format(f=field)))
     return Item("second_turn", messages, str(values[field]), source.keys)
 
@@ -113,7 +136,14 @@ def _say_again(source: Source) -> Item:
     """The answer before, whatever it was, once more."""
     rng = source.rng
     earlier = rng.choice((small_talk, edit, extract, sum_two_digits, copy))(source)
-    asks = ("Again.", "say it again", "Repeat that.", "repeat your answer", "Please say that again.", "What?")
+    asks = (
+        "Again.",
+        "say it again",
+        "Repeat that.",
+        "repeat your answer",
+        "Please say that again.",
+        "What?",
+    )
     ask = rng.choice(asks)
     messages = (*earlier.messages, assistant(earlier.answer), user(ask))
     return Item("second_turn", messages, earlier.answer, source.keys)
@@ -132,5 +162,7 @@ def told(source: Source) -> Item:
     if rng.random() < 0.7:
         return _told(source)
     text, _ = facts(source)
-    tell = rng.choice(("Read this: {t}", "Remember this: {t}", "Here is a note: {t}", "Note: {t}")).format(t=text)
+    tell = rng.choice(
+        ("Read this: {t}", "Remember this: {t}", "Here is a note: {t}", "Note: {t}")
+    ).format(t=text)
     return Item("told", (user(tell),), "Noted.", source.keys)

@@ -20,7 +20,9 @@ Paris Porto Prague Quito Riga Rome Seattle Seoul Sofia Stockholm Sydney Taipei T
 Turin Vienna Vilnius Warsaw Zagreb Zurich""".split()
 
 LONG_CITIES = """New York,San Francisco,Los Angeles,Hong Kong,New Delhi,Buenos Aires,Mexico City,Cape Town,Tel Aviv,
-Rio de Janeiro,San Diego,Las Vegas,Abu Dhabi,The Hague,Salt Lake City,Santa Fe""".replace("\n", "").split(",")
+Rio de Janeiro,San Diego,Las Vegas,Abu Dhabi,The Hague,Salt Lake City,Santa Fe""".replace(
+    "\n", ""
+).split(",")
 
 PLAIN = """a about after again all also an and any are as at back be because big blue book bright but by came can
 car cat child city clear cold come could day dog door down each early earth end every eye far fast few find
@@ -56,7 +58,9 @@ _RANGES = (
 def made_up(rng: Random) -> str:
     """A pronounceable word of one to three syllables, lower case."""
     count = rng.choice((1, 2, 2, 3))
-    return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(count))
+    return "".join(
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(count)
+    )
 
 
 def word(source: Source) -> str:
@@ -107,7 +111,9 @@ def date(source: Source) -> str:
 
 def clock(source: Source) -> str:
     """A time of day as HH:MM."""
-    return source.draw("value", lambda: f"{source.rng.randint(0, 23):02}:{source.rng.randint(0, 59):02}")
+    return source.draw(
+        "value", lambda: f"{source.rng.randint(0, 23):02}:{source.rng.randint(0, 59):02}"
+    )
 
 
 def code(source: Source) -> str:
@@ -135,7 +141,9 @@ def path(source: Source) -> str:
     if rng.random() < 0.3:
         parts.insert(0, rng.choice(("etc", "usr", "home", "tmp", "var", "src", "docs", "data")))
     lead = rng.choice(("", "/", "/", "./", "~/", "../")) if len(parts) > 1 else ""
-    ending = rng.choice((".txt", ".py", ".json", ".csv", ".md", ".log", ".toml", "" if lead else ".html"))
+    ending = rng.choice(
+        (".txt", ".py", ".json", ".csv", ".md", ".log", ".toml", "" if lead else ".html")
+    )
     return lead + "/".join(parts) + ending
 
 

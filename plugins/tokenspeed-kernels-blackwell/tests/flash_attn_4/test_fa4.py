@@ -45,16 +45,31 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, seqused_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    page_table: Tensor, softmax_scale: float, causal: bool, window_size_left: int | None, window_size_right: int,
-    num_splits: int, out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    page_table: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int | None,
+    window_size_right: int,
+    num_splits: int,
+    out: Tensor,
 ) -> tuple[Tensor, None, None, None, None]:
     """Do what the library does with these arguments, by the definition; a row without keys gets zeros."""
     assert causal and window_size_right == 0 and num_splits == 1
     assert out.shape == q.shape and out.dtype == q.dtype == k.dtype == v.dtype
     assert all(map(aligned, (q, k, v, out))) and k.shape == v.shape and q.shape[1] % k.shape[2] == 0
     assert k.shape[1] != TILE and q.shape[2] % 16 == 0
-    assert page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1 and page_table.stride(-1) == 1
+    assert (
+        page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1
+        and page_table.stride(-1) == 1
+    )
     assert {cu_seqlens_q.dtype, seqused_k.dtype, page_table.dtype} == {torch.int32}
     assert cu_seqlens_q.stride(0) == seqused_k.stride(0) == 1 and seqused_k.max() <= max_seqlen_k
     for (start, stop), length, blocks in zip(
@@ -69,7 +84,9 @@ def attend(
         if window_size_left is not None:
             hidden |= key < position - window_size_left
         weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1).nan_to_num()
-        out[start:stop] = torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+        out[start:stop] = (
+            torch.einsum("tkgl,lkd->tkgd", weights, v[at].float()).flatten(1, 2).to(out.dtype)
+        )
     return out, None, None, None, None
 
 
@@ -77,20 +94,31 @@ def selector(capability: tuple[int, int], name: str, *, is_installed: bool = Tru
     """Return the selector of a device's where attention is asked for by a name, with or without the library."""
     catalog = Catalog.discover()
     return Selector(
-        installed_kernels(catalog), PlatformInfo("cuda", capability, f"compute capability {capability}"),
-        [Preference.parse("attention", (name,))], ops=installed_ops(catalog), needs=frozenset({"graph_safe"}),
+        installed_kernels(catalog),
+        PlatformInfo("cuda", capability, f"compute capability {capability}"),
+        [Preference.parse("attention", (name,))],
+        ops=installed_ops(catalog),
+        needs=frozenset({"graph_safe"}),
         module_exists=lambda module: is_installed or module not in FA4.requires,
     )
 
 
 def problem(phase: str = "prefill", block_size: int = 64, head_size: int = 128) -> AttentionProblem:
-    return AttentionProblem(phase, 32, 8, head_size, "bfloat16", "bfloat16", block_size, head_size**-0.5, None)
+    return AttentionProblem(
+        phase, 32, 8, head_size, "bfloat16", "bfloat16", block_size, head_size**-0.5, None
+    )
 
 
-@pytest.mark.skipif(HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU")
-def test_over_a_function_that_computes_the_definition_the_backend_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    HAS_LIBRARY, reason="the library itself is installed, and it computes nothing on a CPU"
+)
+def test_over_a_function_that_computes_the_definition_the_backend_conforms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     library = ModuleType(fa4.LIBRARY)
-    library.__dict__["_flash_attn_fwd"] = held_to(attend, *(each[CALLED] for each in SIGNATURES.values()))
+    library.__dict__["_flash_attn_fwd"] = held_to(
+        attend, *(each[CALLED] for each in SIGNATURES.values())
+    )
     monkeypatch.setitem(sys.modules, fa4.LIBRARY, library)
     assert check_attention(FA4, torch.device("cpu")) > 40
 
@@ -105,15 +133,21 @@ def test_auto_passes_it_over_and_says_that_it_would_compile() -> None:
     chosen = selector((10, 0), "auto")
     assert chosen.select_attention(problem()).spec.backend == "blackwell"
     (said,) = [line for line in explain(chosen.plan(), "attention").splitlines() if "fa4" in line]
-    assert "it must be compiled before the first call" in said and "--attention-backend.prefill fa4" in said
+    assert (
+        "it must be compiled before the first call" in said
+        and "--attention-backend.prefill fa4" in said
+    )
 
 
-@pytest.mark.parametrize(("capability", "asked", "reason"), [
-    ((9, 0), problem(), "compute capability 9.0 is outside 10.0 to 10.3"),
-    ((12, 0), problem(), "compute capability 12.0 is outside 10.0 to 10.3"),
-    ((10, 0), problem(block_size=128), "block_size 128 is not among 16, 32, 64"),
-    ((10, 0), problem(head_size=72), "head_size 72 is not among 64, 80, 96, 112, 128, 256"),
-])
+@pytest.mark.parametrize(
+    ("capability", "asked", "reason"),
+    [
+        ((9, 0), problem(), "compute capability 9.0 is outside 10.0 to 10.3"),
+        ((12, 0), problem(), "compute capability 12.0 is outside 10.0 to 10.3"),
+        ((10, 0), problem(block_size=128), "block_size 128 is not among 16, 32, 64"),
+        ((10, 0), problem(head_size=72), "head_size 72 is not among 64, 80, 96, 112, 128, 256"),
+    ],
+)
 def test_asked_for_where_it_was_not_made_for_it_is_an_error_with_the_reason(
     capability: tuple[int, int], asked: AttentionProblem, reason: str
 ) -> None:
@@ -128,8 +162,12 @@ def test_without_its_library_the_error_says_how_to_get_it() -> None:
 
 
 def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
-    config = Config.from_keywords(device="cpu", attention_backend={"prefill": "fa4", "decode": "torch"})
-    with pytest.raises(SelectionError, match=r"(?s)--attention-backend\.prefill asks for fa4.*that fit: torch"):
+    config = Config.from_keywords(
+        device="cpu", attention_backend={"prefill": "fa4", "decode": "torch"}
+    )
+    with pytest.raises(
+        SelectionError, match=r"(?s)--attention-backend\.prefill asks for fa4.*that fit: torch"
+    ):
         dry_run(config)
 
 
@@ -148,8 +186,12 @@ def source(file: str) -> str:
 
 
 @NEEDS_WHEEL
-def test_the_library_has_the_signature_that_is_kept_and_asks_for_the_module_that_tells_it_from_its_elders() -> None:
-    assert {name: read(wheel(), name) for name in SIGNATURES[library_of(wheel())]} == SIGNATURES[library_of(wheel())]
+def test_the_library_has_the_signature_that_is_kept_and_asks_for_the_module_that_tells_it_from_its_elders() -> (
+    None
+):
+    assert {name: read(wheel(), name) for name in SIGNATURES[library_of(wheel())]} == SIGNATURES[
+        library_of(wheel())
+    ]
     with zipfile.ZipFile(wheel()) as archive:
         (about,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         assert b"\nRequires-Dist: quack-kernels" in archive.read(about)
@@ -158,7 +200,11 @@ def test_the_library_has_the_signature_that_is_kept_and_asks_for_the_module_that
 @NEEDS_WHEEL
 def test_the_librarys_own_check_takes_the_heads_that_the_backend_declares_and_not_others() -> None:
     tree = ast.parse(source("interface"))
-    (check,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "_validate_head_dims"]
+    (check,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "_validate_head_dims"
+    ]
     library: dict[str, Any] = {"lru_cache": lru_cache}
     exec(compile(ast.Module([check], []), "flash_attn", "exec"), library)
     for size in FA4.capability.head_sizes:
@@ -167,7 +213,9 @@ def test_the_librarys_own_check_takes_the_heads_that_the_backend_declares_and_no
     for size in (160, 192):
         with pytest.raises(AssertionError, match="is not supported on SM100/SM110"):
             library["_validate_head_dims"](size, size, 10, 8)
-    assert "'Paged KV does not support irregular head dim'" in source("flash_fwd_sm100")  # no multiples of 16
+    assert "'Paged KV does not support irregular head dim'" in source(
+        "flash_fwd_sm100"
+    )  # no multiples of 16
 
 
 @NEEDS_WHEEL
