@@ -113,9 +113,9 @@ def many(name: str, weights: Sequence[Weight]) -> None:
         rates = [
             2e-6 * num_rows * out_size * in_size / micros(call, few_weights)
             for call in (
-                lambda w: scaled(x, x_scale, w),
-                lambda w: scaled(x, x_scale, w, quick=False),  # noqa: B023
-                lambda w: functional.linear(plain, wide),  # noqa: B023
+                partial(scaled, x, x_scale),
+                partial(scaled, x, x_scale, quick=False),
+                lambda w, x=plain: functional.linear(x, wide),
             )
         ]
         quick, exact, wider = rates
