@@ -30,6 +30,8 @@ PLUGINS = [
     "plugins/tokenspeed-models-mistral",
     "plugins/tokenspeed-parsers",
     "plugins/tokenspeed-plugin-tools",
+    "plugins/tokenspeed-server",
+    "plugins/tokenspeed-testing",
     "plugins/tokenspeed-kernels-hopper",
     "plugins/tokenspeed-kernels-blackwell",
     "plugins/tokenspeed-kernels-deepgemm",
@@ -134,7 +136,7 @@ def vendors(session: nox.Session) -> None:
             ROOT / (tests if not tests.endswith(".py") else Path(tests).parent) / "signatures.json"
         )
         found = [str(wheel) for folder in folders for wheel in folder.glob("*.whl")]
-        run(session, python, "-m", "tokenspeed_core.testing.signatures", str(beside), *found)
+        run(session, python, "-m", "tokenspeed_testing.signatures", str(beside), *found)
         for folder in folders:
             pytest(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
 

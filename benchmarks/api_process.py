@@ -20,21 +20,30 @@ from socket import socket as Socket
 import numpy as np
 import psutil
 import zmq
-from tokenspeed_bench.client import Pace, run
+from tokenspeed_bench.client import PrefillBudget, run
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.figures import of_records
 from tokenspeed_bench.shapes import write
 from tokenspeed_bench.traffic import Traffic, load
+from tokenspeed_server.lifecycle import Launch, serve
+from tokenspeed_server.listen import listen, url
+from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.subprocesses import Program
+from tokenspeed_server.supervisor import Chief, Crew
 
-from tokenspeed_core.engine.orphan import begin
-from tokenspeed_core.engine.workers import bind, send, send_outputs
-from tokenspeed_core.messages import Abort, Drain, Hello, Outputs, Pulse, Ready, Submit, to_engine
-from tokenspeed_core.requests import Defaults
-from tokenspeed_core.server.child import Program
-from tokenspeed_core.server.crew import Chief, Crew
-from tokenspeed_core.server.lifecycle import Launch, serve
-from tokenspeed_core.server.listen import listen, url
-from tokenspeed_core.server.service import ModelText, Options
+from tokenspeed_core.engine.messages import (
+    Abort,
+    Drain,
+    Heartbeat,
+    Outputs,
+    Ready,
+    Submit,
+    WorkerReady,
+    to_engine,
+)
+from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.requests import Defaults
+from tokenspeed_core.engine.transport import bind, send, send_outputs
 from tokenspeed_core.text.tokenizer import load_tokenizer
 
 HERE = Path(__file__)
@@ -59,7 +68,7 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
                     case Abort() as abort:
                         for sequence_id in abort.sequence_ids.tolist():
                             left.pop(sequence_id, None)
-                    case Hello():
+                    case WorkerReady():
                         num_silent -= 1
                         for each in [] if num_silent else sockets:
                             send(each, Ready(65536, 1 << 30, VOCAB_SIZE, "{}"))
@@ -79,7 +88,7 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
         )
         num_steps += 1
         for socket in sockets if num_steps % 100 == 0 or not left else []:
-            send(socket, Pulse(num_steps, len(left), 0, is_draining=False))
+            send(socket, Heartbeat(num_steps, len(left), 0, is_draining=False))
 
 
 def launch(bound: Socket, folder: Path) -> Launch:
@@ -113,7 +122,7 @@ def be_worker(folder: str, arguments: list[str]) -> int:
 
 
 def measure(
-    traffic: Traffic, pace: Pace, step_seconds: float, num_workers: int, folder: Path
+    traffic: Traffic, pace: PrefillBudget, step_seconds: float, num_workers: int, folder: Path
 ) -> int:
     """Run the server and a load; print the figures."""
     command = [
@@ -177,7 +186,7 @@ def main() -> int:
     parser.add_argument("--api-workers", type=int, default=1)
     given = parser.parse_args()
     traffic = load(given.requests, given.in_len, given.out_len, is_fixed=False)
-    pace = Pace(given.users, None, given.procs)
+    pace = PrefillBudget(given.users, None, given.procs)
     with tempfile.TemporaryDirectory() as folder:
         model = write("qwen3-0.6b", Path(folder))
         return measure(traffic, pace, given.step_ms / 1e3, given.api_workers, model)

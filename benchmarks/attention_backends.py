@@ -32,16 +32,16 @@ from kernel_cases import (
     few_attention_cases,
 )
 from kernels import MAX_RELATIVE_ERROR, ceilings, conforms, time_of
+from tokenspeed_testing.attention import check_attention
 
+from tokenspeed_core.api.attention import AttentionLimits
+from tokenspeed_core.api.kernels import PHASES, KernelSpec
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.attention import AttentionLimits
 from tokenspeed_core.kernels.installed import installed_kernels
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PHASES, KernelSpec
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.runner.platform import describe_device
-from tokenspeed_core.testing.attention import check_attention
+from tokenspeed_core.worker.platform import describe_device
 
 MAX_MODEL_LEN = 40960
 
@@ -108,7 +108,7 @@ def usable(device: torch.device, names: list[str] | None) -> list[KernelSpec]:
         spec = kernel.spec
         if spec.op != "attention" or spec.reference or spec.backend in specs:
             continue
-        named = [Preference.parse("attention", (spec.backend,))]
+        named = [Override.parse("attention", (spec.backend,))]
         selector = Selector(
             [kernel], describe_device(device), named, needs=frozenset({"graph_safe"})
         )

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernel_cases import BLOCK_SIZE, D, H, K, attention_step
 from kernels import time_of
 
-from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem
+from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
 from tokenspeed_kernels.triton.attention import Tiling, TritonAttention
 
 DECODE = [

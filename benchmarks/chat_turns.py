@@ -21,10 +21,10 @@ from typing import TypeVar
 
 from tokenspeed_bench.result import machine
 from tokenspeed_demo.score import CHECKPOINT
+from tokenspeed_server.prompts import chat_ids
+from tokenspeed_server.protocol import ChatRequest, parse
 
-from tokenspeed_core.messages import Ready
-from tokenspeed_core.server.prompts import chat_ids
-from tokenspeed_core.server.protocol import ChatRequest, parse
+from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.text.template import load_chat_template
 from tokenspeed_core.text.tokenizer import load_tokenizer
 

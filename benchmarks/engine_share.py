@@ -18,14 +18,14 @@ from typing import Any
 
 from host_step import NO_INT, request
 from tokenspeed_bench.shapes import SHAPES, write
+from tokenspeed_testing.explain import backends
 
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.launch import discover, resolve, start
+from tokenspeed_core.engine.factory import discover, resolve, start
+from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.runner import link
-from tokenspeed_core.testing.explain import backends
-from tokenspeed_core.wire import pack
+from tokenspeed_core.worker import transfer as link
 
 NUM_WARM = 64  # steps before the first that counts
 TARGETS = {1: 0.6}

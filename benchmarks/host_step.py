@@ -20,15 +20,15 @@ import time
 import numpy as np
 from tokenspeed_bench.result import machine
 
+from tokenspeed_core.api.cache_groups import FullAttention
+from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.kv.groups import FullAttention
-from tokenspeed_core.kv.manager import KVManager
-from tokenspeed_core.messages import Submit
+from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.engine.wire import pack
+from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.step import LateInputs, StepPlan, StepResult
-from tokenspeed_core.wire import pack
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 100_000

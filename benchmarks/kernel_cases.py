@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem, AttentionStep
-from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_kernels.reference.fp8 import quantize_rows
 
 BF16 = 2  # bytes

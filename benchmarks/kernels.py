@@ -26,10 +26,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kernel_cases import Case, cases
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.conformance import check
 
-from tokenspeed_core.kernels.spec import KernelSpec
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.conformance import check
+from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_kernels import contracts, descriptors
 
 MAX_ERROR = {

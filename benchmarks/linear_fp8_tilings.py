@@ -12,13 +12,14 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_kernels.reference.fp8 import quantize_rows
-from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS, FewRows, Tiling, tiling_of
+from tokenspeed_kernels.triton.linear_fp8 import MAX_ROWS, FewRows, Tiling, tiling_of
 
 SHAPES = {  # name: (out, in)
     "8b qkv": (6144, 4096),
@@ -83,7 +84,7 @@ def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
     exact = (x.double() * x_scale.double()) @ (weights[0][0].double() * weights[0][1].double()).T
     found = []
     ours = tiling_of(out_size, in_size)
-    for tiling in {*tilings(num_rows), *((ours,) if num_rows <= MOST_ROWS else ())}:
+    for tiling in {*tilings(num_rows), *((ours,) if num_rows <= MAX_ROWS else ())}:
         if tiling.num_splits > 1 and out_size >= 16384:
             continue
         multiply = FewRows(out_size, in_size, torch.bfloat16, tiling)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from tokenspeed_bench.shapes import SHAPES
+from tokenspeed_testing.conformance import poisoned_memory
 from torch import Tensor
 
-from tokenspeed_core.testing.conformance import poisoned_memory
 from tokenspeed_kernels.triton.linear import Before, Tiling, multiply, one_row_tiling
 from tokenspeed_kernels.triton.linear_parts import add_rms_norm_linear, add_rms_norm_linear_silu_mul
 

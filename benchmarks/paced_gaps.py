@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenspeed_core.engine import pace
+from tokenspeed_core.api.cache_groups import FullAttention
+from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.kv.groups import FullAttention
-from tokenspeed_core.kv.manager import KVManager
-from tokenspeed_core.messages import Submit
+from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.kv_cache.manager import KVManager
+from tokenspeed_core.scheduler import prefill_budget as pace
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.step import LateInputs, StepPlan, StepResult
 
 LAUNCH, COLLECT, CLIENT = (
     150e-6,
@@ -142,14 +142,14 @@ def main() -> None:
         default=[512, 2048],
         help="one number for each of --users",
     )
-    parser.add_argument("--least-ms", type=float, nargs="+", default=[pace.LEAST_SECONDS * 1e3])
+    parser.add_argument("--least-ms", type=float, nargs="+", default=[pace.MIN_SECONDS * 1e3])
     parser.add_argument("--step-us", type=float, default=760)
     parser.add_argument("--row-us", type=float, default=11)
     parser.add_argument("--token-us", type=float, default=3.3)
     given = parser.parse_args()
     for users, requests in zip(given.users, given.requests, strict=True):
         for least in given.least_ms:
-            pace.LEAST_SECONDS = least / 1e3
+            pace.MIN_SECONDS = least / 1e3
             device = Formula(given.step_us / 1e6, given.row_us / 1e6, given.token_us / 1e6)
             print(
                 f"{users} users, steps beside decodes of {least:g} ms: {play(device, users, requests)}",

@@ -21,14 +21,14 @@ from typing import Any
 
 from prefill_kernels import report
 from tokenspeed_bench.shapes import SHAPES
+from tokenspeed_testing.explain import backends
+from tokenspeed_testing.plans import PlanMaker
 
+from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import resolve
+from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.runner.local import LocalRunner, build
-from tokenspeed_core.step import StepPlan
-from tokenspeed_core.testing.explain import backends
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.worker.local import LocalRunner, build
 
 
 def start(arguments: argparse.Namespace) -> LocalRunner:

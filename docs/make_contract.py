@@ -2,7 +2,7 @@
 
 A surface whose signatures are not those of its version is refused: an addition raises the version's minor, and what
 would break a plugin raises its major (a surface with a single number: any change raises it). Of an op's tolerances, a
-wider one is an addition and a tighter one a break: a kernel that kept to the old may fail the new. Refused, too, is a
+wider one is an addition and a tighter one a break: a kernel that kept to the old may fail the new. Rejected, too, is a
 deprecation that does not last for its two minors of tokenspeed-core, or that outlasts them.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 PATH = Path(__file__).with_name("contract.json")
 CORE = "tokenspeed_core.api"
-TESTING = "tokenspeed_core.testing"
+TESTING = "tokenspeed_testing"
 SUITES = (
     "distribution.Distribution",
     "kernel.Kernel",
@@ -45,8 +45,8 @@ Signatures = dict[str, str]
 
 def core() -> Signatures:
     """Return what `API_VERSION` covers, by dotted name; parameters and fields each apart. Ops are TokenSpeed's own."""
+    from tokenspeed_core.api import hooks as hookspecs
     from tokenspeed_core.kernels.installed import installed_ops
-    from tokenspeed_core.plugins import hookspecs
     from tokenspeed_core.plugins.catalog import Catalog
     from tokenspeed_core.plugins.kinds import KINDS
     from tokenspeed_core.plugins.selection import Selection
@@ -150,9 +150,10 @@ def contracts(ops: Iterable[Any]) -> Signatures:
 
 def surfaces() -> Mapping[str, tuple[str, Callable[[], Signatures]]]:
     """Return the version that the code states for each surface, and what reads its signatures."""
+    from tokenspeed_testing import TESTING_API
+
     from tokenspeed_core.api import API_VERSION
     from tokenspeed_core.commands import COMMANDS_API
-    from tokenspeed_core.testing import TESTING_API
     from tokenspeed_models.layers import LAYERS_API
 
     ops = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenspeed_core.engine.llm import LLM
+    from tokenspeed_core.api.sampling import SamplingParams
     from tokenspeed_core.engine.outputs import RequestOutput, SequenceOutput
+    from tokenspeed_core.engine.requests import BadRequestError
     from tokenspeed_core.errors import TokenSpeedError
-    from tokenspeed_core.requests import BadRequestError
-    from tokenspeed_core.sampling import SamplingParams
+    from tokenspeed_core.llm import LLM
 
 __all__ = [
     "LLM",
@@ -22,10 +22,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "LLM": "tokenspeed_core.engine.llm",
-    "BadRequestError": "tokenspeed_core.requests",
+    "LLM": "tokenspeed_core.llm",
+    "BadRequestError": "tokenspeed_core.engine.requests",
     "RequestOutput": "tokenspeed_core.engine.outputs",
-    "SamplingParams": "tokenspeed_core.sampling",
+    "SamplingParams": "tokenspeed_core.api.sampling",
     "SequenceOutput": "tokenspeed_core.engine.outputs",
     "TokenSpeedError": "tokenspeed_core.errors",
 }

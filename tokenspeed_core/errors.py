@@ -31,6 +31,17 @@ class CapacityError(TokenSpeedError):
     """Memory, disk or a port that is too small or taken."""
 
 
+class RequestFailedError(TokenSpeedError):
+    """A request that the engine rejected or could not finish.
+
+    `reason` is "queue_full", "too_long", "engine_dead", "internal" or another reason of a `Rejected` message.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class EngineDeadError(TokenSpeedError):
     """An engine process that ended or stopped stepping while it was needed."""
 

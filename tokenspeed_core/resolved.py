@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_core.checkpoint import ResolvedCheckpoint
+from tokenspeed_core.api.models import Quantization
+from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.kernels.preference import Preference
-from tokenspeed_core.models import Quantization
-from tokenspeed_core.scheduler.decisions import Policy
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 
@@ -26,7 +26,7 @@ class Resolved:
     checkpoint: ResolvedCheckpoint
     limits: SchedulerLimits
     quantization: Quantization | None
-    preferences: tuple[Preference, ...]
+    preferences: tuple[Override, ...]
     kv_scales: tuple[float, ...]
     policy: Policy
     num_threads: int | None

@@ -1,14 +1,14 @@
-"""Inputs for the ops of `contracts`, as `tokenspeed_core.testing.inputs` makes them for the common ones."""
+"""Inputs for the ops of `contracts`, as `tokenspeed_testing.inputs` makes them for the common ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from tokenspeed_testing.inputs import random, random_rows, write_kv
 from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
-from tokenspeed_core.testing.inputs import random, random_rows, write_kv
 from tokenspeed_kernels.reference.fp8 import quantize_rows
 from tokenspeed_kernels.reference.fp8_block import quantize_blocks, quantize_groups
 

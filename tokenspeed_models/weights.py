@@ -15,7 +15,7 @@ _READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float
 # Tables that old checkpoints store and every model computes for itself; scales of an fp8 KV cache, which is chosen
 # by --kv-cache-dtype and not by the checkpoint.
 _UNREAD = ("rotary_emb.inv_freq", "k_scale", "v_scale")
-_MOST_NAMES = 12  # beyond this many, an error names patterns with their counts
+_MAX_NAMES = 12  # beyond this many, an error names patterns with their counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class WeightMap:
 
 def _listing(names: list[str]) -> list[str]:
     """Return the names, or where they are many, their patterns (numbers as *) with counts."""
-    if len(names) <= _MOST_NAMES:
+    if len(names) <= _MAX_NAMES:
         return names
     counts: dict[str, int] = {}
     for name in names:

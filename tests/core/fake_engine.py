@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import zmq
 
-from tokenspeed_core.engine.orphan import begin
-from tokenspeed_core.engine.workers import bind, send, send_outputs
-from tokenspeed_core.messages import (
+from tokenspeed_core.api.step import StepLogprobs
+from tokenspeed_core.engine.messages import (
     Abort,
     Drain,
     Failed,
-    Finish,
-    Hello,
+    FinishReason,
+    Heartbeat,
     Outputs,
-    Pulse,
     Ready,
-    Refused,
+    Rejected,
     Submit,
+    WorkerReady,
     to_engine,
 )
-from tokenspeed_core.step import StepLogprobs
-from tokenspeed_core.wire import pack
+from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.transport import bind, send, send_outputs
+from tokenspeed_core.engine.wire import pack
 
 STALLS, DIES, ERRS, QUEUE_FULL, NEVER_ENDS = 390, 391, 392, 393, 394  # first tokens of prompts
 
@@ -41,14 +41,16 @@ class Sequence:
     index: int
     tokens: list[int] = field(default_factory=list)
 
-    def step(self) -> Finish:
+    def step(self) -> FinishReason:
         prompt = self.request.prompt
         self.tokens.append(int(prompt[(self.index + len(self.tokens)) % len(prompt)]))
         if prompt[0] == ERRS:
-            return Finish.ERROR
+            return FinishReason.ERROR
         if self.tokens[-1] in self.request.stop_token_ids:
-            return Finish.STOP
-        return Finish.LENGTH if len(self.tokens) >= self.request.max_tokens else Finish.NOT
+            return FinishReason.STOP
+        return (
+            FinishReason.LENGTH if len(self.tokens) >= self.request.max_tokens else FinishReason.NOT
+        )
 
 
 class FakeEngine:
@@ -86,7 +88,7 @@ class FakeEngine:
             self.step()
             if time.monotonic() > next_pulse:
                 next_pulse = time.monotonic() + 0.2
-                self.send_all(Pulse(self.num_steps, len(self.sequences), 0, self.is_draining))
+                self.send_all(Heartbeat(self.num_steps, len(self.sequences), 0, self.is_draining))
         self.note("drained")
 
     def send_all(self, message: Any) -> None:
@@ -98,7 +100,7 @@ class FakeEngine:
             case Submit() if message.prompt[0] == DIES:
                 os._exit(3)
             case Submit() if message.prompt[0] == QUEUE_FULL:
-                send(socket, Refused(message.request_id, "queue_full", "the queue is full"))
+                send(socket, Rejected(message.request_id, "queue_full", "the queue is full"))
             case Submit():
                 self.note(
                     f"submit {message.request_id} x{message.n} seed={message.seed} t={message.temperature}"
@@ -111,7 +113,7 @@ class FakeEngine:
                     self.note(f"abort {sequence_id}")
             case Drain():
                 self.is_draining = True
-            case Hello():
+            case WorkerReady():
                 self.note(f"hello {self.sockets.index(socket)}")
                 self.num_silent -= 1
                 if not self.num_silent:
@@ -158,7 +160,7 @@ class FakeEngine:
             ),
         )
         for sequence_id, end in zip(ids, finish, strict=True):
-            if end != Finish.NOT:
+            if end != FinishReason.NOT:
                 del self.sequences[sequence_id]
 
     def note(self, text: str) -> None:

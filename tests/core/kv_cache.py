@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.kv.lease import BlockLease
-from tokenspeed_core.kv.manager import KVManager
-from tokenspeed_core.step import I32
+from tokenspeed_core.api.cache_groups import (
+    CacheGroupSpec,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+)
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.kv_cache.hashing import HashChain
+from tokenspeed_core.kv_cache.lease import BlockLease
+from tokenspeed_core.kv_cache.manager import KVManager
 
 BLOCK = 4
 FULL = FullAttention("full", 1, 1, 1)
@@ -96,7 +101,7 @@ class Cache:
                     lease, chain, start = self.admit(tokens, salt)
                 end = min(start + chunk, len(tokens))
                 assert self.kv.extend(lease, start, end) is not None
-                self.kv.name_blocks(lease, chain, end, is_exact=True)
+                self.kv.cache_full_blocks(lease, chain, end, is_exact=True)
                 start = end
         with self.step():
             self.kv.release(lease)

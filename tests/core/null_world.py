@@ -6,19 +6,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from tokenspeed_testing.fake_model import NullModel, NullRunner
 
+from tokenspeed_core.api.cache_groups import (
+    CacheGroupSpec,
+    FullAttention,
+    RecurrentState,
+    SlidingWindow,
+)
+from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.api.step import I32, LateInputs, StepFailed, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.kv.groups import CacheGroupSpec, FullAttention, RecurrentState, SlidingWindow
-from tokenspeed_core.kv.manager import KVManager
-from tokenspeed_core.kv.pool import PageCounts, PagePool
-from tokenspeed_core.messages import Finish, Outputs, Submit
-from tokenspeed_core.scheduler.decisions import Policy
+from tokenspeed_core.engine.messages import FinishReason, Outputs, Submit
+from tokenspeed_core.engine.wire import Codec, pack
+from tokenspeed_core.kv_cache.manager import KVManager
+from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.step import I32, LateInputs, StepFailed, StepPlan, StepResult
-from tokenspeed_core.testing.null import NullModel, NullRunner
-from tokenspeed_core.wire import Codec, pack
 
 MODEL = NullModel()
 MASKED = 9  # the priority by which a request of these tests asks for a mask
@@ -143,7 +148,7 @@ class World:
     max_queued: int = 10_000
     fail_at: frozenset[int] = frozenset()
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    finish: dict[int, Finish] = field(default_factory=dict)
+    finish: dict[int, FinishReason] = field(default_factory=dict)
     requests: dict[int, Submit] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
 
@@ -218,7 +223,7 @@ class World:
                 at += num
                 if out.finish[i]:
                     assert sequence_id not in self.finish, "a sequence ended twice"
-                    self.finish[sequence_id] = Finish(int(out.finish[i]))
+                    self.finish[sequence_id] = FinishReason(int(out.finish[i]))
 
     def step(self) -> None:
         self.take(self.engine.step())
@@ -238,9 +243,9 @@ class World:
         assert got == expected, f"sequence {sequence_id} got {got}, not {expected}"
         stops = [i for i, token in enumerate(got) if token in submit.stop_token_ids]
         assert not stops or (
-            stops[0] == len(got) - 1 and self.finish.get(sequence_id) is Finish.STOP
+            stops[0] == len(got) - 1 and self.finish.get(sequence_id) is FinishReason.STOP
         )
-        if self.finish.get(sequence_id) is Finish.LENGTH:
+        if self.finish.get(sequence_id) is FinishReason.LENGTH:
             assert len(got) == submit.max_tokens
         assert len(got) <= submit.max_tokens
 

@@ -19,16 +19,16 @@ from typing import Any
 import httpx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenspeed_server.generate import log_request
+from tokenspeed_server.lifecycle import Launch, serve
+from tokenspeed_server.listen import listen, url
+from tokenspeed_server.service import ModelText, Options
+from tokenspeed_server.subprocesses import Program
+from tokenspeed_server.supervisor import Chief, Crew
 
-from tokenspeed_core.engine.orphan import begin
+from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.errors import CheckpointError, EngineDeadError
-from tokenspeed_core.requests import Defaults
-from tokenspeed_core.server.child import Program
-from tokenspeed_core.server.crew import Chief, Crew
-from tokenspeed_core.server.generate import log_request
-from tokenspeed_core.server.lifecycle import Launch, serve
-from tokenspeed_core.server.listen import listen, url
-from tokenspeed_core.server.service import ModelText, Options
 from tokenspeed_core.text import ChatTemplate, Tokenizer
 
 HERE = Path(__file__).parent

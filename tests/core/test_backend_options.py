@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec, PlatformInfo
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
 
 PROBLEM = AttentionProblem("decode", 8, 2, 64, "bfloat16", "bfloat16", 16, 0.125, None)
 
@@ -82,7 +82,7 @@ def asked(
     """Return a selector that was asked for backends, of which `tiled` has the schema and `plain` has none."""
     kernels = (kernel("tiled", schema), kernel("plain"))
     return Selector(
-        kernels, PlatformInfo("cpu"), [Preference.parse("attention", backends)], options=options
+        kernels, PlatformInfo("cpu"), [Override.parse("attention", backends)], options=options
     )
 
 

@@ -23,14 +23,14 @@ HEAVY = ("torch", "numpy", "uvicorn", "transformers", "tokenizers", "huggingface
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Stand in for the server: note the configuration that it is run with."""
     configs: list[Config] = []
-    module = types.ModuleType("tokenspeed_core.server.serve")
+    module = types.ModuleType("tokenspeed_server.serve")
 
     def run(config: Config) -> int:
         configs.append(config)
         return 7
 
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tokenspeed_core.server.serve", module)
+    monkeypatch.setitem(sys.modules, "tokenspeed_server.serve", module)
     return configs
 
 
@@ -173,9 +173,9 @@ def test_every_setting_reaches_the_configuration_from_its_flag(served: list[Conf
 def test_a_dry_run_explains_and_does_not_serve(
     served: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = types.ModuleType("tokenspeed_core.engine.launch")
+    module = types.ModuleType("tokenspeed_core.engine.factory")
     module.dry_run = lambda config: f"block_size {config.block_size}"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tokenspeed_core.engine.launch", module)
+    monkeypatch.setitem(sys.modules, "tokenspeed_core.engine.factory", module)
     assert main(["serve", "--dry-run", "--block-size", "16"]) == 0
     assert capsys.readouterr().out == "block_size 16\n"
     assert served == []
@@ -208,9 +208,9 @@ def test_what_the_server_refuses_is_one_line_and_a_status(
     def run(config: Config) -> int:
         raise CheckpointError("/nowhere: no config.json")
 
-    module = types.ModuleType("tokenspeed_core.server.serve")
+    module = types.ModuleType("tokenspeed_server.serve")
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "tokenspeed_core.server.serve", module)
+    monkeypatch.setitem(sys.modules, "tokenspeed_server.serve", module)
     assert refusal(capsys, "serve", "/nowhere") == "/nowhere: no config.json"
 
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from null_world import request
 
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.api.step import StepLogprobs, StepResult
+from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.scheduler.collect import Collected, collect
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.planning import Draft, InFlight
 from tokenspeed_core.scheduler.sequence import Sequence
-from tokenspeed_core.step import StepLogprobs, StepResult
+from tokenspeed_core.scheduler.step_plan_builder import InFlight, StepPlanBuilder
 
 MAX_SEQS, MAX_LEN = 8, 64
 
@@ -35,18 +35,18 @@ class Row:
     holds: bool = True
     num_cached: int = 0
 
-    def expected(self) -> tuple[list[int], Finish]:
+    def expected(self) -> tuple[list[int], FinishReason]:
         """Return the tokens that the user gets and how the sequence ends, one token after another."""
         got: list[int] = []
         for token in self.tokens:
             if token < 0:
-                return got, Finish.ERROR
+                return got, FinishReason.ERROR
             got.append(token)
             if token in self.stop_ids:
-                return got, Finish.STOP
+                return got, FinishReason.STOP
             if len(got) == self.max_tokens:
-                return got, Finish.LENGTH
-        return got, Finish.NOT
+                return got, FinishReason.LENGTH
+        return got, FinishReason.NOT
 
 
 @st.composite
@@ -83,7 +83,7 @@ def collected(
         )  # three more from steps launched since
         if not row.holds:
             rows.vacate(slot, sequence)
-    draft, num = Draft(1, rows, 1), len(plan_rows)
+    draft, num = StepPlanBuilder(1, rows, 1), len(plan_rows)
     draft.decodes(np.arange(num, dtype=np.int32), np.ones(num, np.int32), np.ones(num, np.int32))
     plan = draft.freeze([([], [])], None)
     flight = InFlight(
@@ -142,13 +142,13 @@ def test_a_late_token_joins_the_others_and_a_late_failure_is_an_end_without_one(
     _, outcome = collected(
         [Row(tokens=[5]), Row(tokens=[6], holds=False), Row(tokens=[-1], holds=False)]
     )
-    outcome.add_late(1, 101, 6, Finish.LENGTH, 8)
-    outcome.add_late(2, 102, -1, Finish.ERROR, 0)
+    outcome.add_late(1, 101, 6, FinishReason.LENGTH, 8)
+    outcome.add_late(2, 102, -1, FinishReason.ERROR, 0)
     out = outcome.outputs()
     assert out.sequence_ids.tolist() == [100, 101, 102]
     assert out.num_tokens.tolist() == [1, 1, 0]
     assert out.token_ids.tolist() == [5, 6]
-    assert out.finish.tolist() == [Finish.NOT, Finish.LENGTH, Finish.ERROR]
+    assert out.finish.tolist() == [FinishReason.NOT, FinishReason.LENGTH, FinishReason.ERROR]
     assert out.num_cached_tokens.tolist() == [0, 8, 0]
 
 
@@ -168,7 +168,7 @@ def test_log_probabilities_follow_their_sequences(is_late: bool) -> None:
         logprobs,
     )
     if is_late:
-        outcome.add_late(2, 102, 7, Finish.NOT, 0)
+        outcome.add_late(2, 102, 7, FinishReason.NOT, 0)
     out = outcome.outputs()
     told = out.logprobs
     assert told is not None
@@ -187,6 +187,6 @@ def test_a_sequence_that_has_filled_a_block_is_due_for_naming(
     num_known: int, num_named: int, ends: bool
 ) -> None:
     rows, outcome = collected([Row(num_prompt=num_known, stop_ids=[7] if ends else [])])
-    rows.named_until[0] = num_named
+    rows.num_hashed_tokens[0] = num_named
     due = outcome.due_for_naming(rows, 4).tolist()
     assert due == ([0] if num_known - num_named >= 4 and not ends else [])

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from tokenspeed_core.config import Config
-from tokenspeed_core.config.foreign import TABLES
+from tokenspeed_core.config.flag_aliases import TABLES
 from tokenspeed_core.config.schema import flag, narrowed
 from tokenspeed_core.config.sources import load, without_settings
 from tokenspeed_core.errors import ConfigError

@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 from null_world import MASKED, World, request
 
+from tokenspeed_core.api.hooks import StepRecord
+from tokenspeed_core.api.step import (
+    LateInputs,
+    OutOfMemory,
+    Runner,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
+from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
-from tokenspeed_core.kv import hashing
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.messages import Finish
-from tokenspeed_core.plugins.hookspecs import StepRecord
-from tokenspeed_core.step import LateInputs, OutOfMemory, Runner, StepFailed, StepPlan, StepResult
+from tokenspeed_core.kv_cache import hashing
+from tokenspeed_core.kv_cache.hashing import HashChain
 
 PLACES = ["forward", "sample", "collect"]
 
@@ -82,7 +89,7 @@ def test_as_many_steps_are_in_flight_as_the_depth_says(depth: int) -> None:
     world.submit(request(0, [1, 2, 3], max_tokens=20))
     world.run()
     world.check(0)
-    assert world.finish == {0: Finish.LENGTH}
+    assert world.finish == {0: FinishReason.LENGTH}
     assert runner.most_in_flight == depth
     assert runner.left_behind() == set()
 
@@ -171,9 +178,9 @@ def test_a_failed_step_ends_its_own_sequences_and_nobody_elses(
     world.run()
     for i in range(6):
         world.check(i)
-    failed = [i for i in range(6) if world.finish[i] is Finish.ERROR]
+    failed = [i for i in range(6) if world.finish[i] is FinishReason.ERROR]
     assert 1 <= len(failed) <= 4
-    assert set(world.finish.values()) == {Finish.ERROR, Finish.LENGTH}
+    assert set(world.finish.values()) == {FinishReason.ERROR, FinishReason.LENGTH}
     assert runner.left_behind() == set()
     world.step()
     counts = world.scheduler.kv.counts()
@@ -188,7 +195,7 @@ def test_tokens_of_steps_before_a_failed_one_are_delivered(place: str) -> None:
     world.run()
     world.check(0)
     assert len(world.tokens[0]) == 4
-    assert world.finish == {0: Finish.ERROR}
+    assert world.finish == {0: FinishReason.ERROR}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -199,7 +206,7 @@ def test_what_a_failed_step_should_have_computed_is_not_found_in_the_cache(place
     for sequence_id in (0, 1):
         world.submit(request(sequence_id, prompt))
         world.run()
-    assert world.finish == {0: Finish.ERROR, 1: Finish.LENGTH}
+    assert world.finish == {0: FinishReason.ERROR, 1: FinishReason.LENGTH}
     assert world.cached[1] == 0
     world.check(1)
 
@@ -213,11 +220,11 @@ def test_a_step_that_fails_while_a_mask_waits_for_it_takes_only_what_was_in_flig
     runner = watched(world, "collect", step)
     world.submit(request(0, [1, 2, 3], max_tokens=10, priority=MASKED))
     world.run()
-    assert world.finish == {0: Finish.ERROR}
+    assert world.finish == {0: FinishReason.ERROR}
     world.submit(request(1, [1, 2, 3], max_tokens=10, priority=MASKED))
     world.run()
     world.check(1)
-    assert world.finish[1] is Finish.LENGTH
+    assert world.finish[1] is FinishReason.LENGTH
     assert runner.left_behind() == set()
 
 
@@ -229,7 +236,7 @@ def test_three_failed_steps_in_a_row_end_the_engine(place: str) -> None:
         world.submit(request(attempt, [1, 2, 3]))
         if attempt < MAX_FAILURES - 1:
             world.run()
-            assert world.finish[attempt] is Finish.ERROR
+            assert world.finish[attempt] is FinishReason.ERROR
     with pytest.raises(
         EngineDeadError, match=f"3 steps in a row failed; the last: {place} of step 3"
     ) as caught:
@@ -252,8 +259,8 @@ def test_steps_without_memory_end_their_sequences_and_never_the_engine(
         num_steps = max(step for _, step in runner.calls) + 1
     world.submit(request(num_steps, [1, 2, 3], max_tokens=4))
     world.run()
-    assert world.finish.pop(num_steps) is Finish.LENGTH
-    assert list(world.finish.values()).count(Finish.ERROR) > MAX_FAILURES
+    assert world.finish.pop(num_steps) is FinishReason.LENGTH
+    assert list(world.finish.values()).count(FinishReason.ERROR) > MAX_FAILURES
     assert runner.left_behind() == set()
 
 
@@ -274,7 +281,7 @@ def test_failures_with_a_good_step_between_them_do_not_end_the_engine(place: str
     for i in range(7):
         world.submit(request(i, [1, 2, 3], max_tokens=1))
         world.run()
-    assert [world.finish[i] is Finish.ERROR for i in range(7)] == [
+    assert [world.finish[i] is FinishReason.ERROR for i in range(7)] == [
         True,
         True,
         False,

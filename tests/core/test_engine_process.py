@@ -15,10 +15,19 @@ import zmq
 from null_world import MODEL, World, request
 
 from tokenspeed_core.engine import process
+from tokenspeed_core.engine.messages import (
+    Abort,
+    Drain,
+    FinishReason,
+    Heartbeat,
+    Outputs,
+    Ready,
+    Rejected,
+    to_api,
+)
 from tokenspeed_core.engine.process import EngineLoop
+from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import TokenSpeedError
-from tokenspeed_core.messages import Abort, Drain, Finish, Outputs, Pulse, Ready, Refused, to_api
-from tokenspeed_core.wire import pack
 
 READY = Ready(100, 1000, 50, "{}")
 PATIENCE = 10.0  # seconds that a test waits for what must come
@@ -57,12 +66,12 @@ class Served:
                 found += out.token_ids[ends[i] - out.num_tokens[i] : ends[i]].tolist()
         return found
 
-    def finish(self, sequence_id: int) -> Finish:
+    def finish(self, sequence_id: int) -> FinishReason:
         for out in self.of(Outputs):
             for i in np.flatnonzero(out.sequence_ids == sequence_id):
                 if out.finish[i]:
-                    return Finish(int(out.finish[i]))
-        return Finish.NOT
+                    return FinishReason(int(out.finish[i]))
+        return FinishReason.NOT
 
 
 class Serving:
@@ -140,7 +149,7 @@ def test_a_request_comes_back_as_tokens_and_a_finish(serve: Serving) -> None:
     served.wait(lambda: served.finish(0) and served.finish(1))
     for sequence_id in (0, 1):
         assert served.tokens(sequence_id) == MODEL.expected([1, 2, 3], 9)
-        assert served.finish(sequence_id) is Finish.LENGTH
+        assert served.finish(sequence_id) is FinishReason.LENGTH
 
 
 def test_a_request_that_cannot_run_is_refused_and_harms_nobody(serve: Serving) -> None:
@@ -148,8 +157,8 @@ def test_a_request_that_cannot_run_is_refused_and_harms_nobody(serve: Serving) -
     served.send(request(0, [1, 2, 3]))
     served.send(request(1, []))
     served.send(request(2, [1] * 40, max_tokens=400))
-    served.wait(lambda: served.finish(0) and len(served.of(Refused)) == 2)
-    assert [(each.request_id, each.reason) for each in served.of(Refused)] == [
+    served.wait(lambda: served.finish(0) and len(served.of(Rejected)) == 2)
+    assert [(each.request_id, each.reason) for each in served.of(Rejected)] == [
         (1, "bad_request"),
         (2, "too_long"),
     ]
@@ -163,8 +172,8 @@ def test_an_aborted_sequence_says_no_more_and_others_go_on(serve: Serving) -> No
     served.wait(lambda: served.tokens(0) and served.tokens(1))
     served.send(Abort(np.asarray([0, 77], np.int64)))
     served.wait(lambda: served.finish(1))
-    served.wait(lambda: served.of(Pulse)[-1].num_running == 0)
-    assert served.finish(0) is Finish.NOT
+    served.wait(lambda: served.of(Heartbeat)[-1].num_running == 0)
+    assert served.finish(0) is FinishReason.NOT
     assert len(served.tokens(0)) < ENDLESS
     assert served.tokens(1) == MODEL.expected([3, 2, 1], 200)
     assert served.world.scheduler.roster.get(0) is None
@@ -178,12 +187,12 @@ def test_a_draining_engine_finishes_what_it_has_and_returns(serve: Serving) -> N
     served.wait(lambda: all(served.finish(i) for i in range(3)))
     assert [served.tokens(i) for i in range(3)] == [MODEL.expected([1, 2, i], 20) for i in range(3)]
     assert serve.has_returned(served)
-    served.wait(lambda: served.of(Pulse) and served.of(Pulse)[-1].is_draining)
+    served.wait(lambda: served.of(Heartbeat) and served.of(Heartbeat)[-1].is_draining)
 
 
 def test_an_idle_engine_drains_at_once(serve: Serving) -> None:
     served = serve()
-    served.wait(lambda: served.of(Pulse))
+    served.wait(lambda: served.of(Heartbeat))
     served.send(Drain())
     assert serve.has_returned(served)
 
@@ -200,7 +209,7 @@ def test_an_engine_whose_parent_is_gone_returns_without_waiting_for_anything(
         served.send(request(0, [1, 2, 3], max_tokens=ENDLESS))
         served.wait(lambda: served.tokens(0))
     else:
-        served.wait(lambda: served.of(Pulse))
+        served.wait(lambda: served.of(Heartbeat))
     serve.orphan(served)
     assert serve.has_returned(served)
     assert served.world.engine.has_work is works
@@ -211,9 +220,9 @@ def test_an_idle_engine_pulses_and_sleeps_in_between(
 ) -> None:
     monkeypatch.setattr(process, "PULSE_SECONDS", 0.1)
     served = serve()
-    served.wait(lambda: len(served.of(Pulse)) >= 4)
+    served.wait(lambda: len(served.of(Heartbeat)) >= 4)
     assert served.num_steps <= 12
-    assert {each.num_running for each in served.of(Pulse)} == {0}
+    assert {each.num_running for each in served.of(Heartbeat)} == {0}
 
 
 def test_pulses_tell_when_work_begins_and_when_it_ends(
@@ -221,10 +230,10 @@ def test_pulses_tell_when_work_begins_and_when_it_ends(
 ) -> None:
     monkeypatch.setattr(process, "PULSE_SECONDS", 3600.0)
     served = serve(max_num_seqs=2)
-    served.wait(lambda: len(served.of(Pulse)) == 1)
+    served.wait(lambda: len(served.of(Heartbeat)) == 1)
     served.send(request(0, [1, 2, 3], n=3, max_tokens=30))
-    served.wait(lambda: len(served.of(Pulse)) == 3)
-    first, begins, ends = served.of(Pulse)
+    served.wait(lambda: len(served.of(Heartbeat)) == 3)
+    first, begins, ends = served.of(Heartbeat)
     assert (first.num_steps, first.num_running, first.num_waiting) == (0, 0, 0)
     assert begins.num_running >= 1
     assert (ends.num_running, ends.num_waiting) == (0, 0)
@@ -239,7 +248,7 @@ def test_a_working_engine_pulses_as_often_as_an_idle_one(
     served = serve(**LONG)
     served.send(request(0, [1, 2, 3], max_tokens=400))
     served.wait(lambda: served.finish(0))
-    steps = [each.num_steps for each in served.of(Pulse) if each.num_running]
+    steps = [each.num_steps for each in served.of(Heartbeat) if each.num_running]
     assert len(steps) >= 3
     assert steps == sorted(set(steps)), "a pulse while the engine works tells of new steps"
 
@@ -248,7 +257,7 @@ def test_a_failed_step_is_told_and_the_loop_goes_on(serve: Serving) -> None:
     served = serve(fail_at=frozenset({2}))
     served.send(request(0, [1, 2, 3]))
     served.wait(lambda: served.finish(0))
-    assert served.finish(0) is Finish.ERROR
+    assert served.finish(0) is FinishReason.ERROR
     served.send(request(1, [1, 2, 3]))
     served.wait(lambda: served.finish(1))
     assert served.tokens(1) == MODEL.expected([1, 2, 3], 8)

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from tokenspeed_core.api import Checkpoint, FullAttention, LoadFormat, ModelInfo, ModelSpec
-from tokenspeed_core.checkpoint import choose_format, merged, resolve_checkpoint, wanted_files
+from tokenspeed_core.checkpoint.resolve import (
+    choose_format,
+    merged,
+    resolve_checkpoint,
+    wanted_files,
+)
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection

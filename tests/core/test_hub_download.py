@@ -19,13 +19,13 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
+from tokenspeed_core.checkpoint.hub import download
 from tokenspeed_core.errors import CapacityError
-from tokenspeed_core.hub import download
 
 SCRIPT = """
 import sys
 from tokenspeed_core.errors import TokenSpeedError
-from tokenspeed_core.hub import download
+from tokenspeed_core.checkpoint.hub import download
 try:
     print(download(sys.argv[1], sys.argv[2] or None, sys.argv[3], lambda names: [n for n in names if "/" not in n]))
 except TokenSpeedError as error:
@@ -197,7 +197,7 @@ def test_a_repository_is_downloaded_once_and_then_taken_from_the_cache(
 DRY_RUN = """
 import sys
 from importlib.metadata import distributions
-from tokenspeed_core.checkpoint import choose_format, resolve_checkpoint
+from tokenspeed_core.checkpoint.resolve import choose_format, resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.plugins import Catalog, Selection
 catalog = Catalog.discover(Selection.read({}), distributions=distributions(path=[sys.path[-1]]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kv_cache import BLOCK, FULL, GROUPS, STATE, cache, ids
 
-from tokenspeed_core.kv.groups import CacheGroupSpec, RecurrentState
-from tokenspeed_core.kv.pool import PageCounts
+from tokenspeed_core.api.cache_groups import CacheGroupSpec, RecurrentState
+from tokenspeed_core.kv_cache.pool import PageCounts
 
 every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
 
@@ -20,7 +20,7 @@ def test_a_checkpoint_is_copied_by_the_plan_after_the_one_that_computes_it_and_f
     world = cache((STATE,))
     with world.step() as first:
         lease, chain, _ = world.admit(ids(9))
-        world.kv.name_blocks(lease, chain, 8, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 8, is_exact=True)
         assert world.kv.copies() == [([], [])]
     assert world.hit(ids(9)) == 0, "nothing was copied yet"
     with world.step() as second:
@@ -45,7 +45,7 @@ def test_no_checkpoint_is_taken_of_a_state_that_does_not_stand_where_a_block_end
     world = cache((STATE,))
     with world.step():
         lease, chain, _ = world.admit(ids(20))
-        world.kv.name_blocks(lease, chain, num_computed, is_exact=is_exact)
+        world.kv.cache_full_blocks(lease, chain, num_computed, is_exact=is_exact)
     with world.step() as step:
         pass
     assert world.copies[step] == [([], [])]
@@ -70,7 +70,7 @@ def test_a_state_is_checkpointed_once() -> None:
     with world.step():
         lease = world.kv.acquire(world.kv.no_match())
         assert lease is not None
-        world.kv.name_blocks(lease, world.chain(ids(8)), 8, is_exact=True)
+        world.kv.cache_full_blocks(lease, world.chain(ids(8)), 8, is_exact=True)
     with world.step() as step:
         pass
     assert world.copies[step] == [([], [])]
@@ -81,7 +81,7 @@ def test_without_room_for_a_checkpoint_there_is_none() -> None:
     world = cache((STATE,), num_pages=1)
     with world.step():
         lease, chain, _ = world.admit(ids(8))
-        world.kv.name_blocks(lease, chain, 8, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 8, is_exact=True)
     with world.step() as step:
         pass
     assert world.copies[step] == [([], [])]
@@ -92,7 +92,7 @@ def test_copies_of_several_groups_come_apart() -> None:
     with world.step():
         lease, chain, _ = world.admit(ids(4))
         world.kv.extend(lease, 0, 4)
-        world.kv.name_blocks(lease, chain, 4, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 4, is_exact=True)
     with world.step() as step:
         pass
     sources = [src for src, _ in world.copies[step]]
@@ -103,7 +103,7 @@ def test_copies_that_nobody_will_carry_are_given_up() -> None:
     world = cache((STATE,))
     with world.step():
         lease, chain, _ = world.admit(ids(8))
-        world.kv.name_blocks(lease, chain, 8, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 8, is_exact=True)
     world.kv.release(lease)
     assert world.kv.counts().held == 1
     world.kv.drop_copies()
@@ -121,11 +121,11 @@ def test_a_failed_step_takes_its_blocks_and_those_after_it_out_of_the_cache() ->
     with world.step():
         lease, chain, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 8)
-        world.kv.name_blocks(lease, chain, 8, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 8, is_exact=True)
     for end in (12, 16):
         with world.step(retires=False):
             world.kv.extend(lease, end - BLOCK, end)
-            world.kv.name_blocks(lease, chain, end, is_exact=True)
+            world.kv.cache_full_blocks(lease, chain, end, is_exact=True)
     assert world.hit(ids(20)) == 16
     world.kv.withdraw(2)
     assert world.hit(ids(20)) == 8
@@ -138,9 +138,9 @@ def test_a_failed_step_gives_up_the_checkpoints_it_would_have_made() -> None:
     world = cache((STATE,))
     with world.step(retires=False):
         lease, chain, _ = world.admit(ids(20))
-        world.kv.name_blocks(lease, chain, 8, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 8, is_exact=True)
     with world.step(retires=False):  # it copies the state at 8, and computes the one at 12
-        world.kv.name_blocks(lease, chain, 12, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 12, is_exact=True)
     assert world.hit(ids(20)) == 8
     world.kv.withdraw(1)
     world.kv.release(lease)
@@ -166,7 +166,7 @@ def test_a_reset_leaves_running_sequences_their_blocks() -> None:
     with world.step():
         lease, chain, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 20)
-        world.kv.name_blocks(
+        world.kv.cache_full_blocks(
             lease, chain, 20, is_exact=True
         )  # with a checkpoint that waits for the next plan
     held = [list(table) for table in lease.tables]

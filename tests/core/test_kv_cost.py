@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenspeed_core.kv.groups import FullAttention, SlidingWindow
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.kv.manager import KVManager
-from tokenspeed_core.step import I32
+from tokenspeed_core.api.cache_groups import FullAttention, SlidingWindow
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.kv_cache.hashing import HashChain
+from tokenspeed_core.kv_cache.manager import KVManager
 
 FULL = FullAttention("full", 1, 1, 1)
 BLOCK, WINDOW, NUM_BLOCKS = 4, 256, 1000
@@ -37,7 +37,7 @@ def test_holes_in_a_window_do_not_multiply_the_cost_of_a_hit(every: int) -> None
     lease = kv.acquire(kv.no_match())
     assert lease is not None
     assert kv.extend(lease, 0, len(tokens())) is not None
-    kv.name_blocks(lease, chain, BLOCK * NUM_BLOCKS, is_exact=True)
+    kv.cache_full_blocks(lease, chain, BLOCK * NUM_BLOCKS, is_exact=True)
     for number, page in enumerate(lease.tables[1][:NUM_BLOCKS]):
         if number % every == every - 1:
             kv._unname(page)  # as if it had been evicted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenspeed_core.kv.groups import FullAttention, RecurrentState, SlidingWindow
+from tokenspeed_core.api.cache_groups import FullAttention, RecurrentState, SlidingWindow
 
 
 @given(st.integers(1, 50), st.integers(0, 200))

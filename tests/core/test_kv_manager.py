@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cache import BLOCK, GROUPS, WINDOW, cache, ids
 
-from tokenspeed_core.kv.groups import CacheGroupSpec
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.kv.lease import ABSENT
-from tokenspeed_core.kv.pool import PageCounts
+from tokenspeed_core.api.cache_groups import CacheGroupSpec
+from tokenspeed_core.kv_cache.hashing import HashChain
+from tokenspeed_core.kv_cache.lease import ABSENT
+from tokenspeed_core.kv_cache.pool import PageCounts
 
 every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
 
@@ -141,7 +141,7 @@ def test_a_block_is_shareable_once_planned() -> None:
     with world.step():
         first, chain, _ = world.admit(ids(20))
         world.kv.extend(first, 0, 20)
-        world.kv.name_blocks(first, chain, 20, is_exact=True)
+        world.kv.cache_full_blocks(first, chain, 20, is_exact=True)
         second, _, num_hit = world.admit(ids(20))  # in the same step
     assert num_hit == 16
     assert second.tables[0] == first.tables[0][:4]
@@ -152,9 +152,9 @@ def test_blocks_that_are_not_full_or_not_known_yet_are_not_shared() -> None:
     with world.step():
         lease, chain, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 40)
-        world.kv.name_blocks(lease, chain, 11, is_exact=True)
+        world.kv.cache_full_blocks(lease, chain, 11, is_exact=True)
     assert world.hit(ids(20)) == 8
-    world.kv.name_blocks(lease, chain, 40, is_exact=False)  # only 20 tokens are in the chain
+    world.kv.cache_full_blocks(lease, chain, 40, is_exact=False)  # only 20 tokens are in the chain
     assert world.hit(ids(40)) == 20
 
 
@@ -168,7 +168,7 @@ def test_of_two_copies_of_a_block_the_first_is_kept() -> None:
             world.kv.extend(lease, 0, 20)
             leases.append(lease)
         for lease in leases:
-            world.kv.name_blocks(lease, world.chain(ids(20)), 20, is_exact=True)
+            world.kv.cache_full_blocks(lease, world.chain(ids(20)), 20, is_exact=True)
     first, second = [list(lease.tables[0]) for lease in leases]
     for lease in leases:
         world.kv.release(lease)
@@ -302,7 +302,7 @@ def test_the_longest_sequence_fills_the_pool_and_no_longer_one_fits(
     groups: tuple[CacheGroupSpec, ...],
 ) -> None:
     world = cache(groups, num_pages=20)
-    most = world.kv.most_tokens()
+    most = world.kv.max_tokens_in_pool()
     lease = world.kv.acquire(world.kv.no_match())
     assert lease is not None
     assert world.kv.extend(lease, 0, most) is not None

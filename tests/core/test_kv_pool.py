@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from null_world import audit
 
-from tokenspeed_core.kv.pool import PageCounts, PagePool
+from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
 
 
 def pool_of(num_pages: int) -> tuple[PagePool, list[int]]:

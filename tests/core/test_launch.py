@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine import launch
+from tokenspeed_core.engine import factory as launch
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.hooks import Hooks
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from null_world import request
 
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.kv.lease import ABSENT, BlockLease, LeaseSpentError
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.kv_cache.hashing import HashChain
+from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease, LeaseSpentError
 from tokenspeed_core.scheduler.lifecycle import (
     Admit,
     AwaitingInput,
@@ -54,16 +54,16 @@ STATES: dict[str, Callable[[], State]] = {
     "Prefilling": lambda: Prefilling(sequence(), Lease(SLOT, blocks())),
     "Decoding": lambda: Decoding(sequence(), Lease(SLOT, blocks())),
     "Preempted": lambda: Preempted(sequence()),
-    "Sending": lambda: Sending(sequence(), blocks(), Finish.STOP),
-    "Finished": lambda: Finished(sequence(), Finish.STOP),
+    "Sending": lambda: Sending(sequence(), blocks(), FinishReason.STOP),
+    "Finished": lambda: Finished(sequence(), FinishReason.STOP),
 }
 EVENTS: dict[str, Callable[[], Event]] = {
     "InputReady": InputReady,
     "Admit": lambda: Admit(Lease(SLOT, blocks())),
     "PromptPlanned": PromptPlanned,
     "Preempt": Preempt,
-    "End": lambda: End(Finish.LENGTH),
-    "End, and send": lambda: End(Finish.LENGTH, sends=True),
+    "End": lambda: End(FinishReason.LENGTH),
+    "End, and send": lambda: End(FinishReason.LENGTH, sends=True),
     "TransferDone": TransferDone,
 }
 NEXT = {  # (state, event): the next state; every other pair is illegal
@@ -184,9 +184,9 @@ def test_only_states_that_hold_a_lease_expose_blocks() -> None:
 
 
 def test_a_transfer_keeps_the_reason_that_the_sequence_ended_for() -> None:
-    sending = advance(STATES["Decoding"](), End(Finish.STOP, sends=True)).state
+    sending = advance(STATES["Decoding"](), End(FinishReason.STOP, sends=True)).state
     assert isinstance(sending, Sending)
     finished = advance(sending, TransferDone())
     assert isinstance(finished.state, Finished)
-    assert finished.state.reason is Finish.STOP
+    assert finished.state.reason is FinishReason.STOP
     assert finished.blocks is sending.blocks

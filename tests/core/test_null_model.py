@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from null_world import GROUPS, MASKED, NO_INT, World, audit, request
 
-from tokenspeed_core.kv.lease import ABSENT
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.api.step import StepPlan
+from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.kv_cache.lease import ABSENT
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Sending
-from tokenspeed_core.step import StepPlan
 
 prompts = st.builds(
     lambda base, cut, tail: [(base * 5 + i) % 60 for i in range(cut)] + tail,
@@ -246,7 +246,7 @@ def test_a_tiny_pool_preempts_and_changes_no_token() -> None:
     assert world.scheduler.roster.num_preemptions > 0
     for i in range(4):
         world.check(i)
-        assert world.finish[i] is Finish.LENGTH
+        assert world.finish[i] is FinishReason.LENGTH
 
 
 def test_an_aborted_sequence_is_planned_no_more_and_frees_its_blocks_a_step_later() -> None:
@@ -269,12 +269,12 @@ def test_a_failed_step_ends_its_sequences_and_withdraws_their_blocks() -> None:
     prompt = list(range(20))
     world.submit(request(0, prompt))
     world.run()
-    assert world.finish == {0: Finish.ERROR}
+    assert world.finish == {0: FinishReason.ERROR}
     world.submit(request(1, prompt))
     world.run()
     assert world.cached[1] == 0, "a block of the failed step was found in the cache"
     world.check(1)
-    assert world.finish[1] is Finish.LENGTH
+    assert world.finish[1] is FinishReason.LENGTH
 
 
 def test_a_replica_with_nothing_to_do_runs_the_group_steps_empty() -> None:
@@ -289,7 +289,7 @@ def test_a_replica_with_nothing_to_do_runs_the_group_steps_empty() -> None:
             world.take(world.engine.launch(draft or world.scheduler.empty(), counts))
             world.take([world.engine.collect()])
     busy.check(0)
-    assert busy.finish == {0: Finish.LENGTH}
+    assert busy.finish == {0: FinishReason.LENGTH}
     assert len(idle.runner.group_counts) == len(busy.runner.group_counts) >= 5
     assert all(
         np.array_equal(a, b)
@@ -344,7 +344,7 @@ def test_a_checkpoint_never_keeps_out_a_sequence_that_needs_the_whole_pool(
     finds_a_hit: bool,
 ) -> None:
     world = World(groups=GROUPS[groups], num_pages=12, max_model_len=100)
-    longest = [(i * 3) % 60 for i in range(world.scheduler.kv.most_tokens() - 1)]
+    longest = [(i * 3) % 60 for i in range(world.scheduler.kv.max_tokens_in_pool() - 1)]
     world.submit(
         request(
             0, longest[:num_before] if finds_a_hit else longest[::-1][:num_before], max_tokens=1
@@ -355,7 +355,7 @@ def test_a_checkpoint_never_keeps_out_a_sequence_that_needs_the_whole_pool(
     world.submit(request(1, longest, max_tokens=1))
     world.run(200)
     world.check(1)
-    assert world.finish[1] is Finish.LENGTH
+    assert world.finish[1] is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 20))
@@ -371,7 +371,7 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
             num_drafts=rng.choice([0, 0, 4]),
             max_num_seqs=rng.choice([1, 2, 4]),
         )
-        most = min(world.scheduler.kv.most_tokens(), world.max_model_len)
+        most = min(world.scheduler.kv.max_tokens_in_pool(), world.max_model_len)
         for sequence_id in range(6):
             length = rng.choice([most, rng.randint(2, most)])
             prompt = [(rng.choice([0, 7]) + i * 3) % 60 for i in range(rng.randint(1, length - 1))]
@@ -393,7 +393,7 @@ def test_sequences_that_keep_states_alone_run_when_these_fill_the_pool(num_pages
     world.run(300)
     for sequence_id in range(num_pages + 1):
         world.check(sequence_id)
-        assert world.finish[sequence_id] is Finish.LENGTH
+        assert world.finish[sequence_id] is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("groups", sorted(GROUPS))

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 from null_world import World, request
 
-from tokenspeed_core.engine import pace
-from tokenspeed_core.engine.pace import FIRST_CHUNK, LEAST_CHUNK, PATIENCE_SECONDS, Pace
-from tokenspeed_core.step import StepPlan
+from tokenspeed_core.api.step import StepPlan
+from tokenspeed_core.scheduler import prefill_budget as pace
+from tokenspeed_core.scheduler.prefill_budget import (
+    FIRST_CHUNK,
+    MIN_CHUNK,
+    PATIENCE_SECONDS,
+    PrefillBudget,
+)
 
 
 @pytest.fixture
@@ -19,9 +24,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_pace_without_a_measurement_begins_with_a_small_step(clock: list[float]) -> None:
-    assert Pace(8192).max_prefill(beside_decodes=False) == FIRST_CHUNK
-    assert Pace(64).max_prefill(beside_decodes=False) == 64
-    small = Pace(8192)
+    assert PrefillBudget(8192).max_prefill(beside_decodes=False) == FIRST_CHUNK
+    assert PrefillBudget(64).max_prefill(beside_decodes=False) == 64
+    small = PrefillBudget(8192)
     small.launched()
     clock[0] += 1
     small.finished(8, 8)  # too small a step to say what a token costs
@@ -29,7 +34,7 @@ def test_a_pace_without_a_measurement_begins_with_a_small_step(clock: list[float
 
 
 def steps(
-    measured: Pace, clock: list[float], num: int, seconds: float, decodes: int, prompt: int
+    measured: PrefillBudget, clock: list[float], num: int, seconds: float, decodes: int, prompt: int
 ) -> None:
     """Let `num` steps take so long each, of so many decodes and prompt tokens."""
     for _ in range(num):
@@ -40,7 +45,7 @@ def steps(
 @pytest.mark.parametrize(
     ("microseconds_per_token", "expected"),
     [
-        (1000.0, LEAST_CHUNK),
+        (1000.0, MIN_CHUNK),
         (24.0, 375),
         (2.0, 4500),
         (0.1, 8192),
@@ -51,11 +56,11 @@ def test_a_chunk_beside_decodes_of_unknown_cost_takes_the_least_time(
     microseconds_per_token: float,
     expected: int,
 ) -> None:
-    measured = Pace(8192)
+    measured = PrefillBudget(8192)
     measured.launched()
     steps(measured, clock, 1, 4096 * microseconds_per_token * 1e-6, 0, 4096)
     assert measured.max_prefill(beside_decodes=True) == pytest.approx(expected, abs=1)
-    alone = min(8192, max(LEAST_CHUNK, PATIENCE_SECONDS / (microseconds_per_token * 1e-6)))
+    alone = min(8192, max(MIN_CHUNK, PATIENCE_SECONDS / (microseconds_per_token * 1e-6)))
     assert measured.max_prefill(beside_decodes=False) == pytest.approx(alone, abs=1)
 
 
@@ -67,7 +72,7 @@ def test_a_step_may_take_four_times_as_long_as_decodes_alone_within_bounds(
     decode_ms: float,
     step_ms: float,
 ) -> None:
-    measured = Pace(8192)
+    measured = PrefillBudget(8192)
     measured.launched()
     steps(measured, clock, 60, decode_ms * 1e-3, 64, 0)
     steps(
@@ -79,7 +84,7 @@ def test_a_step_may_take_four_times_as_long_as_decodes_alone_within_bounds(
 
 
 def test_steps_of_decodes_do_not_make_prompt_tokens_look_dear(clock: list[float]) -> None:
-    measured = Pace(8192)
+    measured = PrefillBudget(8192)
     measured.launched()
     steps(measured, clock, 20, 0.008, 0, 800)
     before = measured.max_prefill(beside_decodes=False)
@@ -90,7 +95,7 @@ def test_steps_of_decodes_do_not_make_prompt_tokens_look_dear(clock: list[float]
 def test_where_nobody_watches_tokens_come_only_the_patience_bounds_a_step(
     clock: list[float],
 ) -> None:
-    measured = Pace(8192, spares_decodes=False)
+    measured = PrefillBudget(8192, limits_prefill_while_decoding=False)
     measured.launched()
     steps(measured, clock, 1, 1.0, 0, 1000)
     assert measured.max_prefill(beside_decodes=True) == pytest.approx(
@@ -99,7 +104,7 @@ def test_where_nobody_watches_tokens_come_only_the_patience_bounds_a_step(
 
 
 def test_time_without_work_is_not_counted_as_cost(clock: list[float]) -> None:
-    measured = Pace(8192)
+    measured = PrefillBudget(8192)
     for _ in range(3):
         clock[0] += 3600
         measured.launched()
@@ -109,7 +114,7 @@ def test_time_without_work_is_not_counted_as_cost(clock: list[float]) -> None:
 
 
 def test_a_pace_follows_the_steps_slowly(clock: list[float]) -> None:
-    measured = Pace(8192)
+    measured = PrefillBudget(8192)
     measured.launched()
     clock[0] += 0.009
     measured.finished(1000, 1000)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from null_world import request
 
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.kv.lease import ABSENT, BlockLease
+from tokenspeed_core.api.step import I32, StepPlan
+from tokenspeed_core.kv_cache.hashing import HashChain
+from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.planning import Draft
 from tokenspeed_core.scheduler.sequence import Sequence
-from tokenspeed_core.step import I32, StepPlan
+from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 
 def ints(*values: int) -> I32:
@@ -30,11 +30,11 @@ def sequence(
     )
 
 
-def drafted(rows: SlotColumns | None = None, num_groups: int = 2) -> Draft:
-    return Draft(3, rows or SlotColumns(6, 64), num_groups)
+def drafted(rows: SlotColumns | None = None, num_groups: int = 2) -> StepPlanBuilder:
+    return StepPlanBuilder(3, rows or SlotColumns(6, 64), num_groups)
 
 
-def frozen(draft: Draft) -> StepPlan:
+def frozen(draft: StepPlanBuilder) -> StepPlan:
     return draft.freeze([([], []), ([], [])], None)
 
 

@@ -12,11 +12,11 @@ import pytest
 from made_plugins import Install, attention, discover
 
 import tokenspeed_core
+from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.errors import PluginError, SelectionError
 from tokenspeed_core.kernels.installed import how_to_get_kernels
-from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX, KINDS
 

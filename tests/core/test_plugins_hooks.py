@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tokenspeed_core.api import RequestRecord, StepRecord, hookimpl
+from tokenspeed_core.api.hooks import hookspec
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.plugins.hookspecs import hookspec
 
 STEP = StepRecord(step_id=1, num_rows=2, num_decodes=1, num_tokens=9, duration=0.01)
 REQUEST = RequestRecord("r", 3, 0, 4, "stop", 0.1, 0.2)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from made_plugins import Install, attention, discover
 
+from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.errors import PluginError, SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog, Status
 
 

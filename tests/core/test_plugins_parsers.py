@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenspeed_testing.parser import ParserConformance
 
 from tokenspeed_core.api import ParserContext, ParserSpec, ReplyEvent
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
-from tokenspeed_core.testing.parser import ParserConformance
 from tokenspeed_core.text.load import NamedParser, find_parsers
 
 HERE = "parsers_under_test"

@@ -24,12 +24,12 @@ from tokenspeed_core.api import (
     View,
 )
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import resolve
-from tokenspeed_core.engine.policies import PluginPolicy, find_policy
+from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.kinds import KINDS
 from tokenspeed_core.scheduler.policy import POLICIES, Ordered
+from tokenspeed_core.scheduler.policy_plugins import PluginPolicy, find_policy
 
 HERE = "policies_under_test"
 MEND = "; where --schedule-policy names it, name another or leave that out"

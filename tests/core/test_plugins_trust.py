@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 from packaging.tags import sys_tags
+from tokenspeed_testing.distribution import DistributionConformance
+from tokenspeed_testing.explain import explain
 
+from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.kernels.installed import installed_ops
-from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
 from tokenspeed_core.plugins import Catalog, Selection, Status
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.metadata import check_build
-from tokenspeed_core.testing.distribution import DistributionConformance
-from tokenspeed_core.testing.explain import explain
 
 SPY = "open('/dev/stderr', 'w').write('IMPORTED'); run = SPEC = None"
 MAIN = "import sys; from tokenspeed_core.cli import main; sys.exit(main())"  # run by -c, '' is first on sys.path
@@ -216,7 +216,7 @@ def test_what_the_user_named_must_be_usable(site: Path) -> None:
 
 OPS = """
 from dataclasses import replace
-from tokenspeed_core.kernels.ops import common_ops
+from tokenspeed_core.api.ops import common_ops
 one = next(iter(common_ops().values()))
 FIRST = replace(one, name="first")
 BAD = (replace(one, name="half"), {second})

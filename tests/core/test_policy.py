@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 from tokenspeed_core.scheduler.policy import POLICIES
 
 MANY = 10_000

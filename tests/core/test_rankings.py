@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tokenspeed_core.api.kernels import Ranking
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.kernels.installed import installed_rankings
-from tokenspeed_core.kernels.spec import Ranking
 from tokenspeed_core.plugins import Catalog, Selection, Status
 
 RANKINGS = (Ranking("attention", "decode", (9, 0), (("fast", "1.1 times the floor"),)),)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from null_world import World, request
 
+from tokenspeed_core.api.step import StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.rehearsal import rehearse
-from tokenspeed_core.messages import Refused, Submit
-from tokenspeed_core.step import StepResult
+from tokenspeed_core.engine.messages import Rejected, Submit
+from tokenspeed_core.engine.warmup import rehearse
 
 
 def drawn(world: World) -> list[int]:
@@ -42,7 +42,7 @@ def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(
     engine = Engine(world.scheduler, world.runner)
     asked: list[tuple[int, float]] = []
 
-    def submit(request: Submit) -> Refused | None:
+    def submit(request: Submit) -> Rejected | None:
         asked.append((len(request.prompt), request.temperature))
         return world.scheduler.submit(request)
 
@@ -63,7 +63,7 @@ def test_a_rehearsal_says_whether_either_request_got_finite_logits(
     submit, collect = engine.submit, world.runner.collect
     num_tokens: list[int] = []  # that each request got so far
 
-    def begin(request: Submit) -> Refused | None:
+    def begin(request: Submit) -> Rejected | None:
         num_tokens.append(0)
         return submit(request)
 

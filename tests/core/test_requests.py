@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.engine.messages import Ready, Submit, to_engine
+from tokenspeed_core.engine.requests import BadRequestError, Defaults, build_submit
+from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.messages import Ready, Submit, to_engine
-from tokenspeed_core.requests import BadRequestError, Defaults, build_submit
-from tokenspeed_core.sampling import SamplingParams
-from tokenspeed_core.wire import pack
 
 LIMITS = Ready(max_model_len=100, num_kv_tokens=80, vocab_size=50, report="")
 DEFAULTS = Defaults(

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from null_world import World, request
 
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.kv.manager import Match
-from tokenspeed_core.messages import Finish
-from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Room, View
+from tokenspeed_core.api.policy import Candidate, Decision, Limits, Room, View
+from tokenspeed_core.api.step import StepPlan, StepResult
+from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.kv_cache.hashing import HashChain
+from tokenspeed_core.kv_cache.manager import Match
 from tokenspeed_core.scheduler.lifecycle import Sending
 from tokenspeed_core.scheduler.policy import Ordered
-from tokenspeed_core.step import StepPlan, StepResult
 
 PROMPT = list(range(1, 17))
 
@@ -57,7 +57,7 @@ def test_a_sequence_that_lost_its_slot_ends_without_a_token_where_the_device_fou
 
     monkeypatch.setattr(world.engine.runner, "collect", no_finite_logit)
     world.step()
-    assert (world.tokens[1], world.finish[1]) == ([], Finish.ERROR)
+    assert (world.tokens[1], world.finish[1]) == ([], FinishReason.ERROR)
     world.run(2)
 
 
@@ -122,7 +122,7 @@ def test_no_chunk_goes_past_the_known_tokens_though_a_policy_gives_it_more(
     ]
     for sequence_id in (0, 1):
         world.check(sequence_id)
-        assert world.finish[sequence_id] is Finish.LENGTH
+        assert world.finish[sequence_id] is FinishReason.LENGTH
 
 
 def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(
@@ -181,7 +181,7 @@ def test_a_failed_step_leaves_alone_whose_blocks_are_being_sent() -> None:
     tokens = world.model.expected(PROMPT, 3)
     world.submit(request(2, PROMPT, max_tokens=20, stop_token_ids=np.asarray(tokens[2:], np.int32)))
     world.run()  # the stop token comes with the third step, when the fourth is on its way
-    assert (world.tokens[2], world.finish[2]) == (tokens, Finish.STOP)
+    assert (world.tokens[2], world.finish[2]) == (tokens, FinishReason.STOP)
     assert isinstance(world.scheduler.roster.get(2), Sending)
     world.scheduler.transfer_done(2)
     assert world.scheduler.kv.counts().held == 0

@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenspeed_testing.explain import backends, explain
 
-from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.ops import OpContract, merge_ops
-from tokenspeed_core.kernels.plan import NothingFitsError
-from tokenspeed_core.kernels.preference import Preference
-from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import (
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import (
     PHASES,
     AxisLimit,
     Capability,
@@ -26,7 +22,11 @@ from tokenspeed_core.kernels.spec import (
     PlatformInfo,
     Ranking,
 )
-from tokenspeed_core.testing.explain import backends, explain
+from tokenspeed_core.api.ops import OpContract, merge_ops
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kernels.plan import NothingFitsError
+from tokenspeed_core.kernels.select import Selector
 
 CPU = PlatformInfo("cpu")
 HOPPER = PlatformInfo("cuda", (9, 0), "a device of compute capability 9.0")
@@ -50,9 +50,9 @@ def kernel(
     return InstalledKernel(spec, distribution or f"dist-{backend}")
 
 
-def wish(scope: str, *backends: str) -> Preference:
+def wish(scope: str, *backends: str) -> Override:
     family, dot, where = scope.partition(".")
-    return Preference.parse(scope, backends, f"--{family}-backend{dot}{where}")
+    return Override.parse(scope, backends, f"--{family}-backend{dot}{where}")
 
 
 REFERENCE = kernel("plain", EVERYWHERE, reference=True)
@@ -368,7 +368,7 @@ def test_nonsense_is_rejected_when_a_descriptor_is_built(build: Any) -> None:
 def test_selecting_imports_no_tensor_library() -> None:
     code = (
         "import sys; import tokenspeed_core.api; from tokenspeed_core.kernels.select import Selector\n"
-        "from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo\n"
+        "from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec, PlatformInfo\n"
         "can = Capability(('cpu',), ('float32',))\n"
         "spec = KernelSpec(op='greedy', backend='plain', capability=can, load='builtins:print', reference=True)\n"
         "selector = Selector((InstalledKernel(spec, 'some'),), PlatformInfo('cpu'))\n"

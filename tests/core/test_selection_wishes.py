@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tokenspeed_core.errors import ConfigError, SelectionError
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.ops import OpContract, merge_ops
-from tokenspeed_core.kernels.plan import NothingFitsError
-from tokenspeed_core.kernels.preference import Preference
-from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import (
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import (
     PHASES,
     Capability,
     InstalledKernel,
     KernelSpec,
     PlatformInfo,
 )
+from tokenspeed_core.api.ops import OpContract, merge_ops
+from tokenspeed_core.errors import ConfigError, SelectionError
+from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kernels.plan import NothingFitsError
+from tokenspeed_core.kernels.select import Selector
 
 CPU = PlatformInfo("cpu")
 ANYWHERE = Capability(("cpu",), ("float32", "bfloat16"))
@@ -47,8 +47,8 @@ def kernel(backend: str, op: str = "attention", **changes: Any) -> InstalledKern
     return InstalledKernel(spec, f"dist-{backend}")
 
 
-def wish(scope: str, *backends: str) -> Preference:
-    return Preference.parse(scope, backends)
+def wish(scope: str, *backends: str) -> Override:
+    return Override.parse(scope, backends)
 
 
 NAMES = ("one", "two", "three", "four", "five")
@@ -280,8 +280,8 @@ def test_a_format_that_the_model_has_not_is_an_error_that_says_which_ops_there_a
     ("short", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
 )
 def test_a_dtype_may_be_typed_in_short(short: str, dtype: str) -> None:
-    assert Preference.parse(f"attention.{short}", ("one",)).dtype == dtype
-    assert Preference.parse(f"attention.decode.{short}.0-3", ("one",)).dtype == dtype
+    assert Override.parse(f"attention.{short}", ("one",)).dtype == dtype
+    assert Override.parse(f"attention.decode.{short}.0-3", ("one",)).dtype == dtype
 
 
 def test_one_op_goes_before_its_family() -> None:

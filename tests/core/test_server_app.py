@@ -7,8 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from tokenspeed_core.server.app import Gate
+from tokenspeed_server.app import Gate
 
 
 async def wide_open(scope: Any, receive: Any, send: Any) -> None:

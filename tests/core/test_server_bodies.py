@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from server_support import make_tokenizer
+from tokenspeed_server import service as module
+from tokenspeed_server.app import Routes
+from tokenspeed_server.errors import ApiError
+from tokenspeed_server.generate import read_body
+from tokenspeed_server.protocol import CompletionRequest, parse
+from tokenspeed_server.service import MAX_INLINE_BYTES, ModelText, Options, Service
+from tokenspeed_server.warmup import READY, _Echo
 
-from tokenspeed_core.requests import Defaults
-from tokenspeed_core.server import service as module
-from tokenspeed_core.server.app import Routes
-from tokenspeed_core.server.errors import ApiError
-from tokenspeed_core.server.generate import read_body
-from tokenspeed_core.server.protocol import CompletionRequest, parse
-from tokenspeed_core.server.rehearsal import READY, _Echo
-from tokenspeed_core.server.service import MAX_INLINE_BYTES, ModelText, Options, Service
+from tokenspeed_core.engine.requests import Defaults
 
 TEXT = ModelText(make_tokenizer(), None, Defaults())
 

@@ -21,11 +21,11 @@ import httpx
 import psutil
 import pytest
 from server_support import Running, is_alive, running, wait_until
+from tokenspeed_server import lifecycle
+from tokenspeed_server.listen import listen
+from tokenspeed_server.subprocesses import PrivateFolder
 
 from tokenspeed_core.errors import CapacityError, ConfigError
-from tokenspeed_core.server import lifecycle
-from tokenspeed_core.server.child import PrivateFolder
-from tokenspeed_core.server.listen import listen
 
 SLOW = {"step_seconds": 0.03}
 LONG: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400}
@@ -102,7 +102,7 @@ def test_the_folder_of_sockets_is_this_users_alone(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_no_file_is_no_hindrance() -> None:
     code = (
-        "import resource; from tokenspeed_core.server.child import PrivateFolder;"
+        "import resource; from tokenspeed_server.subprocesses import PrivateFolder;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); folder = PrivateFolder(); print(folder.path.is_dir());"
         "folder.remove(); print(folder.path.exists())"
     )
@@ -211,7 +211,7 @@ def test_a_server_killed_at_any_moment_of_its_start_leaves_nothing_and_says_noth
 
 
 def test_a_child_that_begins_when_its_parent_is_gone_ends_at_once_and_in_silence() -> None:
-    code = "import sys; from tokenspeed_core.engine.orphan import begin; begin(sys.argv[1:]); print('it goes on')"
+    code = "import sys; from tokenspeed_core.engine.parent_death import begin; begin(sys.argv[1:]); print('it goes on')"
     for told in (b"", b"\x81\xa1a", b"\x81\xa1a\x01"):  # nothing, a part, {"a": 1}
         reading, writing = os.pipe()
         os.write(writing, told)

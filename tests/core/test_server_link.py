@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from tokenspeed_core.errors import RequestFailedError
 
-from tokenspeed_core.messages import (
+from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.api.step import StepLogprobs
+from tokenspeed_core.engine.client import STALL_SECONDS, EngineClient, State
+from tokenspeed_core.engine.messages import (
     Abort,
     Failed,
-    Finish,
+    FinishReason,
+    Heartbeat,
     Outputs,
-    Pulse,
     Ready,
-    Refused,
+    Rejected,
     Submit,
-    TokenColumns,
+    TokenLogprobs,
     to_engine,
 )
-from tokenspeed_core.requests import Defaults, build_submit
-from tokenspeed_core.sampling import SamplingParams
-from tokenspeed_core.server.engine_link import STALL_SECONDS, EngineLink, State
-from tokenspeed_core.server.errors import ApiError
-from tokenspeed_core.step import StepLogprobs
-from tokenspeed_core.wire import pack
+from tokenspeed_core.engine.requests import Defaults, build_submit
+from tokenspeed_core.engine.wire import pack
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Reader:
     ends_at: int = 1000
     breaks: bool = False
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenColumns | None] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish: int = 0
-    error: ApiError | None = None
+    error: RequestFailedError | None = None
 
     def take(
-        self, token_ids: Any, finish: int, num_cached: int, logprobs: TokenColumns | None
+        self, token_ids: Any, finish: int, num_cached: int, logprobs: TokenLogprobs | None
     ) -> bool:
         if self.breaks:
             raise ZeroDivisionError
@@ -56,7 +56,7 @@ class Reader:
         self.finish = finish
         return len(self.tokens) >= self.ends_at or bool(finish)
 
-    def fail(self, error: ApiError) -> None:
+    def fail(self, error: RequestFailedError) -> None:
         self.error = error
 
 
@@ -101,14 +101,14 @@ def outputs(
     )
 
 
-def pulse(num_steps: int, num_running: int = 0) -> Pulse:
-    return Pulse(num_steps, num_running, 0, False)
+def pulse(num_steps: int, num_running: int = 0) -> Heartbeat:
+    return Heartbeat(num_steps, num_running, 0, False)
 
 
 READY = Ready(100, 1000, 50, "{}")
 
 
-def submit(link: EngineLink, *readers: Reader) -> int:
+def submit(link: EngineClient, *readers: Reader) -> int:
     params = SamplingParams(n=len(readers))
     request = build_submit(
         link.take_ids(len(readers)), params, np.array([1], np.int32), READY, Defaults()
@@ -127,9 +127,9 @@ async def until(condition: Callable[[], Any]) -> None:
 @asynccontextmanager
 async def linked(
     folder: Path, clock: Callable[[], float] = time.monotonic
-) -> AsyncIterator[tuple[EngineLink, Peer]]:
+) -> AsyncIterator[tuple[EngineClient, Peer]]:
     address = f"ipc://{folder}/s"
-    link = EngineLink(address, clock)
+    link = EngineClient(address, clock)
     peer = Peer(address)
     peer.send(READY)
     await link.ready
@@ -160,7 +160,7 @@ def test_each_reader_gets_its_own_tokens_and_log_probabilities(tmp_path: Path) -
             assert readers[1].logprobs == [None]
             columns = readers[2].logprobs[0]
             top = [[(5, -5), (6, -6)], [(6, -6), (7, -7)], [(7, -7), (8, -8)]]
-            assert columns == TokenColumns([-5, -6, -7], [1, 1, 1], top)
+            assert columns == TokenLogprobs([-5, -6, -7], [1, 1, 1], top)
 
     run(test)
 
@@ -192,7 +192,7 @@ def test_a_finished_sequence_is_not_aborted(tmp_path: Path) -> None:
             reader, running = Reader(), Reader()
             first = submit(link, reader, running)
             peer.receive()
-            peer.send(outputs({first: [1]}, finish=Finish.LENGTH))
+            peer.send(outputs({first: [1]}, finish=FinishReason.LENGTH))
             await until(lambda: reader.finish)
             link.abort([first, first + 1, 12345])
             abort = await to_thread(peer)
@@ -201,15 +201,15 @@ def test_a_finished_sequence_is_not_aborted(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_refusal_reaches_the_request_with_its_status(tmp_path: Path) -> None:
+def test_rejection_reaches_the_request_with_its_reason(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
-            for reason, status in (("queue_full", 429), ("too_long", 400), ("bad_request", 400)):
+            for reason in ("queue_full", "too_long", "bad_request"):
                 reader = Reader()
-                peer.send(Refused(submit(link, reader), reason, "no"))
+                peer.send(Rejected(submit(link, reader), reason, "no"))
                 await until(partial(getattr, reader, "error"))
                 assert reader.error is not None
-                assert reader.error.status == status
+                assert reader.error.reason == reason
 
     run(test)
 
@@ -220,7 +220,7 @@ def test_health_follows_the_pulse(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path, lambda: now[0]) as (link, peer):
 
-            async def hear(message: Pulse) -> None:
+            async def hear(message: Heartbeat) -> None:
                 peer.send(message)
                 await until(
                     lambda: (
@@ -276,7 +276,7 @@ def test_death_reaches_everyone_once_with_the_first_reason(tmp_path: Path, reaso
             assert all(reader.error is not None for reader in readers)
             assert link.state is State.DEAD
             assert link.why_unhealthy() == "the engine is dead"
-            with pytest.raises(ApiError):
+            with pytest.raises(RequestFailedError):
                 submit(link, Reader())
             link.abort([1, 2])
 

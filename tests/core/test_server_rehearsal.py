@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 from server_support import TEMPLATE, make_tokenizer
+from tokenspeed_server import warmup as rehearsal
+from tokenspeed_server.app import Routes
+from tokenspeed_server.lifecycle import Launch, _Life
+from tokenspeed_server.service import ModelText, Options, Service
+from tokenspeed_server.warmup import rehearse
 
-from tokenspeed_core.messages import Hello, Ready
-from tokenspeed_core.parsers import ParserContext, ParserSpec, ReplyEvent
+from tokenspeed_core.api.hooks import RequestRecord
+from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyEvent
+from tokenspeed_core.engine.messages import Ready, WorkerReady
+from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.plugins.entry import Entry, Status
-from tokenspeed_core.plugins.hookspecs import RequestRecord
-from tokenspeed_core.requests import Defaults
-from tokenspeed_core.server import rehearsal
-from tokenspeed_core.server.app import Routes
-from tokenspeed_core.server.lifecycle import Launch, _Life
-from tokenspeed_core.server.rehearsal import rehearse
-from tokenspeed_core.server.service import ModelText, Options, Service
 from tokenspeed_core.text import ChatTemplate, Tokenizer
 from tokenspeed_core.text.load import NamedParser
 
 TOKENIZER = make_tokenizer()
 heard: list[str] = []
-PROMPT = "user: Hello!assistant:"
+PROMPT = "user: WorkerReady!assistant:"
 
 
 class Hears:
@@ -125,7 +125,7 @@ def test_both_routes_are_served_whole_and_streamed_and_no_observer_and_no_log_he
         False,
         True,
     ]
-    assert b'"text": "Hello!"' in answers[0][2]
+    assert b'"text": "WorkerReady!"' in answers[0][2]
     whole, _, *deltas = heard
     assert whole == "".join(deltas[:-1]) == PROMPT, "a prompt comes back as it was rendered"
     assert len(deltas) > 3, "it was streamed token by token"
@@ -178,7 +178,7 @@ class Silent:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
 
     def send(self, message: Any) -> None:
-        assert isinstance(message, Hello)
+        assert isinstance(message, WorkerReady)
         heard.append("hello")
         self.ready.set_result(Ready(100, 100, 400, "{}"))
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import make_tokenizer
+from tokenspeed_server.chat_reply import Reader, message
+from tokenspeed_server.errors import ApiError
+from tokenspeed_server.events import Chat, Completion, Usage
+from tokenspeed_server.replies import Choice, Reply, Shape
 
+from tokenspeed_core.api.parsers import ReplyEvent, ReplyParser
+from tokenspeed_core.engine.messages import FinishReason, TokenLogprobs
 from tokenspeed_core.errors import PluginError
-from tokenspeed_core.messages import Finish, TokenColumns
-from tokenspeed_core.parsers import ReplyEvent, ReplyParser
-from tokenspeed_core.server.chat_reply import Reader, message
-from tokenspeed_core.server.errors import ApiError
-from tokenspeed_core.server.events import Chat, Completion, Usage
-from tokenspeed_core.server.replies import Choice, Reply, Shape
 from tokenspeed_core.text import Assembler
 
 TOKENIZER = make_tokenizer()
@@ -66,12 +66,12 @@ def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1
     """Hand out tokens in rows of any length until either side ends it."""
     for start, end in itertools.pairwise([0, *cuts, len(ids)]):
         num = end - start
-        columns = TokenColumns(
+        columns = TokenLogprobs(
             [-0.5] * num,
             [1] * num,
             [[(i, value) for value in (-0.5, -1.0, float("-inf"))] for i in ids[start:end]],
         )
-        finish = Finish.LENGTH if end == len(ids) else Finish.NOT
+        finish = FinishReason.LENGTH if end == len(ids) else FinishReason.NOT
         if choice.take(ids[start:end], finish, 0, columns if num_logprobs >= 0 else None):
             return
 
@@ -165,7 +165,7 @@ def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_th
 ) -> None:
     reply, choice = make(Shape(True), [";"], Chat, [Shouts()])
     ids = TOKENIZER.encode(text, add_special_tokens=False).tolist()
-    choice.take([*ids, 0], Finish.STOP, 0, None)
+    choice.take([*ids, 0], FinishReason.STOP, 0, None)
     parts = [event["choices"][0] for event in events(reply)]
     assert parts[-1]["finish_reason"] == reply.answers[0].finish_reason == reason
     calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
@@ -241,8 +241,12 @@ def test_minus_infinity_is_written_as_a_number_that_json_has() -> None:
     assert top[2]["logprob"] == -9999.0
 
 
-@pytest.mark.parametrize(("finish", "status"), [(Finish.ERROR, 500), (Finish.ABORT, 503)])
-def test_a_sequence_that_the_engine_gave_up_fails_the_request(finish: Finish, status: int) -> None:
+@pytest.mark.parametrize(
+    ("finish", "status"), [(FinishReason.ERROR, 500), (FinishReason.ABORT, 503)]
+)
+def test_a_sequence_that_the_engine_gave_up_fails_the_request(
+    finish: FinishReason, status: int
+) -> None:
     reply, choice = make(Shape(True), [])
     assert choice.take([], finish, 0, None)
     assert reply.error is not None
@@ -252,19 +256,19 @@ def test_a_sequence_that_the_engine_gave_up_fails_the_request(finish: Finish, st
 
 def test_the_first_token_is_noted_once_and_not_where_there_is_none() -> None:
     reply, choice = make(Shape(True), [])
-    choice.take([], Finish.NOT, 0, None)
+    choice.take([], FinishReason.NOT, 0, None)
     assert reply.first_token_at is None
-    choice.take([1], Finish.NOT, 0, None)
+    choice.take([1], FinishReason.NOT, 0, None)
     first = reply.first_token_at
     assert first is not None
-    choice.take([2], Finish.NOT, 0, None)
+    choice.take([2], FinishReason.NOT, 0, None)
     assert reply.first_token_at == first
 
 
 def test_a_sequence_with_log_probabilities_may_end_without_another_token() -> None:
     reply, choice = make(Shape(False, 1, 0), [])
-    assert not choice.take([70], Finish.NOT, 0, TokenColumns([-0.5], [1], [[]]))
-    assert choice.take([], Finish.LENGTH, 0, TokenColumns([], [], []))
+    assert not choice.take([70], FinishReason.NOT, 0, TokenLogprobs([-0.5], [1], [[]]))
+    assert choice.take([], FinishReason.LENGTH, 0, TokenLogprobs([], [], []))
     assert reply.answers[0].finish_reason == "length"
     assert len(reply.answers[0].logprobs) == 1
 
@@ -282,9 +286,9 @@ def test_only_the_first_error_counts_and_wakes_who_waits() -> None:
     assert reply.error.status == 429
 
 
-@pytest.mark.parametrize("finish", [Finish.NOT, Finish.ERROR])
-def test_tokens_of_a_sequence_that_did_not_end_well_are_counted_too(finish: Finish) -> None:
+@pytest.mark.parametrize("finish", [FinishReason.NOT, FinishReason.ERROR])
+def test_tokens_of_a_sequence_that_did_not_end_well_are_counted_too(finish: FinishReason) -> None:
     reply, choice = make(Shape(True), [])
-    choice.take([1, 2], Finish.NOT, 0, None)
+    choice.take([1, 2], FinishReason.NOT, 0, None)
     choice.take([3], finish, 0, None)
     assert reply.usage.num_output == 3

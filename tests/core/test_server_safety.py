@@ -72,7 +72,7 @@ def test_the_core_executes_and_unpickles_nothing() -> None:
 
 def test_the_api_process_imports_no_tensor_library() -> None:
     code = (
-        "import sys, tokenspeed_core.server.serve, tokenspeed_core.text, tokenspeed_core.requests;"
+        "import sys, tokenspeed_server.serve, tokenspeed_core.text, tokenspeed_core.engine.requests;"
         "bad = {'torch', 'transformers', 'triton', 'safetensors'} & set(sys.modules); print(bad); sys.exit(bool(bad))"
     )
     done = subprocess.run(

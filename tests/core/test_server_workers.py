@@ -19,11 +19,11 @@ import psutil
 import pytest
 from server_support import Running, is_alive, running, wait_until
 
+from tokenspeed_core.api.step import StepLogprobs
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.workers import split
+from tokenspeed_core.engine.messages import WORKER_SHIFT, Outputs
+from tokenspeed_core.engine.transport import split
 from tokenspeed_core.errors import ConfigError
-from tokenspeed_core.messages import WORKER_SHIFT, Outputs
-from tokenspeed_core.step import StepLogprobs
 
 SLOW = {"step_seconds": 0.03}
 ENDLESS: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400, "stream": True}

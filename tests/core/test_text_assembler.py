@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.text.assembler import Assembler
 
 
@@ -29,7 +29,9 @@ def run(
     shown = []
     for start, end in itertools.pairwise(bounds):
         shown.append(
-            assembler.feed(ids[start:end], Finish.LENGTH if end == len(ids) else Finish.NOT)
+            assembler.feed(
+                ids[start:end], FinishReason.LENGTH if end == len(ids) else FinishReason.NOT
+            )
         )
         if assembler.finish_reason is not None:
             break
@@ -64,13 +66,13 @@ def test_the_start_of_a_stop_string_is_held_until_it_is_clear() -> None:
 
 def test_the_stop_token_has_no_text_unless_asked_for() -> None:
     hidden, kept = Assembler(Letters()), Assembler(Letters(), keeps_stop=True)
-    assert hidden.feed([0, 1], Finish.STOP) == "a"
-    assert kept.feed([0, 1], Finish.STOP) == "ab"
+    assert hidden.feed([0, 1], FinishReason.STOP) == "a"
+    assert kept.feed([0, 1], FinishReason.STOP) == "ab"
     assert hidden.num_tokens == kept.num_tokens == 2
 
 
 def test_tokens_after_the_end_are_ignored() -> None:
     assembler = Assembler(Letters(), ["b"])
     assert assembler.feed([0, 1, 2]) == "a"
-    assert assembler.feed([2, 2], Finish.LENGTH) == ""
+    assert assembler.feed([2, 2], FinishReason.LENGTH) == ""
     assert (assembler.finish_reason, assembler.num_tokens) == ("stop", 2)

@@ -217,14 +217,14 @@ def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(
 ) -> None:
     num_tokens = len(BACKENDS["bytes"].encode("<turn>a", add_special_tokens=False).ids)
     monkeypatch.setattr(
-        module, "MOST_BYTES", 3 * (module.ENTRY_BYTES + 4 * (len("<turn>a") + num_tokens))
+        module, "MAX_BYTES", 3 * (module.ENTRY_BYTES + 4 * (len("<turn>a") + num_tokens))
     )
     spy, encoder = spied()
     for text in ("<turn>a", "<turn>b", "<turn>c", "<turn>a", "<turn>d"):
         encoder.encode(text, "")
     assert [text for _, text in encoder._kept] == ["<turn>c", "<turn>a", "<turn>d"]
     assert spy.texts == ["<turn>a", "<turn>b", "<turn>c", "<turn>d"]
-    assert encoder._num_bytes == module.MOST_BYTES
+    assert encoder._num_bytes == module.MAX_BYTES
     long = "<turn>" + "a" * 1000
     assert (
         encoder.encode(long, "").tolist()
@@ -235,13 +235,13 @@ def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(
 
 def test_a_text_of_nothing_but_special_tokens_is_encoded_whole() -> None:
     spy, encoder = spied()
-    text = "<turn>" * module.MOST_PARTS
-    assert len(encoder.encode(text, "")) == module.MOST_PARTS
+    text = "<turn>" * module.MAX_PARTS
+    assert len(encoder.encode(text, "")) == module.MAX_PARTS
     assert spy.texts == [text]
 
 
 def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 40 * module.ENTRY_BYTES)
+    monkeypatch.setattr(module, "MAX_BYTES", 40 * module.ENTRY_BYTES)
     _, encoder = spied()
     texts = [f"<turn>{i % 70}</turn>\n<turn>{i % 50}" for i in range(2000)]
     with ThreadPoolExecutor(8) as pool:
@@ -252,5 +252,5 @@ def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         encoder._num_bytes
         == sum(module._num_bytes(*each) for each in encoder._kept.items())
-        <= module.MOST_BYTES
+        <= module.MAX_BYTES
     )

@@ -16,25 +16,25 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_core.messages import (
+from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
+from tokenspeed_core.engine.messages import (
     Abort,
     Drain,
     Failed,
+    Heartbeat,
     Outputs,
-    Pulse,
     Ready,
-    Refused,
+    Rejected,
     Submit,
     to_api,
     to_engine,
 )
-from tokenspeed_core.step import LateInputs, StepPlan, StepResult
-from tokenspeed_core.wire import Codec, WireError, pack
+from tokenspeed_core.engine.wire import Codec, WireError, pack
 
 steps = Codec(StepPlan, LateInputs, StepResult)
 KINDS: dict[type[Any], Codec] = {
     **dict.fromkeys((Submit, Abort, Drain), to_engine),
-    **dict.fromkeys((Outputs, Refused, Pulse, Ready, Failed), to_api),
+    **dict.fromkeys((Outputs, Rejected, Heartbeat, Ready, Failed), to_api),
     **dict.fromkeys((StepPlan, LateInputs, StepResult), steps),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -10,14 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenspeed_testing.kernel import KernelConformance
 
 from tokenspeed_core.api import Capability, KernelSpec
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import resolve
+from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.runner.local import LocalRunner, build
-from tokenspeed_core.testing.kernel import KernelConformance
+from tokenspeed_core.worker.local import LocalRunner, build
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers that stand beside the tests
 sys.path.append(str(Path(__file__).parents[2] / "docs"))  # and what makes the pages

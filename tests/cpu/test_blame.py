@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.kernels.error_attribution import blame, no_finite_logit
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import Capability, InstalledKernel, KernelSpec, PlatformInfo
-from tokenspeed_core.runner.blame import blame, no_finite_logit
 
 ANYWHERE = Capability(("cpu",), ("float32",))
 LOGITS = {"vocab_size": 64, "dtype": "float32"}
@@ -45,7 +45,7 @@ def caught() -> Callable[[Callable[[], object]], Exception]:
     return catch
 
 
-def chosen(*wishes: Preference) -> Selector:
+def chosen(*wishes: Override) -> Selector:
     here = [kernel(op, "mine", f"{__name__}:{op}") for op in ("sample", "greedy")]
     selector = Selector(
         [*here, kernel("greedy", "other", "builtins:print")], PlatformInfo("cpu"), wishes
@@ -64,9 +64,9 @@ def test_of_kernels_in_one_module_the_one_whose_function_raised_is_named(caught:
 
 
 def test_what_goes_on_without_it_is_said_with_the_flag_that_asked_for_it(caught: Any) -> None:
-    wish = Preference("greedy", ("mine",), "--kernel-backend greedy")
+    wish = Override("greedy", ("mine",), "--kernel-backend greedy")
     assert "`--kernel-backend greedy=other`" in blame(caught(greedy(LOGITS)), chosen(wish))
-    wish = Preference("sampling", ("mine",), "--sampling-backend")
+    wish = Override("sampling", ("mine",), "--sampling-backend")
     assert "`--sampling-backend other`" in blame(caught(greedy(LOGITS)), chosen(wish))
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tokenspeed_testing.conformance import make_inputs
+from tokenspeed_testing.shapes import contract_of, problems
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep, KernelSpec
-from tokenspeed_core.testing.conformance import make_inputs
-from tokenspeed_core.testing.shapes import contract_of, problems
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.attention import attention

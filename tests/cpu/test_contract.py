@@ -18,8 +18,8 @@ from pydantic import BaseModel
 
 from tokenspeed_core import __version__, api
 from tokenspeed_core.api import DOTS
+from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.kernels.installed import installed_ops
-from tokenspeed_core.kernels.ops import common_ops
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.deprecations import DEPRECATED, Deprecation
 
@@ -73,12 +73,12 @@ def test_every_name_that_a_stranger_may_import_is_recorded(contract: ModuleType)
     }
     kit = {
         f"{module}.{name}"
-        for module in contract.modules("tokenspeed_core.testing")
+        for module in contract.modules("tokenspeed_testing")
         for name, value in vars(import_module(module)).items()
         if getattr(value, "__module__", "") == module and not name.startswith("_")
     }
     assert {"tokenspeed_core.LLM", "tokenspeed_core.commands.settings.configure"} <= listed
-    assert {"tokenspeed_core.testing.cells.cells", "tokenspeed_core.testing.null.NullRunner"} <= kit
+    assert {"tokenspeed_testing.cases.cells", "tokenspeed_testing.fake_model.NullRunner"} <= kit
     assert (listed | kit) - recorded == set()
 
 

@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenspeed_server.serve import run
 
+from tokenspeed_core import llm
 from tokenspeed_core.api import hookimpl
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine import llm
-from tokenspeed_core.engine.launch import dry_run, plan_kernels
+from tokenspeed_core.engine.factory import dry_run, plan_kernels
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
-from tokenspeed_core.server.serve import run
 
 
 def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_applies(

@@ -13,9 +13,9 @@ import torch
 from tiny_families import FAMILIES, save_reference
 
 from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.engine.messages import FinishReason, Submit
 from tokenspeed_core.engine.outputs import SequenceOutput
 from tokenspeed_core.errors import TokenSpeedError
-from tokenspeed_core.messages import Finish, Submit
 
 CONTEXT = 128  # of the tiny checkpoints
 NEAR = 1e-4  # logits this close are equal: either token is right
@@ -86,11 +86,11 @@ def llm(qwen3: Family) -> Iterator[LLM]:
         yield started
 
 
-def drive(llm: LLM, submits: list[Submit]) -> tuple[dict[int, list[int]], dict[int, Finish]]:
+def drive(llm: LLM, submits: list[Submit]) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
     """Submit one request a step; return the tokens of each sequence, and why it ended."""
     engine, waiting = llm._engine, list(submits)
     tokens: dict[int, list[int]] = {submit.request_id: [] for submit in submits}
-    finish: dict[int, Finish] = {}
+    finish: dict[int, FinishReason] = {}
     while waiting or engine.has_work:
         if waiting:
             assert engine.submit(waiting.pop(0)) is None
@@ -105,7 +105,7 @@ def drive(llm: LLM, submits: list[Submit]) -> tuple[dict[int, list[int]], dict[i
                 tokens[key] += outputs.token_ids[at : at + num].tolist()
                 at += num
                 if end:
-                    finish[key] = Finish(end)
+                    finish[key] = FinishReason(end)
     return tokens, finish
 
 
@@ -431,8 +431,8 @@ def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(
             for ids, each in (([5, 6, 7], {}), ([5, 50, 7], asked))
         )
         tokens, finish = drive(llm, [bad, good])
-        assert (tokens[bad.request_id], finish[bad.request_id]) == ([], Finish.ERROR)
-        assert finish[good.request_id] is Finish.LENGTH
+        assert (tokens[bad.request_id], finish[bad.request_id]) == ([], FinishReason.ERROR)
+        assert finish[good.request_id] is FinishReason.LENGTH
         qwen3.check_greedy([5, 6, 7], tokens[good.request_id])
         with pytest.raises(TokenSpeedError, match="no finite logit"):
             ask(llm, [5, 50, 7], greedy(8, **asked))

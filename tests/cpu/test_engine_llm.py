@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.engine.requests import BadRequestError
 from tokenspeed_core.errors import ConfigError
-from tokenspeed_core.requests import BadRequestError
 from tokenspeed_core.text import TemplateError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)

@@ -10,14 +10,14 @@ from unittest import SkipTest
 
 import pytest
 import torch
+from tokenspeed_testing.cases import beyond, cells, covering, outside
+from tokenspeed_testing.kernel import KernelConformance
+from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AxisLimit, Capability, KernelSpec
-from tokenspeed_core.kernels.ops import common_ops
-from tokenspeed_core.testing.cells import beyond, cells, covering, outside
-from tokenspeed_core.testing.kernel import KernelConformance
-from tokenspeed_core.testing.shapes import contract_of
+from tokenspeed_core.api.ops import common_ops
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.reference.attention import TorchAttention
 

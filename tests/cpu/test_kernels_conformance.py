@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.conformance import check
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionProblem, Capability, KernelSpec
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels.reference.attention import TorchAttention
 
 CPU = torch.device("cpu")

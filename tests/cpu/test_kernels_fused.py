@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import make_inputs
 
 from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.testing.conformance import make_inputs
 from tokenspeed_kernels.contracts import ROPE_CACHE
 from tokenspeed_kernels.reference import cache, rope, rope_cache
 

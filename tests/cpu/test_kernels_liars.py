@@ -11,6 +11,7 @@ from unittest import SkipTest
 
 import pytest
 import torch
+from tokenspeed_testing.kernel import KernelConformance
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,10 +23,9 @@ from tokenspeed_core.api import (
     Capability,
     OpContract,
 )
+from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.kernels import select
 from tokenspeed_core.kernels.plan import Reason
-from tokenspeed_core.kernels.spec import PlatformInfo
-from tokenspeed_core.testing.kernel import KernelConformance
 from tokenspeed_kernels.reference.attention import TorchAttention
 from tokenspeed_kernels.reference.cache import write_kv
 from tokenspeed_kernels.reference.moe import moe_route

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.conformance import check
 
+from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
-from tokenspeed_core.kernels.spec import KernelSpec
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import descriptors
 
 CPU = torch.device("cpu")

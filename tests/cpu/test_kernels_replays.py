@@ -11,11 +11,11 @@ from unittest import SkipTest
 
 import pytest
 import torch
+from tokenspeed_testing.kernel import KernelConformance
+from tokenspeed_testing.replays import CHUNKS, DECODES, replays
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionProblem, AttentionStep, Capability, KernelSpec
-from tokenspeed_core.testing.kernel import KernelConformance
-from tokenspeed_core.testing.replays import CHUNKS, DECODES, replays
 from tokenspeed_kernels.reference.attention import TorchAttention
 
 CPU = torch.device("cpu")

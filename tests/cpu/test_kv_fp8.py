@@ -9,17 +9,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tokenspeed_testing.plans import PlanMaker
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionStep
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import discover, read_kv_scales, resolve
+from tokenspeed_core.engine.factory import discover, read_kv_scales, resolve
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.runner.attention import AttentionGroup, AttentionLayer, placing
-from tokenspeed_core.runner.local import LocalRunner, plan_only
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, placing
+from tokenspeed_core.worker.local import LocalRunner, plan_only
 from tokenspeed_kernels.reference.cache import write_kv
 
 

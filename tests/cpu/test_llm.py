@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.build import rebuild
+from tokenspeed_core.engine.requests import BadRequestError
 from tokenspeed_core.errors import CapacityError, PluginError, SelectionError, TokenSpeedError
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins import Catalog, deprecations
-from tokenspeed_core.requests import BadRequestError
-from tokenspeed_core.step import StepPlan
 
 FEW = SamplingParams(temperature=0, max_tokens=4)
 

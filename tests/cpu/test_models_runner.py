@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from tiny_families import FAMILIES, save_reference
+from tokenspeed_testing.plans import PlanMaker
 
 from tokenspeed_core.api import Capability, KernelSpec, Problem
+from tokenspeed_core.api.kernels import InstalledKernel
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import resolve
+from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.kernels.installed import installed_kernels
-from tokenspeed_core.kernels.spec import InstalledKernel
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.runner import assemble
-from tokenspeed_core.runner.local import LocalRunner, build
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.worker import assemble
+from tokenspeed_core.worker.local import LocalRunner, build
 from tokenspeed_kernels.contracts import DENSE, ROPE_CACHE
 from tokenspeed_kernels.reference import fused_linear
 from tokenspeed_models.layers import decoder

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.tree
 
-MAKER = Path(__file__).parents[2] / "docs" / "make_openapi.py"
+MAKER = Path(__file__).parents[2] / "tools" / "docs" / "make_openapi.py"
 
 
 def test_the_description_of_the_routes_is_current() -> None:
@@ -18,4 +18,6 @@ def test_the_description_of_the_routes_is_current() -> None:
     assert spec.loader is not None
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
-    assert maker.PATH.read_text(encoding="utf-8") == maker.text(), "run python docs/make_openapi.py"
+    assert maker.PATH.read_text(encoding="utf-8") == maker.text(), (
+        "run python tools/docs/make_openapi.py"
+    )

@@ -47,7 +47,7 @@ def functions_of(path: str) -> frozenset[str]:
 
 def test_the_page_of_kinds_is_current() -> None:
     assert (DOCS / "plugins.md").read_text() == maker("make_plugins").page(), (
-        "run python docs/make_plugins.py"
+        "run python tools/docs/make_plugins.py"
     )
 
 
@@ -80,7 +80,7 @@ def public_names() -> list[str]:
         *contract.modules("tokenspeed_core.commands"),
     )
     listed = [name for module in modules for name in importlib.import_module(module).__all__]
-    whole = (*contract.modules("tokenspeed_core.testing"), *contract.LAYERS_BESIDE)
+    whole = (*contract.modules("tokenspeed_testing"), *contract.LAYERS_BESIDE)
     files = [Path(importlib.import_module(name).__file__ or "") for name in whole]
     versions = {"API_VERSION", "COMMANDS_API", "LAYERS_API"}
     return sorted(

@@ -10,10 +10,10 @@ from pkgutil import iter_modules
 from typing import Any
 
 import pytest
+from tokenspeed_testing.distribution import DistributionConformance, core_range
+from tokenspeed_testing.imports import is_public
 
 from tokenspeed_core import commands
-from tokenspeed_core.testing.distribution import DistributionConformance, core_range
-from tokenspeed_core.testing.imports import is_public
 
 
 @pytest.fixture
@@ -39,10 +39,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_plugin_that_imports_internals_of_the_core_fails(package: Any) -> None:
     suite = package(
-        "from tokenspeed_core.scheduler import policy\ndef run(words):\n    import tokenspeed_core.kv\n"
+        "from tokenspeed_core.scheduler import policy\ndef run(words):\n    import tokenspeed_core.kv_cache\n"
     )
     with pytest.raises(
-        AssertionError, match=r"tokenspeed_core.scheduler.policy; .*tokenspeed_core.kv"
+        AssertionError, match=r"tokenspeed_core.scheduler.policy; .*tokenspeed_core.kv_cache"
     ):
         suite.test_it_imports_only_what_is_public_of_the_core()
 
@@ -50,7 +50,7 @@ def test_a_plugin_that_imports_internals_of_the_core_fails(package: Any) -> None
 def test_what_is_public_may_be_imported(package: Any) -> None:
     source = "from tokenspeed_core import LLM, __version__, api\nfrom tokenspeed_core.api import View\nrun = print\n"
     package(source).test_it_imports_only_what_is_public_of_the_core()
-    assert is_public("tokenspeed_core.testing.kernel.KernelConformance")
+    assert is_public("tokenspeed_testing.kernel.KernelConformance")
     assert is_public("tokenspeed_core.commands.settings.configure")
     assert all(
         is_public(f"tokenspeed_core.commands.{each.name}")
@@ -69,38 +69,44 @@ def test_what_is_public_may_be_imported(package: Any) -> None:
         ),
         (
             "from importlib import import_module\nimport_module('tokenspeed_core.' + 'kv')",
-            "tokenspeed_core.kv",
+            "tokenspeed_core.kv_cache",
         ),
         (
             "import importlib\nimportlib.import_module('.kv', package='tokenspeed_core')",
-            "tokenspeed_core.kv",
+            "tokenspeed_core.kv_cache",
         ),
         (
-            "run = __import__('tokenspeed_core.engine.llm', fromlist=['LLM'])",
-            "tokenspeed_core.engine.llm",
+            "run = __import__('tokenspeed_core.llm', fromlist=['LLM'])",
+            "tokenspeed_core.llm",
         ),
         (
-            "import pkgutil\npkgutil.resolve_name('tokenspeed_core.kv.pool:Pool')",
-            "tokenspeed_core.kv.pool.Pool",
+            "import pkgutil\npkgutil.resolve_name('tokenspeed_core.kv_cache.pool:Pool')",
+            "tokenspeed_core.kv_cache.pool.Pool",
         ),
-        ("import sys\nrun = sys.modules['tokenspeed_core.requests']", "tokenspeed_core.requests"),
         (
-            "import sys\nrun = sys.modules.get('tokenspeed_core.requests')",
-            "tokenspeed_core.requests",
+            "import sys\nrun = sys.modules['tokenspeed_core.engine.requests']",
+            "tokenspeed_core.engine.requests",
+        ),
+        (
+            "import sys\nrun = sys.modules.get('tokenspeed_core.engine.requests')",
+            "tokenspeed_core.engine.requests",
         ),
         ("from tokenspeed_core import kernels", "tokenspeed_core.kernels"),
         ("from tokenspeed_core import scheduler as api", "tokenspeed_core.scheduler"),
         ("from tokenspeed_core.api import warn", "tokenspeed_core.api.warn"),
         (
-            "from tokenspeed_core.testing.kernel import _named",
-            "tokenspeed_core.testing.kernel._named",
+            "from tokenspeed_testing.kernel import _named",
+            "tokenspeed_testing.kernel._named",
         ),
-        ("import tokenspeed_core as core\nrun = core.kv.pool", "tokenspeed_core.kv.pool"),
+        ("import tokenspeed_core as core\nrun = core.kv.pool", "tokenspeed_core.kv_cache.pool"),
         (
-            "import tokenspeed_core.api\nrun = tokenspeed_core.engine.llm.LLM",
-            "tokenspeed_core.engine.llm.LLM",
+            "import tokenspeed_core.api\nrun = tokenspeed_core.llm.LLM",
+            "tokenspeed_core.llm.LLM",
         ),
-        ("import tokenspeed_core\nrun = getattr(tokenspeed_core, 'kv')", "tokenspeed_core.kv"),
+        (
+            "import tokenspeed_core\nrun = getattr(tokenspeed_core, 'kv')",
+            "tokenspeed_core.kv_cache",
+        ),
         ("from tokenspeed_core import api\nrun = api.importlib", "tokenspeed_core.api.importlib"),
     ],
 )
@@ -123,11 +129,11 @@ def test_what_is_installed_beside_the_package_of_an_entry_is_read_as_well(
     suite = package("run = print\n")
     path = tmp_path / "site" / beside
     path.parent.mkdir(exist_ok=True)
-    path.write_text("import tokenspeed_core.kv\n")
+    path.write_text("import tokenspeed_core.kv_cache\n")
     (tmp_path / "site" / "acme-1.0.dist-info" / "RECORD").write_text(
         f"acme/__init__.py,,\n{beside},,\n"
     )
-    with pytest.raises(AssertionError, match=rf"{path.name}:1: tokenspeed_core.kv"):
+    with pytest.raises(AssertionError, match=rf"{path.name}:1: tokenspeed_core.kv_cache"):
         suite.test_it_imports_only_what_is_public_of_the_core()
 
 
@@ -135,7 +141,7 @@ def test_a_plugin_of_one_file_is_read(package: Any, tmp_path: Path) -> None:
     suite = package("")
     (tmp_path / "site" / "acme" / "__init__.py").unlink()
     (tmp_path / "site" / "acme").rmdir()
-    (tmp_path / "site" / "acme.py").write_text("import tokenspeed_core.kv\nrun = print\n")
+    (tmp_path / "site" / "acme.py").write_text("import tokenspeed_core.kv_cache\nrun = print\n")
     with pytest.raises(AssertionError, match=r"acme\.py:1: tokenspeed_core\.kv"):
         suite.test_it_imports_only_what_is_public_of_the_core()
 
@@ -145,14 +151,14 @@ def test_a_plugin_of_one_file_is_read(package: Any, tmp_path: Path) -> None:
     [
         (
             "import importlib\nrun = importlib.import_module('tokenspeed_core.{}'.format('kv.pool'))",
-            "acme.run is tokenspeed_core.kv.pool",
+            "acme.run is tokenspeed_core.kv_cache.pool",
         ),
         (
             "import tokenspeed_core.api as it\nrun = vars(it)['war' + 'n']",
             "acme.run is tokenspeed_core.plugins.deprecations.warn",
         ),
         (
-            "import tokenspeed_core.testing.cells as it\nrun = it.problem_refusals",
+            "import tokenspeed_testing.cases as it\nrun = it.problem_refusals",
             "acme.run is tokenspeed_core.kernels.select.problem_refusals",
         ),
         ("from acme.parts import kernels as run", "acme.parts.kernels is tokenspeed_core.kernels"),
@@ -178,7 +184,7 @@ def test_a_plugin_may_hold_what_is_public_wherever_that_is_defined(
     source = (
         "import tokenspeed_core\nfrom tokenspeed_core import LLM, BadRequestError, api\n"
         "from tokenspeed_core.api import *\nfrom tokenspeed_core.commands import Catalog\n"
-        "from tokenspeed_core.testing import cells\nfrom tokenspeed_core.testing.cells import beyond\n"
+        "from tokenspeed_testing import cells\nfrom tokenspeed_testing.cases import beyond\n"
         "run, made = Catalog.discover, View\nclass Mine(LLM):\n    pass\n"
     )
     suite = package(source)

@@ -29,7 +29,7 @@ PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isol
 ASK = """
 import json, sys
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.testing.explain import backends
+from tokenspeed_testing.explain import backends
 settings = json.loads(sys.argv[1])
 with LLM(device="cpu", max_model_len=64, **settings) as llm:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from tokenspeed_plugin_tools.command import SUBCOMMANDS
+from tokenspeed_testing.kernel import KernelConformance
 
 from tokenspeed_core import api
 from tokenspeed_core.config.schema import Config, flag, metadata
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, kind_of
-from tokenspeed_core.testing.kernel import KernelConformance
 
 pytestmark = pytest.mark.tree
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from tokenspeed_core.config import Config
-from tokenspeed_core.messages import Failed, to_api
+from tokenspeed_core.engine.messages import Failed, to_api
 from tokenspeed_core.plugins import Catalog
 
 
@@ -52,9 +52,7 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
         os.close(ours)
 
 
-@pytest.mark.parametrize(
-    "module", ["tokenspeed_core.engine.process", "tokenspeed_core.server.serve"]
-)
+@pytest.mark.parametrize("module", ["tokenspeed_core.engine.process", "tokenspeed_server.serve"])
 def test_a_process_that_finds_other_plugins_than_the_launcher_ends_and_says_so(
     module: str, tmp_path: Path
 ) -> None:

@@ -19,12 +19,12 @@ from torch import Tensor
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import ModelSpec, Quantization
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import discover, dry_run, resolve
+from tokenspeed_core.engine.factory import discover, dry_run, resolve
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.runner.local import plan_only
+from tokenspeed_core.worker.local import plan_only
 from tokenspeed_kernels import inputs
 from tokenspeed_kernels.contracts import FP8_METHOD
 from tokenspeed_kernels.reference import activation, fp8, moe, norm

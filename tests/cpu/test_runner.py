@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenspeed_testing.plans import PlanMaker
 
-from tokenspeed_core.runner.local import LocalRunner
-from tokenspeed_core.step import BlockCopy, OutOfMemory, StepFailed, StepPlan
-from tokenspeed_core.testing.plans import PlanMaker
-from tokenspeed_core.wire import Codec, pack
+from tokenspeed_core.api.step import BlockCopy, OutOfMemory, StepFailed, StepPlan
+from tokenspeed_core.engine.wire import Codec, pack
+from tokenspeed_core.worker.local import LocalRunner
 
 PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1)), "d": [96]}
 

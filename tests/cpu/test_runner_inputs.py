@@ -8,13 +8,13 @@ from operator import attrgetter
 import numpy as np
 import pytest
 import torch
+from tokenspeed_testing.plans import PlanMaker
 
-from tokenspeed_core.kernels.attention import AttentionStep
-from tokenspeed_core.runner.inputs import DeviceInputMaker, HostInputMaker, StepInputs
-from tokenspeed_core.runner.link import HostLink
-from tokenspeed_core.runner.sampler import RunnerKernels
-from tokenspeed_core.runner.slots import SlotLayout, SlotState
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.api.attention import AttentionStep
+from tokenspeed_core.worker.inputs import DeviceInputMaker, HostInputMaker, StepInputs
+from tokenspeed_core.worker.sampler import RunnerKernels
+from tokenspeed_core.worker.slots import SlotLayout, SlotState
+from tokenspeed_core.worker.transfer import HostLink
 from tokenspeed_kernels.reference.cache import advance_rows, map_tokens
 
 BLOCK, GROUPS = 4, 2

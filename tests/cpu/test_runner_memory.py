@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tokenspeed_core.api.cache_groups import FullAttention, RecurrentState
 from tokenspeed_core.errors import CapacityError
-from tokenspeed_core.kv.groups import FullAttention, RecurrentState
-from tokenspeed_core.runner.memory import (
+from tokenspeed_core.worker.memory import (
     GIB,
     DeviceBudget,
     PoolLimits,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tokenspeed_testing.plans import PlanMaker
 
-from tokenspeed_core.runner.local import LocalRunner
-from tokenspeed_core.step import LateInputs, StepResult
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.api.step import LateInputs, StepResult
+from tokenspeed_core.worker.local import LocalRunner
 
 VOCAB = 97
 PROMPT = [5, 9, 5, 33, 60, 61]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenspeed_testing.plans import PlanMaker
 
-from tokenspeed_core.runner.staged import BucketSize, StagedLayout
-from tokenspeed_core.step import StepPlan
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.api.step import StepPlan
+from tokenspeed_core.worker.staged import BucketSize, StagedLayout
 
 PADDING = (9, 77)
 

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from tokenspeed_core.api.step import OutOfMemory
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, PluginError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.runner import link, local
-from tokenspeed_core.runner.buckets import bucket_sizes, decode_sizes
-from tokenspeed_core.runner.graphs import StepGraphs
-from tokenspeed_core.runner.local import LocalRunner, build, plan_only
-from tokenspeed_core.runner.staged import BucketSize
-from tokenspeed_core.runner.trial import kinds, largest
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.step import OutOfMemory
+from tokenspeed_core.worker import local
+from tokenspeed_core.worker import transfer as link
+from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
+from tokenspeed_core.worker.graphs import StepGraphs
+from tokenspeed_core.worker.local import LocalRunner, build, plan_only
+from tokenspeed_core.worker.staged import BucketSize
+from tokenspeed_core.worker.warmup import kinds, largest
 
 Make = Callable[..., Resolved]
 

@@ -10,12 +10,12 @@ import pytest
 
 from tokenspeed_core import LLM
 from tokenspeed_core.api import hookimpl
+from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.cli import main
 from tokenspeed_core.config.schema import Config, flag, metadata
 from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.kernels.overrides import SHORT
 from tokenspeed_core.kernels.plan import typed
-from tokenspeed_core.kernels.preference import SHORT
-from tokenspeed_core.kernels.spec import PHASES
 from tokenspeed_core.plugins import Catalog, Selection
 
 DRY = ("serve", "--dry-run", "--device", "cpu")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from serving import Served, served
 
-NUM_REQUESTS, NUM_PROMPTS, MOST_TOKENS = 160, 24, 60
+NUM_REQUESTS, NUM_PROMPTS, MAX_TOKENS = 160, 24, 60
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ class Crowd:
             for prompt in self.prompts:
                 body = {
                     "prompt": prompt,
-                    "max_tokens": MOST_TOKENS,
+                    "max_tokens": MAX_TOKENS,
                     "temperature": 0,
                     "ignore_eos": True,
                 }
@@ -75,7 +75,7 @@ class Crowd:
         number = self.random.randrange(NUM_PROMPTS)
         body: dict[str, Any] = {
             "prompt": self.prompts[number],
-            "max_tokens": self.random.randrange(1, MOST_TOKENS + 1),
+            "max_tokens": self.random.randrange(1, MAX_TOKENS + 1),
             "temperature": 0,
             "ignore_eos": True,
             "n": self.random.choice([1, 1, 1, 2, 3]),

@@ -149,7 +149,7 @@ def test_a_hook_sets_what_the_first_process_does_before_the_engine_starts(
         commands = [child.cmdline() for child in psutil.Process(running.process.pid).children()]
         assert sorted(command[3] for command in commands) == [
             "tokenspeed_core.engine.process",
-            "tokenspeed_core.server.serve",
+            "tokenspeed_server.serve",
         ]
         assert running.url.startswith("http://127.0.0.2:")
         assert "INFO" not in running.said()

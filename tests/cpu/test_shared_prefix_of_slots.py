@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tokenspeed_core.api.cache_groups import FullAttention
+from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.kv.groups import FullAttention
-from tokenspeed_core.kv.manager import KVManager
-from tokenspeed_core.messages import Submit
-from tokenspeed_core.runner.slots import SHARED_PREFIX, SHORT, SlotTraits
+from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.step import LateInputs, StepPlan, StepResult
+from tokenspeed_core.worker.slots import SHARED_PREFIX, SHORT, SlotFlags
 
 NUM_SEQS, MAX_LEN = 6, 1024
 NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -23,7 +23,7 @@ class TableKeeper:
     """A runner that keeps the whole block table of each slot, and compares."""
 
     def __init__(self, block_size: int) -> None:
-        self.traits = SlotTraits(NUM_SEQS, 1, block_size)
+        self.traits = SlotFlags(NUM_SEQS, 1, block_size)
         self.said: list[bool] = []
         self._num_leading = -(-SHARED_PREFIX // block_size)
         self._tables: list[dict[int, int]] = [{} for _ in range(NUM_SEQS)]
@@ -92,7 +92,9 @@ def test_whether_decodes_share_a_prefix_is_what_their_block_tables_say(block_siz
     kv = KVManager((FullAttention("full", 1, 1, 1),), block_size, 400)
     limits = SchedulerLimits(NUM_SEQS, MAX_LEN, 600, 600, 1000, 1000)
     runner = TableKeeper(block_size)
-    engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), runner, spares_decodes=False)
+    engine = Engine(
+        Scheduler(limits, kv, POLICIES["fcfs"]), runner, limits_prefill_while_decoding=False
+    )
     prefixes = [rng.integers(0, 999, 600).tolist() for _ in range(2)]
     number = 0
     for few in (

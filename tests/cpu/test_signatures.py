@@ -7,8 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from tokenspeed_core.testing.signatures import held_to, kept, library_of, parsed, read, renew
+from tokenspeed_testing.signatures import held_to, kept, library_of, parsed, read, renew
 
 SOURCE = """
 class Wrapper:

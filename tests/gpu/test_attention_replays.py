@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenspeed_testing.replays import replays
 
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.replays import replays
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def spec_of(backend: str, problem: AttentionProblem) -> KernelSpec:
     selector = Selector(
         installed_kernels(catalog),
         PlatformInfo("cuda", capability),
-        [Preference.parse("attention", (backend,))],
+        [Override.parse("attention", (backend,))],
         ops=installed_ops(catalog),
         needs=frozenset({"graph_safe"}),
     )

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import make_inputs
+from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
-from tokenspeed_core.testing.conformance import make_inputs
-from tokenspeed_core.testing.shapes import contract_of
 from tokenspeed_kernels.descriptors import TRITON_LINEAR
 from tokenspeed_kernels.reference import fused_linear
 from tokenspeed_kernels.triton.between_attention import between_attention

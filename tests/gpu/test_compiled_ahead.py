@@ -45,11 +45,11 @@ START = """
 import json, sys, threading
 import triton
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import resolve
+from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.runner.local import build
+from tokenspeed_core.worker.local import build
 from tokenspeed_kernels.triton import ahead
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_testing.plans import PlanMaker
 
 compiled, asked, launched = [], set(), set()
 triton.knobs.compilation.listener = lambda *, metadata, cache_hit, **_: cache_hit or compiled.append(

@@ -13,7 +13,7 @@ from tokenspeed_demo.training.render import Renderer
 from tokenspeed_demo.training.tasks import SCORED, held_out_set
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.checkpoint import resolve_checkpoint
+from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.outputs import RequestOutput
 from tokenspeed_core.plugins.catalog import Catalog

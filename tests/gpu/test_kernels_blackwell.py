@@ -15,11 +15,11 @@ from tokenspeed_kernels_blackwell import (
     LATENT,
     PROMPTS,
 )
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.conformance import check
 
 from tokenspeed_core import LLM
-from tokenspeed_core.kernels.spec import KernelSpec
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.conformance import check
+from tokenspeed_core.api.kernels import KernelSpec
 
 IS_BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() in (
     (10, 0),

@@ -7,8 +7,7 @@ import importlib.util
 import pytest
 import torch
 from tokenspeed_kernels_deepgemm import DEEPGEMM
-
-from tokenspeed_core.testing.conformance import check
+from tokenspeed_testing.conformance import check
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

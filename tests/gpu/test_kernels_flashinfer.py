@@ -20,10 +20,7 @@ import torch
 from tokenspeed_kernels_flashinfer import ATTENTION, attention_specs
 from tokenspeed_kernels_flashinfer.__main__ import build, modules
 from tokenspeed_kernels_flashinfer.compiled import compiled_modules
-
-from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.kernels.attention import AttentionProblem, AttentionStep
-from tokenspeed_core.testing.attention import (
+from tokenspeed_testing.attention import (
     Rows,
     attend,
     attends,
@@ -32,6 +29,9 @@ from tokenspeed_core.testing.attention import (
     limits_of,
     make_scene,
 )
+
+from tokenspeed_core import LLM, SamplingParams
+from tokenspeed_core.api.attention import AttentionProblem, AttentionStep
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
 IS_RECENT = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)

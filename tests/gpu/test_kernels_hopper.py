@@ -10,10 +10,10 @@ import pytest
 import torch
 from tokenspeed_kernels_hopper import FA3, fa3
 from tokenspeed_kernels_hopper.gather import Gathered
+from tokenspeed_testing.attention import attention_problems, check_attention
 
 from tokenspeed_core import LLM
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
-from tokenspeed_core.testing.attention import attention_problems, check_attention
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -40,8 +40,8 @@ def test_keys_gathered_from_their_blocks_give_the_same(monkeypatch: pytest.Monke
 
     copy = Gathered.fill
     monkeypatch.setattr(Gathered, "fill", fill)
-    monkeypatch.setattr(fa3, "LEAST_QUERIES", 0)
-    monkeypatch.setattr(fa3, "LEAST_TOKENS", 0)
+    monkeypatch.setattr(fa3, "MIN_QUERIES", 0)
+    monkeypatch.setattr(fa3, "MIN_TOKENS", 0)
     problems = [
         each for each in attention_problems(FA3) if each.phase == "prefill" and each.window is None
     ]
@@ -75,8 +75,8 @@ def test_long_prompts_give_the_bits_of_their_blocks(monkeypatch: pytest.MonkeyPa
     for row, length in enumerate(lengths):  # what other requests left behind a row's end
         caches[rows[row, length // 16].long(), :, length % 16 :] = float("nan")
     q = torch.randn((starts[-1], 8, 128), dtype=torch.bfloat16, device=device)
-    for least in (fa3.LEAST_QUERIES, 10**9):
-        monkeypatch.setattr(fa3, "LEAST_QUERIES", least)
+    for least in (fa3.MIN_QUERIES, 10**9):
+        monkeypatch.setattr(fa3, "MIN_QUERIES", least)
         kernel = fa3.attention(problem, AttentionLimits(4, 8192, 8192, 512), device)
         kernel.prepare(step)
         assert (kernel._gathered is None) == (least == 10**9)

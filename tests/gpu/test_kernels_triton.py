@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_scene
+from tokenspeed_testing.conformance import check
 
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.spec import KernelSpec
-from tokenspeed_core.testing.attention import Rows, attends, check_attention, limits_of, make_scene
-from tokenspeed_core.testing.conformance import check
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton.attention import TritonAttention
 

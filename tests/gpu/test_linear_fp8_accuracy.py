@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels.reference.fp8 import quantize_rows
-from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS, linear_fp8
+from tokenspeed_kernels.triton.linear_fp8 import MAX_ROWS, linear_fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +74,7 @@ def test_sums_that_only_grow_lose_what_their_length_says(in_size: int, out_size:
     )
 
 
-@pytest.mark.parametrize("num_rows", [MOST_ROWS, NUM_ROWS])
+@pytest.mark.parametrize("num_rows", [MAX_ROWS, NUM_ROWS])
 def test_the_op_is_as_near_with_few_rows_as_with_many(num_rows: int) -> None:
     x, weight = operands(12288, 4096)
     (codes, scale), (held, held_scale) = quantize_rows(x[:num_rows]), quantize_rows(weight)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import check
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import descriptors, inputs
 from tokenspeed_kernels.reference import moe
 from tokenspeed_kernels.triton.moe_fp8 import TILINGS, moe_experts_fp8

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import check, make_inputs
+from tokenspeed_testing.shapes import contract_of
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.testing.conformance import check, make_inputs
-from tokenspeed_core.testing.shapes import contract_of
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.triton import linear_fp8_block
-from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS
+from tokenspeed_kernels.triton.linear_fp8 import MAX_ROWS
 from tokenspeed_kernels.triton.linear_fp8_block import FEW_ROWS, MIDDLE_ROWS
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -25,7 +25,7 @@ ROWS = (
     0,
     1,
     7,
-    *(each + more for each in (FEW_ROWS, MOST_ROWS, MIDDLE_ROWS) for more in (0, 1)),
+    *(each + more for each in (FEW_ROWS, MAX_ROWS, MIDDLE_ROWS) for more in (0, 1)),
     1090,
 )
 SIZES = {

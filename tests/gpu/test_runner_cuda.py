@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenspeed_testing.plans import PlanMaker
 
+from tokenspeed_core.api.step import LateInputs, OutOfMemory, StepPlan, StepResult
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import resolve
+from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.errors import CapacityError
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.runner.local import LocalRunner, build
-from tokenspeed_core.step import LateInputs, OutOfMemory, StepPlan, StepResult
-from tokenspeed_core.testing.plans import PlanMaker
+from tokenspeed_core.worker.local import LocalRunner, build
 
 pytestmark = [
     pytest.mark.gpu,

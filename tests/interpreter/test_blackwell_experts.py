@@ -20,11 +20,11 @@ from tokenspeed_kernels_blackwell import (
     reference,
 )
 from tokenspeed_kernels_blackwell.experts import TILINGS
+from tokenspeed_testing.conformance import check
+from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
 from tokenspeed_core.api import Tolerance
-from tokenspeed_core.testing.conformance import check
-from tokenspeed_core.testing.shapes import contract_of
 
 pytestmark = [
     pytest.mark.interpreter,

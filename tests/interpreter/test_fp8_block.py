@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS
+from tokenspeed_kernels.triton.linear_fp8 import MAX_ROWS
 from tokenspeed_kernels.triton.linear_fp8_block import FEW_ROWS, MIDDLE_ROWS, linear_fp8_block
 
 pytestmark = pytest.mark.interpreter
@@ -28,7 +28,7 @@ def operand(rows: int, size: int, block_rows: int) -> tuple[Tensor, Tensor, Tens
     return codes, scale, values.double()
 
 
-@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1, MOST_ROWS + 1, MIDDLE_ROWS + 1, 600])
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1, MAX_ROWS + 1, MIDDLE_ROWS + 1, 600])
 def test_products_are_those_of_the_numbers_that_transformers_reads(num_rows: int) -> None:
     x, x_scale, x_values = operand(num_rows, 384, 1)
     weight, weight_scale, weight_values = operand(256, 384, 128)

@@ -7,11 +7,11 @@ import torch
 from tokenspeed_kernels_blackwell import BLOCK_SCALED, LATENT, PROMPTS, latent_decode
 from tokenspeed_kernels_blackwell.block_scaled import TILINGS
 from tokenspeed_kernels_blackwell.reference import nvfp4_values
+from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_scene
+from tokenspeed_testing.conformance import agrees_with_reference, check, make_inputs
+from tokenspeed_testing.shapes import contract_of
 
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.testing.attention import Rows, attends, check_attention, limits_of, make_scene
-from tokenspeed_core.testing.conformance import agrees_with_reference, check, make_inputs
-from tokenspeed_core.testing.shapes import contract_of
+from tokenspeed_core.api.attention import AttentionProblem
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -89,7 +89,7 @@ def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows:
         assert num_rows == 0 or (x @ weight.T).abs().max() > 0
 
 
-@pytest.mark.parametrize("least_share", [latent_decode.LEAST_SHARE, 32], ids=["whole", "split"])
+@pytest.mark.parametrize("least_share", [latent_decode.MIN_SHARE, 32], ids=["whole", "split"])
 @pytest.mark.parametrize(
     ("num_heads", "latent_size", "rope_size"), [(3, 64, 16), (70, 64, 16), (16, 512, 64)]
 )
@@ -100,7 +100,7 @@ def test_latent_attention_follows_the_definition(
     least_share: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(latent_decode, "LEAST_SHARE", least_share)
+    monkeypatch.setattr(latent_decode, "MIN_SHARE", least_share)
     asked = {
         "num_heads": num_heads,
         "latent_size": latent_size,
@@ -114,11 +114,11 @@ def test_latent_attention_follows_the_definition(
         agrees_with_reference(kernel, contract_of(LATENT), asked, rows, CPU, strided=strided)
 
 
-@pytest.mark.parametrize("least_share", [latent_decode.LEAST_SHARE, 32], ids=["whole", "split"])
+@pytest.mark.parametrize("least_share", [latent_decode.MIN_SHARE, 32], ids=["whole", "split"])
 def test_latents_that_nobody_wrote_do_not_reach_a_row(
     least_share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latent_decode, "LEAST_SHARE", least_share)
+    monkeypatch.setattr(latent_decode, "MIN_SHARE", least_share)
     asked = {
         "num_heads": 3,
         "latent_size": 64,

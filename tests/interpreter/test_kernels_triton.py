@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.conformance import check, make_inputs, run
+from tokenspeed_testing.shapes import contract_of, problems
 
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.spec import KernelSpec
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.conformance import check, make_inputs, run
-from tokenspeed_core.testing.shapes import contract_of, problems
 from tokenspeed_kernels import descriptors
 
 pytestmark = [

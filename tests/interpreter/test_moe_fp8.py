@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenspeed_testing.conformance import check
 
 from tokenspeed_core.api import AxisLimit
-from tokenspeed_core.testing.conformance import check
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.reference import fp8
 from tokenspeed_kernels.triton import moe_fp8

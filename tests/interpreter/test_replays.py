@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tokenspeed_kernels_blackwell import PROMPTS
+from tokenspeed_testing.replays import Replay, replays
 
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.spec import KernelSpec
-from tokenspeed_core.runner.staged import BucketSize
-from tokenspeed_core.testing.replays import Replay, replays
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_kernels.descriptors import TRITON_ATTENTION
 
 pytestmark = [

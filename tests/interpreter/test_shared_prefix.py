@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenspeed_testing.attention import Rows, attend, attends, limits_of, make_scene
 
-from tokenspeed_core.kernels.attention import AttentionLimits, AttentionProblem, AttentionStep
-from tokenspeed_core.runner.slots import SHARED_PREFIX, SHORT
-from tokenspeed_core.testing.attention import Rows, attend, attends, limits_of, make_scene
+from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_core.worker.slots import SHARED_PREFIX, SHORT
 from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
 from tokenspeed_kernels.triton.attention import LONG_SPLIT, TritonAttention
 from tokenspeed_kernels.triton.shared import (
     BLOCK_N,
-    LEAST_KEYS,
-    LEAST_ROWS,
     MERGED_PARTS,
+    MIN_KEYS,
+    MIN_ROWS,
     SharedPrefix,
 )
 
@@ -30,7 +30,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 PROBLEM = AttentionProblem("decode", 4, 2, 16, "float32", "float32", 64, 0.25, None)
 LENGTHS = (400, 350, 330, 600, 345, 401, 377, 328, 390)
-assert len(LENGTHS) == LEAST_ROWS
+assert len(LENGTHS) == MIN_ROWS
 
 
 def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
@@ -119,7 +119,7 @@ def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
 
 
 def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none() -> None:
-    assert SHARED_PREFIX <= LEAST_KEYS
+    assert SHARED_PREFIX <= MIN_KEYS
     assert SHORT <= LONG_SPLIT, "a plain step has no parts"
     scene = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
@@ -133,7 +133,7 @@ def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none
 
 
 def test_rows_of_several_query_tokens_share_nothing() -> None:
-    rows = Rows((2,) * LEAST_ROWS, LENGTHS, 320)
+    rows = Rows((2,) * MIN_ROWS, LENGTHS, 320)
     scene = make_scene(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     attends(kernel, PROBLEM, scene, rows)
@@ -190,7 +190,7 @@ def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(
         launch,
     )
     expected = min(first_odd * block_size, 605 * block_size - 1) // BLOCK_N * BLOCK_N
-    assert shared.found.tolist() == [expected if expected >= LEAST_KEYS else 0, 0]
+    assert shared.found.tolist() == [expected if expected >= MIN_KEYS else 0, 0]
 
 
 def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> None:

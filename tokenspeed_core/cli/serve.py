@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.plugins.entry import load_target
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="the same as --model")]
 ConfigFile = Annotated[
@@ -52,10 +54,13 @@ def serve(
     asked = configure(positional, flags, config)
     logging.basicConfig(level=asked.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     if dry_run:
-        from tokenspeed_core.engine.launch import dry_run as explain
+        from tokenspeed_core.engine.factory import dry_run as explain
 
         typer.echo(explain(asked))
         return 0
-    from tokenspeed_core.server.serve import run
-
-    return run(asked)
+    if find_spec("tokenspeed_server") is None:
+        raise ConfigError(
+            "serve: tokenspeed-server is not installed; pip install tokenspeed-server"
+        )
+    status: int = load_target("tokenspeed_server.serve:run")(asked)
+    return status

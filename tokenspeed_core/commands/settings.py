@@ -6,7 +6,7 @@ from tokenspeed_core.cli.serve import ConfigFile, ModelArgument, configure
 from tokenspeed_core.cli.settings import Overview, help_topic, print_help, with_settings
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import without_settings
-from tokenspeed_core.engine.orphan import end_with_parent
+from tokenspeed_core.engine.parent_death import end_with_parent
 from tokenspeed_core.errors import EngineDeadError
 
 __all__ = [

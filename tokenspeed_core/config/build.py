@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tokenspeed_core.config.describe import as_written
-from tokenspeed_core.config.foreign import refuse_foreign
+from tokenspeed_core.config.flag_aliases import refuse_foreign
 from tokenspeed_core.config.schema import Config, choices, flag, narrowed
 from tokenspeed_core.errors import ConfigError, meant
 from tokenspeed_core.plugins.deprecations import warn

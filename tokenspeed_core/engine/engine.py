@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenspeed_core.engine.pace import Pace
+from tokenspeed_core.api.hooks import StepRecord
+from tokenspeed_core.api.step import I32, LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
+from tokenspeed_core.engine.messages import FinishReason, Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
-from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
-from tokenspeed_core.plugins.hookspecs import StepRecord
-from tokenspeed_core.scheduler.planning import Draft
+from tokenspeed_core.scheduler.prefill_budget import PrefillBudget
 from tokenspeed_core.scheduler.scheduler import Scheduler
-from tokenspeed_core.step import I32, LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
+from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 log = logging.getLogger("tokenspeed.engine")
 
@@ -48,19 +48,21 @@ class Engine:
         depth: int = 2,
         late_source: LateSource | None = None,
         observe: Callable[[StepRecord], None] | None = None,
-        spares_decodes: bool = True,
+        limits_prefill_while_decoding: bool = True,
         max_failures: int = MAX_FAILURES,
     ) -> None:
         """Start idle. With `depth` 1 each step is collected before the next is planned.
 
-        `observe` is told of every collected step, while the next one runs. `spares_decodes` keeps steps short
+        `observe` is told of every collected step, while the next one runs. `limits_prefill_while_decoding` keeps steps short
         while sequences decode, for those who watch their tokens come. After `max_failures` failed steps in a row,
         those apart that found too little memory, `step` raises EngineDeadError; with 0 after the first of any kind.
         """
         self.scheduler, self.runner = scheduler, runner
         self.num_steps = 0
         self._depth, self._late_source, self._observe = depth, late_source, observe
-        self._pace = Pace(scheduler.limits.budget, spares_decodes=spares_decodes)
+        self._pace = PrefillBudget(
+            scheduler.limits.budget, limits_prefill_while_decoding=limits_prefill_while_decoding
+        )
         self._launched: list[StepPlan] = []
         self._num_failures, self._max_failures = 0, max_failures
 
@@ -69,7 +71,7 @@ class Engine:
         """Whether `step` has something to do, now or after what is in flight."""
         return self.scheduler.has_work
 
-    def submit(self, request: Submit) -> Refused | None:
+    def submit(self, request: Submit) -> Rejected | None:
         """Take a request, or say why not."""
         return self.scheduler.submit(request)
 
@@ -92,7 +94,7 @@ class Engine:
             outputs.append(self.collect())
         return outputs
 
-    def launch(self, draft: Draft, group_num_tokens: I32 | None = None) -> list[Outputs]:
+    def launch(self, draft: StepPlanBuilder, group_num_tokens: I32 | None = None) -> list[Outputs]:
         """Launch a draft. Returns what had to be collected before its sampling could be launched."""
         if not self._launched:
             self._pace.launched()
@@ -139,7 +141,7 @@ class Engine:
             )
         outputs = self.scheduler.apply(result)
         if outputs.finish.any() and len(
-            ended := outputs.sequence_ids[outputs.finish == Finish.ERROR]
+            ended := outputs.sequence_ids[outputs.finish == FinishReason.ERROR]
         ):
             log.error(
                 "step %d gave no finite logit for the sequences %s, which end here",
@@ -180,5 +182,9 @@ class Engine:
 def _errors(sequence_ids: list[int]) -> Outputs:
     zeros = np.zeros(len(sequence_ids), np.int32)
     return Outputs(
-        np.asarray(sequence_ids, np.int64), zeros, zeros[:0], zeros + np.int32(Finish.ERROR), zeros
+        np.asarray(sequence_ids, np.int64),
+        zeros,
+        zeros[:0],
+        zeros + np.int32(FinishReason.ERROR),
+        zeros,
     )

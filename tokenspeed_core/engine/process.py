@@ -14,14 +14,23 @@ from typing import Any
 import zmq
 
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.launch import rediscover, resolve, start
-from tokenspeed_core.engine.orphan import begin
+from tokenspeed_core.engine.factory import rediscover, resolve, start
+from tokenspeed_core.engine.messages import (
+    Abort,
+    Drain,
+    Failed,
+    Heartbeat,
+    Ready,
+    Submit,
+    WorkerReady,
+    to_engine,
+)
+from tokenspeed_core.engine.parent_death import begin
 from tokenspeed_core.engine.progress import StartProgress
-from tokenspeed_core.engine.workers import Socket, bind, send, send_outputs
+from tokenspeed_core.engine.transport import Socket, bind, send, send_outputs
+from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import TokenSpeedError
-from tokenspeed_core.messages import Abort, Drain, Failed, Hello, Pulse, Ready, Submit, to_engine
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.wire import pack
 
 PULSE_SECONDS = 1.0
 log = logging.getLogger("tokenspeed.engine")
@@ -40,7 +49,7 @@ class EngineLoop:
             self._poller.register(each, zmq.POLLIN)
         self._num_silent = len(sockets)  # workers that cannot serve yet
         self._is_draining = False
-        self._pulse_at = 0.0
+        self._pulse_at = time.monotonic() - PULSE_SECONDS
         self._was_working = False
 
     def run(self) -> None:
@@ -78,12 +87,12 @@ class EngineLoop:
                     self.engine.abort(message.sequence_ids.tolist())
                 case Drain():
                     self._is_draining = True
-                case Hello():
+                case WorkerReady():
                     self._num_silent -= 1
                     if not self._num_silent:
                         self._send_all(self._ready)
 
-    def _send_all(self, message: Ready | Pulse) -> None:
+    def _send_all(self, message: Ready | Heartbeat) -> None:
         for socket in self._sockets:
             send(socket, message)
 
@@ -95,7 +104,9 @@ class EngineLoop:
         self._pulse_at, self._was_working = now, works
         roster = self.engine.scheduler.roster
         self._send_all(
-            Pulse(self.engine.num_steps, roster.num_running, roster.num_waiting, self._is_draining)
+            Heartbeat(
+                self.engine.num_steps, roster.num_running, roster.num_waiting, self._is_draining
+            )
         )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tokenspeed_core.api.kernels import DTYPES, InstalledKernel, KernelSpec, Ranking
+from tokenspeed_core.api.ops import OpContract, merge_ops
 from tokenspeed_core.errors import ConfigError, meant
-from tokenspeed_core.kernels.ops import OpContract, merge_ops
-from tokenspeed_core.kernels.preference import FORMAT, SHORT, Preference
-from tokenspeed_core.kernels.spec import DTYPES, InstalledKernel, KernelSpec, Ranking
+from tokenspeed_core.kernels.overrides import FORMAT, SHORT, Override
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
@@ -16,7 +16,7 @@ _USUAL = "tokenspeed-kernels"
 
 
 def installed_kernels(
-    catalog: Catalog, wishes: Sequence[Preference] = ()
+    catalog: Catalog, wishes: Sequence[Override] = ()
 ) -> tuple[InstalledKernel, ...]:
     """Import the descriptors of all kernel entries and return their specs, in the catalog's order.
 
@@ -88,7 +88,7 @@ def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
 
 
 def _check_names(
-    wishes: Sequence[Preference], catalog: Catalog, ops: Mapping[str, OpContract]
+    wishes: Sequence[Override], catalog: Catalog, ops: Mapping[str, OpContract]
 ) -> None:
     for wish in wishes:
         of = {op.name: op.family for op in ops.values() if wish.target in (op.family, op.name)}

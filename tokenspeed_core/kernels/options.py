@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.spec import KernelSpec
 
 
 def described(spec: KernelSpec, schema: type[BaseModel]) -> dict[str, str]:

@@ -10,10 +10,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import (
+    Capability,
+    InstalledKernel,
+    KernelSpec,
+    PlatformInfo,
+    Ranking,
+)
+from tokenspeed_core.api.ops import OpContract, Problem, common_ops
 from tokenspeed_core.errors import SelectionError, told
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.kernels.ops import OpContract, Problem, common_ops
 from tokenspeed_core.kernels.options import described, settle
+from tokenspeed_core.kernels.overrides import Override, flag_for
 from tokenspeed_core.kernels.plan import (
     KernelPlan,
     NothingFitsError,
@@ -21,14 +29,6 @@ from tokenspeed_core.kernels.plan import (
     Reason,
     Verdict,
     typed,
-)
-from tokenspeed_core.kernels.preference import Preference, flag_for
-from tokenspeed_core.kernels.spec import (
-    Capability,
-    InstalledKernel,
-    KernelSpec,
-    PlatformInfo,
-    Ranking,
 )
 from tokenspeed_core.plugins.catalog import blaming
 from tokenspeed_core.plugins.metadata import check_build
@@ -64,7 +64,7 @@ class Selector:
 
     kernels: Sequence[InstalledKernel]
     platform: PlatformInfo
-    preferences: Sequence[Preference] = ()
+    preferences: Sequence[Override] = ()
     _: KW_ONLY
     options: Mapping[str, Any] = field(default_factory=dict)
     rankings: Sequence[Ranking] = ()
@@ -72,7 +72,7 @@ class Selector:
     needs: frozenset[str] = frozenset()
     hint: str = ""
     module_exists: Callable[[str], bool] = has_module
-    _heeded: set[Preference] = field(default_factory=set, init=False)
+    _heeded: set[Override] = field(default_factory=set, init=False)
     _decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = field(
         default_factory=dict, init=False
     )
@@ -184,7 +184,7 @@ class Selector:
         return self._decided[key]
 
     def _decide(
-        self, contract: OpContract, problem: Problem, wish: Preference | None
+        self, contract: OpContract, problem: Problem, wish: Override | None
     ) -> tuple[Choice | None, PlannedOp]:
         names, source = (wish.backends, wish.flag) if wish else (("auto",), "auto")
         figures = self._figures(contract.name, problem.get("phase"))
@@ -251,7 +251,7 @@ class Selector:
         found = (r for r in self.rankings if (r.op, r.phase, r.compute_capability) == key)
         return {backend: figure for ranking in found for backend, figure in ranking.figures}
 
-    def _wish(self, contract: OpContract, problem: Problem, layer: int | None) -> Preference | None:
+    def _wish(self, contract: OpContract, problem: Problem, layer: int | None) -> Override | None:
         """Return the narrowest of the user's wishes for a problem. Raises SelectionError where two are as narrow."""
         wishes = [wish for wish in self.preferences if wish.applies(contract, problem, layer)]
         wishes.sort(key=lambda wish: wish.narrowness(contract), reverse=True)

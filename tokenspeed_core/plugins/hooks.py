@@ -11,12 +11,12 @@ from typing import Any
 
 import pluggy
 
+from tokenspeed_core.api import hooks as hookspecs
+from tokenspeed_core.api.hooks import RequestRecord, StepRecord
 from tokenspeed_core.config.build import rebuild
 from tokenspeed_core.config.schema import Config, flag, metadata
 from tokenspeed_core.errors import PluginError, TokenSpeedError
-from tokenspeed_core.plugins import hookspecs
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.hookspecs import RequestRecord, StepRecord
 from tokenspeed_core.plugins.selection import Selection
 
 _DECIDED = (

@@ -14,7 +14,17 @@ VARIABLE = "TOKENSPEED_PLUGINS"
 # name, since strangers may publish under the prefix too.
 DEFAULTS = frozenset(
     f"tokenspeed-{part}"
-    for part in ("core", "kernels", "models", "demo", "bench", "chat", "parsers", "plugin-tools")
+    for part in (
+        "core",
+        "kernels",
+        "models",
+        "demo",
+        "bench",
+        "chat",
+        "parsers",
+        "plugin-tools",
+        "server",
+    )
 )
 
 

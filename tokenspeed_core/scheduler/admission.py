@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenspeed_core.kv.manager import KVManager, Match
-from tokenspeed_core.messages import Refused, Submit
+from tokenspeed_core.api.policy import Candidate, Policy, Room
+from tokenspeed_core.engine.messages import Rejected, Submit
+from tokenspeed_core.kv_cache.manager import KVManager, Match
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.decisions import Candidate, Policy, Room
 from tokenspeed_core.scheduler.lifecycle import Preempted, Waiting
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.planning import Draft
-from tokenspeed_core.scheduler.roster import Entry, Roster
 from tokenspeed_core.scheduler.running import Running
 from tokenspeed_core.scheduler.sequence import Sequence
+from tokenspeed_core.scheduler.sequence_table import Entry, SequenceTable
+from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 
 class Admission:
@@ -25,43 +25,43 @@ class Admission:
         kv: KVManager,
         policy: Policy,
         columns: SlotColumns,
-        roster: Roster,
+        roster: SequenceTable,
         running: Running,
     ) -> None:
         """Share the scheduler's parts."""
         self._limits, self._kv, self._policy = limits, kv, policy
         self._columns, self._roster, self._running = columns, roster, running
 
-    def refusal(self, request: Submit) -> Refused | None:
+    def refusal(self, request: Submit) -> Rejected | None:
         """Say why a request can never run or may not queue; None if it may. Changes nothing."""
         limits, num_prompt, num_waiting = (
             self._limits,
             len(request.prompt),
             self._roster.num_waiting,
         )
-        most = min(limits.max_model_len, self._kv.most_tokens())
+        most = min(limits.max_model_len, self._kv.max_tokens_in_pool())
         if not num_prompt or request.prompt.min() < 0 or request.prompt.max() >= limits.vocab_size:
             what = (
                 f"token ids must lie in [0, {limits.vocab_size})"
                 if num_prompt
                 else "the prompt is empty"
             )
-            return Refused(request.request_id, "bad_request", what)
+            return Rejected(request.request_id, "bad_request", what)
         if num_prompt + request.max_tokens > most or request.max_tokens < 1:
-            return Refused(
+            return Rejected(
                 request.request_id,
                 "too_long",
                 f"{num_prompt} prompt tokens and {request.max_tokens} to generate exceed the {most} that fit",
             )
         if request.n > limits.max_queued:
             message = f"n is {request.n}, and the queue never takes more than {limits.max_queued} sequences"
-            return Refused(request.request_id, "bad_request", message)
+            return Rejected(request.request_id, "bad_request", message)
         if request.n > limits.max_queued - num_waiting:
             message = f"{num_waiting} sequences wait already; the queue takes {limits.max_queued}"
-            return Refused(request.request_id, "queue_full", message)
+            return Rejected(request.request_id, "queue_full", message)
         return None
 
-    def plan(self, draft: Draft, budget: int, num_in_flight: int) -> None:
+    def plan(self, draft: StepPlanBuilder, budget: int, num_in_flight: int) -> None:
         """Admit those who wait, with `budget` tokens for their first chunks."""
         roster = self._roster
         late: list[Entry] = []
@@ -79,7 +79,7 @@ class Admission:
         for entry in late:
             roster.put_back(entry)
 
-    def _admit(self, draft: Draft, state: Waiting | Preempted, room: Room) -> int:
+    def _admit(self, draft: StepPlanBuilder, state: Waiting | Preempted, room: Room) -> int:
         """Give the first its slot, blocks and first chunk. Returns the tokens planned; 0: no room."""
         sequence, kv = state.sequence, self._kv
         sequence.chain.extend(sequence.tokens)
@@ -107,7 +107,7 @@ class Admission:
         pages = self._kv.pages_needed(match.num_tokens, min(num_tokens + 1, sequence.max_len))
         return Candidate(num_tokens, match.num_tokens, pages, match.num_idle)
 
-    def _room(self, draft: Draft, budget: int, num_in_flight: int) -> Room:
+    def _room(self, draft: StepPlanBuilder, budget: int, num_in_flight: int) -> Room:
         columns, kv, counts = self._columns, self._kv, self._kv.counts()
         prefilling = columns.prefilling()
         short = columns.target[prefilling] + 1 - columns.capacity[prefilling]

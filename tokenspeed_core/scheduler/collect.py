@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tokenspeed_core.messages import Finish, Outputs
+from tokenspeed_core.api.step import I32, I64, StepLogprobs, StepResult
+from tokenspeed_core.engine.messages import FinishReason, Outputs
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.planning import InFlight
-from tokenspeed_core.step import I32, I64, StepLogprobs, StepResult
+from tokenspeed_core.scheduler.step_plan_builder import InFlight
 
 
 @dataclass(slots=True, eq=False)
@@ -30,15 +30,15 @@ class Collected:
         default_factory=list
     )  # of each late token, what the columns get
 
-    def ended(self) -> Iterator[tuple[int, Finish]]:
+    def ended(self) -> Iterator[tuple[int, FinishReason]]:
         """Yield (slot, reason) of the sequences that are over."""
         for i in np.flatnonzero(self.finish):
-            yield int(self.slots[i]), Finish(int(self.finish[i]))
+            yield int(self.slots[i]), FinishReason(int(self.finish[i]))
 
     def due_for_naming(self, columns: SlotColumns, granularity: int) -> I32:
         """Return the slots that go on and have filled what one hash covers since their last naming."""
-        slots = self.slots[self.finish == Finish.NOT] if self.finish.any() else self.slots
-        return slots[columns.num_known[slots] - 1 - columns.named_until[slots] >= granularity]
+        slots = self.slots[self.finish == FinishReason.NOT] if self.finish.any() else self.slots
+        return slots[columns.num_known[slots] - 1 - columns.num_hashed_tokens[slots] >= granularity]
 
     def homeless(self) -> Iterator[tuple[int, I32]]:
         """Yield (plan row, tokens) of the rows whose sequence no longer holds its slot."""
@@ -53,7 +53,7 @@ class Collected:
                 yield int(row), self.result.token_ids[start : start + int(counts[row])]
 
     def add_late(
-        self, row: int, sequence_id: int, token: int, finish: Finish, num_cached: int
+        self, row: int, sequence_id: int, token: int, finish: FinishReason, num_cached: int
     ) -> None:
         """Add a token of a sequence that lost its slot; a negative one is none, and only its end is told."""
         tokens = [] if token < 0 else [token]
@@ -128,7 +128,7 @@ def _cut(
 ) -> tuple[I32, I32, I64]:
     """Mark the rows that end, and drop what came past the end. Writes `finish`."""
     room = columns.max_len[slots] - columns.num_known[slots]
-    finish[num_tokens >= room] = Finish.LENGTH
+    finish[num_tokens >= room] = FinishReason.LENGTH
     kept = np.minimum(num_tokens, room)
     stops = (token_ids[:, None] == columns.stop_ids[slots][row_of]).any(axis=1) | (token_ids < 0)
     if stops.any():
@@ -140,7 +140,7 @@ def _cut(
             if position[at] < kept[row]:
                 failed = token_ids[at] < 0  # no finite logit: the sequence cannot go on
                 kept[row] = position[at] + (0 if failed else 1)
-                finish[row] = Finish.ERROR if failed else Finish.STOP
+                finish[row] = FinishReason.ERROR if failed else FinishReason.STOP
     if (kept == num_tokens).all():
         return num_tokens, token_ids, row_of
     keep = _offsets(num_tokens, len(row_of)) < kept[row_of]

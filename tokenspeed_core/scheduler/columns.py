@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tokenspeed_core.api.step import I32
 from tokenspeed_core.scheduler.sequence import Sequence
-from tokenspeed_core.step import I32
 
 NOBODY = -1
 
@@ -30,7 +30,7 @@ class SlotColumns:
         )  # known ones when the slot was taken, all to come by chunks
         self.max_len = np.zeros(max_num_seqs, np.int32)  # at which the sequence ends
         self.capacity = np.zeros(max_num_seqs, np.int32)  # that its blocks hold
-        self.named_until = np.zeros(max_num_seqs, np.int32)  # whose blocks others may find
+        self.num_hashed_tokens = np.zeros(max_num_seqs, np.int32)  # whose blocks others may find
         self.priority = np.zeros(max_num_seqs, np.int32)
         self.arrival = np.zeros(max_num_seqs, np.int64)  # its place in the order of arrival
         self.last_step = np.zeros(max_num_seqs, np.int64)  # that it was part of
@@ -49,7 +49,7 @@ class SlotColumns:
         self.sequence_id[slot] = sequence.sequence_id
         self.tokens[slot, :known] = sequence.tokens
         self.num_known[slot] = self.num_bound[slot] = self.target[slot] = known
-        self.num_planned[slot] = self.named_until[slot] = num_hit
+        self.num_planned[slot] = self.num_hashed_tokens[slot] = num_hit
         self.capacity[slot] = capacity
         self.max_len[slot] = sequence.max_len
         self.priority[slot] = sequence.request.priority

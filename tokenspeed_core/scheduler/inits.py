@@ -7,9 +7,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from tokenspeed_core.messages import Submit
+from tokenspeed_core.api.step import F32, I32, SlotInits
+from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.scheduler.sequence import Sequence
-from tokenspeed_core.step import F32, I32, SlotInits
 
 
 def has_penalties(request: Submit) -> bool:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from tokenspeed_core.kv.lease import BlockLease, LeaseSpentError
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.kv_cache.lease import BlockLease, LeaseSpentError
 from tokenspeed_core.scheduler.sequence import Sequence
 
 
@@ -83,7 +83,7 @@ class Sending:
 
     sequence: Sequence
     blocks: BlockLease
-    reason: Finish
+    reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class Finished:
     """Over. Holds nothing."""
 
     sequence: Sequence
-    reason: Finish
+    reason: FinishReason
 
 
 State = Waiting | AwaitingInput | Prefilling | Decoding | Preempted | Sending | Finished
@@ -123,7 +123,7 @@ class Preempt:
 class End:
     """It is over: finished, aborted or failed. `sends` keeps its blocks for a transfer."""
 
-    reason: Finish
+    reason: FinishReason
     sends: bool = False
 
 

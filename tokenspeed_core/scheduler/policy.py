@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.scheduler.decisions import Candidate, Decision, Limits, Policy, Room, View
-from tokenspeed_core.step import I32
+from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.step import I32
 
 
 @dataclass(frozen=True, slots=True)

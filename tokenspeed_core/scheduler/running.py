@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tokenspeed_core.kv.manager import KVManager
+from tokenspeed_core.api.policy import Decision, Limits, Policy, View
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.decisions import Decision, Limits, Policy, View
 from tokenspeed_core.scheduler.lifecycle import Prefilling, PromptPlanned
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.planning import Draft
-from tokenspeed_core.scheduler.roster import Roster
-from tokenspeed_core.step import I32
+from tokenspeed_core.scheduler.sequence_table import SequenceTable
+from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 Drafts = Callable[[I32, I32], I32]  # (slots, most drafts each) -> drafts each
 
@@ -27,14 +27,14 @@ class Running:
         kv: KVManager,
         policy: Policy,
         columns: SlotColumns,
-        roster: Roster,
+        roster: SequenceTable,
         drafts: Drafts | None,
     ) -> None:
         """Share the scheduler's parts. `drafts` gives decode rows drafts to verify."""
         self._limits, self._kv, self._policy = limits, kv, policy
         self._columns, self._roster, self._drafts = columns, roster, drafts
 
-    def plan(self, draft: Draft, budget: int, max_prefill: int) -> None:
+    def plan(self, draft: StepPlanBuilder, budget: int, max_prefill: int) -> None:
         """Add the running sequences' rows to a draft and preempt whom the policy names."""
         view, counts = self._view(), self._kv.counts()
         limits = Limits(
@@ -52,7 +52,7 @@ class Running:
             if decision.num_query[i]:
                 self.plan_chunk(draft, int(view.slots[i]), int(decision.num_query[i]))
 
-    def plan_chunk(self, draft: Draft, slot: int, num_tokens: int) -> None:
+    def plan_chunk(self, draft: StepPlanBuilder, slot: int, num_tokens: int) -> None:
         """Plan the next `num_tokens` known tokens of a slot, or as many as there are, and as there are pages for."""
         columns, kv = self._columns, self._kv
         start, target = int(columns.num_planned[slot]), int(columns.target[slot])
@@ -73,10 +73,10 @@ class Running:
         assert isinstance(state, Prefilling)
         draft.chunk(slot, start, end, is_last)
         columns.num_planned[slot] = end
-        kv.name_blocks(state.lease.blocks, state.sequence.chain, end, is_exact=True)
+        kv.cache_full_blocks(state.lease.blocks, state.sequence.chain, end, is_exact=True)
         if is_last:
             columns.num_bound[slot] = target + 1
-            columns.named_until[slot] = state.lease.blocks.num_named
+            columns.num_hashed_tokens[slot] = state.lease.blocks.num_named
             columns.set_decoding(slot, True)
             self._roster.move(state, PromptPlanned())
 
@@ -117,7 +117,7 @@ class Running:
             columns.arrival[slots],
         )
 
-    def _plan_decodes(self, draft: Draft, view: View, decision: Decision) -> None:
+    def _plan_decodes(self, draft: StepPlanBuilder, view: View, decision: Decision) -> None:
         columns, num = self._columns, view.num_decodes
         slots, num_query = view.slots[:num], decision.num_query[:num]
         runs = num_query > 0
@@ -132,7 +132,7 @@ class Running:
         columns.num_bound[slots] += num_query
         draft.decodes(slots, num_query, start)
 
-    def _extend(self, draft: Draft, slot: int, start: int, end: int) -> bool:
+    def _extend(self, draft: StepPlanBuilder, slot: int, start: int, end: int) -> bool:
         lease = self._roster.lease(slot)
         growth = self._kv.extend(lease, start, end)
         if growth is None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tokenspeed_core.kv.manager import KVManager
-from tokenspeed_core.messages import Finish, Outputs, Refused, Submit
+from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.api.step import I32, StepPlan, StepResult
+from tokenspeed_core.engine.messages import FinishReason, Outputs, Rejected, Submit
+from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.admission import Admission
 from tokenspeed_core.scheduler.collect import Collected, collect
 from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.decisions import Policy
 from tokenspeed_core.scheduler.lifecycle import (
     AwaitingInput,
     Preempted,
@@ -25,11 +26,10 @@ from tokenspeed_core.scheduler.lifecycle import (
     TransferDone,
 )
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.planning import Draft, InFlight
-from tokenspeed_core.scheduler.roster import Roster
 from tokenspeed_core.scheduler.running import Drafts, Running
 from tokenspeed_core.scheduler.sequence import Sequence
-from tokenspeed_core.step import I32, StepPlan, StepResult
+from tokenspeed_core.scheduler.sequence_table import SequenceTable
+from tokenspeed_core.scheduler.step_plan_builder import InFlight, StepPlanBuilder
 
 
 class Scheduler:
@@ -47,7 +47,7 @@ class Scheduler:
         """Start empty. `drafts` gives decode rows drafts to verify; `sends` says whose blocks a transfer needs."""
         self.limits, self.kv, self.policy = limits, kv, policy
         self.columns = SlotColumns(limits.max_num_seqs, limits.max_model_len)
-        self.roster = Roster(self.columns, kv, policy)
+        self.roster = SequenceTable(self.columns, kv, policy)
         self._running = Running(limits, kv, policy, self.columns, self.roster, drafts)
         self._admission = Admission(limits, kv, policy, self.columns, self.roster, self._running)
         self._sends = sends
@@ -58,7 +58,7 @@ class Scheduler:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def submit(self, request: Submit, *, awaits: str | None = None) -> Refused | None:
+    def submit(self, request: Submit, *, awaits: str | None = None) -> Rejected | None:
         """Take a request, or say why not. With `awaits`, it waits for `input_ready` first."""
         refused = self._admission.refusal(request)
         if refused is not None:
@@ -101,7 +101,7 @@ class Scheduler:
         for sequence_id in sequence_ids:
             state = self.roster.get(int(sequence_id))
             if state is not None and not isinstance(state, Sending):
-                self.roster.end(state, Finish.ABORT)
+                self.roster.end(state, FinishReason.ABORT)
 
     @property
     def num_in_flight(self) -> int:
@@ -115,7 +115,7 @@ class Scheduler:
 
     # -- planning -------------------------------------------------------------------------------------
 
-    def plan(self, max_prefill: int | None = None) -> Draft | None:
+    def plan(self, max_prefill: int | None = None) -> StepPlanBuilder | None:
         """Decide the next step. Returns None when nothing can run now. Follow with `launched`.
 
         `max_prefill` bounds the prompt tokens of the step, where prompts are cut.
@@ -132,13 +132,13 @@ class Scheduler:
             return None
         return draft
 
-    def empty(self) -> Draft:
+    def empty(self) -> StepPlanBuilder:
         """Return a draft without rows, which the step group needs of an idle replica."""
-        draft = Draft(self._next_step, self.columns, len(self.kv.groups))
+        draft = StepPlanBuilder(self._next_step, self.columns, len(self.kv.groups))
         self.kv.begin(draft.step_id)
         return draft
 
-    def launched(self, draft: Draft, group_num_tokens: I32 | None = None) -> StepPlan:
+    def launched(self, draft: StepPlanBuilder, group_num_tokens: I32 | None = None) -> StepPlan:
         """Freeze a draft into the plan that the runner gets, and note that it is on its way."""
         plan = draft.freeze(self.kv.copies(), group_num_tokens)
         self.kv.launch(plan.step_id)
@@ -176,7 +176,7 @@ class Scheduler:
             for sequence_id in flight.sequence_ids.tolist():
                 state = self.roster.get(sequence_id)
                 if state is not None and not isinstance(state, Sending):
-                    self._end(state, Finish.ERROR)
+                    self._end(state, FinishReason.ERROR)
                     failed.append(sequence_id)
         self.kv.retire(last)
         return failed
@@ -197,22 +197,22 @@ class Scheduler:
                     sequence.append(token)
                 reason = _end_reason(sequence, token)
                 collected.add_late(row, sequence_id, token, reason, num_cached)
-                if reason is not Finish.NOT:
+                if reason is not FinishReason.NOT:
                     self._end(state, reason)
                     break
 
-    def _end(self, state: State, reason: Finish) -> None:
+    def _end(self, state: State, reason: FinishReason) -> None:
         sends = (
             self._sends is not None
-            and reason in (Finish.STOP, Finish.LENGTH)
+            and reason in (FinishReason.STOP, FinishReason.LENGTH)
             and self._sends(state.sequence)
         )
         self.roster.end(state, reason, sends=sends)
 
 
-def _end_reason(sequence: Sequence, token: int) -> Finish:
+def _end_reason(sequence: Sequence, token: int) -> FinishReason:
     if token < 0:
-        return Finish.ERROR
+        return FinishReason.ERROR
     if token in sequence.request.stop_token_ids:
-        return Finish.STOP
-    return Finish.LENGTH if len(sequence.tokens) >= sequence.max_len else Finish.NOT
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_len else FinishReason.NOT

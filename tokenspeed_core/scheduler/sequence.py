@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.kv.hashing import HashChain
-from tokenspeed_core.messages import Submit
-from tokenspeed_core.step import I32
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.engine.messages import Submit
+from tokenspeed_core.kv_cache.hashing import HashChain
 
 
 @dataclass(slots=True, eq=False)

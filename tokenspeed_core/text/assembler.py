@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenspeed_core.messages import Finish
+from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.text.detokenizer import Detokenizer
 
 _REASONS = {
-    Finish.STOP: "stop",
-    Finish.LENGTH: "length",
-    Finish.ABORT: "abort",
-    Finish.ERROR: "error",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
 }
 
 
@@ -46,10 +46,10 @@ class Assembler:
             None  # "stop", "length", "abort", "error"; None: it goes on
         )
 
-    def feed(self, token_ids: Sequence[int], finish: int = Finish.NOT) -> str:
+    def feed(self, token_ids: Sequence[int], finish: int = FinishReason.NOT) -> str:
         """Take the next tokens and return the text that may be shown.
 
-        `finish` is the engine's `Finish`. When a stop string ends the sequence, `finish_reason` is set
+        `finish` is the engine's `FinishReason`. When a stop string ends the sequence, `finish_reason` is set
         though `finish` was NOT: the engine must then be told to abort it. Tokens after the end are ignored.
         """
         if self.finish_reason is not None:
@@ -60,7 +60,7 @@ class Assembler:
             else self._feed_plain(token_ids, finish)
         )
         if finish and self.finish_reason is None:
-            self.finish_reason = _REASONS[Finish(finish)]
+            self.finish_reason = _REASONS[FinishReason(finish)]
         return shown
 
     def _feed_plain(self, token_ids: Sequence[int], finish: int) -> str:
@@ -69,7 +69,9 @@ class Assembler:
             text = self._detokenizer.push(token_ids)
         else:
             visible = (
-                token_ids[:-1] if finish == Finish.STOP and not self._keeps_stop else token_ids
+                token_ids[:-1]
+                if finish == FinishReason.STOP and not self._keeps_stop
+                else token_ids
             )
             text = self._detokenizer.push(visible) + self._detokenizer.flush()
         self.num_chars += len(text)
@@ -77,7 +79,7 @@ class Assembler:
 
     def _feed_stops(self, token_ids: Sequence[int], finish: int) -> str:
         shown = []
-        hidden = len(token_ids) - 1 if finish == Finish.STOP and not self._keeps_stop else -1
+        hidden = len(token_ids) - 1 if finish == FinishReason.STOP and not self._keeps_stop else -1
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1
             if position != hidden:

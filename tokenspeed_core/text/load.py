@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyParser
 from tokenspeed_core.config import Config
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.parsers import ParserContext, ParserSpec, ReplyParser
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry
 from tokenspeed_core.text.template import ChatTemplate, load_chat_template

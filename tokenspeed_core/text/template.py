@@ -21,7 +21,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenspeed_core.checkpoint import read_json, read_text
+from tokenspeed_core.checkpoint.resolve import read_json, read_text
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 
 MAX_RENDER_SECONDS = 5.0

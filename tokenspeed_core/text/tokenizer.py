@@ -15,17 +15,15 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken
 
-from tokenspeed_core.checkpoint import read_json
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.checkpoint.resolve import read_json
 from tokenspeed_core.errors import CheckpointError
-from tokenspeed_core.step import I32
 from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer, Kind, WindowDetokenizer
 
 V = TypeVar("V")
 
-MOST_PARTS = (
-    16_384  # of a text; nobody's chat has more, and each takes some time of the interpreter
-)
-MOST_BYTES = 128 * 2**20  # of parts that are kept, with their ids
+MAX_PARTS = 16_384  # of a text; nobody's chat has more, and each takes some time of the interpreter
+MAX_BYTES = 128 * 2**20  # of parts that are kept, with their ids
 ENTRY_BYTES = 512  # of one, beside its characters (of up to 4 bytes) and its ids
 
 _NAMED_TOKENS = (
@@ -82,7 +80,7 @@ class PartEncoder:
     def encode(self, text: str, salt: str) -> I32:
         """Return the ids of a text, int32 [tokens]; nobody with another salt can tell by the time whether it came."""
         cuts = [0, *(found.start() for found in self._mark.finditer(text)), len(text)]
-        if len(cuts) > MOST_PARTS:
+        if len(cuts) > MAX_PARTS:
             cuts = [0, len(text)]
         parts = [(salt, text[start:end]) for start, end in pairwise(cuts) if start < end] or [
             (salt, text)
@@ -102,7 +100,7 @@ class PartEncoder:
                 if self._kept.pop(part, None) is None:
                     self._num_bytes += _num_bytes(part, ids[part])
                 self._kept[part] = ids[part]
-            while self._num_bytes > MOST_BYTES:
+            while self._num_bytes > MAX_BYTES:
                 self._num_bytes -= _num_bytes(*self._kept.popitem(last=False))
         return np.concatenate([ids[part] for part in parts])
 

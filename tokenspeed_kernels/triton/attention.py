@@ -19,7 +19,7 @@ from tokenspeed_kernels.triton.early import can_start_early
 from tokenspeed_kernels.triton.shared import BLOCK_N as SHARED_BLOCK_N
 from tokenspeed_kernels.triton.shared import MERGED_PARTS, SharedLaunch, SharedPrefix
 
-LEAST_SPLIT = 64  # keys of a split where rows are too few to fill the device
+MIN_SPLIT = 64  # keys of a split where rows are too few to fill the device
 LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
 CROWD, SHARING_CROWD = (
     3,
@@ -152,7 +152,7 @@ class TritonAttention:
                 -(-step.max_seq_len // LONG_SPLIT),
             )  # a part that is empty takes time too
         else:
-            least, splits = LEAST_SPLIT, WANTED * self.num_multiprocessors // programs
+            least, splits = MIN_SPLIT, WANTED * self.num_multiprocessors // programs
         most = min(MAX_SPLITS, -(-self._max_model_len // least), room, self._options.max_splits)
         splits = max(1, min(splits, most))
         return _Launch(step.num_rows, splits, least, True, tiling, shared)
@@ -284,12 +284,14 @@ def _attend_to_blanks(
         backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
 
 
-def _num_queries(phase: str, some: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+def _num_queries(phase: str, some: Sequence[int], max_tokens_in_pool: int) -> Iterator[list[int]]:
     """Yield the query tokens of each row, of steps of `some` rows that differ in what is launched."""
     for num_rows in some:
         yield [1] * num_rows
     if phase == "prefill":
-        yield from ([min(num_tokens, most_tokens)] for num_tokens in (SMALL_STEP, most_tokens))
+        yield from (
+            [min(num_tokens, max_tokens_in_pool)] for num_tokens in (SMALL_STEP, max_tokens_in_pool)
+        )
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from tokenspeed_kernels.triton.between_attention_kernel import NUM_PHASES, betwe
 from tokenspeed_kernels.triton.early import can_start_early
 
 MAX_ROWS = 64
-MOST_PROGRAMS = (
+MAX_PROGRAMS = (
     128  # and at most one a multiprocessor, so that all of them run at once, as barriers need
 )
 
@@ -100,9 +100,9 @@ def between_attention(problem: Problem) -> BetweenAttention:
     inner, out_size = problem["intermediate_size"], problem["out_size"]
     early, is_device = can_start_early(), torch.cuda.is_available()
     processors = (
-        torch.cuda.get_device_properties().multi_processor_count if is_device else MOST_PROGRAMS
+        torch.cuda.get_device_properties().multi_processor_count if is_device else MAX_PROGRAMS
     )
-    programs = min(MOST_PROGRAMS, processors)
+    programs = min(MAX_PROGRAMS, processors)
     tiles = tiling(heads, hidden, inner, out_size, programs)
     device, dtype = torch.device("cuda" if is_device else "cpu"), getattr(torch, problem["dtype"])
     rows = problem["max_rows"]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import BetweenAttention
 from tokenspeed_kernels.triton.activation import silu_mul
-from tokenspeed_kernels.triton.gated_linear import LEAST_ROWS, can_gate, gated_linear
+from tokenspeed_kernels.triton.gated_linear import MIN_ROWS, can_gate, gated_linear
 from tokenspeed_kernels.triton.norm import rms_norm
 
 
@@ -38,7 +38,7 @@ def between_attention_in_place(problem: Problem) -> BetweenAttention:
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         normed = norm(residual.addmm_(x, out.t()), norm_weight, eps)
-        if gated is not None and len(x) >= LEAST_ROWS:
+        if gated is not None and len(x) >= MIN_ROWS:
             middle = gated(normed, gate_up)
         else:
             middle = gate(functional.linear(normed, gate_up))

@@ -20,7 +20,7 @@ from tokenspeed_kernels.triton.early import can_start_early
 
 BLOCK_T, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 16
 NUM_WARPS, NUM_STAGES = 8, 3
-LEAST_ROWS = 2048  # fewer do not fill the device's last wave of tiles of this size
+MIN_ROWS = 2048  # fewer do not fill the device's last wave of tiles of this size
 
 
 @ahead.jit(do_not_specialize=["T"])
@@ -98,5 +98,5 @@ def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
         return y
 
     blank = partial(ahead.blank, problem["dtype"])
-    ahead.compile_for(apply, blank(LEAST_ROWS, in_size), blank(2 * out_size, in_size))
+    ahead.compile_for(apply, blank(MIN_ROWS, in_size), blank(2 * out_size, in_size))
     return apply

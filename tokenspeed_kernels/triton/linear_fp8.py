@@ -20,8 +20,8 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.early import can_start_early, fetch
 
-MOST_ROWS = 64  # of x that the streaming kernel takes
-MOST_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
+MAX_ROWS = 64  # of x that the streaming kernel takes
+MAX_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
 
 TILES_AHEAD = 8  # of the weight, fetched before the rows of x are there
 
@@ -60,7 +60,7 @@ def _few_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    MOST_INEXACT: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
     AHEAD: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -105,7 +105,7 @@ def _few_rows(
             scale = tl.load(x_scale_ptrs + group, mask=real, other=0.0) * tl.load(block_ptr + group)
             total += tl.dot(w, x) * scale[None, :]
         else:
-            total = tl.dot(w, x, total, max_num_imprecise_acc=MOST_INEXACT)
+            total = tl.dot(w, x, total, max_num_imprecise_acc=MAX_INEXACT)
     is_last = True
     if SPLITS > 1:
         partial_ptrs = partial_ptr + row[None, :] * N + column[:, None]
@@ -196,7 +196,7 @@ class FewRows:
             BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
             BLOCK_N=tiling.block_n,
             BLOCK_K=tiling.block_k,
-            MOST_INEXACT=min(MOST_INEXACT, tiling.block_k),
+            MAX_INEXACT=min(MAX_INEXACT, tiling.block_k),
             AHEAD=TILES_AHEAD if self._early else 0,
             GROUP=self._group,
             num_warps=tiling.num_warps,
@@ -215,7 +215,7 @@ def linear_fp8(problem: Problem) -> LinearFp8:
     def linear(
         x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        if 0 < x.shape[0] <= MOST_ROWS:
+        if 0 < x.shape[0] <= MAX_ROWS:
             return few(x, x_scale, weight, weight_scale, bias)
         if x.shape[0] == 0:
             return torch.empty((0, out_size), dtype=dtype, device=x.device)
@@ -229,7 +229,7 @@ def linear_fp8(problem: Problem) -> LinearFp8:
             use_fast_accum=True,
         )
 
-    for num_rows in (16, 32, MOST_ROWS):
+    for num_rows in (16, 32, MAX_ROWS):
         ahead.compile_for(
             copy(few), *blank_fp8(num_rows, in_size), *blank_fp8(out_size, in_size), None
         )

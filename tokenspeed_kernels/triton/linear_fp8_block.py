@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.fp8_block import GROUP
-from tokenspeed_kernels.triton.linear_fp8 import MOST_ROWS, FewRows, Tiling
+from tokenspeed_kernels.triton.linear_fp8 import MAX_ROWS, FewRows, Tiling
 
 FEW_ROWS = 32  # of x, up to which more tiles of the weight are in flight
 MIDDLE_ROWS = 128  # of x, up to which tiles are narrow
@@ -166,7 +166,7 @@ class Product:
         self._dtype: torch.dtype = getattr(torch, problem["dtype"])
         self._few, self._more = (
             FewRows(out_size, in_size, self._dtype, few_tiling(out_size, in_size, num_rows), GROUP)
-            for num_rows in (FEW_ROWS, MOST_ROWS)
+            for num_rows in (FEW_ROWS, MAX_ROWS)
         )
         self._has_library = library_takes(problem)
 
@@ -177,7 +177,7 @@ class Product:
         num_rows = x.shape[0]
         if num_rows > MIDDLE_ROWS and self._has_library:
             return self.by_library(x, x_scale, weight, weight_scale, bias)
-        if num_rows > MOST_ROWS:
+        if num_rows > MAX_ROWS:
             tiling = MIDDLE if num_rows <= MIDDLE_ROWS else MANY
             return multiply_tiles(x, x_scale, weight, weight_scale, bias, self._dtype, tiling)
         if num_rows == 0:
@@ -219,7 +219,7 @@ class Product:
         for num_rows in (
             16,
             FEW_ROWS,
-            MOST_ROWS,
+            MAX_ROWS,
             MIDDLE_ROWS,
             *(() if self._has_library else (MIDDLE_ROWS + 1,)),
         ):

@@ -11,7 +11,7 @@ from torch.nn import functional
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import AddNormLinear
 from tokenspeed_kernels.triton.activation import silu_mul
-from tokenspeed_kernels.triton.gated_linear import LEAST_ROWS, can_gate, gated_linear
+from tokenspeed_kernels.triton.gated_linear import MIN_ROWS, can_gate, gated_linear
 from tokenspeed_kernels.triton.norm import sum_rms_norm
 
 
@@ -48,7 +48,7 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         normed, total = norm(x, residual, norm_weight, eps)
-        if of_many is not None and bias is None and x.shape[0] >= LEAST_ROWS:
+        if of_many is not None and bias is None and x.shape[0] >= MIN_ROWS:
             return of_many(normed, weight), total
         return gate(functional.linear(normed, weight, bias)), total
 

@@ -21,7 +21,7 @@ from tokenspeed_kernels.triton.fp8 import quantize_fp8
 from tokenspeed_kernels.triton.moe import add_up, blank_choices, sort_by_expert
 from tokenspeed_kernels.triton.moe_kernels import find_tile
 
-MOST_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
+MAX_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
 
 ExpertsFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    MOST_INEXACT: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
 ):
     """Grid (tiles of N, tiles of pairs): hidden [pairs, N] = silu(gate @ x) * (up @ x), in sorted order."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -87,8 +87,8 @@ def _gate_up(
                 x = tl.load(x_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0)
                 gate_w = tl.load(gate_ptrs + start, mask=inside[None, :], other=0.0)
                 up_w = tl.load(up_ptrs + start, mask=inside[None, :], other=0.0)
-            gate = tl.dot(gate_w, x, gate, max_num_imprecise_acc=MOST_INEXACT)
-            up = tl.dot(up_w, x, up, max_num_imprecise_acc=MOST_INEXACT)
+            gate = tl.dot(gate_w, x, gate, max_num_imprecise_acc=MAX_INEXACT)
+            up = tl.dot(up_w, x, up, max_num_imprecise_acc=MAX_INEXACT)
         x_scale = tl.load(x_scale_ptr + token)[None, :]
         gate *= x_scale * tl.load(w_scale_ptr + row)[:, None]
         up *= x_scale * tl.load(w_scale_ptr + row + N)[:, None]
@@ -118,7 +118,7 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    MOST_INEXACT: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
 ):
     """Grid (tiles of N, tiles of pairs): scaled [pairs, N] = weight * down @ hidden, at the pairs' own places."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
@@ -145,7 +145,7 @@ def _down(
                     hidden_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0
                 )
                 w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0)
-            total = tl.dot(w, hidden, total, max_num_imprecise_acc=MOST_INEXACT)
+            total = tl.dot(w, hidden, total, max_num_imprecise_acc=MAX_INEXACT)
         total *= tl.load(w_scale_ptr + row)[:, None]
         total *= (tl.load(hidden_scale_ptr + at) * tl.load(weights_ptr + pair))[None, :]
         scaled_ptrs = scaled_ptr + pair[None, :] * N + column[:, None]
@@ -187,7 +187,7 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
             "BLOCK_N": tiling.block_n,
             "BLOCK_T": tiling.block_t,
             "BLOCK_K": tiling.block_k,
-            "MOST_INEXACT": MOST_INEXACT,
+            "MAX_INEXACT": MAX_INEXACT,
             "num_warps": tiling.num_warps,
             "num_stages": tiling.num_stages,
         }

@@ -21,14 +21,14 @@ from tokenspeed_kernels.triton import ahead
 from tokenspeed_kernels.triton.attention_kernels import _attend_keys, _fit_keys, _share
 from tokenspeed_kernels.triton.early import can_start_early
 
-LEAST_ROWS = (
+MIN_ROWS = (
     9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
 )
-LEAST_KEYS = 256  # that must be shared, no fewer than a step's `shares_prefix` is about
+MIN_KEYS = 256  # that must be shared, no fewer than a step's `shares_prefix` is about
 MERGED_PARTS = (
     8  # results that a program merges at once: no more splits of the shared keys are made
 )
-MOST_SLOTS = 65536  # results of one query head of a row from one split
+MAX_SLOTS = 65536  # results of one query head of a row from one split
 LOG2_E = 1.4426950408889634
 MAX_BLOCK_M = 64  # query heads of a tile, those of several rows
 BLOCK_N = 32  # keys of a step
@@ -68,12 +68,12 @@ class SharedPrefix:
         self._is_possible = (
             problem.phase == "decode"
             and problem.window is None
-            and limits.max_num_rows >= LEAST_ROWS
-            and limits.max_model_len > LEAST_KEYS
+            and limits.max_num_rows >= MIN_ROWS
+            and limits.max_model_len > MIN_KEYS
         )
         num_heads = limits.max_num_rows * problem.num_heads
         num_slots = (
-            max(num_heads, min(MERGED_PARTS * num_heads, MOST_SLOTS)) if self._is_possible else 1
+            max(num_heads, min(MERGED_PARTS * num_heads, MAX_SLOTS)) if self._is_possible else 1
         )
         self.found = torch.zeros(2, dtype=torch.int32, device=device)
         self.partial = torch.empty((num_slots, block_d), dtype=torch.float32, device=device)
@@ -81,7 +81,7 @@ class SharedPrefix:
 
     def launch(self, num_rows: int) -> SharedLaunch | None:
         """Return the launch for a step of rows of one query token, or None where sharing cannot pay."""
-        if not self._is_possible or num_rows < LEAST_ROWS:
+        if not self._is_possible or num_rows < MIN_ROWS:
             return None
         block_m = min(
             self._max_block_m, max(16, triton.next_power_of_2(num_rows * self._num_groups))
@@ -98,8 +98,8 @@ class SharedPrefix:
             self.found,
             launch.num_rows,
             step.block_table.stride(0),
-            LEAST_ROWS=LEAST_ROWS,
-            LEAST_KEYS=LEAST_KEYS,
+            MIN_ROWS=MIN_ROWS,
+            MIN_KEYS=MIN_KEYS,
             BLOCK_SIZE=self._problem.block_size,
             BLOCK_N=BLOCK_N,
             ROWS=FIND_ROWS,
@@ -153,8 +153,8 @@ def find_shared(
     found_ptr,
     num_rows,
     table_stride,
-    LEAST_ROWS: tl.constexpr,
-    LEAST_KEYS: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -175,7 +175,7 @@ def find_shared(
         least = tl.minimum(least, tl.min(tl.where(seq_len > 0, seq_len - 1, NOWHERE), axis=0))
         lead = tl.minimum(lead, tl.min(tl.where(seq_len > 0, row, NOWHERE), axis=0))
     shared = tl.zeros([], dtype=tl.int32)
-    if (num_real >= LEAST_ROWS) & (least >= LEAST_KEYS):
+    if (num_real >= MIN_ROWS) & (least >= MIN_KEYS):
         num_columns = least // BLOCK_SIZE
         agreed = tl.zeros([], dtype=tl.int32)
         first = tl.zeros([], dtype=tl.int32)
@@ -198,7 +198,7 @@ def find_shared(
             agreed = tl.minimum(end, first + COLUMNS)
             first = tl.where(end < first + COLUMNS, num_columns, first + COLUMNS)
         shared = agreed * BLOCK_SIZE // BLOCK_N * BLOCK_N
-        shared = tl.where(shared >= LEAST_KEYS, shared, 0)
+        shared = tl.where(shared >= MIN_KEYS, shared, 0)
     tl.store(found_ptr, shared)
     tl.store(found_ptr + 1, lead)
 

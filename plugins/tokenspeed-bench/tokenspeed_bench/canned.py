@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tokenspeed_bench.client import Pace, run
+from tokenspeed_bench.client import PrefillBudget, run
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.endings import left_to_the_parent, running
 from tokenspeed_bench.figures import of_records
@@ -21,7 +21,7 @@ from tokenspeed_bench.traffic import load
 
 BEAT = 5e-3  # seconds between a stream's events
 IN_LEN, OUT_LEN = 128, 200
-MOST_USERS = 1024
+MAX_USERS = 1024
 START_SECONDS = 10.0
 
 EVENT = (
@@ -138,16 +138,16 @@ def _await(port: int) -> None:
             return
 
 
-def client_cost(pace: Pace) -> dict[str, Any]:
+def client_cost(pace: PrefillBudget) -> dict[str, Any]:
     """Return what the client sees of a server that costs next to nothing: as many users, one request each.
 
     Its gaps beyond the beat, and its events a second below users over the beat, are the client's and the machine's own.
     Ctrl-C raises KeyboardInterrupt.
     """
-    users = min(pace.users, MOST_USERS)
+    users = min(pace.users, MAX_USERS)
     traffic = load(users, IN_LEN, OUT_LEN, is_fixed=True)
     with canned_server(max(1, min(pace.procs // 2, users)), BEAT) as url:
-        answers = run(Target(url, "m"), traffic.sessions, Pace(users, None, pace.procs))
+        answers = run(Target(url, "m"), traffic.sessions, PrefillBudget(users, None, pace.procs))
     if answers.is_interrupted:
         raise KeyboardInterrupt
     figures = of_records(answers.records, {})

@@ -31,7 +31,7 @@ PATIENCE = 10.0  # seconds that a client has to hand in what it measured
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PrefillBudget:
     """How requests are sent: by `users` at once, or by sessions that arrive `rate` a second, from `procs` processes."""
 
     users: int
@@ -62,7 +62,7 @@ class _Shared:
 def run(
     target: Target,
     sessions: Sequence[Session],
-    pace: Pace,
+    pace: PrefillBudget,
     report: Callable[[int, int], None] | None = None,
     is_enough: Callable[[], bool] | None = None,
 ) -> Answers:

@@ -28,7 +28,7 @@ COUNTS = {
 }
 KEEP = 1500  # bytes of the stream's end that are kept, for its usage
 SEAM = len(EVENTS[0]) - 1
-MOST_OF_A_REFUSAL = 2000
+MAX_OF_A_REFUSAL = 2000
 
 
 class RequestFailed(Exception):
@@ -153,7 +153,7 @@ class Wire(asyncio.Protocol):
             self.is_stream, self.head = True, b""
             return body
         length = LENGTH.search(head)
-        if length is None or len(body) >= min(int(length[1]), MOST_OF_A_REFUSAL):
+        if length is None or len(body) >= min(int(length[1]), MAX_OF_A_REFUSAL):
             assert self.answer is not None
             self.answer.set_exception(_refusal(self.head))
         return b""

@@ -8,7 +8,7 @@ from typing import Any
 
 PERCENTILES = (50, 90, 99)
 NUM_BINS = 120  # of a run's time, for the plot
-MOST_POINTS = 2000  # first-token times that a result keeps, for the plot
+MAX_POINTS = 2000  # first-token times that a result keeps, for the plot
 GOALS = ("ttft", "itl", "tpot", "e2e")
 
 
@@ -146,7 +146,7 @@ def over_time(records: Sequence[Record]) -> dict[str, Any]:
             before = event
     ordered = [sorted(each) for each in gaps]
     spoken = sorted((r for r in records if r.events), key=lambda r: r.sent)
-    kept = spoken[:: max(1, -(-len(spoken) // MOST_POINTS))]
+    kept = spoken[:: max(1, -(-len(spoken) // MAX_POINTS))]
     return {
         "bin_s": round(width, 6),
         "events_per_s": [round(count / width, 1) for count in counts],

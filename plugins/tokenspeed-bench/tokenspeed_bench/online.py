@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenspeed_bench import result as results
 from tokenspeed_bench.canned import client_cost
-from tokenspeed_bench.client import Pace, run
+from tokenspeed_bench.client import PrefillBudget, run
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.endings import noted
 from tokenspeed_bench.errors import BenchError
@@ -21,7 +21,7 @@ from tokenspeed_bench.progress import Progress
 from tokenspeed_bench.traffic import Traffic, below, load
 
 FIRST_OUT_LEN = 8
-MOST_MESSAGES = 3  # of different failures that are shown
+MAX_MESSAGES = 3  # of different failures that are shown
 
 Run = dict[str, Any]
 
@@ -31,7 +31,7 @@ class Load:
     """Some traffic and how it is sent."""
 
     traffic: Traffic
-    pace: Pace
+    pace: PrefillBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
     failures: list[str] = []
     for end_id in END_IDS:
         sessions = below(prompts, end_id).sessions
-        answers = run(target, sessions[:1], Pace(1, None, 1))
+        answers = run(target, sessions[:1], PrefillBudget(1, None, 1))
         if answers.is_interrupted:
             raise KeyboardInterrupt
         if not answers.records:
@@ -133,7 +133,7 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
             if not answers.failures[0].startswith(("400", "422")):
                 break
             continue
-        rest = run(target, sessions[1:], Pace(1, None, 1))
+        rest = run(target, sessions[1:], PrefillBudget(1, None, 1))
         if rest.is_interrupted:
             raise KeyboardInterrupt
         if not rest.records:
@@ -157,7 +157,7 @@ def _different(failures: Sequence[str]) -> dict[str, int]:
 
 def most_common(failures: Sequence[str]) -> str:
     """Return the failures that most requests met, in words."""
-    counts = sorted(_different(failures).items(), key=lambda item: -item[1])[:MOST_MESSAGES]
+    counts = sorted(_different(failures).items(), key=lambda item: -item[1])[:MAX_MESSAGES]
     return "; ".join(
         f"{message} ({count} times)" if count > 1 else message for message, count in counts
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tokenspeed_bench.anchors import GROUPS, HTTP_LOADS
-from tokenspeed_bench.client import Pace
+from tokenspeed_bench.client import PrefillBudget
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.figures import GOALS
 from tokenspeed_bench.flags import check_spelling
@@ -314,7 +314,10 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
         name: list(values) * (count if len(values) == 1 else 1) for name, values in lists.items()
     }
     return [
-        Load(load(requests, in_len, out_len, options.fixed), Pace(users, rate, options.procs))
+        Load(
+            load(requests, in_len, out_len, options.fixed),
+            PrefillBudget(users, rate, options.procs),
+        )
         for users, requests, in_len, out_len in zip(
             full["users"], full["requests"], full["in_len"], full["out_len"], strict=True
         )
@@ -333,4 +336,4 @@ def _load_of(options: argparse.Namespace, kind: str) -> Load:
         raise BenchError("--users: several numbers go with --traffic load only")
     traffic = traffic_of(kind, given)
     users = options.users[0] if options.users else len(traffic.sessions)
-    return Load(traffic, Pace(users, options.request_rate, options.procs))
+    return Load(traffic, PrefillBudget(users, options.request_rate, options.procs))

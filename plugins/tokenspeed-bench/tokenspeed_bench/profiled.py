@@ -20,7 +20,7 @@ from tokenspeed_bench.traffic import below
 from tokenspeed_core import TokenSpeedError
 
 US, KIND = "tokenspeed-bench", "hooks"
-MOST_WAIT, MOST_STEPS = (
+MAX_WAIT, MAX_STEPS = (
     256,
     64,
 )  # steps that go by until a load is in full swing, and that are recorded
@@ -141,4 +141,4 @@ def window(load: Load) -> tuple[int, int]:
     least = max(sum(each) for each in answers)
     if load.pace.rate is None:
         least = max(least, sum(sum(each) for each in answers) // load.pace.users)
-    return max(1, min(MOST_WAIT, least // 4)), max(1, min(MOST_STEPS, least // 2))
+    return max(1, min(MAX_WAIT, least // 4)), max(1, min(MAX_STEPS, least // 2))

@@ -40,8 +40,8 @@ CACHES = (
     "XDG_CACHE_HOME",
     "CUDA_CACHE_PATH",
 )  # of compiled code
-LEAST_EVENT_SHARE = 0.99  # streamed events, of tokens
-MOST_FIRST_OVER_MEDIAN = 1.5  # the first request's time to first token
+MIN_EVENT_SHARE = 0.99  # streamed events, of tokens
+MAX_FIRST_OVER_MEDIAN = 1.5  # the first request's time to first token
 
 
 def measure(words: Sequence[str]) -> int:
@@ -161,9 +161,9 @@ def broken(whole: Mapping[str, Any]) -> Iterator[str]:
     for part, run in runs_of(whole):
         figures, name = run["figures"], f"{part['shape']} {run['traffic']['name']}"
         share, ratio = figures.get("event_share"), figures.get("first_over_median")
-        if share is not None and share < LEAST_EVENT_SHARE:
+        if share is not None and share < MIN_EVENT_SHARE:
             yield f"not kept: {name}: events for {100 * share:.1f} % of tokens, must be 99 %"
-        if ratio is not None and ratio > MOST_FIRST_OVER_MEDIAN:
+        if ratio is not None and ratio > MAX_FIRST_OVER_MEDIAN:
             yield f"not kept: {name}: the first request's token took {ratio:.2f} times the median, must be 1.5"
         if figures.get("failed"):
             yield f"not kept: {name}: {figures['failed']} requests failed"

@@ -21,7 +21,7 @@ from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.progress import Progress
 from tokenspeed_bench.telling import warn
 
-MOST_SECONDS = 600.0  # from the command to /health
+MAX_SECONDS = 600.0  # from the command to /health
 PATIENCE = 60.0  # seconds that a server has to end
 POLL = 0.05
 NUM_LINES = 15  # of what a server said that are shown when it ends
@@ -130,11 +130,11 @@ def _await(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
             seconds = time.monotonic() - begin
             if server.poll() is not None:
                 raise BenchError(f"the server {_ended(server, log)}")
-            if seconds > MOST_SECONDS:
+            if seconds > MAX_SECONDS:
                 raise BenchError(
-                    f"the server is not healthy after {MOST_SECONDS:g} s; it said:\n{_last_lines(log)}"
+                    f"the server is not healthy after {MAX_SECONDS:g} s; it said:\n{_last_lines(log)}"
                 )
-            progress.say(f"the server starts: {seconds:.0f} s of at most {MOST_SECONDS:.0f}")
+            progress.say(f"the server starts: {seconds:.0f} s of at most {MAX_SECONDS:.0f}")
             time.sleep(POLL)
 
 

@@ -25,13 +25,13 @@ from tokenspeed_kernels_blackwell.reference import (
     nvfp4_rows,
     nvfp4_values,
 )
+from tokenspeed_testing.conformance import check
+from tokenspeed_testing.explain import explain
 
+from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.conformance import check
-from tokenspeed_core.testing.explain import explain
 
 CPU = torch.device("cpu")
 SCALED = {MXFP8: "kind::mxf8f6f4.block_scale.block32", NVFP4: "kind::mxf4nvf4.block_scale.block16"}

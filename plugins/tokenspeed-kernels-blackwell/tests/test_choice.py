@@ -8,17 +8,17 @@ import subprocess
 import sys
 
 import pytest
+from tokenspeed_testing.explain import explain
 
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.engine.factory import dry_run
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.explain import explain
 
 
 def selector(capability: tuple[int, int]) -> Selector:
@@ -117,7 +117,7 @@ def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone() -> Non
         chosen = Selector(
             installed_kernels(catalog),
             PlatformInfo("cuda", (10, 3), "B300"),
-            [Preference.parse("attention", names)],
+            [Override.parse("attention", names)],
             module_exists=lambda name: True,
         )
         assert chosen.select_attention(problem("prefill")).spec.backend == taken

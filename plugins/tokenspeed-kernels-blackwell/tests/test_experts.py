@@ -19,15 +19,15 @@ from tokenspeed_kernels_blackwell.reference import (
     nvfp4_rows,
     nvfp4_values,
 )
+from tokenspeed_testing.conformance import check, make_inputs
+from tokenspeed_testing.explain import explain
+from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
 
+from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import KernelSpec, PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.conformance import check, make_inputs
-from tokenspeed_core.testing.explain import explain
-from tokenspeed_core.testing.shapes import contract_of
 
 CPU = torch.device("cpu")
 SCALED = {MXFP8: "kind::mxf8f6f4.block_scale.block32", NVFP4: "kind::mxf4nvf4.block_scale.block16"}

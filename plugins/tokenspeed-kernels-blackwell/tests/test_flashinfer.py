@@ -19,13 +19,13 @@ from typing import Any, Optional
 import pytest
 import torch
 from tokenspeed_kernels_blackwell import FLASHINFER, FLASHINFER_MLA, flashinfer, flashinfer_mla
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.conformance import check, make_inputs
+from tokenspeed_testing.shapes import contract_of, problems
+from tokenspeed_testing.signatures import held_to, kept, library_of, parsed, read
 from torch import Tensor
 
 from tokenspeed_core.api import KernelSpec
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.conformance import check, make_inputs
-from tokenspeed_core.testing.shapes import contract_of, problems
-from tokenspeed_core.testing.signatures import held_to, kept, library_of, parsed, read
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -197,7 +197,7 @@ def test_over_a_function_of_latents_that_computes_the_definition_the_backend_con
     assert check(spec, torch.device("cpu")) >= 8
     problem = next(problems(spec))
     rows = make_inputs(contract_of(spec), problem, 1, torch.device("cpu"), strided=False)
-    rows["q"] = rows["q"].expand(flashinfer_mla.MOST_ROWS + 1, -1, -1)
+    rows["q"] = rows["q"].expand(flashinfer_mla.MAX_ROWS + 1, -1, -1)
     with pytest.raises(
         ValueError, match="4097 rows of one query; the counters of this backend are for 4096"
     ):

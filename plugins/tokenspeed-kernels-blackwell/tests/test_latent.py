@@ -11,15 +11,15 @@ from tokenspeed_kernels_blackwell import TORCH_MLA
 from tokenspeed_kernels_blackwell.latent import mla_decode
 from tokenspeed_kernels_blackwell.latent_decode import FEW, MANY, NUM_STAGES, TAIL, Tiling
 from tokenspeed_kernels_blackwell.latent_kernel import attend, merge
+from tokenspeed_testing.conformance import check
+from tokenspeed_testing.explain import explain
 
+from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.conformance import check
-from tokenspeed_core.testing.explain import explain
 
 DEEPSEEK = {
     "num_heads": 128,
@@ -41,7 +41,7 @@ SMALL = {
 
 def selector(capability: tuple[int, int], *backends: str) -> Selector:
     catalog = Catalog.discover()
-    wanted = [Preference.parse("mla", backends)] if backends else []
+    wanted = [Override.parse("mla", backends)] if backends else []
     return Selector(
         installed_kernels(catalog),
         PlatformInfo("cuda", capability),

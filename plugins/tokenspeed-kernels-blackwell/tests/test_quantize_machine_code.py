@@ -10,9 +10,9 @@ from machine_code import compiled
 from tokenspeed_kernels_blackwell.quantize import BLOCK
 from tokenspeed_kernels_blackwell.quantize_kernel import to_mxfp8, to_nvfp4
 
+from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
 
 FORMS = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenspeed_testing.inputs import random, random_rows
 from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
-from tokenspeed_core.testing.inputs import random, random_rows
 from tokenspeed_kernels_blackwell.inputs import NV_LARGEST
 from tokenspeed_kernels_blackwell.reference import mxfp8_rows, nvfp4_rows
 

@@ -12,7 +12,7 @@ from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 WORKSPACE_BYTES = (
     128 * 2**20
 )  # what the library's own tests give, for the parts of rows that programs share
-MOST_MULTIPROCESSORS = (
+MAX_MULTIPROCESSORS = (
     512  # the library counts the programs of each in a cell, or of each row and head
 )
 
@@ -31,7 +31,7 @@ class FlashInferAttention:
         self._problem = problem
         self._decode = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
         self._prefill = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
-        num_counters = max(limits.max_num_rows * problem.num_heads, MOST_MULTIPROCESSORS)
+        num_counters = max(limits.max_num_rows * problem.num_heads, MAX_MULTIPROCESSORS)
         self._shared = {  # by all layers: both are left as they were found, zeros where counted
             "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
             "multi_ctas_kv_counter_buffer": torch.zeros(

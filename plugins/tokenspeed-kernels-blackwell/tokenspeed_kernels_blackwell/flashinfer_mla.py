@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels_blackwell.flashinfer import MOST_MULTIPROCESSORS, WORKSPACE_BYTES
+from tokenspeed_kernels_blackwell.flashinfer import MAX_MULTIPROCESSORS, WORKSPACE_BYTES
 
-MOST_ROWS = 4096  # for which counters are allocated: 16 KiB a head
+MAX_ROWS = 4096  # for which counters are allocated: 16 KiB a head
 NOPE_SIZE = 128  # of DeepSeek's heads before absorption; these kernels do not read it
 
 
@@ -35,11 +35,11 @@ class FlashInferLatentDecode:
         max_seq_len: int,
         scale: float,
     ) -> Tensor:
-        """Attend, as the op's contract says. Raises ValueError on more than `MOST_ROWS` rows."""
+        """Attend, as the op's contract says. Raises ValueError on more than `MAX_ROWS` rows."""
         num_rows = q.shape[0]
-        if num_rows > MOST_ROWS:
+        if num_rows > MAX_ROWS:
             raise ValueError(
-                f"{num_rows} rows of one query; the counters of this backend are for {MOST_ROWS}"
+                f"{num_rows} rows of one query; the counters of this backend are for {MAX_ROWS}"
             )
         if num_rows == 0:
             return q.new_empty((0, self._num_heads, self._latent_size))
@@ -64,7 +64,7 @@ class FlashInferLatentDecode:
 
     def _allocate(self, device: torch.device) -> dict[str, Tensor]:
         """Return the memory that each call leaves as it found it: zeros where it counts."""
-        num_counters = max(MOST_ROWS * self._num_heads, MOST_MULTIPROCESSORS)
+        num_counters = max(MAX_ROWS * self._num_heads, MAX_MULTIPROCESSORS)
         return {
             "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
             "multi_ctas_kv_counter_buffer": torch.zeros(

@@ -17,8 +17,8 @@ from tokenspeed_kernels_blackwell.latent_kernel import attend, merge
 TAIL = 16  # entries that are masked at once
 NUM_STAGES = 2  # blocks in flight, within the 227 KiB of shared memory
 MULTIPROCESSORS = 148  # of a B200; programs beyond it wait
-LEAST_SHARE = 256  # tokens for which a program of its own is worth the merging
-MOST_SPLITS = 32
+MIN_SHARE = 256  # tokens for which a program of its own is worth the merging
+MAX_SPLITS = 32
 LOG2_E = 1.4426950408889634
 
 
@@ -86,7 +86,7 @@ def mla_decode(problem: Problem) -> LatentDecode:
             num_stages=NUM_STAGES,
         )
         if splits > 1:
-            merge[(num_rows * num_heads,)](part, lse, y, splits, L=latent_size, SPLITS=MOST_SPLITS)
+            merge[(num_rows * num_heads,)](part, lse, y, splits, L=latent_size, SPLITS=MAX_SPLITS)
         return y
 
     return decode
@@ -95,7 +95,7 @@ def mla_decode(problem: Problem) -> LatentDecode:
 def num_splits(num_programs: int, max_seq_len: int) -> int:
     """Return over how many programs a row is split, so that about all multiprocessors have one."""
     wanted = MULTIPROCESSORS // num_programs
-    return max(1, min(wanted, max_seq_len // LEAST_SHARE, MOST_SPLITS))
+    return max(1, min(wanted, max_seq_len // MIN_SHARE, MAX_SPLITS))
 
 
 def _boxes(cache: Tensor, num_entries: int, *widths: int) -> Iterator[TensorDescriptor]:

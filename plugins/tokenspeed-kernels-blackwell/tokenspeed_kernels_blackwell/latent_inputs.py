@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenspeed_testing.inputs import random
 from torch import Generator, device
 
 from tokenspeed_core.api import Problem
-from tokenspeed_core.testing.inputs import random
 
 LENGTHS = (37, 1, 0, 64, 130, 8, 65, 300)
 UNWRITTEN = 3e4  # NaN is not equal to itself, so whether an input was written to could not be told

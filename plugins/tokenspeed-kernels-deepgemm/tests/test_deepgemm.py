@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 import torch
 from tokenspeed_kernels_deepgemm import DEEPGEMM
-from tokenspeed_kernels_deepgemm.linear import MOST_ROWS, compile_all, linear_fp8_block
+from tokenspeed_kernels_deepgemm.linear import MAX_ROWS, compile_all, linear_fp8_block
+from tokenspeed_testing.conformance import check
+from tokenspeed_testing.explain import explain
+from tokenspeed_testing.signatures import held_to, kept, library_of, read
 from torch import Tensor
 
+from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.engine.factory import dry_run
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.conformance import check
-from tokenspeed_core.testing.explain import explain
-from tokenspeed_core.testing.signatures import held_to, kept, library_of, read
 
 HAS_LIBRARY = importlib.util.find_spec("deep_gemm") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -42,7 +42,7 @@ def selector(
     capability: tuple[int, int], *backends: str, module_exists: Callable[[str], bool]
 ) -> Selector:
     catalog = Catalog.discover()
-    wanted = [Preference.parse("linear", backends)] if backends else []
+    wanted = [Override.parse("linear", backends)] if backends else []
     return Selector(
         installed_kernels(catalog),
         PlatformInfo("cuda", capability),
@@ -104,9 +104,9 @@ def test_every_kernel_is_compiled_before_a_request_comes_and_slow_ones_are_told_
     assert asked[0] == ((1, 512), (1, 4), (1024, 512), (8, 4))
     rows = [shapes[0][0] for shapes in asked]
     assert rows[:3] == [1, 16, 32], "up to which there are smaller tiles"
-    assert rows[-1] == MOST_ROWS
+    assert rows[-1] == MAX_ROWS
     # tiles are of 64 rows at least where there are more rows than that, so these meet every number of them
-    assert {-(-each // 64) for each in rows} == set(range(1, MOST_ROWS // 64 + 1))
+    assert {-(-each // 64) for each in rows} == set(range(1, MAX_ROWS // 64 + 1))
     told = [
         "DeepGEMM compiles its kernels for 512 features in and 1024 out: up to a minute, the first time"
     ]

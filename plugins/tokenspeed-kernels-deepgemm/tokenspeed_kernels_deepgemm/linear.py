@@ -16,12 +16,12 @@ LIBRARY = (
     "deep_gemm"  # what DeepSeek's own build and the distribution sgl-deep-gemm are imported as
 )
 GROUP = 128  # features that share a scale
-MOST_ROWS = 16384  # of a step, up to which nothing is compiled when it comes
+MAX_ROWS = 16384  # of a step, up to which nothing is compiled when it comes
 ROWS = (
     1,
     16,
     32,
-    *range(64, MOST_ROWS + 1, 64),
+    *range(64, MAX_ROWS + 1, 64),
 )  # the library chooses a kernel by tiles of 16, 32, or times 64 rows
 COMPILES_S = 1.0  # what takes longer is not found but compiled
 
@@ -55,10 +55,10 @@ def compile_all(linear: Linear, in_size: int, out_size: int, device: torch.devic
     """Call `linear` with every number of rows that may take a kernel of its own, so that no request waits for one.
 
     The library compiles a kernel at the first call that takes it, for seconds, and keeps it on disk: where all are
-    there, this takes a few tenths of a second. Memory: what a step of MOST_ROWS takes, and a weight.
+    there, this takes a few tenths of a second. Memory: what a step of MAX_ROWS takes, and a weight.
     """
-    x = torch.zeros((MOST_ROWS, in_size), dtype=torch.float8_e4m3fn, device=device)
-    x_scale = torch.ones((MOST_ROWS, in_size // GROUP), device=device)
+    x = torch.zeros((MAX_ROWS, in_size), dtype=torch.float8_e4m3fn, device=device)
+    x_scale = torch.ones((MAX_ROWS, in_size // GROUP), device=device)
     weight = torch.zeros((out_size, in_size), dtype=torch.float8_e4m3fn, device=device)
     weight_scale = torch.ones((out_size // GROUP, in_size // GROUP), device=device)
     begin, is_told = time.monotonic(), False

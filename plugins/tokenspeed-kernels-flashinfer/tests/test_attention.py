@@ -19,10 +19,7 @@ import torch
 from tokenspeed_kernels_flashinfer import ATTENTION, attention, compiled
 from tokenspeed_kernels_flashinfer.options import FlashInferOptions
 from tokenspeed_kernels_flashinfer.shared import shared_blocks
-from torch import Tensor
-
-from tokenspeed_core.kernels.attention import AttentionProblem
-from tokenspeed_core.testing.attention import (
+from tokenspeed_testing.attention import (
     Rows,
     Scene,
     attend,
@@ -30,7 +27,10 @@ from tokenspeed_core.testing.attention import (
     limits_of,
     make_scene,
 )
-from tokenspeed_core.testing.signatures import held_to, kept, library_of, parsed, read
+from tokenspeed_testing.signatures import held_to, kept, library_of, parsed, read
+from torch import Tensor
+
+from tokenspeed_core.api.attention import AttentionProblem
 
 HAS_LIBRARY = importlib.util.find_spec("flashinfer") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -84,7 +84,7 @@ class Wrapper:
             kv_layout == "NHD" and backend in ("auto", "fa2") and not float_workspace_buffer.any()
         )
         assert buffers.keys() == (BUFFERS if use_cuda_graph else set())
-        self.is_fixed, self.buffers, self.most_tokens, self.num_plans = (
+        self.is_fixed, self.buffers, self.max_tokens_in_pool, self.num_plans = (
             use_cuda_graph,
             buffers,
             0,
@@ -130,8 +130,8 @@ class Wrapper:
         ).all() and last.max() <= block_size
         if self.is_fixed:
             assert len(self.buffers["qo_indptr_buf"]) == len(starts), "rows are fixed"
-            self.most_tokens = self.most_tokens or int(starts[-1])
-            assert starts[-1] <= self.most_tokens, "the first plan is the largest"
+            self.max_tokens_in_pool = self.max_tokens_in_pool or int(starts[-1])
+            assert starts[-1] <= self.max_tokens_in_pool, "the first plan is the largest"
             for buffer, each in zip(self.buffers.values(), given, strict=True):
                 buffer[: len(each)].copy_(each)
             given = tuple(
@@ -215,7 +215,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
         made = ModuleType(name)
         made.__dict__.update(functions)
         monkeypatch.setitem(sys.modules, name, made)
-    monkeypatch.setattr(attention, "LEAST_WORKSPACE", 1024)
+    monkeypatch.setattr(attention, "MIN_WORKSPACE", 1024)
     monkeypatch.setattr(Wrapper, "made", [])
     return Wrapper
 

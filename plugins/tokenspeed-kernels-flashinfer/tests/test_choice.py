@@ -9,17 +9,17 @@ import pytest
 from tokenspeed_kernels_flashinfer import attention_specs
 from tokenspeed_kernels_flashinfer.__main__ import build, main
 from tokenspeed_kernels_flashinfer.compiled import Module, compiled_modules, modules_in
+from tokenspeed_testing.explain import explain
 
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import InstalledKernel, PlatformInfo
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.engine.factory import dry_run
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.installed import installed_kernels, installed_rankings
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import InstalledKernel, PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.explain import explain
 
 OURS = "tokenspeed-kernels-flashinfer"
 PREFILL = (
@@ -53,7 +53,7 @@ def selector(
     return Selector(
         [*others, *(InstalledKernel(spec, OURS) for spec in attention_specs(modules))],
         PlatformInfo("cuda", capability, f"compute capability {capability}"),
-        [Preference.parse("attention", names)],
+        [Override.parse("attention", names)],
         rankings=installed_rankings(catalog),
         needs=frozenset({"graph_safe"}),
         module_exists=lambda name: name != "flash_attn_interface",
@@ -207,8 +207,8 @@ def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_
 def test_one_phase_alone_may_be_given_to_it() -> None:
     catalog = Catalog.discover()
     wishes = [
-        Preference.parse("attention.prefill", ("triton",)),
-        Preference.parse("attention.decode", ("flashinfer",)),
+        Override.parse("attention.prefill", ("triton",)),
+        Override.parse("attention.decode", ("flashinfer",)),
     ]
     chosen = Selector(
         installed_kernels(catalog),

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels_flashinfer.options import DEFAULTS, FlashInferOptions
-from tokenspeed_kernels_flashinfer.shared import LEAST_ROWS, shared_blocks
+from tokenspeed_kernels_flashinfer.shared import MIN_ROWS, shared_blocks
 
-LEAST_WORKSPACE = 128 * 2**20  # bytes, what the library recommends, for results of keys in parts
-MOST_WORKSPACE = 512 * 2**20  # steps whose parts need more are not cut
-MOST_MERGED = 8192  # elements of all heads of a token: a program of the library's merging has a thread for eight
+MIN_WORKSPACE = 128 * 2**20  # bytes, what the library recommends, for results of keys in parts
+MAX_WORKSPACE = 512 * 2**20  # steps whose parts need more are not cut
+MAX_MERGED = 8192  # elements of all heads of a token: a program of the library's merging has a thread for eight
 FALLBACK_MULTIPROCESSORS = 8  # where there is no device
 
 I32 = NDArray[np.int32]
@@ -96,7 +96,7 @@ class FlashInferAttention:
             max(limits.max_num_tokens, limits.max_num_rows),
         )
         wanted = self._partial_bytes(num_rows, num_rows, 1) if problem.phase == "decode" else 0
-        size = min(max(wanted, LEAST_WORKSPACE), MOST_WORKSPACE)
+        size = min(max(wanted, MIN_WORKSPACE), MAX_WORKSPACE)
         self._partial = torch.zeros(size, dtype=torch.uint8, device=device)
         self._own = _Buffers(
             num_rows,
@@ -109,8 +109,8 @@ class FlashInferAttention:
             options.shared_prefix
             and problem.phase == "decode"
             and problem.window is None
-            and limits.max_num_rows >= LEAST_ROWS
-            and problem.num_heads * problem.head_size <= MOST_MERGED
+            and limits.max_num_rows >= MIN_ROWS
+            and problem.num_heads * problem.head_size <= MAX_MERGED
         )
         if self._can_share:
             heads = (num_rows, problem.num_heads)
@@ -127,7 +127,7 @@ class FlashInferAttention:
     def prepare(self, step: AttentionStep) -> None:
         """Read the step's lengths back and plan it, in a graph's own plan where the host does not know them."""
         num_rows = step.num_rows
-        shares = self._can_share and step.max_num_query == 1 and num_rows >= LEAST_ROWS
+        shares = self._can_share and step.max_num_query == 1 and num_rows >= MIN_ROWS
         lengths = [step.query_start[: num_rows + 1], step.seq_lens[:num_rows]]
         if shares:
             lengths.append(

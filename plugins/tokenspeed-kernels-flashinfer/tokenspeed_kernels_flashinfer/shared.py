@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST_ROWS = 9  # that must share: fewer find the keys in the device's cache
-LEAST_KEYS = 256  # that must be shared
+MIN_ROWS = 9  # that must share: fewer find the keys in the device's cache
+MIN_KEYS = 256  # that must be shared
 _FAR = 2**30
 
 
@@ -28,5 +28,5 @@ def shared_blocks(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Ten
     num_agreed = agrees.to(torch.int32).cumprod(0).sum()
     fewest = torch.where(is_real, seq_lens - 1, _FAR).amin() // block_size
     shared = torch.minimum(num_agreed, fewest)
-    gains = (is_real.sum() >= LEAST_ROWS) & (shared * block_size >= LEAST_KEYS)
+    gains = (is_real.sum() >= MIN_ROWS) & (shared * block_size >= MIN_KEYS)
     return torch.stack((torch.where(gains, shared, 0), lead)).to(torch.int32)

@@ -17,15 +17,15 @@ from types import ModuleType
 import pytest
 import torch
 from tokenspeed_kernels_hopper import FA3
-from tokenspeed_kernels_hopper.fa3 import LEAST_QUERIES, LEAST_TOKENS, pays
+from tokenspeed_kernels_hopper.fa3 import MIN_QUERIES, MIN_TOKENS, pays
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.signatures import kept, library_of, read
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionStep
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.engine.factory import dry_run
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.signatures import kept, library_of, read
 
 HAS_LIBRARY = importlib.util.find_spec("flash_attn_interface") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -114,10 +114,10 @@ def test_over_an_op_that_computes_the_definition_the_backend_conforms() -> None:
     [
         ((4096, 4096), (4096, 4096), True),
         ((512,) * 16, (512,) * 16, False),
-        ((LEAST_TOKENS,), (LEAST_TOKENS,), True),
-        ((LEAST_TOKENS - 1,), (60_000,), False),
-        ((LEAST_QUERIES,) * 3, (60_000,) * 3, False),
-        ((LEAST_QUERIES + 20,) * 3, (60_000,) * 3, True),
+        ((MIN_TOKENS,), (MIN_TOKENS,), True),
+        ((MIN_TOKENS - 1,), (60_000,), False),
+        ((MIN_QUERIES,) * 3, (60_000,) * 3, False),
+        ((MIN_QUERIES + 20,) * 3, (60_000,) * 3, True),
         ((1, 8000), (200, 50_000), True),
         ((1, 1, 1), (50_000, 50_000, 8), False),
     ],

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from tokenspeed_kernels_hopper.gather import Gathered
 
 LIBRARY = "flash_attn_interface"  # whatever distribution brought it; importing it registers the op
-MOST_GATHERED = 65536  # tokens of a step's rows
-LEAST_QUERIES = 1024  # that must meet a key, on average, for a copy of all keys to take less time than it spares
-LEAST_TOKENS = (
-    2 * LEAST_QUERIES
+MAX_GATHERED = 65536  # tokens of a step's rows
+MIN_QUERIES = 1024  # that must meet a key, on average, for a copy of all keys to take less time than it spares
+MIN_TOKENS = (
+    2 * MIN_QUERIES
 )  # of a step: one prompt of so many pays, so that a start compiles what requests use
 
 
@@ -89,14 +89,14 @@ def _memory(
     is_long = (
         problem.phase == "prefill"
         and problem.window is None
-        and limits.max_num_tokens >= LEAST_TOKENS
+        and limits.max_num_tokens >= MIN_TOKENS
     )
     if device.type != "cuda" or not is_long:
         return None
     from tokenspeed_kernels_hopper.gather import ROOM, Gathered
 
     return Gathered(
-        max(limits.max_num_tokens, min(limits.max_model_len, MOST_GATHERED)) + 8 * ROOM,
+        max(limits.max_num_tokens, min(limits.max_model_len, MAX_GATHERED)) + 8 * ROOM,
         limits.max_num_rows,
         problem.num_kv_heads,
         problem.head_size,
@@ -107,18 +107,14 @@ def _memory(
 
 def pays(step: AttentionStep) -> bool:
     """Say whether copying a step's keys first is known to take less time than it spares."""
-    if (
-        step.host_query_start is None
-        or step.host_seq_lens is None
-        or step.num_tokens < LEAST_TOKENS
-    ):
+    if step.host_query_start is None or step.host_seq_lens is None or step.num_tokens < MIN_TOKENS:
         return False
     counts = [last - first for first, last in pairwise(step.host_query_start)]
     pairs = sum(
         count * (length - count // 2)
         for count, length in zip(counts, step.host_seq_lens, strict=True)
     )
-    return pairs >= LEAST_QUERIES * sum(step.host_seq_lens)
+    return pairs >= MIN_QUERIES * sum(step.host_seq_lens)
 
 
 def attention(

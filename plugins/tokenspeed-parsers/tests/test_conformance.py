@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tokenspeed_parsers import BASE, DEEPSEEK_R1, JSON, PASSTHROUGH, QWEN3, TAGGED
-
-from tokenspeed_core.testing.distribution import DistributionConformance
-from tokenspeed_core.testing.parser import ParserConformance
+from tokenspeed_testing.distribution import DistributionConformance
+from tokenspeed_testing.parser import ParserConformance
 
 
 class TestDistribution(DistributionConformance):

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenspeed_parsers import BASE, DEEPSEEK_R1, JSON, PASSTHROUGH, QWEN3, TAGGED
+from tokenspeed_testing.parser import CONTEXT, Parts, joined, read
 
 from tokenspeed_core.api import ParserContext, ParserSpec
-from tokenspeed_core.testing.parser import CONTEXT, Parts, joined, read
 
 ALL = {
     "tagged": TAGGED,

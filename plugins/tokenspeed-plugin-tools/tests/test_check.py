@@ -112,7 +112,9 @@ def test_what_offers_no_plugin_is_refused_with_the_nearest_name(
 
 
 def test_a_plugin_that_ends_the_process_is_a_verdict(checked: Any) -> None:
-    source = "import os, sys\nif 'tokenspeed_core.testing.verdicts' in sys.modules: os._exit(3)\nrun = print\n"
+    source = (
+        "import os, sys\nif 'tokenspeed_testing.report' in sys.modules: os._exit(3)\nrun = print\n"
+    )
     status, verdicts = checked(source)
     assert status == 1
     assert "the process died in this question" in failures(verdicts)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from fake_site import Site
-
-from tokenspeed_core.testing.distribution import core_range
+from tokenspeed_testing.distribution import core_range
 
 # What Python imports first in every process: the core deprecates a name, and a contract that it still takes.
 MADE_UP = """

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fake_site import Site
 from tokenspeed_plugin_tools.origins import PUBLISHED
+from tokenspeed_testing.distribution import core_range
 
 from tokenspeed_core.cli import main
-from tokenspeed_core.testing.distribution import core_range
 
 Refusal = Callable[..., str]
 POLICY = "POLICY = object\n"

@@ -408,7 +408,7 @@ def test_every_process_of_a_server_checks_the_lock_of_the_configuration_that_it_
     toy: Site, tmp_path: Path
 ) -> None:
     from tokenspeed_core.config import Config
-    from tokenspeed_core.engine.launch import discover
+    from tokenspeed_core.engine.factory import discover
 
     config = Config.from_keywords(plugins_lock=lock(tmp_path / "lock"))
     launcher = discover(config)

@@ -39,7 +39,7 @@ def check(
     verdicts = []
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tokenspeed_core.testing", distribution],
+            [sys.executable, "-P", "-m", "tokenspeed_testing", distribution],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

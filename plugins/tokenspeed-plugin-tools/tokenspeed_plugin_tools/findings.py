@@ -11,10 +11,10 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from tokenspeed_testing.distribution import build_misfit, deprecated_uses
 
 from tokenspeed_core import __version__
 from tokenspeed_core.commands import DEPRECATED, Entry, Selection, Status, normalise
-from tokenspeed_core.testing.distribution import build_misfit, deprecated_uses
 from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
 from tokenspeed_plugin_tools.lock import mismatches
 from tokenspeed_plugin_tools.lock_file import LockError, read_lock

@@ -14,10 +14,10 @@ from string import Template
 from typing import Annotated
 
 import typer
+from tokenspeed_testing.distribution import core_range
 
 from tokenspeed_core import TokenSpeedError, __version__
 from tokenspeed_core.commands import KINDS, Catalog, Selection
-from tokenspeed_core.testing.distribution import core_range
 
 _WORD = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*\Z")
 _WITH_KERNELS = "tokenspeed-core[default]"  # a kernel alone serves nothing: the rest comes with it

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tokenspeed_testing.shapes import common_contracts
+
 from tokenspeed_core.commands import Entry
-from tokenspeed_core.testing.shapes import common_contracts
 from tokenspeed_plugin_tools.layout import aligned, folded, printable
 from tokenspeed_plugin_tools.probe import Probed, contract_record, probe
 

@@ -22,9 +22,10 @@ from enum import StrEnum
 from importlib.metadata import distributions
 from typing import Any
 
+from tokenspeed_testing.loading import judged, kernel_failures
+
 from tokenspeed_core.api import KernelSpec, OpContract
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
-from tokenspeed_core.testing.loading import judged, kernel_failures
 from tokenspeed_plugin_tools.installed import read
 
 HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")  # what a descriptor has no need of

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 import torch
 from tokenspeed_kernels_blackwell import FA4, fa4
+from tokenspeed_testing.attention import check_attention
+from tokenspeed_testing.explain import explain
+from tokenspeed_testing.signatures import held_to, kept, library_of, read
 from torch import Tensor
 
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.launch import dry_run
+from tokenspeed_core.engine.factory import dry_run
 from tokenspeed_core.errors import SelectionError
-from tokenspeed_core.kernels.attention import AttentionProblem
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
-from tokenspeed_core.kernels.preference import Preference
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.kernels.spec import PlatformInfo
 from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.testing.attention import check_attention
-from tokenspeed_core.testing.explain import explain
-from tokenspeed_core.testing.signatures import held_to, kept, library_of, read
 
 HAS_LIBRARY = all(importlib.util.find_spec(name) for name in FA4.requires)
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
@@ -96,7 +96,7 @@ def selector(capability: tuple[int, int], name: str, *, is_installed: bool = Tru
     return Selector(
         installed_kernels(catalog),
         PlatformInfo("cuda", capability, f"compute capability {capability}"),
-        [Preference.parse("attention", (name,))],
+        [Override.parse("attention", (name,))],
         ops=installed_ops(catalog),
         needs=frozenset({"graph_safe"}),
         module_exists=lambda module: is_installed or module not in FA4.requires,

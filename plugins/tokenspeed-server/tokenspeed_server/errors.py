@@ -1,0 +1,68 @@
+"""Errors as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from tokenspeed_core.errors import RequestFailedError, TokenSpeedError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(TokenSpeedError):
+    """A request that is answered with a status other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @classmethod
+    def of(cls, error: RequestFailedError) -> ApiError:
+        """Return the HTTP error for a request that the engine rejected or could not finish."""
+        message = str(error)
+        match error.reason:
+            case "queue_full":
+                return cls(429, message, code="queue_full", headers={"retry-after": "1"})
+            case "engine_dead":
+                return cls(500, message, code="engine_dead")
+            case "internal":
+                return cls(500, message)
+            case "too_long":
+                return cls(400, message, code="context_length_exceeded")
+            case _:
+                return cls(400, message)
+
+    def body(self) -> bytes:
+        """Return the error as a JSON object."""
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+    def event(self) -> bytes:
+        """Return the error as the last events of a stream."""
+        return b"data: " + self.body() + b"\n\ndata: [DONE]\n\n"

@@ -1,0 +1,243 @@
+"""The conformance of attention backends: generated steps over a poisoned arena, against the formula itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tokenspeed_core.api.attention import (
+    AttentionFactory,
+    AttentionKernel,
+    AttentionLimits,
+    AttentionProblem,
+)
+from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.ops import common_ops
+from tokenspeed_testing.canaries import guarded
+from tokenspeed_testing.conformance import labelled
+from tokenspeed_testing.fixtures import Rows, Scene, limits_of, make_scene
+from tokenspeed_testing.host_syncs import nothing_waits
+from tokenspeed_testing.replays import replays
+from tokenspeed_testing.shapes import kv_dtypes
+
+__all__ = [
+    "Rows",
+    "Scene",
+    "attend",
+    "attends",
+    "attends_once",
+    "attention_problems",
+    "check_attention",
+    "ignores_other_rows",
+    "limits_of",
+    "make_scene",
+    "never_waits",
+    "serves_layers_and_steps",
+]
+
+PREFILL_ROWS = (
+    Rows((9,), (9,)),
+    Rows((5, 1, 30), (40, 1, 30)),
+    Rows((1, 1, 1, 17, 33), (64, 1, 37, 50, 33)),
+    Rows((1, 1), (130, 7)),
+    Rows((70, 3), (200, 3)),
+)
+DECODE_ROWS = (
+    Rows((1,), (1,)),
+    Rows((1,), (300,)),
+    Rows((1, 1, 1, 1, 1), (64, 16, 17, 1, 145)),
+    Rows((3, 3), (50, 3)),
+    Rows((1,) * 11, (400, 325, 340, 700, 321, 333, 322, 350, 399, 321, 0), num_shared=320),
+)
+_MANY_DECODES = Rows((1,) * 20, (70, 9, 41, *range(1, 18)))
+_MANY_PROMPTS = Rows((5, 12, 9, 3, 3, 3, 3, 3), (40, 12, 33, 17, 17, 17, 3, 4))
+PADDED_ROWS = Rows((1, 1, 1, 1), (33, 90, 0, 0))
+
+
+def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
+    """Yield declared problems: each dtype, head size, block size, grouping and window with some of the others."""
+    capability = spec.capability
+    sizes = capability.head_sizes or (64, 32, 96, 128)
+    blocks = capability.block_sizes or (16, 64, 32, 8)
+    groups = ((4, 2), (7, 1), (3, 3), (16, 2))
+    windows = (None, 20) if "window" in capability.features else (None,)
+    for phase in capability.phases or ("prefill", "decode"):
+        for index in range(
+            max(len(sizes), len(blocks), len(groups), len(capability.dtypes), len(windows))
+        ):
+            num_heads, num_kv_heads = groups[index % len(groups)]
+            dtype = capability.dtypes[index % len(capability.dtypes)]
+            size = sizes[index % len(sizes)]
+            for kv_dtype in kv_dtypes(spec, dtype):
+                yield AttentionProblem(
+                    phase=phase,
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_size=size,
+                    dtype=dtype,
+                    kv_dtype=kv_dtype,
+                    block_size=blocks[index % len(blocks)],
+                    scale=size**-0.5,
+                    window=windows[index % len(windows)],
+                )
+
+
+def check_attention(
+    spec: KernelSpec, device: torch.device, *, cases: Iterable[AttentionProblem] | None = None
+) -> int:
+    """Run a backend over steps of every kind and return their number. Raises AssertionError naming the case.
+
+    On a device with graphs they are replayed, too, where it claims that; these runs are not counted.
+    """
+    factory: AttentionFactory = spec.factory()
+    runs = 0
+    for problem in attention_problems(spec) if cases is None else cases:
+        kinds = DECODE_ROWS if problem.phase == "decode" else PREFILL_ROWS
+        for index, rows in enumerate((*kinds, PADDED_ROWS)):
+            scene = make_scene(problem, rows, device, seed=index)
+            kernel = factory(problem, limits_of(scene), device)
+            attends(kernel, problem, scene, rows)
+            if index == 0:  # a step whose lengths the host does not know exactly
+                step = replace(scene.step, host_query_start=None, host_seq_lens=None)
+                attends(kernel, problem, replace(scene, step=step), rows)
+            runs += 1
+        serves_layers_and_steps(factory, problem, device, kinds[1:3])
+        if "graph_safe" in spec.capability.features and device.type == "cuda":
+            replays(spec, problem, device)
+    return runs
+
+
+def attends(kernel: AttentionKernel, problem: AttentionProblem, scene: Scene, rows: Rows) -> None:
+    """Compare a backend with the formula on a scene, its output poisoned before; and all else with before."""
+    given, guards = guarded(
+        {
+            "q": scene.q,
+            "k_cache": scene.k_cache,
+            "v_cache": scene.v_cache,
+            "out": _unwritten(scene.q),
+            **{
+                name: getattr(scene.step, name)
+                for name in ("query_start", "seq_lens", "block_table")
+            },
+        }
+    )
+    q, k_cache, v_cache, found = (given.pop(name) for name in ("q", "k_cache", "v_cache", "out"))
+    kernel.prepare(replace(scene.step, **given))
+    kernel.forward(q, k_cache, v_cache, found)
+    for guard in guards:
+        guard.check(f"{problem}, {rows}", ("out",))
+    num_real = sum(n for n, length in zip(rows.num_queries, rows.seq_lens, strict=True) if length)
+    assert not found[: sum(rows.num_queries)].isnan().any(), (
+        f"{problem}, {rows}: NaN, or unwritten rows"
+    )
+    _agree(f"{problem}, {rows}", problem, found[:num_real], scene.expected[:num_real])
+
+
+def serves_layers_and_steps(
+    factory: AttentionFactory,
+    problem: AttentionProblem,
+    device: torch.device,
+    kinds: Iterable[Rows],
+) -> None:
+    """Give one backend several steps in turn, each of two layers, and compare with backends that see one layer alone.
+
+    The queries of the second layer are those of the first in another order.
+    """
+    scenes = [make_scene(problem, rows, device, seed=seed) for seed, rows in enumerate(kinds)]
+    limits = AttentionLimits(
+        **{
+            each.name: max(getattr(limits_of(scene), each.name) for scene in scenes)
+            for each in fields(AttentionLimits)
+        }
+    )
+    kernel = factory(problem, limits, device)
+    steps = []
+    for scene in scenes:
+        layers = (scene, replace(scene, q=scene.q.flip(0)))
+        steps.append(
+            [(layer, attend(factory(problem, limits_of(layer), device), layer)) for layer in layers]
+        )
+    for step in (*steps, *steps):
+        kernel.prepare(step[0][0].step)
+        found = [_unwritten(layer.q) for layer, _ in step]
+        for out, (layer, _) in zip(found, step, strict=True):
+            kernel.forward(layer.q, layer.k_cache, layer.v_cache, out)
+        for out, (_, alone) in zip(found, step, strict=True):
+            _agree(
+                f"{problem}: a layer of one of several steps, beside another", problem, out, alone
+            )
+
+
+def attend(kernel: AttentionKernel, scene: Scene) -> Tensor:
+    """Prepare and run one layer over a scene, into NaN; return the output."""
+    out = _unwritten(scene.q)
+    kernel.prepare(scene.step)
+    kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
+    return out
+
+
+def attends_once(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device, rows: Rows
+) -> None:
+    """Build a backend for a problem and compare one step with the formula."""
+    scene = make_scene(problem, rows, device, seed=0)
+    attends(factory(problem, limits_of(scene), device), problem, scene, rows)
+
+
+def ignores_other_rows(
+    factory: AttentionFactory, problem: AttentionProblem, device: torch.device
+) -> None:
+    """Compare the bits of some of a step's rows with those that they have alone, and all with those of a second run."""
+    rows = _MANY_DECODES if problem.phase == "decode" else _MANY_PROMPTS
+    scene = make_scene(problem, rows, device, seed=0)
+    step = scene.step
+    kernel = factory(problem, limits_of(scene), device)
+    together, again = attend(kernel, scene), attend(kernel, scene)
+    assert torch.equal(together, again), f"{problem}: the same step gave other bits the second time"
+    edges = tuple(pairwise(step.host_query_start or ()))
+    for row in (0, 1, len(edges) - 1):
+        first, last = edges[row]
+        num, length = last - first, rows.seq_lens[row]
+        alone = replace(
+            step,
+            num_rows=1,
+            num_tokens=num,
+            max_num_query=num,
+            max_seq_len=length,
+            query_start=step.query_start[row : row + 2] - first,
+            seq_lens=step.seq_lens[row : row + 1],
+            block_table=step.block_table[row : row + 1],
+            host_query_start=(0, num),
+            host_seq_lens=(length,),
+        )
+        single = attend(kernel, replace(scene, step=alone, q=scene.q[first:last]))
+        assert torch.equal(together[first:last], single), f"{problem}: a row depends on the others"
+
+
+def never_waits(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
+    """Watch a layer on the CPU for what would wait for a device; a step's preparation may."""
+    rows = DECODE_ROWS[2] if problem.phase == "decode" else PREFILL_ROWS[1]
+    scene = make_scene(problem, rows, device, seed=0)
+    kernel = factory(problem, limits_of(scene), device)
+    kernel.prepare(scene.step)
+    with nothing_waits(str(problem)):
+        kernel.forward(scene.q, scene.k_cache, scene.v_cache, _unwritten(scene.q))
+
+
+def _unwritten(q: Tensor) -> Tensor:
+    return torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+
+
+def _agree(case: str, problem: AttentionProblem, found: Tensor, expected: Tensor) -> None:
+    tolerance = common_ops()["attention"].tolerance(problem.dtype)
+    torch.testing.assert_close(
+        found.float(),
+        expected.float(),
+        rtol=tolerance.relative,
+        atol=tolerance.absolute,
+        msg=labelled(case),
+    )

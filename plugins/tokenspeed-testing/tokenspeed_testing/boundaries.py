@@ -1,0 +1,74 @@
+"""Problems at the edges of what a spec leaves open: a kernel that has a bound there, and does not say so, shows it.
+
+What a spec does not bound it claims. Which values mean anything for an op, its own inputs and reference tell: what
+these refuse is no problem of the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tokenspeed_core.api.kernels import Capability, KernelSpec
+from tokenspeed_core.api.ops import OpContract, Problem
+from tokenspeed_core.kernels.select import problem_refusals
+from tokenspeed_testing.cases import LARGEST, cells, is_sensible
+
+_SIZES = (1, 3, 17, 257, LARGEST + 1)
+_LARGE = {"vocab_size": (262_145,)}  # what is larger in the field than other axes are
+_ATTENTION: dict[str, tuple[int, ...]] = {
+    "head_size": (8, 80, 256, 512),
+    "block_size": (1, 24, 128),
+}
+_GROUPS = ((1, 1), (5, 5), (32, 1), (48, 16))
+_WINDOWS = (1, LARGEST)
+_EIGHT_BITS = (
+    "float8_e4m3fn"  # of caches, the type besides that of the activations which users can ask for
+)
+
+
+def edges(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:
+    """Yield problems that a spec does not exclude, each unlike a declared one in one axis that it leaves open."""
+    inside = next(cells(spec, contract, pairs_only=True), None)
+    if inside is None:
+        return
+    for changed in _changes(spec.capability, contract, inside):
+        problem = {**inside, **changed}
+        if contract.name == "attention" and "scale" not in changed:
+            problem["scale"] = problem["head_size"] ** -0.5
+        if (
+            problem != inside
+            and is_sensible(problem)
+            and not any(problem_refusals(spec.capability, problem))
+        ):
+            yield problem
+
+
+def _open_axes(capability: Capability, axes: Iterable[str]) -> list[str]:
+    """Return those of an op's axes that a capability bounds by nothing."""
+    named = {
+        "kv_dtype": capability.kv_dtypes,
+        "head_size": capability.head_sizes,
+        "block_size": capability.block_sizes,
+        "phase": capability.phases,
+    }
+    bounded = {axis for axis, allowed in named.items() if allowed} | {
+        limit.axis for limit in capability.limits
+    }
+    return [axis for axis in axes if axis not in bounded]
+
+
+def _changes(
+    capability: Capability, contract: OpContract, inside: Problem
+) -> Iterator[dict[str, Any]]:
+    for axis in _open_axes(capability, inside):
+        if axis == "kv_dtype":
+            yield {axis: _EIGHT_BITS}
+        elif contract.name == "attention":
+            yield from ({axis: value} for value in _ATTENTION.get(axis, ()))
+        elif isinstance(inside[axis], int):
+            yield from ({axis: value} for value in (*_SIZES, *_LARGE.get(axis, ())))
+    if contract.name == "attention":
+        yield from ({"num_heads": queries, "num_kv_heads": keys} for queries, keys in _GROUPS)
+        yield from ({"window": window} for window in _WINDOWS)
+        yield {"scale": inside["scale"] / 2}  # families have scales of their own

@@ -1,0 +1,294 @@
+"""Runs a kernel against its op's reference, over what its spec declares.
+
+`check` is what a plugin's tests call, once per spec; each of the questions it asks is a function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.ops import OpContract, Problem
+from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_testing.canaries import guarded, is_shared
+from tokenspeed_testing.host_syncs import nothing_waits
+from tokenspeed_testing.shapes import NUM_ROWS, contract_of, problems
+
+_NUM_CALLS = 5  # that are compared where the same bits are claimed every time
+Arguments = Mapping[str, Any]
+_RAISED = (
+    "bfloat16",
+    "float16",
+)  # to float32, for the reference; what is stored in eight bits stays so
+
+
+def check(
+    spec: KernelSpec,
+    device: torch.device,
+    *,
+    contract: OpContract | None = None,
+    cases: Iterable[Problem] | None = None,
+    num_rows: Iterable[int] = NUM_ROWS,
+) -> int:
+    """Ask everything of a kernel on a device and return how many runs it took.
+
+    Raises AssertionError naming the case. Attention has its own check, in `testing.attention`.
+    """
+    contract = contract_of(spec) if contract is None else contract
+    runs = 0
+    for problem in problems(spec, contract) if cases is None else cases:
+        kernel = spec.factory()(problem)
+        for rows in num_rows:
+            for strided in (False, True):
+                agrees_with_reference(kernel, contract, problem, rows, device, strided=strided)
+                runs += 1
+        keeps_nothing(kernel, contract, problem, max(num_rows), device)
+        if "batch_invariant" in spec.capability.features:
+            ignores_other_rows(kernel, contract, problem, max(num_rows), device)
+        if "graph_safe" in spec.capability.features and device.type == "cuda":
+            replays(kernel, contract, problem, max(num_rows), device)
+    assert runs, f"{spec.backend} declares no problem that the kit has for op {spec.op!r}"
+    return runs
+
+
+def make_inputs(
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+    *,
+    strided: bool,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return fresh inputs for a problem; the same arguments give the same inputs."""
+    generator = torch.Generator().manual_seed(seed * 7919 + rows)
+    inputs: dict[str, Any] = load_target(contract.inputs)(problem, rows, device, generator, strided)
+    return inputs
+
+
+def run(kernel: Callable[..., Any], contract: OpContract, arguments: Arguments) -> list[Tensor]:
+    """Call a kernel; return its results and then what it mutated."""
+    result = kernel(*arguments.values())
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    return [*results, *(arguments[name] for name in contract.mutates)]
+
+
+def agrees_with_reference(
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+    *,
+    strided: bool,
+) -> None:
+    """Compare a kernel, given poisoned memory, with the reference in float32; and what it may not write with before.
+
+    Around each input is poison, too. Results are in memory of their own, unless they are what the op mutates.
+    """
+    given, guards = guarded(make_inputs(contract, problem, rows, device, strided=strided))
+    case = f"{contract.name} {dict(problem)}, {rows} rows{', strided' if strided else ''}, {device}"
+    with poisoned_memory():
+        found = run(kernel, contract, given)
+    for guard in guards:
+        guard.check(case, contract.mutates)
+    for index, name in product(range(len(found) - len(contract.mutates)), given):
+        same = name not in contract.mutates and is_shared(found[index], given[name])
+        assert not same, f"{case}: result {index} is in the memory of {name}"
+    expected = reference(
+        contract, problem, make_inputs(contract, problem, rows, device, strided=strided)
+    )
+    _agree(case, contract, problem, found, expected)
+
+
+def reference(contract: OpContract, problem: Problem, arguments: Arguments) -> list[Tensor]:
+    """Return what the op's reference gives in float32, as `run` does. It may write into what the op mutates."""
+    wide = {axis: "float32" if value in _RAISED else value for axis, value in problem.items()}
+    raised = {
+        name: _wide(value) if _is_raised(value) else value for name, value in arguments.items()
+    }
+    return run(load_target(contract.reference)(wide), contract, raised)
+
+
+def has_meaning(contract: OpContract, problem: Problem, rows: int, device: torch.device) -> bool:
+    """Say whether an op has this problem: its own inputs and reference take it."""
+    try:
+        reference(contract, problem, make_inputs(contract, problem, rows, device, strided=False))
+    except Exception:  # whatever they raise, they refuse it
+        return False
+    return True
+
+
+def keeps_nothing(
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+) -> None:
+    """Call a kernel twice with the same memory, which holds other values the second time.
+
+    The second call agrees with the reference on those, and what the first gave back is as it was.
+    """
+    given, other, plain = (
+        make_inputs(contract, problem, rows, device, strided=False, seed=seed) for seed in (0, 1, 1)
+    )
+    case = f"{contract.name} {dict(problem)}, {rows} rows, {device}"
+    first = run(kernel, contract, given)
+    mutated = [given[name] for name in contract.mutates]
+    kept = [
+        (each, each.clone())
+        for each in first
+        if not any(is_shared(each, other) for other in mutated)
+    ]
+    for name, value in other.items():
+        if isinstance(value, Tensor):
+            given[name].copy_(value)
+    second = run(kernel, contract, given)
+    for each, before in kept:
+        same = torch.equal(_wide(each), _wide(before))
+        assert same, f"{case}: a second call wrote into what the first gave back"
+    _agree(
+        f"{case}, called again with other values",
+        contract,
+        problem,
+        second,
+        reference(contract, problem, plain),
+    )
+
+
+def ignores_other_rows(
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+) -> None:
+    """Compare the bits of rows computed together with those of a few, the first and the last among them."""
+    if any(name not in contract.rows for name in contract.mutates):
+        return  # what all rows share is written, and what no row wrote is not compared
+    together = run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
+    for part in (slice(0, 1), slice(rows // 3, rows // 3 + 3), slice(rows - 1, rows)):
+        inputs = make_inputs(contract, problem, rows, device, strided=False)
+        alone = {
+            name: value[part] if name in contract.rows else value for name, value in inputs.items()
+        }
+        for got, want in zip(run(kernel, contract, alone), together, strict=True):
+            same = torch.equal(_wide(got), _wide(want[part]))
+            assert same, f"{contract.name} {dict(problem)}: a row depends on the others, of {rows}"
+
+
+def repeats(
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+) -> None:
+    """Compare the bits of a few calls with equal inputs."""
+    first, *others = (
+        run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
+        for _ in range(_NUM_CALLS)
+    )
+    for got, want in (
+        (got, want) for other in others for got, want in zip(other, first, strict=True)
+    ):
+        same = torch.equal(_wide(got), _wide(want))
+        assert same, f"{contract.name} {dict(problem)}: the same call gave other bits another time"
+
+
+def never_waits(
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+) -> None:
+    """Watch a call on the CPU for what would wait for a device."""
+    given = make_inputs(contract, problem, rows, device, strided=False)
+    with nothing_waits(f"{contract.name} {dict(problem)}"):
+        run(kernel, contract, given)
+
+
+def replays(
+    kernel: Callable[..., Any],
+    contract: OpContract,
+    problem: Problem,
+    rows: int,
+    device: torch.device,
+) -> None:
+    """Capture a call in a CUDA graph, replay it on other inputs, and compare bits with a plain call."""
+    first, second, plain = (
+        make_inputs(contract, problem, rows, device, strided=False, seed=seed) for seed in (0, 1, 1)
+    )
+    run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(kernel, contract, first)
+    for name, value in second.items():
+        if isinstance(value, Tensor):
+            first[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize(device)
+    for got, want in zip(found, run(kernel, contract, plain), strict=True):
+        same = torch.equal(_wide(got), _wide(want))
+        assert same, f"{contract.name} {dict(problem)}: a replayed graph gives other results"
+
+
+def _agree(
+    case: str,
+    contract: OpContract,
+    problem: Problem,
+    found: Sequence[Tensor],
+    expected: Sequence[Tensor],
+) -> None:
+    assert len(found) == len(expected), f"{case}: {len(found)} results instead of {len(expected)}"
+    tolerance = contract.tolerance(problem["dtype"])
+    for index, (got, want) in enumerate(zip(found, expected, strict=True)):
+        assert got.shape == want.shape, (
+            f"{case}: result {index} is {tuple(got.shape)}, not {tuple(want.shape)}"
+        )
+        torch.testing.assert_close(
+            _wide(got),
+            _wide(want),
+            rtol=tolerance.relative,
+            atol=tolerance.absolute,
+            msg=labelled(f"{case}: result {index}"),
+        )
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let torch fill what it allocates uninitialised with NaN (integers: their largest), its default here."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def labelled(case: str) -> Callable[[str], str]:
+    """Return what puts a case before torch's account of a difference."""
+    return lambda text: f"{case}: {text}"
+
+
+def _is_raised(value: Any) -> bool:
+    return isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") in _RAISED
+
+
+def _wide(value: Any) -> Any:
+    return (
+        value.to(torch.float32)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )

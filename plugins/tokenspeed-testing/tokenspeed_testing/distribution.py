@@ -1,0 +1,184 @@
+"""The conformance of an installed distribution as a class to inherit; it needs no tensor library.
+
+Subclasses set `distribution = "acme-attention"`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import ClassVar
+
+import tokenspeed_core
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
+from tokenspeed_core.plugins.entry import Status
+from tokenspeed_core.plugins.metadata import check_build
+from tokenspeed_core.plugins.selection import Selection, normalise
+from tokenspeed_testing.imports import core_uses, entries_of, is_public, packages
+from tokenspeed_testing.loading import judged
+
+HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
+MAX_SECONDS = (
+    0.3  # of the processor's time, to import what an entry names beyond the core's own api
+)
+_PROBE = """
+import importlib, json, sys, time
+import tokenspeed_core.api
+before, start = set(sys.modules), time.process_time()
+importlib.import_module({module!r})
+print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - before)]))
+"""
+
+
+class DistributionConformance:
+    """What is asked of any plugin distribution, whatever it provides. Subclasses set `distribution`."""
+
+    distribution: ClassVar[str]
+
+    def test_its_metadata_names_known_kinds_their_api_and_the_core_it_needs(self) -> None:
+        """Every entry is usable here, and the distribution says for which tokenspeed-core it was made."""
+        for entry in entries_of(self.distribution):
+            assert entry.status in (Status.OK, Status.SHADOWED), (
+                f"{entry.kind} {entry.name}: {entry.reason}"
+            )
+            assert entry.requires_core, (
+                f"{entry.distribution} says no range of tokenspeed-core; write {core_range()!r} in its dependencies"
+            )
+
+    def test_it_is_installed_once_and_says_its_version_truly(self) -> None:
+        """No second copy on the path, and `__version__`, where a package has one, is that of the metadata."""
+        wanted = normalise(self.distribution)
+        copies = importlib.metadata.distributions(name=wanted)  # others' metadata may be unreadable
+        found = {(str(each.locate_file("")), each.version) for each in copies}
+        assert len(found) == 1, f"{wanted} is installed {len(found)} times: {sorted(found)}"
+        version = importlib.metadata.version(self.distribution)
+        for package in packages(entries_of(self.distribution)):
+            said = literal(package / "__init__.py", "__version__")
+            assert said in (None, version), (
+                f"{package.name}.__version__ is {said}, and its metadata says {version}"
+            )
+
+    def test_its_compiled_code_was_built_for_what_is_here(self) -> None:
+        """Its wheel's tags fit this Python and platform, and what it requires is installed in a version that fits."""
+        misfit = build_misfit(self.distribution)
+        assert not misfit, misfit
+
+    def test_importing_what_its_entries_name_loads_no_tensor_library_and_is_quick(self) -> None:
+        """Descriptors are imported by every process that chooses; kernels are loaded when they are chosen."""
+        for entry in entries_of(self.distribution):
+            module = entry.value.partition(":")[0]
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", _PROBE.format(module=module)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, (
+                f"{module} fails to import: {done.stderr.strip().splitlines()[-1:]}"
+            )
+            seconds, loaded = json.loads(done.stdout.splitlines()[-1])
+            heavy = sorted(set(HEAVY) & set(loaded))
+            assert not heavy, (
+                f"importing {module} loads {', '.join(heavy)}; keep the descriptor apart from what `load` names"
+            )
+            assert seconds < MAX_SECONDS, (
+                f"importing {module} takes {seconds:.2f} s; at most {MAX_SECONDS} s"
+            )
+
+    def test_it_imports_only_what_is_public_of_the_core(self) -> None:
+        """`tokenspeed_core.api`, `.commands`, `.testing` and what `tokenspeed_core` itself lists, as its sources say.
+
+        They are read, not run: import statements, names written out in `import_module` and the like, attributes.
+        """
+        private = [
+            f"{path.name}:{line}: {name}"
+            for path, line, name in core_uses(self.distribution)
+            if not is_public(name)
+        ]
+        assert not private, (
+            f"not public, so they may change without notice: {'; '.join(dict.fromkeys(private))}"
+        )
+
+    def test_what_it_loads_holds_only_what_is_public_of_the_core(self) -> None:
+        """What its entries name is loaded in another process: its globals have nothing internal, however it got there.
+
+        What a function takes when it is called is not seen, nor what does not load here.
+        """
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "tokenspeed_testing.imports", self.distribution],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, (
+            f"what its entries name ends the process: {done.stderr.strip().splitlines()[-1:]}"
+        )
+        held = json.loads(done.stdout.splitlines()[-1])
+        assert not held, f"not public, so they may change without notice: {'; '.join(held)}"
+
+    def test_what_it_uses_and_will_not_be_there_for_long_is_named(self) -> None:
+        """Contracts and names of the core that are deprecated: each warns with what replaces it, and none fails."""
+        for use in deprecated_uses(self.distribution):
+            warnings.warn(use, FutureWarning, stacklevel=1)
+
+    def test_its_entries_load(self) -> None:
+        """What each entry names exists, and is what its kind needs, as a KernelSpec is for kernels."""
+        everything = Catalog.discover(Selection(), check=False).all()
+        usable = (each for each in entries_of(self.distribution) if each.status is Status.OK)
+        failed = [
+            each
+            for each in (judged(each, everything) for each in usable)
+            if each.status is Status.FAILED
+        ]
+        told = (
+            f"{each.kind} {each.name}: {each.reason}\n{each.traceback}".rstrip() for each in failed
+        )
+        assert not failed, "\n".join(told)
+
+
+def deprecated_uses(distribution: str) -> list[str]:
+    """Return the uses of what is deprecated that an installed distribution's metadata and imports show; none runs."""
+    entries = entries_of(distribution)
+    named = {entry: contract(entry.kind, entry.api) for entry in entries}
+    uses = [
+        f"{entry.name}: {old} {DEPRECATED[old]}"
+        for entry, old in named.items()
+        if old in DEPRECATED
+    ]
+    uses += [
+        f"{path.name}:{line}: {name} {DEPRECATED[name]}"
+        for path, line, name in core_uses(distribution)
+        if name in DEPRECATED
+    ]
+    return list(dict.fromkeys(uses))
+
+
+def build_misfit(distribution: str) -> str:
+    """Return what compiled code of a distribution was built for that is not here, "" where it may be loaded."""
+    try:
+        check_build(distribution)
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def core_range(version: str = tokenspeed_core.__version__) -> str:
+    """Return the range that a package made for a core declares: what is deprecated lives for two minors."""
+    major, minor = version.split(".")[:2]
+    return f"tokenspeed-core>={major}.{minor},<{major}.{int(minor) + 2}"
+
+
+def literal(path: Path, name: str) -> str | None:
+    """Return the text that a module assigns to a name, without importing it; None where it does not."""
+    if not path.is_file():
+        return None
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
+            return str(node.value.value) if isinstance(node.value, ast.Constant) else None
+    return None

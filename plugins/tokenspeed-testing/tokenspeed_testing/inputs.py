@@ -1,0 +1,80 @@
+"""Inputs for the common ops, by problem: seeded, awkwardly strided if asked, with poison where nobody reads.
+
+Each generator takes the problem, a number of tokens (rows), a device, a torch.Generator on the CPU and
+whether to make inputs non-contiguous; it returns the arguments of the kernel by name, in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, device
+
+from tokenspeed_core.api.ops import Problem
+
+
+def write_kv(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make k and v [T, K, D]; caches of one of two layers of an arena; distinct slots, every fifth one -1."""
+    heads, size, block = problem["num_kv_heads"], problem["head_size"], problem["block_size"]
+    num_blocks = num // block + 3
+    dtype = getattr(torch, problem["kv_dtype"])
+    arena = torch.zeros((num_blocks, 2, 2, block, heads, size), dtype=dtype, device=at)
+    slots = torch.randperm(num_blocks * block, generator=seed)[:num]
+    slots[::5] = -1
+    wide = random((num, 3 * heads, size), problem, at, seed)
+    k, v = (
+        (wide[:, :heads], wide[:, heads : 2 * heads])
+        if strided
+        else (wide[:, :heads].contiguous(), wide[:, heads : 2 * heads].contiguous())
+    )
+    return {
+        "k": k,
+        "v": v,
+        "k_cache": arena[:, 1, 0],
+        "v_cache": arena[:, 1, 1],
+        "slots": slots.to(at),
+    }
+
+
+def greedy(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make logits [S, V], coarse enough to have equal ones."""
+    return {
+        "logits": (random_rows(num, problem["vocab_size"], problem, at, seed, strided) * 2).round()
+        / 2
+    }
+
+
+def sample(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make logits float32 [S, V] and every mix of filters, temperature 0 included."""
+    logits = random_rows(num, problem["vocab_size"], {"dtype": "float32"}, at, seed, strided) * 3
+    row = torch.arange(num)
+    return {
+        "logits": logits,
+        "temperature": torch.tensor([1.0, 0.0, 0.7, 1.5, 0.01])[row % 5].to(at),
+        "top_k": torch.tensor([0, 1, 5, 40, 0, 0, 7])[row % 7].to(torch.int32).to(at),
+        "top_p": torch.tensor([1.0, 0.9, 0.5, 1.0, 1e-6, 0.99])[row % 6].to(at),
+        "min_p": torch.tensor([0.0, 0.0, 0.05, 1.0])[row % 4].to(at),
+        "seeds": torch.randint(-(2**62), 2**62, (num,), generator=seed).to(at),
+        "positions": torch.randint(0, 100000, (num,), generator=seed).to(at),
+    }
+
+
+def random(shape: tuple[int, ...], problem: Problem, at: device, seed: Generator) -> Tensor:
+    """Make a normal tensor of the problem's dtype."""
+    return torch.randn(shape, generator=seed).to(getattr(torch, problem["dtype"])).to(at)
+
+
+def random_rows(
+    num: int, size: int, problem: Problem, at: device, seed: Generator, strided: bool
+) -> Tensor:
+    """Make normal rows [T, size], cut from wider ones if strided."""
+    if not strided:
+        return random((num, size), problem, at, seed)
+    return random((num, size + 48), problem, at, seed)[:, 16 : 16 + size]

@@ -1,0 +1,262 @@
+"""The conformance of a kernel as a class to inherit: set `spec = MINE`, and its questions are tests.
+
+Each runs on every device of this machine that the spec declares, and is skipped where there is none.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import ClassVar
+from unittest import SkipTest
+
+import torch
+
+from tokenspeed_core.api.attention import AttentionProblem
+from tokenspeed_core.api.kernels import KernelSpec, PlatformInfo
+from tokenspeed_core.api.ops import OpContract, Problem
+from tokenspeed_core.kernels.select import has_module
+from tokenspeed_testing import attention as of_attention
+from tokenspeed_testing import conformance
+from tokenspeed_testing.boundaries import edges
+from tokenspeed_testing.cases import NotRun, beyond, cells
+from tokenspeed_testing.replays import replays
+from tokenspeed_testing.selection import DOES_NOT_LOAD, Asked
+from tokenspeed_testing.shapes import contract_of
+
+_PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
+_DECODE = of_attention.Rows((1, 1, 1), (33, 7, 16))
+_FEW = 3  # rows of the small run that each cell gets
+_MANY = (33, 130)  # rows of the runs in which each is to have the bits that it has alone
+
+
+class KernelConformance:
+    """What is asked of a kernel. Subclasses set `spec`, and `contract` where its op is not installed."""
+
+    spec: ClassVar[KernelSpec]
+    contract: ClassVar[OpContract | None] = None
+
+    def test_it_agrees_with_the_reference_in_poisoned_memory(self) -> None:
+        """Odd shapes, no rows, strided inputs; what nobody wrote is NaN; inputs stay as they were."""
+        for device in self._devices():
+            if self.spec.op == "attention":
+                assert of_attention.check_attention(self.spec, device), (
+                    "it declares no problem that the kit has"
+                )
+            else:
+                conformance.check(self.spec, device, contract=self._contract())
+
+    def test_every_declared_cell_runs(self) -> None:
+        """Every pair of declared values on a CPU, every combination on a device, against the reference."""
+        for device in self._devices():
+            problems = list(cells(self.spec, self._contract(), pairs_only=device.type == "cpu"))
+            assert problems, (
+                f"{self.spec.backend} declares no problem of op {self.spec.op!r} that the kit can make"
+            )
+            for problem in problems:
+                self._computes(problem, device, "declares")
+
+    def test_what_it_leaves_open_is_computed_at_its_edges(self) -> None:
+        """What a spec does not bound it claims: sizes of one, odd and large ones, any scale, a cache of eight bits."""
+        contract = self._contract()
+        for device in self._devices():
+            for problem in edges(self.spec, contract):
+                if contract.name == "attention" or conformance.has_meaning(
+                    contract, problem, _FEW, device
+                ):
+                    self._computes(problem, device, "does not exclude")
+
+    def test_no_declared_cell_waits_for_another_machine(self) -> None:
+        """Skipped where this machine lacks a declared device or a library, with the number of cells that need it."""
+        lacks = self._lacks()
+        if lacks:
+            pairs_only = self.spec.capability.platforms == ("cpu",)
+            num_cells = sum(1 for _ in cells(self.spec, self._contract(), pairs_only=pairs_only))
+            raise NotRun(num_cells, " and ".join(lacks))
+
+    def test_one_value_beyond_each_bound_is_refused(self) -> None:
+        """Asked for it by name, selection refuses the nearest problems that are not declared, and names the bound.
+
+        So it does other hardware and features that are not claimed; and it takes what is declared. Whether the kernel
+        computes all that its bounds let through, the cells and the edges ask.
+        """
+        contract, here = self._contract(), self._declared_platform()
+        asked, inside = (
+            Asked(self.spec, contract),
+            next(cells(self.spec, contract, pairs_only=True), None),
+        )
+        cases = [
+            (
+                "it is not declared window" if what.startswith("window") else f"{what} is",
+                asked.refusals(problem, here),
+            )
+            for what, problem in beyond(self.spec, contract)
+        ]
+        assert inside is not None
+        for feature in sorted({"graph_safe", "batch_invariant"} - self.spec.capability.features):
+            cases.append(
+                (
+                    f"it is not declared {feature}",
+                    asked.refusals(inside, here, frozenset({feature})),
+                )
+            )
+        for platform, said in self._other_platforms():
+            cases.append((said, asked.refusals(inside, platform)))
+        for said, reasons in cases:
+            why = "; ".join(reasons) or "nothing, and taken"
+            assert any(reason.startswith(said) for reason in reasons), (
+                f"not refused because '{said} …', but for {why}"
+            )
+        reasons = asked.refusals(inside, here)
+        left = [each for each in reasons if not (each.startswith(DOES_NOT_LOAD) and self._lacks())]
+        assert not left, f"it declares {dict(inside)}, and is refused: {'; '.join(left)}"
+
+    def test_rows_do_not_depend_on_each_other_where_it_claims_so(self) -> None:
+        """Batch invariance, to the bit; and the same call gives the same bits twice."""
+        if "batch_invariant" not in self.spec.capability.features:
+            raise SkipTest("it does not claim batch_invariant")
+        for device in self._devices():
+            for problem in cells(self.spec, self._contract(), pairs_only=True):
+                if self.spec.op == "attention":
+                    of_attention.ignores_other_rows(
+                        self.spec.factory(), AttentionProblem(**problem), device
+                    )
+                else:
+                    kernel = self.spec.factory()(problem)
+                    conformance.repeats(kernel, self._contract(), problem, 33, device)
+                    for rows in _MANY:
+                        conformance.ignores_other_rows(
+                            kernel, self._contract(), problem, rows, device
+                        )
+
+    def test_a_captured_call_replays_where_it_claims_so(self) -> None:
+        """CUDA graphs, captured on some inputs and replayed on others. Attention: decodes, and prompts beside them.
+
+        Where there is no such device, the cells are counted as not run. On a CPU calls are then watched for what would
+        wait for a device, and attention computes those steps in turn with the same buffers.
+        """
+        if "graph_safe" not in self.spec.capability.features:
+            raise SkipTest("it does not claim graph_safe")
+        if "cuda" not in self.spec.capability.platforms:
+            raise SkipTest("it declares no device that has graphs")
+        problems = list(cells(self.spec, self._contract(), pairs_only=True))
+        devices = [] if self._missing_modules() else self._here()
+        for device, problem in product(devices, problems):
+            if self.spec.op == "attention":
+                replays(self.spec, AttentionProblem(**problem), device)
+                if device.type == "cpu":
+                    of_attention.never_waits(
+                        self.spec.factory(), AttentionProblem(**problem), device
+                    )
+            else:
+                ask = conformance.replays if device.type == "cuda" else conformance.never_waits
+                ask(self.spec.factory()(problem), self._contract(), problem, 33, device)
+        if not any(device.type == "cuda" for device in devices):
+            raise NotRun(len(problems), f"{' and '.join(self._lacks())}, for graphs")
+
+    def _contract(self) -> OpContract:
+        return self.contract or contract_of(self.spec)
+
+    def _devices(self) -> list[torch.device]:
+        """Return this machine's devices that the spec declares. Raises SkipTest where there is none."""
+        missing = self._missing_modules()
+        if missing:
+            raise SkipTest(
+                f"{', '.join(missing)} is not installed; {self.spec.obtain or 'install it'}"
+            )
+        found = self._here()
+        if not found:
+            raise SkipTest(f"this machine lacks {' and '.join(self._missing_devices())}")
+        return found
+
+    def _here(self) -> list[torch.device]:
+        return [
+            torch.device(kind) for kind in self.spec.capability.platforms if self._is_here(kind)
+        ]
+
+    def _lacks(self) -> list[str]:
+        return [
+            *self._missing_devices(),
+            *(f"the module {name}" for name in self._missing_modules()),
+        ]
+
+    def _missing_modules(self) -> list[str]:
+        return [name for name in self.spec.requires if not has_module(name)]
+
+    def _missing_devices(self) -> list[str]:
+        declared = self.spec.capability
+        return [
+            _named(kind, declared.min_compute_capability, declared.max_compute_capability)
+            for kind in declared.platforms
+            if not self._is_here(kind)
+        ]
+
+    def _is_here(self, kind: str) -> bool:
+        if kind != "cuda":
+            return kind == "cpu"
+        if not torch.cuda.is_available():
+            return False
+        low, high = (
+            self.spec.capability.min_compute_capability,
+            self.spec.capability.max_compute_capability,
+        )
+        found = torch.cuda.get_device_capability()
+        return (low is None or low <= found) and (high is None or found <= high)
+
+    def _computes(self, problem: Problem, device: torch.device, says: str) -> None:
+        """Run a problem of which the spec says something. Raises AssertionError, whatever the kernel raises."""
+        try:
+            self._runs(problem, device)
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(
+                f"it {says} {dict(problem)} and fails on {device}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _runs(self, problem: Problem, device: torch.device) -> None:
+        if self.spec.op == "attention":
+            of_attention.attends_once(
+                self.spec.factory(),
+                AttentionProblem(**problem),
+                device,
+                _DECODE if problem["phase"] == "decode" else _PREFILL,
+            )
+        else:
+            kernel = self.spec.factory()(problem)
+            conformance.agrees_with_reference(
+                kernel, self._contract(), problem, _FEW, device, strided=False
+            )
+
+    def _declared_platform(self) -> PlatformInfo:
+        declared = self.spec.capability
+        return PlatformInfo(
+            declared.platforms[0],
+            declared.min_compute_capability or declared.max_compute_capability,
+        )
+
+    def _other_platforms(self) -> list[tuple[PlatformInfo, str]]:
+        """Return devices that are not declared, each with what a refusal of it begins with."""
+        declared = self.spec.capability
+        low, high = declared.min_compute_capability, declared.max_compute_capability
+        beside = [(low[0] - 1, 9)] if low is not None else []
+        beside += [(high[0], high[1] + 1)] if high is not None else []
+        kind = declared.platforms[0]
+        return [
+            (PlatformInfo("none"), "it runs on"),
+            *(
+                (PlatformInfo(kind, each), f"compute capability {each[0]}.{each[1]} is")
+                for each in beside
+            ),
+        ]
+
+
+def _named(kind: str, low: tuple[int, int] | None, high: tuple[int, int] | None) -> str:
+    """Return a declared device in words, such as "a device sm100 to sm103"."""
+    if kind == "cpu" or (low is None and high is None):
+        return f"a device {kind}"
+    first, last = ("" if bound is None else f"sm{bound[0]}{bound[1]}" for bound in (low, high))
+    if first == last:
+        return f"a device {first}"
+    if first and last:
+        return f"a device {first} to {last}"
+    return f"a device {first} or newer" if first else f"a device {last} or older"

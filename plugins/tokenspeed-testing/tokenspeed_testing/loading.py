@@ -1,0 +1,96 @@
+"""What a start says of an entry, asked of the loaders that the start itself uses.
+
+What is loaded on demand alone, such as a policy, is held to what its kind needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokenspeed_core.api.kernels import Capability
+from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelSpec, Quantization
+from tokenspeed_core.api.parsers import ParserSpec
+from tokenspeed_core.errors import told
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
+from tokenspeed_core.kernels.select import hardware_refusals, has_module
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import Entry, Status, load_target
+from tokenspeed_core.plugins.hooks import Hooks
+from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+from tokenspeed_core.plugins.metadata import check_build
+
+_DESCRIPTORS: Mapping[
+    str, type[Any]
+] = {  # what an entry names, of the kinds whose entries are loaded on demand
+    "models": ModelSpec,
+    "load_formats": LoadFormat,
+    "quantization": Quantization,
+    "checkpoints": Checkpoint,
+    "tool_parsers": ParserSpec,
+    "reasoning_parsers": ParserSpec,
+}
+_CALLED = ("commands", "locks", "policies")
+
+
+def judged(entry: Entry, entries: Sequence[Entry]) -> Entry:
+    """Load an entry, and return it with what is known then: `failed`, with the reason, where a start leaves it out.
+
+    `entries` are all that are installed, in the catalog's order: of these, the ops are loaded too where it needs them.
+    """
+    catalog = _beside_ops(entry, entries)
+    if entry.kind.startswith(KERNELS_PREFIX):
+        installed_kernels(catalog)
+    elif entry.kind == "ops":
+        installed_ops(catalog)
+    elif entry.kind == "rankings":
+        installed_rankings(catalog)
+    elif entry.kind == "hooks":
+        Hooks.load(catalog)
+    else:
+        _load_on_demand(entry, catalog)
+    return next(each for each in catalog.all() if each.scopes == entry.scopes)
+
+
+def kernel_failures(entry: Entry, entries: Sequence[Entry]) -> Iterator[str]:
+    """Import the kernels of an entry that selection may take on this machine, and their options; yield what fails."""
+    for kernel in installed_kernels(_beside_ops(entry, entries)):
+        spec = kernel.spec
+        if all(map(has_module, spec.requires)) and _may_run_here(spec.capability):
+            try:
+                check_build(kernel.distribution)
+                load_target(spec.load)
+                spec.schema()
+            except (Exception, SystemExit) as error:  # plugin code may raise anything
+                yield f"{spec.op}: it does not load: {told(error)}"
+
+
+def _beside_ops(entry: Entry, entries: Sequence[Entry]) -> Catalog:
+    """Return a catalog of an entry, and of the ops that it may compute or whose names it may take."""
+    alone = replace(entry, status=Status.OK, reason="")  # a clash may be settled where it was asked
+    if entry.kind != "ops" and not entry.kind.startswith(KERNELS_PREFIX):
+        return Catalog([alone])
+    beside = [
+        each for each in entries if each == entry or (each.kind, each.status) == ("ops", Status.OK)
+    ]
+    return Catalog([alone if each == entry else each for each in beside])
+
+
+def _load_on_demand(entry: Entry, catalog: Catalog) -> None:
+    (alone,) = catalog.all()
+    value = catalog.load(alone, _DESCRIPTORS.get(entry.kind, object))
+    if entry.kind in _CALLED and value is not None and not callable(value):
+        found = f"{value!r:.60} (of type {type(value).__name__})"
+        catalog.reject(alone, f"{entry.value} is {found}, and must be something that is called")
+
+
+def _may_run_here(capability: Capability) -> bool:
+    """Say whether this machine has a device that a kernel declares; what there is besides a CPU, the runner tells."""
+    if "cpu" in capability.platforms:
+        return True
+    if not has_module("torch"):
+        return False
+    from tokenspeed_core.worker.platform import describe_device, resolve_device
+
+    return not any(hardware_refusals(capability, describe_device(resolve_device("auto"))))

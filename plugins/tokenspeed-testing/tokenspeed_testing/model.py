@@ -1,0 +1,95 @@
+"""The conformance of a model family as a class to inherit: a small configuration, and random weights.
+
+Subclasses set `spec = MINE` and `config = {"architectures": ["MineForCausalLM"], "hidden_size": 64, ...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tokenspeed_core.api.models import ModelInfo, ModelSpec
+from tokenspeed_core.config import Config
+from tokenspeed_core.engine.factory import resolve
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.worker.local import LocalRunner, build
+from tokenspeed_testing.plans import PlanMaker
+
+BLOCK_SIZE, MAX_TOKENS, NUM_NEW = 4, 96, 6
+
+
+class ModelConformance:
+    """What is asked of a family. Subclasses set `spec` and `config`; the family must be installed."""
+
+    spec: ClassVar[ModelSpec]
+    config: ClassVar[Mapping[str, Any]]
+
+    def test_its_description_is_that_of_the_architecture(self) -> None:
+        """`describe` answers from config.json alone."""
+        info = self._describe(self.config)
+        assert isinstance(info, ModelInfo)
+        assert info.architecture == self.spec.architecture
+        assert info.cache_groups, "a family names what each sequence keeps"
+
+    def test_a_configuration_without_its_keys_is_refused_by_name(self) -> None:
+        """`describe` raises ValueError that names the key which is missing."""
+        needed = [key for key in self.config if not self._is_described_without(key)]
+        assert needed, "no key of the configuration is needed"
+
+    def test_tokens_do_not_depend_on_how_a_prompt_is_cut_nor_on_other_rows(self) -> None:
+        """Greedy tokens of a prompt computed whole and alone are those of one in chunks, beside another."""
+        prompt, other = list(range(3, 20)), [7, 7, 5]
+        alone = self._generate({"a": prompt}, [{"a": len(prompt)}])
+        cut = self._generate({"a": prompt, "b": other}, [{"a": 5}, {"a": 7, "b": 3}, {"a": 5}])
+        assert alone["a"] == cut["a"]
+
+    def _generate(
+        self, prompts: Mapping[str, Sequence[int]], steps: Sequence[Mapping[str, int]]
+    ) -> dict[str, list[int]]:
+        runner = self._runner()
+        maker = PlanMaker(runner.block_size, len(self._describe(self.config).cache_groups))
+        for slot, (name, tokens) in enumerate(prompts.items()):
+            maker.add(name, tokens, slot)
+        for chunks in steps:
+            maker.step(runner, chunks=chunks)
+        for _ in range(NUM_NEW):
+            maker.step(runner, decodes=list(prompts))
+        return {name: sequence.output[:NUM_NEW] for name, sequence in maker.sequences.items()}
+
+    def _runner(self) -> LocalRunner:
+        catalog = Catalog.discover()
+        with tempfile.TemporaryDirectory(prefix="tokenspeed-") as folder:
+            Path(folder, "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
+            asked = Config(
+                model=folder,
+                dtype="float32",
+                device="cpu",
+                load_format="dummy",
+                max_num_seqs=4,
+                chunked_prefill_size=MAX_TOKENS,
+                block_size=BLOCK_SIZE,
+                max_total_tokens=1024,
+            )
+            resolved = resolve(asked, catalog)
+        limits = replace(
+            resolved.limits, max_model_len=MAX_TOKENS
+        )  # whatever the family's own length
+        return build(replace(resolved, limits=limits), catalog, lambda what, done, total: None)
+
+    def _describe(self, config: Mapping[str, Any]) -> ModelInfo:
+        info: ModelInfo = load_target(self.spec.describe)(config)
+        return info
+
+    def _is_described_without(self, key: str) -> bool:
+        said = ""
+        try:
+            self._describe({name: value for name, value in self.config.items() if name != key})
+        except ValueError as error:
+            said = str(error) or "nothing"
+        assert not said or key in said, f"without {key} it says only: {said}"
+        return not said

@@ -1,0 +1,191 @@
+"""Step plans by hand: sequences, slots and blocks kept by a test, without a scheduler. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tokenspeed_core.api.step import BlockCopy, BlockDelta, Runner, SlotInits, StepPlan, StepResult
+
+_NONE = np.zeros(0, np.int32)
+_DEFAULTS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 0,
+    "logprobs": -1,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """A sequence as a test sees it: `tokens` are the prompt and what was sampled and collected."""
+
+    slot: int
+    tokens: list[int]
+    num_prompt: int
+    num_computed: int
+    blocks: list[list[int]]
+    params: Mapping[str, Any]
+    bias: Mapping[int, float]
+    is_new: bool = True
+    num_sent: list[int] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens sampled so far."""
+        return self.tokens[self.num_prompt :]
+
+
+class PlanMaker:
+    """Makes plans for named sequences; blocks are handed out in order and never reused by themselves."""
+
+    def __init__(self, block_size: int, num_groups: int = 1) -> None:
+        """Start with no sequence."""
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.sequences: dict[str, Tracked] = {}
+        self.next_block = 0
+        self.next_step = 0
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        slot: int,
+        *,
+        bias: Mapping[int, float] | None = None,
+        shared: tuple[str, int] | None = None,
+        **params: Any,
+    ) -> Tracked:
+        """Add a sequence to a slot; `shared` (name, tokens) takes full blocks of another as its prefix."""
+        blocks: list[list[int]] = [[] for _ in range(self.num_groups)]
+        num_computed = 0
+        if shared is not None:
+            num_computed = shared[1]
+            blocks = [
+                list(b[: num_computed // self.block_size]) for b in self.sequences[shared[0]].blocks
+            ]
+        sequence = Tracked(
+            slot,
+            list(prompt),
+            len(prompt),
+            num_computed,
+            blocks,
+            {**_DEFAULTS, **params},
+            dict(bias or {}),
+            num_sent=[0] * self.num_groups,
+        )
+        self.sequences[name] = sequence
+        return sequence
+
+    def plan(
+        self, decodes: Sequence[str] = (), chunks: Mapping[str, int] | None = None
+    ) -> StepPlan:
+        """Plan one decode for each of `decodes` and `chunks[name]` prompt tokens for the others.
+
+        A chunk that ends the known tokens wants logits.
+        """
+        chunks = chunks or {}
+        rows = [self.sequences[name] for name in (*decodes, *chunks)]
+        counts = [1] * len(decodes) + list(chunks.values())
+        computed = [row.num_computed for row in rows]
+        wants, ids = [True] * len(decodes), []
+        for row, count in zip(rows[len(decodes) :], chunks.values(), strict=True):
+            ids += row.tokens[row.num_computed : row.num_computed + count]
+            wants.append(row.num_computed + count >= len(row.tokens))
+        inits = self._inits([row for row in rows if row.is_new])
+        deltas = self._grow(rows, counts)
+        self.next_step += 1
+        return StepPlan(
+            step_id=self.next_step,
+            num_decodes=len(decodes),
+            slots=_int(row.slot for row in rows),
+            num_query_tokens=_int(counts),
+            num_computed_tokens=_int(computed),
+            wants_logits=np.array(wants, bool),
+            token_ids=_int(ids),
+            adapter_ids=np.zeros(len(rows), np.int32),
+            block_deltas=deltas,
+            block_copies=(BlockCopy(_NONE, _NONE),) * self.num_groups,
+            slot_inits=inits,
+            embedding_spans=(),
+            group_num_tokens=_int([sum(counts)]),
+        )
+
+    def take(self, plan: StepPlan, result: StepResult) -> None:
+        """Append a result's tokens to the sequences of its plan."""
+        by_slot = {sequence.slot: sequence for sequence in self.sequences.values()}
+        ids = iter(result.token_ids.tolist())
+        for slot, count in zip(plan.slots.tolist(), result.num_tokens.tolist(), strict=True):
+            by_slot[slot].tokens += [next(ids) for _ in range(count)]
+
+    def step(
+        self, runner: Runner, decodes: Sequence[str] = (), chunks: Mapping[str, int] | None = None
+    ) -> StepResult:
+        """Plan, run and take one step."""
+        plan = self.plan(decodes, chunks)
+        runner.forward(plan)
+        runner.sample(plan.step_id, None)
+        result = runner.collect(plan.step_id)
+        self.take(plan, result)
+        return result
+
+    def drop(self, name: str) -> None:
+        """Forget a sequence; its slot is free."""
+        del self.sequences[name]
+
+    def _grow(self, rows: Sequence[Tracked], counts: Sequence[int]) -> tuple[BlockDelta, ...]:
+        deltas = []
+        for group in range(self.num_groups):
+            entries = []
+            for row, count in zip(rows, counts, strict=True):
+                table = row.blocks[group]
+                while len(table) * self.block_size < row.num_computed + count:
+                    table.append(self.next_block)
+                    self.next_block += 1
+                entries += [(row.slot, i, table[i]) for i in range(row.num_sent[group], len(table))]
+                row.num_sent[group] = len(table)
+            columns = np.array(entries, np.int32).reshape(-1, 3)
+            deltas.append(BlockDelta(*(np.ascontiguousarray(columns[:, i]) for i in range(3))))
+        for row, count in zip(rows, counts, strict=True):
+            row.num_computed += count
+            row.is_new = False
+        return tuple(deltas)
+
+    def _inits(self, rows: Sequence[Tracked]) -> SlotInits | None:
+        if not rows:
+            return None
+        kinds = {"seed": np.int64, "top_k": np.int32, "logprobs": np.int32}
+        columns = {
+            name: np.array([row.params[name] for row in rows], kinds.get(name, np.float32))
+            for name in _DEFAULTS
+        }
+        histories = [row.tokens for row in rows]
+        return SlotInits(
+            slots=_int(row.slot for row in rows),
+            **columns,
+            bias_starts=_starts([len(row.bias) for row in rows]),
+            bias_ids=_int(token for row in rows for token in row.bias),
+            bias_values=np.array(
+                [value for row in rows for value in row.bias.values()], np.float32
+            ),
+            history_starts=_starts([len(history) for history in histories]),
+            history_ids=_int(token for history in histories for token in history),
+            history_num_prompt=_int(row.num_prompt for row in rows),
+        )
+
+
+def _int(values: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(list(values), np.int32)
+
+
+def _starts(lengths: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

@@ -1,0 +1,153 @@
+"""The conformance of a scheduling policy as a class to inherit: generated views, and what must hold for any.
+
+Subclasses set `make = staticmethod(MyPolicy)`, the factory that the entry names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import ClassVar
+
+import numpy as np
+
+from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+
+NUM_VIEWS = 300
+
+
+class PolicyConformance:
+    """What is asked of a policy."""
+
+    make: ClassVar[Callable[[], Policy]]
+
+    def test_it_has_what_a_policy_has(self) -> None:
+        """The factory takes nothing and makes a Policy."""
+        assert isinstance(type(self).make(), Policy)
+
+    def test_no_row_gets_more_than_it_wants_and_prompts_stay_in_the_budget(self) -> None:
+        """Chunks share what decodes leave of the step's budget."""
+        for view, limits in views():
+            decision = self._decide(view, limits)
+            got, num = decision.num_query, view.num_decodes
+            assert ((got >= 0) & (got <= view.num_query)).all(), f"{got} of {view.num_query}"
+            if limits.is_chunking:
+                left = max(0, limits.budget - int(got[:num].sum()))
+                assert int(got[num:].sum()) <= min(left, limits.max_prefill), f"{got} of {limits}"
+
+    def test_what_runs_has_its_pages_and_no_victim_runs(self) -> None:
+        """Rows that run fit into the available pages; victims are distinct rows of the view."""
+        for view, limits in views():
+            decision = self._decide(view, limits)
+            runs = decision.num_query > 0
+            assert int(view.pages[runs].sum()) <= limits.available_pages, f"{decision} of {limits}"
+            assert len(set(decision.victims.tolist())) == len(decision.victims)
+            assert not runs[decision.victims].any(), "a victim runs"
+
+    def test_all_decodes_run_when_there_are_pages(self) -> None:
+        """Nobody's tokens stall, and nobody is preempted, while there is room."""
+        for view, limits in views():
+            if int(view.pages.sum()) <= limits.available_pages:
+                decision = self._decide(view, limits)
+                num = view.num_decodes
+                assert np.array_equal(decision.num_query[:num], view.num_query[:num])
+                assert not len(decision.victims)
+
+    def test_a_step_that_runs_nothing_makes_room(self) -> None:
+        """Where no pages are coming and no row fits, rows are preempted: a server never stands still."""
+        for view, limits in views():
+            decision = self._decide(view, limits)
+            others_hold = int(view.held.sum()) - view.held
+            could = (
+                bool((view.pages <= limits.available_pages + others_hold).all())
+                and len(view.slots) > 1
+            )
+            runs = bool(decision.num_query.any()) or len(decision.victims) > 0
+            assert runs or limits.coming_pages or not could, (
+                f"nothing runs and nobody makes room: {view} {limits}"
+            )
+
+    def test_the_same_view_gives_the_same_decision_and_stays_as_it_was(self) -> None:
+        """A policy is a pure function; its columns are read-only."""
+        for view, limits in views():
+            first, second = self._decide(view, limits), self._decide(view, limits)
+            assert np.array_equal(first.num_query, second.num_query)
+            assert np.array_equal(first.victims, second.victims)
+
+    def test_an_admission_fits_the_room_and_one_alone_is_never_refused(self) -> None:
+        """A first chunk is no longer than what is left to compute, and nobody starves in an empty server."""
+        policy = type(self).make()
+        for candidate, room in admissions():
+            chunk = policy.admit(candidate, room)
+            rest = candidate.num_tokens - candidate.num_hit
+            assert 0 <= chunk <= rest
+            if room.is_chunking:
+                assert chunk <= room.budget
+            fits = candidate.pages + candidate.idle_pages <= room.available_pages
+            assert fits or not chunk, "it admits what has no pages"
+            if room.is_alone and fits and (room.is_chunking or rest <= room.budget):
+                assert chunk, f"{candidate} is refused by an empty server"
+
+    def _decide(self, view: View, limits: Limits) -> Decision:
+        decision = type(self).make().decide(view, limits)
+        assert decision.num_query.shape == view.num_query.shape
+        return decision
+
+
+def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
+    """Yield any rows, decodes first, prompts in order of arrival, and any limits; nobody may write."""
+    random = np.random.default_rng(7)
+    for _ in range(num):
+        decodes, prompts = int(random.integers(0, 7)), int(random.integers(0, 6))
+        rows = decodes + prompts
+        arrival = random.permutation(rows)
+        arrival[decodes:] = np.sort(arrival[decodes:])
+        view = View(
+            slots=random.permutation(rows).astype(np.int32),
+            num_decodes=decodes,
+            num_query=np.concatenate(
+                [random.integers(1, 6, decodes), random.integers(1, 61, prompts)]
+            ).astype(np.int32),
+            pages=random.integers(0, 4, rows).astype(np.int32),
+            held=random.integers(0, 7, rows).astype(np.int32),
+            priority=random.integers(0, 3, rows).astype(np.int32),
+            arrival=arrival.astype(np.int64),
+        )
+        for field in fields(View):
+            column = getattr(view, field.name)
+            if isinstance(column, np.ndarray):
+                column.setflags(write=False)
+        yield (
+            view,
+            Limits(
+                budget=int(random.integers(1, 65)),
+                max_prefill=int(random.integers(1, 65)),
+                is_chunking=bool(random.integers(0, 2)),
+                available_pages=int(random.integers(0, 13)),
+                coming_pages=int(random.integers(0, 7)),
+            ),
+        )
+
+
+def admissions(num: int = NUM_VIEWS) -> Iterator[tuple[Candidate, Room]]:
+    """Yield any waiting sequence, and any room."""
+    random = np.random.default_rng(11)
+    for _ in range(num):
+        hit = int(random.integers(0, 41))
+        is_alone = bool(random.integers(0, 2))
+        yield (
+            Candidate(
+                num_tokens=hit + int(random.integers(1, 61)),
+                num_hit=hit,
+                pages=int(random.integers(0, 21)),
+                idle_pages=min(hit, int(random.integers(0, 11))),
+            ),
+            Room(
+                budget=int(random.integers(1, 65)),
+                is_chunking=bool(random.integers(0, 2)),
+                available_pages=int(random.integers(0, 31)),
+                promised_pages=0 if is_alone else int(random.integers(0, 21)),
+                num_decoding=0 if is_alone else int(random.integers(0, 7)),
+                is_alone=is_alone,
+            ),
+        )

@@ -1,0 +1,178 @@
+"""Which conformance suites an installed distribution gets, and what each of their questions answered."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import SkipTest
+
+from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.models import ModelSpec
+from tokenspeed_core.api.parsers import ParserSpec
+from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.plugins.catalog import Catalog
+from tokenspeed_core.plugins.entry import Entry, Status
+from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+from tokenspeed_core.plugins.selection import Selection, normalise
+from tokenspeed_testing.cases import NotRun
+from tokenspeed_testing.distribution import DistributionConformance
+
+EXAMPLE = Path(
+    "example", "config.json"
+)  # in a family's package: a small configuration, which the suite builds
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one question of a suite answered: "ok", "failed" or "skipped", and in how many seconds.
+
+    A question under way has the verdict "running": where nothing follows it, the process died in it. One skipped since
+    this machine lacks something has the number of cells that were therefore not run, and in `needs` what they need.
+    """
+
+    subject: str
+    question: str
+    verdict: str
+    detail: str = ""
+    seconds: float = 0.0
+    num_cells_not_run: int = 0
+    needs: str = ""
+
+
+def verdicts(distribution: str) -> Iterator[Verdict]:
+    """Ask everything of a distribution, each question announced before it is asked."""
+    for subject, suite in suites(distribution):
+        for name in [name for name in vars(_origin(suite)) if name.startswith("test_")]:
+            question = name.removeprefix("test_").replace("_", " ")
+            asked = Verdict(subject, question, "running")
+            yield asked
+            start = time.monotonic()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                answer = _ask(suite, name)
+            told = (
+                text
+                for each in caught
+                if " is deprecated since tokenspeed-core " in (text := str(each.message))
+            )
+            answer["detail"] = "\n".join(filter(None, [answer.get("detail"), *dict.fromkeys(told)]))
+            yield replace(asked, **answer, seconds=round(time.monotonic() - start, 2))
+
+
+def suites(distribution: str) -> Iterator[tuple[str, object]]:
+    """Yield (what is asked, its suite): the distribution itself first, then each kernel, family, parser and policy."""
+    yield normalise(distribution), _suite(DistributionConformance, distribution=distribution)
+    catalog = Catalog.discover(Selection(), check=False)
+    for entry in catalog.all():
+        if entry.distribution == normalise(distribution) and entry.status is Status.OK:
+            yield from _suites_of(entry, catalog)
+
+
+def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
+    value = catalog.load(entry, object)
+    subject = f"{entry.kind} {entry.name}"
+    if entry.kind.startswith(KERNELS_PREFIX):
+        from tokenspeed_testing.kernel import KernelConformance
+
+        ops = installed_ops(
+            catalog
+        )  # what is of none is told where the distribution's entries are loaded
+        for spec in value if isinstance(value, tuple) else (value,):
+            if isinstance(spec, KernelSpec) and spec.op in ops:
+                yield f"{subject}: {spec.op}", _suite(KernelConformance, spec=spec)
+    elif entry.kind == "policies" and callable(value):
+        from tokenspeed_testing.policy import PolicyConformance
+
+        yield subject, _suite(PolicyConformance, make=staticmethod(value))
+    elif entry.kind in ("tool_parsers", "reasoning_parsers") and isinstance(value, ParserSpec):
+        from tokenspeed_testing.parser import ParserConformance
+
+        yield subject, _suite(ParserConformance, spec=value, kind=entry.kind)
+    elif entry.kind == "models" and isinstance(value, ModelSpec):
+        from tokenspeed_testing.model import ModelConformance
+
+        package = _package(entry.value)
+        config = _example((package, _package(value.describe)), value.architecture)
+        if config is None:
+            num_questions = sum(name.startswith("test_") for name in vars(ModelConformance))
+            what = f"a small configuration whose architectures name {value.architecture}"
+            yield (
+                subject,
+                _suite(
+                    _Unasked,
+                    reason=NotRun(num_questions, f"{package}/{EXAMPLE.as_posix()}, {what}"),
+                ),
+            )
+        else:
+            yield subject, _suite(ModelConformance, spec=value, config=config)
+
+
+class _Unasked:
+    """Stands for the questions about a family that brings no configuration to build it from."""
+
+    reason: ClassVar[NotRun]
+
+    def test_its_example_is_built_and_asked(self) -> None:
+        """Without one nothing of the family is run, so none of its questions has an answer."""
+        raise self.reason
+
+
+def _package(target: str) -> str:
+    return target.partition(":")[0].partition(".")[0]
+
+
+def _example(packages: Iterable[str], architecture: str) -> dict[str, Any] | None:
+    """Return the small configuration of a family that a package brings, None where none does.
+
+    Of several families each has one in a folder of its own beside `EXAMPLE`.
+    """
+    from importlib.util import find_spec
+
+    found = (find_spec(package) for package in packages)
+    folders = [
+        Path(folder)
+        for each in found
+        if each is not None
+        for folder in each.submodule_search_locations or ()
+    ]
+    for folder in folders:
+        for path in (folder / EXAMPLE, *sorted(folder.glob(f"{EXAMPLE.parent}/*/{EXAMPLE.name}"))):
+            config: dict[str, Any] = (
+                json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            )
+            if architecture in config.get("architectures", ()):
+                return config
+    return None
+
+
+def _suite(of: type[Any], **attributes: Any) -> object:
+    return type(of.__name__, (of,), attributes)()
+
+
+def _origin(suite: object) -> type[Any]:
+    return type(suite).__mro__[1]
+
+
+def _ask(suite: object, name: str) -> dict[str, Any]:
+    """Return what a verdict says besides the question."""
+    try:
+        getattr(suite, name)()
+    except NotRun as reason:
+        left = {"num_cells_not_run": reason.num_cells, "needs": reason.needs}
+        return {"verdict": "skipped", "detail": str(reason), **left}
+    except SkipTest as reason:
+        return {"verdict": "skipped", "detail": str(reason)}
+    except AssertionError as error:
+        return {"verdict": "failed", "detail": str(error) or traceback.format_exc().strip()}
+    except (
+        Exception,
+        SystemExit,
+    ):  # plugin code may raise anything, and each question is asked apart
+        return {"verdict": "failed", "detail": traceback.format_exc().strip()}
+    return {"verdict": "ok"}

@@ -1,0 +1,60 @@
+"""What selection says of a spec among all that is installed, where a user asks for its backend by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenspeed_core.api.kernels import InstalledKernel, KernelSpec, PlatformInfo
+from tokenspeed_core.api.ops import OpContract, Problem
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kernels.plan import NothingFitsError
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins.catalog import Catalog
+
+DOES_NOT_LOAD = (
+    "it does not load"  # what a reason of selection's begins with, where an import failed
+)
+
+
+class Asked:
+    """A spec among the installed kernels, in place of those of its own op and name; modules count as there."""
+
+    def __init__(self, spec: KernelSpec, contract: OpContract) -> None:
+        """Read what is installed, once."""
+        catalog = Catalog.discover()
+        found = installed_kernels(catalog)
+        mine = next(
+            (each for each in found if each.spec == spec), InstalledKernel(spec, "under test")
+        )
+        others = [
+            each for each in found if (each.spec.op, each.spec.backend) != (spec.op, spec.backend)
+        ]
+        self._kernels: Sequence[InstalledKernel] = (*others, mine)
+        self._backend, self._op = spec.backend, contract.name
+        self._ops = {**installed_ops(catalog), contract.name: contract}
+
+    def refusals(
+        self, problem: Problem, platform: PlatformInfo, needs: frozenset[str] = frozenset()
+    ) -> tuple[str, ...]:
+        """Return selection's reasons against the spec for a problem served with `needs`, none where it is taken."""
+        wish = Override(self._op, (self._backend,), f"--kernel-backend {self._op}")
+        selector = Selector(
+            self._kernels,
+            platform,
+            (wish,),
+            ops=self._ops,
+            needs=needs,
+            module_exists=lambda name: True,
+        )
+        try:
+            selector.select(self._op, problem)
+        except NothingFitsError as error:
+            (planned,) = error.plan.ops
+            return tuple(
+                reason.what
+                for verdict in planned.verdicts
+                if verdict.backend == self._backend
+                for reason in verdict.reasons
+            )
+        return ()

@@ -1,0 +1,66 @@
+"""Problems on which the conformance kit runs each common op: small, odd, and pairwise rather than crossed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.ops import OpContract, Problem
+from tokenspeed_core.kernels.installed import installed_ops
+from tokenspeed_core.kernels.select import problem_refusals
+from tokenspeed_core.plugins.catalog import Catalog
+
+NUM_ROWS = (0, 1, 7, 33)
+
+_VOCABULARIES = ({"vocab_size": 300}, {"vocab_size": 5000})
+_SHAPES: dict[str, tuple[dict[str, Any], ...]] = {
+    "write_kv": (
+        {"num_kv_heads": 3, "head_size": 24, "block_size": 8},
+        {"num_kv_heads": 8, "head_size": 128, "block_size": 16},
+    ),
+    "greedy": _VOCABULARIES,
+    "sample": _VOCABULARIES,
+}
+
+
+def contract_of(spec: KernelSpec) -> OpContract:
+    """Return the contract of a spec's op, a common one or a plugin's that is installed. Raises KeyError."""
+    return installed_ops(Catalog.discover())[spec.op]
+
+
+def common_contracts() -> tuple[OpContract, ...]:
+    """Return the contracts of the ops that every installation has."""
+    return tuple(installed_ops(Catalog([])).values())
+
+
+def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[Problem]:
+    """Yield the problems of a spec's op that it declares: every shape in some dtype, every dtype somewhere.
+
+    A plugin's op brings its shapes in its contract. Raises KeyError if no installed plugin has such an op.
+    """
+    contract = contract or contract_of(spec)
+    shapes = shapes_of(spec.op, contract)
+    for index in range(max(len(shapes), len(spec.capability.dtypes))):
+        dtype = spec.capability.dtypes[index % len(spec.capability.dtypes)]
+        shape = {**shapes[index % len(shapes)], "dtype": dtype}
+        kinds = (
+            [{"kv_dtype": kind} for kind in kv_dtypes(spec, dtype)]
+            if "kv_dtype" in contract.axes
+            else [{}]
+        )
+        for problem in ({**shape, **kind} for kind in kinds):
+            if not any(problem_refusals(spec.capability, problem)):
+                yield problem
+
+
+def shapes_of(op: str, contract: OpContract) -> tuple[Problem, ...]:
+    """Return the problems of an op, without dtypes: what its contract brings, or the kit's own for the common ones."""
+    return contract.cases or _SHAPES[op]
+
+
+def kv_dtypes(spec: KernelSpec, dtype: str) -> tuple[str, ...]:
+    """Return the types of a cache beside activations of `dtype`: the same, and the declared ones of eight bits."""
+    declared = spec.capability.kv_dtypes
+    same = (dtype,) if not declared or dtype in declared else ()
+    return (*same, *(kind for kind in declared if kind.startswith("float8")))

@@ -1,0 +1,197 @@
+"""What a model family tells the core: a descriptor without tensors, and a module that computes.
+
+The core knows a family by its `architectures` name only. `describe` answers from `config.json` alone,
+so that memory and cache groups are planned without loading a tensor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenspeed_core.api.cache_groups import CacheGroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the core needs of a checkpoint's configuration.
+
+    `num_parameters` counts all weights (tied ones once); `cache_groups` is what each sequence keeps;
+    `quantization` names the method in whose form the checkpoint holds its linear maps, if it does.
+    """
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str  # "bfloat16", "float16" or "float32": what the checkpoint holds
+    num_layers: int
+    num_parameters: int
+    cache_groups: tuple[CacheGroupSpec, ...]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model family, entered under `tokenspeed.models` by the name in `architectures`.
+
+    `describe` is "module:function", taking config.json as a dict and returning ModelInfo; it imports no
+    tensor library and raises ValueError, naming the key, on a configuration it cannot serve. `load` is
+    "module:class", a `Model` built by `cls(config, build)`.
+    """
+
+    architecture: str
+    describe: str
+    load: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint in a package, entered under `tokenspeed.checkpoints`: a name for a path."""
+
+    name: str
+    path: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFormat:
+    """A way to read weights, entered under `tokenspeed.load_formats` by the name that users type.
+
+    `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of its weight
+    files, whose presence makes `--load-format auto` choose it. A format without a pattern needs its name, and so
+    does one whose files can hold more than numbers (`by_name_only`).
+    """
+
+    name: str
+    load: str
+    detect: tuple[str, ...]
+    by_name_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A way to compute linear maps in fewer bits, entered under `tokenspeed.quantization` by the name users type.
+
+    Weights [O, I] and activations [T, I] are stored in fewer bits, each with scales, and multiplied as they are.
+
+    `fused` maps an op to the one that also quantises its result. "linear", "add_rms_norm_linear", "add_rms_norm_mlp"
+    and "moe_experts" it maps to ops that take rows as they are and quantise them within; without the last, models with
+    experts are refused.
+
+    With `has_tensor_scales` each operand has one scale more, float32 [1], over all of its values. It is measured on
+    prompts: checkpoints must hold it, and weights are not quantised on load. `quantize` takes that of the activations
+    as its last argument, `linear` the product of both operands' before the bias. The op of experts takes that of a
+    weight's inputs before the weight, and those of the experts' weights, [E], after the weight's scales.
+    """
+
+    name: str
+    dtype: str  # of stored values
+    quantize: str  # the op that turns activations into values and scales; its axis is `size`
+    linear: str  # the op, with the axes of the plain one, of x, its scales, the weight, its scales, and the bias
+    fused: Mapping[str, str] = field(default_factory=dict)
+    quantize_weight: str | None = (
+        None  # the op that turns a weight into values and scales; None: `quantize`
+    )
+    scale_block: tuple[int, int] | None = (
+        None  # rows and features of a weight that share a scale; None: a row does
+    )
+    scale_name: str = (
+        "weight_scale"  # of a weight's scales, in checkpoints whose "weight" is packed
+    )
+    scale_dtype: str = "float32"
+    values_per_element: int = 1  # neighbouring values that one element of `dtype` holds
+    has_tensor_scales: bool = False
+
+
+class WeightReader(Protocol):
+    """Yields the (name, tensor) pairs of a checkpoint directory, one at a time, on the CPU."""
+
+    def __call__(
+        self, path: str, model: Model, report: Callable[[int, int], None]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yield weights; call `report(bytes_done, bytes_total)` as they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The op that rotates a layer's queries and keys, such as "rope", and its one axis that attention lacks."""
+
+    op: str
+    rotary_size: int
+
+
+class AttentionCall(Protocol):
+    """A layer's attention, bound to its KV cache: rotates q and k if asked for, writes k and v, then attends."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rotation: Any
+    ) -> torch.Tensor:
+        """Attend. q [T, H, D]; k, v [T, K, D]; returns [T, H, D], valid until the next call.
+
+        `rotation` is what the rotation's op takes after q and k. q and k may be written.
+        """
+
+
+class BuildContext(Protocol):
+    """What a model's constructor is given: where it lives, how linear maps compute, and the only way to kernels."""
+
+    dtype: torch.dtype
+    device: torch.device
+    quantization: Quantization | None
+
+    def each_layer(self, num_layers: int) -> Iterator[int]:
+        """Yield the layers from 0, so that what a loop over them asks for is known to be that layer's."""
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        """Return the selected kernel of an op for a problem (see the op's contract for both)."""
+
+    def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
+        """Return the selected kernel of an op that composes others, or None: then they are to be asked for.
+
+        None is given where no kernel fits, and where a user named a backend for one of the contract's `parts`.
+        """
+
+    def attention(
+        self,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        window: int | None = None,
+        group: str = "full",
+        rotation: Rotation | None = None,
+    ) -> AttentionCall:
+        """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call.
+
+        With a `rotation`, one kernel may rotate and write the cache; without, q and k come as they are to be used.
+        """
+
+
+class Model(Protocol):
+    """A family's module. It calls no collective, reads no environment and holds no request."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
+        """Allocate parameters on `build.device` (uninitialised) and bind kernels."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a checkpoint in. Raises ValueError naming every missing, surplus or misshapen weight."""
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return hidden states [R, hidden] of `wanted`, int64 [R] among the T tokens (None: all, in their order).
+
+        token_ids and positions are int64 [T] on the device. What the others need not have, such as the last
+        layer's MLP, is best left out: of a prompt's thousands of tokens one is wanted.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, vocab] (in the model's dtype or float32) for rows of hidden states [R, hidden]."""

@@ -1,0 +1,1 @@
+"""Checkpoints: finding one by name, downloading it, and reading its configuration."""

@@ -1,0 +1,109 @@
+"""What changes logits before a token is chosen: penalties, biases and grammar masks.
+
+Each works on the rows that need it and leaves the others alone, bit by bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tokenspeed_core.api.sampling import MAX_LOGIT_BIAS
+from tokenspeed_core.api.step import I32, SlotInits
+from tokenspeed_core.worker.slots import SlotState, ragged
+from tokenspeed_core.worker.transfer import Link
+
+_IN_PROMPT = 1 << 30
+
+
+def counts_bytes(num_slots: int, vocab_size: int) -> int:
+    """Return the bytes of the penalties' table, which is allocated when the first sequence needs it."""
+    return num_slots * vocab_size * 4
+
+
+class TokenCounts:
+    """How often each slot's sequence has each token, for penalties: int32 [slots, V], allocated on first use.
+
+    The low 30 bits count the output; one bit above says that the prompt has the token.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        """Allocate nothing yet."""
+        self._shape = (num_slots, vocab_size)
+        self._device = device
+        self._counts: torch.Tensor | None = None
+
+    def begin(self, inits: SlotInits, which: I32, link: Link) -> None:
+        """Take the known tokens of the new sequences `which` (indices into the columns)."""
+        counts = self._table()
+        for index in which.tolist():
+            history = inits.history_ids[ragged(inits.history_starts, index)].astype(np.int64)
+            num_prompt = int(inits.history_num_prompt[index])
+            row = counts[int(inits.slots[index])]
+            row.zero_()
+            (ids,) = link.send((history,))
+            row.index_fill_(0, ids[:num_prompt], _IN_PROMPT)
+            output = ids[num_prompt:]
+            row.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def add(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
+        """Count one more token of each slot. slots, ids int64 [P]; slots are distinct."""
+        counts = self._table()
+        counts[slots, ids] += 1
+
+    def penalise(
+        self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, state: SlotState
+    ) -> None:
+        """Change rows of float32 logits [R, V] in place; rows, slots int64 [P].
+
+        Repetition divides positive and multiplies negative logits of tokens in prompt or output; frequency
+        is subtracted for each occurrence in the output, presence once.
+        """
+        counts = self._table()[slots]
+        chosen = logits[rows]
+        repetition = state.repetition[slots].unsqueeze(1)
+        repeated = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+        chosen = torch.where(counts != 0, repeated, chosen)
+        in_output = (counts & (_IN_PROMPT - 1)).to(torch.float32)
+        chosen -= state.frequency[slots].unsqueeze(1) * in_output
+        chosen -= state.presence[slots].unsqueeze(1) * (in_output > 0)
+        logits[rows] = chosen
+
+    def _table(self) -> torch.Tensor:
+        if self._counts is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        return self._counts
+
+
+class Biases:
+    """The logit biases of each slot: ids int64 and values float32 [slots, MAX_LOGIT_BIAS], padded with +0 at id 0."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        """Allocate."""
+        self._ids = torch.zeros(num_slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
+        self._values = torch.zeros(num_slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
+
+    def begin(self, inits: SlotInits, which: I32, link: Link) -> None:
+        """Take the biases of the new sequences `which` (indices into the columns)."""
+        ids = np.zeros((len(which), MAX_LOGIT_BIAS), np.int64)
+        values = np.zeros((len(which), MAX_LOGIT_BIAS), np.float32)
+        for row, index in enumerate(which.tolist()):
+            part = ragged(inits.bias_starts, index)
+            ids[row, : part.stop - part.start] = inits.bias_ids[part]
+            values[row, : part.stop - part.start] = inits.bias_values[part]
+        slots, device_ids, device_values = link.send(
+            (inits.slots[which].astype(np.int64), ids, values)
+        )
+        self._ids.index_copy_(0, slots, device_ids)
+        self._values.index_copy_(0, slots, device_values)
+
+    def add(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add to rows of float32 logits [R, V] in place; rows, slots int64 [P]."""
+        logits[rows] = logits[rows].scatter_add_(1, self._ids[slots], self._values[slots])
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Forbid tokens: -inf where a bit is 0. words int32 [P, W] for rows int64 [P] of float32 logits [R, V]."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words.unsqueeze(2) >> bits) & 1).view(len(rows), -1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(allowed == 0, float("-inf"))

@@ -1,0 +1,152 @@
+"""From a configuration to a model with its kernels, on a device or, as a plan only, on none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tokenspeed_core.api.attention import AttentionLimits
+from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.api.models import Model
+from tokenspeed_core.errors import CheckpointError, TokenSpeedError
+from tokenspeed_core.kernels.installed import (
+    how_to_get_kernels,
+    installed_kernels,
+    installed_ops,
+    installed_rankings,
+)
+from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.worker.build import ModelBuild, solve_block_size
+from tokenspeed_core.worker.memory import PoolLimits
+from tokenspeed_core.worker.platform import describe_device, resolve_device
+from tokenspeed_core.worker.sampler import RunnerKernels
+from tokenspeed_core.worker.slots import most_blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembly:
+    """A model without weights, and all that was decided for it."""
+
+    resolved: Resolved
+    model: Model
+    build: ModelBuild
+    selector: Selector
+    block_size: int
+    pool: PoolLimits
+    kernels: RunnerKernels
+
+    @property
+    def limits(self) -> AttentionLimits:
+        """The most that a step asks of an attention backend; captured steps pad rows and tokens beyond a plan's."""
+        limits = self.resolved.limits
+        return AttentionLimits(
+            max_num_rows=limits.max_num_seqs + 1,
+            max_num_tokens=limits.max_num_tokens + limits.max_num_seqs + 1,
+            max_model_len=limits.max_model_len,
+            max_num_blocks=most_blocks(limits.max_model_len, self.block_size),
+        )
+
+
+def plan_for(resolved: Resolved, catalog: Catalog, platform: PlatformInfo | None) -> KernelPlan:
+    """Return the kernels for a platform, None for the device of the configuration. Raises as `assemble` does."""
+    device = (
+        resolve_device(resolved.config.device) if platform is None else torch.device(platform.kind)
+    )
+    return assemble(resolved, catalog, device, only_plan=True, platform=platform).selector.plan()
+
+
+def assemble(
+    resolved: Resolved,
+    catalog: Catalog,
+    device: torch.device,
+    *,
+    only_plan: bool = False,
+    platform: PlatformInfo | None = None,
+) -> Assembly:
+    """Select kernels for `device` and construct the model there (on the meta device for a plan only).
+
+    A plan may be for another `platform` of the device's kind than the one that is there.
+
+    Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
+    """
+    config, checkpoint = resolved.config, resolved.checkpoint
+    kernels = installed_kernels(catalog, resolved.preferences)
+    needs = frozenset({"graph_safe"} if device.type == "cuda" and not config.enforce_eager else ())
+    selector = partial(
+        Selector,
+        kernels,
+        platform or describe_device(device),
+        resolved.preferences,
+        options=config.backend_option,
+        rankings=installed_rankings(catalog),
+        ops=installed_ops(catalog),
+        needs=needs,
+        hint=how_to_get_kernels(catalog),
+    )
+    chosen = selector()
+    build = ModelBuild(resolved, torch.device("meta") if only_plan else device, chosen)
+    spec, passes = checkpoint.spec, (ValueError, TokenSpeedError, torch.OutOfMemoryError)
+    entry = catalog.get("models", spec.architecture)
+    try:
+        model: Any = make(
+            entry,
+            spec.load,
+            lambda: load_target(spec.load)(checkpoint.config, build),
+            object,
+            passes,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    method = resolved.quantization
+    if method is not None and not any(
+        map(chosen.plan().find, (method.linear, *method.fused.values()))
+    ):
+        raise CheckpointError(
+            f"--quantization {method.name}: {checkpoint.info.architecture} asks for no "
+            f"{method.linear}, so it would have no effect; leave it out"
+        )
+    block_size = solve_block_size(build, config.block_size, selector)
+    build.select_attention(block_size)
+    assembly = Assembly(
+        resolved,
+        model,
+        build,
+        chosen,
+        block_size,
+        PoolLimits.of(
+            checkpoint.info.cache_groups,
+            block_size,
+            build.kv_dtype.itemsize,
+            resolved.limits.max_model_len,
+        ),
+        _runner_kernels(build, resolved, block_size, is_cuda=device.type == "cuda"),
+    )
+    chosen.check()
+    return assembly
+
+
+def _runner_kernels(
+    build: ModelBuild, resolved: Resolved, block_size: int, *, is_cuda: bool
+) -> RunnerKernels:
+    dtype, sampling = resolved.config.dtype, {"vocab_size": resolved.limits.vocab_size}
+    greedy, note = (
+        {
+            getattr(torch, name): build.op(op, **sampling, dtype=name)
+            for name in sorted({dtype, "float32"})
+        }
+        for op in ("greedy", "note_tokens")
+    )
+    return RunnerKernels(
+        build.op("sample", **sampling, dtype="float32"),
+        greedy,
+        note,
+        build.op("advance_rows", dtype=dtype) if is_cuda else None,
+        build.op("map_tokens", block_size=block_size, dtype=dtype) if is_cuda else None,
+    )

@@ -1,0 +1,138 @@
+"""A model's attention layers, bound to the KV arena: per-step work once a group, then one call a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_core.api.attention import AttentionKernel, AttentionProblem, AttentionStep
+from tokenspeed_core.api.kernels import KernelSpec
+from tokenspeed_core.api.models import Rotation
+from tokenspeed_core.kernels.select import Choice
+from tokenspeed_core.worker.inputs import GroupInputs
+
+Batch = tuple[
+    str, AttentionStep, slice | None
+]  # phase, its step, and which query tokens (None: all)
+
+
+class AttentionGroup:
+    """The layers of one cache group. `begin` is called once a step, before the model's forward."""
+
+    def __init__(self) -> None:
+        """Start without layers."""
+        self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
+        self.is_split = False  # whether mixed steps have two parts: where phases' backends differ, and on a device
+        self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
+        self.batches: list[Batch] = []
+        self.side: torch.cuda.Stream | None = (
+            None  # where the second of two batches runs, beside the first
+        )
+
+    def begin(self, inputs: GroupInputs) -> None:
+        """Take a step: tell each kernel in use, and note which query tokens it serves."""
+        self.slot_mapping = inputs.slot_mapping
+        if inputs.decodes is not None and inputs.prefills is not None:
+            num = inputs.decodes.num_tokens
+            self.batches = [
+                ("decode", inputs.decodes, slice(num)),
+                ("prefill", inputs.prefills, slice(num, None)),
+            ]
+        else:
+            is_decode = inputs.num_decodes == inputs.step.num_rows
+            self.batches = [("decode" if is_decode else "prefill", inputs.step, None)]
+        for phase, step, _ in self.batches:
+            for (_, problem), kernel in self.kernels.items():
+                if problem.phase == phase:
+                    kernel.prepare(step)
+
+
+@dataclass(slots=True, eq=False)
+class AttentionLayer:
+    """One layer's attention as the model calls it. Bound after all layers are known and memory is sized.
+
+    The cache holds keys and values divided by `kv_scale`: queries and results are multiplied by it instead.
+    """
+
+    group: AttentionGroup
+    index: int  # of the layer in its group
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int | None
+    rotation: Rotation | None
+    kv_scale: float = 1.0
+    choices: dict[str, Choice] = field(default_factory=dict)  # by phase
+    kernels: dict[str, AttentionKernel] = field(default_factory=dict)  # by phase
+    place: Callable[..., None] = field(init=False)  # (q, k, v, k_cache, v_cache, slots, *rotation)
+    k_cache: Tensor = field(init=False)
+    v_cache: Tensor = field(init=False)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
+        """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
+        self.place(q, k, v, self.k_cache, self.v_cache, self.group.slot_mapping, *rotation)
+        out = q.new_empty(q.shape)
+        first, *others = self.group.batches
+        side = self.group.side if others else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(
+            side
+        ):  # prompts first: few long programs, among which decodes find room
+            for batch in others:
+                self._attend(batch, q, out)
+        self._attend(first, q, out)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+        return out if self.kv_scale == 1.0 else out.mul_(self.kv_scale)
+
+    def _attend(self, batch: Batch, q: Tensor, out: Tensor) -> None:
+        phase, _, tokens = batch
+        if tokens is not None:
+            q, out = q[tokens], out[tokens]
+        self.kernels[phase].forward(q, self.k_cache, self.v_cache, out)
+
+
+def placing(
+    rotate: Callable[..., None] | None, write: Callable[..., None], scale: float
+) -> Callable[..., None]:
+    """Return what `AttentionLayer.place` is where no kernel does it at once. q is rotated and scaled in place."""
+
+    def place(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        *rotation: Any,
+    ) -> None:
+        if rotate is not None:
+            rotate(q, k, *rotation)
+        if scale != 1.0:
+            q.mul_(scale)
+            k, v = k / scale, v / scale
+        write(k, v, k_cache, v_cache, slots)
+
+    return place
+
+
+def bind_arena(
+    layers: Sequence[AttentionLayer], arena: Tensor, block_size: int, dtype: torch.dtype
+) -> None:
+    """Give each layer its views of an arena, uint8 [pages, page_bytes].
+
+    A page of an attention group starts with its block, `[layers, 2, block_size, K, D]`.
+    """
+    for layer in layers:
+        size = block_size * layer.num_kv_heads * layer.head_size
+        start = 2 * layer.index * size
+        block = arena.view(dtype)[:, start : start + 2 * size]
+        caches = block.view(-1, 2, block_size, layer.num_kv_heads, layer.head_size)
+        layer.k_cache, layer.v_cache = caches[:, 0], caches[:, 1]

@@ -1,0 +1,218 @@
+"""Building a model: what its constructor is given, and the kernels that it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
+from tokenspeed_core.api.kernels import PHASES, KernelSpec
+from tokenspeed_core.api.models import Rotation
+from tokenspeed_core.api.ops import Problem
+from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
+from tokenspeed_core.kernels.error_attribution import name_kernel
+from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError
+from tokenspeed_core.kernels.select import Choice, Selector
+from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, placing
+
+_BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+class ModelBuild:
+    """The `BuildContext` of a model's constructor; afterwards, all that it asked for.
+
+    Kernels other than attention are loaded as they are asked for; attention waits until all layers are
+    known, since the block size is decided for all of them together.
+    """
+
+    def __init__(self, resolved: Resolved, device: torch.device, selector: Selector) -> None:
+        """Start empty. `device` may be the meta device, to plan without memory."""
+        self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
+        self.device = device
+        self.quantization = resolved.quantization
+        self.selector = selector
+        self.layers: list[AttentionLayer] = []
+        self.groups = {
+            group.name: AttentionGroup() for group in resolved.checkpoint.info.cache_groups
+        }
+        self._kv_scales = resolved.kv_scales
+        self._layer: int | None = None
+        self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
+
+    def each_layer(self, num_layers: int) -> Iterator[int]:
+        """Yield the layers from 0; users may choose backends for one of them."""
+        for self._layer in range(num_layers):
+            yield self._layer
+        self._layer = None
+
+    def op(self, op: str, **problem: Any) -> Callable[..., Any]:
+        """Return the selected kernel of an op for a problem, one object for equal problems of one kernel."""
+        return self._load(self.selector.select(op, problem, layer=self._layer))
+
+    def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
+        """Return the selected kernel of a fused op, or None where its parts are to run."""
+        choice = self.selector.select_fused(op, problem, layer=self._layer)
+        return None if choice is None else self._load(choice)
+
+    def _load(self, choice: Choice) -> Callable[..., Any]:
+        key = (choice.spec, tuple(sorted(choice.problem.items())))
+        if key not in self._kernels:
+            is_plan = self.device.type == "meta"
+            self._kernels[key] = _unplaced if is_plan else self._make(choice, choice.problem)
+        return self._kernels[key]
+
+    def _make(self, choice: Choice, *arguments: Any) -> Any:
+        """Call a kernel's factory. Raises PluginError, which names the kernel, for whatever it raises."""
+        try:
+            return choice.spec.factory(choice.options)(*arguments)
+        except (TokenSpeedError, torch.OutOfMemoryError):
+            raise
+        except (Exception, SystemExit) as error:  # a plugin's code may raise anything
+            planned = next(planned for each, planned in self.selector.chosen() if each is choice)
+            what = f"{choice.spec.load} raised {type(error).__name__}: {error}"
+            raise PluginError(f"{what}; it is {name_kernel(planned)}") from error
+
+    def attention(
+        self,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        window: int | None = None,
+        group: str = "full",
+        rotation: Rotation | None = None,
+    ) -> AttentionLayer:
+        """Register a layer's attention. Raises CheckpointError where `describe` named no such group."""
+        if group not in self.groups:
+            raise CheckpointError(
+                f"layer {layer} wants the cache group {group!r}, and the model's description has "
+                f"{', '.join(self.groups) or 'none'}; the family's `describe` and its class disagree"
+            )
+        index = sum(each.group is self.groups[group] for each in self.layers)
+        call = AttentionLayer(
+            self.groups[group],
+            index,
+            layer,
+            num_heads,
+            num_kv_heads,
+            head_size,
+            scale,
+            window,
+            rotation,
+            self._kv_scales[layer] if self._kv_scales else 1.0,
+        )
+        self.layers.append(call)
+        return call
+
+    def problem(self, layer: AttentionLayer, block_size: int, phase: str) -> AttentionProblem:
+        """Return a layer's problem in one phase."""
+        name, kv_name = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
+        return AttentionProblem(
+            phase=phase,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=name,
+            kv_dtype=kv_name,
+            block_size=block_size,
+            scale=layer.scale,
+            window=layer.window,
+        )
+
+    def select_attention(self, block_size: int) -> None:
+        """Choose the backends of all layers, and what rotates and writes their caches, for a block size.
+
+        Raises SelectionError.
+        """
+        for layer in self.layers:
+            for phase in PHASES:
+                problem = self.problem(layer, block_size, phase)
+                layer.choices[phase] = self.selector.select_attention(problem, layer=layer.layer)
+            layer.place = self._placing(layer, asdict(problem))
+
+    def _placing(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
+        """Return what rotates and writes the cache: one kernel where one fits and no scale stands between."""
+        ops: tuple[str, ...] = ("write_kv",)
+        if layer.rotation is not None:
+            ops, axes = (
+                (layer.rotation.op, *ops),
+                {**axes, "rotary_size": layer.rotation.rotary_size},
+            )
+        chains = (ops,) if layer.kv_scale == 1.0 else tuple((op,) for op in ops)
+        choices = [
+            each
+            for chain in chains
+            for each in self.selector.select_all(chain, axes, layer=layer.layer)
+        ]
+        *before, write = (self._load(choice) for choice in choices)
+        if len(choices) < len(ops):
+            return write
+        return placing(before[0] if before else None, write, layer.kv_scale)
+
+    def bind_attention(self, limits: AttentionLimits) -> None:
+        """Build the chosen backends, one per cache group and distinct problem of a kernel."""
+        for group in self.groups.values() if self.device.type == "cuda" else ():
+            group.side, group.is_split = torch.cuda.Stream(self.device), True  # type: ignore[no-untyped-call]
+        for layer in self.layers:
+            kernels = layer.group.kernels
+            for phase, choice in layer.choices.items():
+                problem = AttentionProblem(**choice.problem)
+                key = (choice.spec, problem)
+                if key not in kernels:
+                    kernels[key] = self._make(choice, problem, limits, self.device)
+                layer.kernels[phase] = kernels[key]
+                layer.group.is_split |= choice.spec != layer.choices[PHASES[0]].spec
+
+
+def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[], Selector]) -> int:
+    """Return the block size at which all layers and phases get the backends that stand first in their order.
+
+    Among equals the smallest of 16, 32, …, since prefixes are shared in whole blocks. A `wanted` size is
+    returned as it is. `scratch` makes a selector whose decisions are forgotten. Raises SelectionError; if no size
+    serves, with the reasons of the one that leads farthest: what is wrong with the others is more than their size.
+    """
+    if wanted is not None:
+        return wanted
+    found: list[tuple[int, int]] = []
+    errors: list[tuple[int, int, NothingFitsError]] = []
+    for size in _BLOCK_SIZES:
+        trial = scratch()
+        try:
+            for layer in build.layers:
+                for phase in PHASES:
+                    trial.select_attention(build.problem(layer, size, phase), layer=layer.layer)
+        except NothingFitsError as error:
+            (ended,) = error.plan.ops
+            reasons = (
+                each for v in ended.verdicts if v.backend in ended.wanted for each in v.reasons
+            )
+            errors.append(
+                (len(trial.plan().ops), -sum("block_size" in each.what for each in reasons), error)
+            )
+        else:
+            found.append((_rank(trial.plan()), size))
+    if not found:
+        raise max(errors, key=lambda each: each[:2])[2]
+    return min(found)[1]
+
+
+def _rank(plan: KernelPlan) -> int:
+    """Return how many better-placed candidates the decisions of a plan passed over for their block size alone."""
+    return sum(
+        bool(verdict.reasons) and all("block_size" in reason.what for reason in verdict.reasons)
+        for planned in plan.ops
+        for verdict in planned.verdicts[
+            : [each.backend for each in planned.verdicts].index(planned.backend)
+        ]
+    )
+
+
+def _unplaced(*arguments: Any, **keywords: Any) -> Any:
+    raise AssertionError("a model on the meta device is a plan and computes nothing")

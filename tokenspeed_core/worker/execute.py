@@ -1,0 +1,276 @@
+"""The runner of one process: executes step plans on its CPU or its CUDA device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenspeed_core.api.step import I64, LateInputs, OutOfMemory, StepFailed, StepPlan, StepResult
+from tokenspeed_core.kernels.error_attribution import blame
+from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.worker.assemble import Assembly
+from tokenspeed_core.worker.attention import bind_arena
+from tokenspeed_core.worker.graphs import GraphLaunch, StepGraphs
+from tokenspeed_core.worker.inputs import DeviceInputMaker, HostInputMaker
+from tokenspeed_core.worker.sampler import RawLogprobs, Sampler, SamplingRows
+from tokenspeed_core.worker.slots import (
+    DRAWS,
+    SPECIAL,
+    SlotFlags,
+    SlotLayout,
+    SlotState,
+    check_supported,
+    most_blocks,
+)
+from tokenspeed_core.worker.staged import BucketSize
+from tokenspeed_core.worker.transfer import CudaLink, Fetch, HostLink, Link
+
+
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """A step between its forward and its collection. `graph` is set where a graph ran, which sampled greedily.
+
+    `at` are the places of the sampling rows among the fetched tokens, None if all are theirs.
+    """
+
+    plan: StepPlan
+    logits: torch.Tensor | None
+    rows: SamplingRows | None
+    graph: GraphLaunch | None = None
+    at: I64 | None = None
+    fetch: Fetch | None = None
+    logprobs: RawLogprobs | None = None
+
+
+class LocalRunner:
+    """A `Runner` on one device. All methods are called from one thread at a time.
+
+    On the CPU, `forward` and `sample` compute before they return. On CUDA they only launch.
+    """
+
+    def __init__(self, assembly: Assembly, num_pages: int) -> None:
+        """Allocate slots and an arena of `num_pages`, and a page more for padding. Weights come separately."""
+        self._assembly = assembly
+        self.resolved = assembly.resolved
+        self._device = assembly.build.device
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the weights were copied on another stream
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._use_stream()
+        self._launched: dict[int, _Launched] = {}
+        self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self.block_size = assembly.block_size
+        self.page_bytes = assembly.pool.page_bytes
+        self.num_pages = 0
+        self._model = assembly.model
+        self._groups = tuple(assembly.build.groups.values())
+        self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
+        limits = self.resolved.limits
+        self._traits = SlotFlags(limits.max_num_seqs + 1, len(self._groups), self.block_size)
+        layout = SlotLayout(
+            limits.max_num_seqs + 1,
+            most_blocks(limits.max_model_len, self.block_size),
+            len(self._groups),
+        )
+        self._state = SlotState(layout, self._device)
+        split = tuple(group.is_split for group in self._groups)
+        self._inputs = (
+            HostInputMaker(self._state, self.block_size, split)
+            if self._stream is None
+            else DeviceInputMaker(self._state, assembly.kernels, split, self._link)
+        )
+        self._sampler = self._new_sampler()
+        self._graphs: StepGraphs | None = None
+        self.resize(num_pages)
+
+    @property
+    def kernel_plan(self) -> KernelPlan:
+        """Every kernel decision, with its reasons."""
+        return self._assembly.selector.plan()
+
+    def resize(self, num_pages: int) -> None:
+        """Replace the arena by an empty one and forget all slots. Nothing may be in flight."""
+        self._free_arena()
+        self._use_stream()
+        self._arena = _empty_arena(num_pages + 1, self.page_bytes, self._device)
+        bind_arena(
+            self._assembly.build.layers, self._arena, self.block_size, self._assembly.build.kv_dtype
+        )
+        self.num_pages = num_pages
+        self.forget()
+
+    def capture(self, sizes: Sequence[BucketSize], progress: Callable[[int, int], None]) -> None:
+        """Capture steps of these sizes as CUDA graphs. Nothing may be in flight."""
+        gc.collect()
+        with torch.inference_mode():
+            self._use_stream()
+            graphs = StepGraphs(
+                self._state,
+                self._traits,
+                self._groups,
+                self._model,
+                self._assembly.kernels,
+                self._link,
+                sizes=sizes,
+                block_size=self.block_size,
+                max_model_len=self.resolved.limits.max_model_len,
+            )
+            graphs.capture(progress)
+        self._graphs = graphs
+
+    def forget(self) -> None:
+        """Make all slots as new. Nothing may be in flight."""
+        self._launched.clear()
+        if self._graphs is not None:
+            self._graphs.invalidate()
+        with torch.inference_mode():
+            self._use_stream()
+            self._state.reset(padding_page=self.num_pages)
+        self._traits.reset()
+        self._sampler = self._new_sampler()
+
+    def forward(self, plan: StepPlan) -> None:
+        """Launch the forward of a step. Raises StepFailed."""
+        try:
+            check_supported(plan)
+            with torch.inference_mode():
+                self._use_stream()
+                self._launched[plan.step_id] = self._forward(plan)
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a kernel or the device raises ends this step alone
+            raise self._failed(plan.step_id, "forward", error) from error
+
+    def sample(self, step_id: int, late: LateInputs | None) -> None:
+        """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
+        step = self._launched[step_id]
+        try:
+            with torch.inference_mode():
+                self._use_stream()
+                if step.rows is None:
+                    step.fetch = self._link.fetch_ids(
+                        self._nothing
+                    )  # so that `collect` waits for the forward
+                else:
+                    self._sample(step, step.rows, late)
+        except (Exception, SystemExit) as error:  # as in forward
+            del self._launched[step_id]
+            raise self._failed(step_id, "sampling", error) from error
+
+    def collect(self, step_id: int) -> StepResult:
+        """Wait for the oldest launched step. Raises StepFailed. A token of -1: its row had no finite logit."""
+        step = self._launched.pop(step_id)
+        num_tokens = np.zeros(step.plan.num_rows, np.int32)
+        assert step.fetch is not None, "a step is sampled before it is collected"
+        try:
+            ids, *logprobs = step.fetch()
+        except (Exception, SystemExit) as error:  # as in forward
+            raise self._failed(step_id, "execution", error) from error
+        if step.rows is None:
+            return StepResult(step_id, num_tokens, ids, None)
+        if step.at is not None:
+            ids = ids[step.at]
+        num_tokens[step.rows.plan_rows] = 1
+        raw = step.logprobs
+        return StepResult(step_id, num_tokens, ids, None if raw is None else raw.result(logprobs))
+
+    def close(self) -> None:
+        """Wait for the device and free the arena. Safe to call twice."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._launched.clear()
+        self._graphs = None
+        self._free_arena()
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # or the next engine's weights would lie in the arena's place, and hold all of it
+
+    def _free_arena(self) -> None:
+        self._arena = torch.zeros(0, dtype=torch.uint8)
+        for layer in self._assembly.build.layers:
+            layer.k_cache = layer.v_cache = self._arena
+
+    def _failed(self, step_id: int, what: str, error: BaseException) -> StepFailed:
+        whose = blame(error, self._assembly.selector)
+        kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else StepFailed
+        return kind(
+            f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}"
+        )
+
+    def _new_sampler(self) -> Sampler:
+        vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels
+        return Sampler(self._state, self._traits, vocab_size, kernels, self._link)
+
+    def _use_stream(self) -> None:
+        """Make the runner's stream this thread's current one (cheaper than a context, and harms nobody)."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
+    def _forward(self, plan: StepPlan) -> _Launched:
+        if plan.slot_inits is not None:
+            self._sampler.begin(plan.slot_inits)
+        if self._graphs is not None:  # who alone asks what slots share
+            self._traits.note_blocks(plan.block_deltas)
+        self._copy_blocks(plan)
+        if plan.num_rows == 0:
+            return _Launched(plan, None, None)
+        if self._graphs is not None:
+            graph = self._graphs.run(plan)
+            if graph is not None:
+                return _Launched(
+                    plan, None, graph.rows if len(graph.rows.plan_rows) else None, graph
+                )
+            self._graphs.invalidate()
+        inputs = self._inputs.make(plan)
+        for group, group_inputs in zip(self._groups, inputs.groups, strict=True):
+            group.begin(group_inputs)
+        hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.logit_index)
+        if not len(inputs.rows.plan_rows):
+            return _Launched(plan, None, None)
+        logits = self._model.logits(hidden)
+        return _Launched(plan, logits, inputs.rows)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        for copy in plan.block_copies:
+            if len(copy.src):
+                src, dst = self._link.send((copy.src.astype(np.int64), copy.dst.astype(np.int64)))
+                self._arena.index_copy_(0, dst, self._arena[src])
+
+    def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> None:
+        graph = step.graph
+        if graph is not None:
+            asked = self._traits.asked(rows.slots)
+            if late is None and not asked & SPECIAL:
+                if asked & DRAWS:
+                    graph.draw()
+                step.fetch, step.at = self._link.fetch_ids(graph.ids), graph.at
+                return
+            logits = graph.logits()
+            if graph.at is None:
+                step.logits = logits[: len(rows.plan_rows)]
+            else:
+                (at,) = self._link.send((graph.at,))
+                step.logits = logits[at]
+                rows = SamplingRows(
+                    rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at]
+                )
+        assert step.logits is not None, "a step with sampling rows has logits"
+        sampled = self._sampler(step.logits, rows, late)
+        step.logits = None
+        step.logprobs = sampled.logprobs
+        if sampled.logprobs is None:
+            step.fetch = self._link.fetch_ids(sampled.ids)
+        else:
+            step.fetch = self._link.fetch((sampled.ids, *sampled.logprobs.tensors()))
+
+
+def _empty_arena(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return zeros uint8 [pages, bytes]. On the host they take memory only as pages come into use."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
+    return torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)

@@ -1,0 +1,202 @@
+"""The local runner's front: starting it (weights, a trial of the largest step, the arena's size, warm-up)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+
+from tokenspeed_core.api.models import Model, WeightReader
+from tokenspeed_core.api.step import OutOfMemory
+from tokenspeed_core.checkpoint.resolve import choose_format
+from tokenspeed_core.errors import CapacityError, CheckpointError
+from tokenspeed_core.kernels.plan import KernelPlan
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import load_target
+from tokenspeed_core.resolved import Resolved
+from tokenspeed_core.worker.adjust import counts_bytes
+from tokenspeed_core.worker.assemble import Assembly, assemble
+from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
+from tokenspeed_core.worker.execute import LocalRunner
+from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
+from tokenspeed_core.worker.platform import resolve_device
+from tokenspeed_core.worker.staged import BucketSize
+from tokenspeed_core.worker.warmup import Trial, kinds, largest
+
+__all__ = ["LocalRunner", "build", "plan_only"]
+
+Progress = Callable[[str, int, int], None]
+_GRAPH_BYTES = 4 << 20  # a captured forward itself
+_SLACK = 256 << 20  # what libraries allocate late, and what the allocator cannot use
+
+
+def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunner:
+    """Build a runner that serves at once; `progress(what, done, total)` is called as it goes.
+
+    Raises CheckpointError, SelectionError, ConfigError and CapacityError, each saying what to do.
+    """
+    device = resolve_device(resolved.config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if resolved.num_threads is not None:
+        torch.set_num_threads(resolved.num_threads)
+    dtype, num_parameters = resolved.config.dtype, resolved.checkpoint.info.num_parameters
+    what = f"the model, whose weights are {num_parameters * getattr(torch, dtype).itemsize / GIB:.2f} GiB as {dtype},"
+    with _room_for(
+        what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"
+    ):
+        assembly = assemble(resolved, catalog, device)
+        assembly.build.bind_attention(
+            assembly.limits
+        )  # before the weights: kernels may compile while they load
+        _load_weights(assembly.model, resolved, catalog, progress)
+    if device.type == "cpu":
+        return LocalRunner(assembly, _host_pages(assembly))
+    return _start_on_device(assembly, device, progress)
+
+
+def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping[str, Any]]:
+    """Decide everything that needs no weights: the kernels, and memory in bytes as far as it can be known.
+
+    Raises as `build` does, without loading or allocating anything on the device.
+    """
+    config = resolved.config
+    device = resolve_device(config.device)
+    assembly = assemble(resolved, catalog, device, only_plan=True)
+    num_parameters = resolved.checkpoint.info.num_parameters
+    weights = None if resolved.quantization else num_parameters * assembly.build.dtype.itemsize
+    is_cpu = device.type == "cpu"
+    total = (
+        int(psutil.virtual_memory().total)
+        if is_cpu
+        else torch.cuda.get_device_properties(device).total_memory
+    )
+    pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
+    left = (
+        {}
+        if is_cpu or not weights
+        else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
+    )
+    return assembly.selector.plan(), {
+        "device_bytes": total,
+        "weight_bytes": weights,
+        "block_size": assembly.block_size,
+        "page_bytes": assembly.pool.page_bytes,
+        "num_pages": pages,
+        **left,  # on the CPU the pool is not what is left
+    }
+
+
+@contextmanager
+def _room_for(what: str, mend: str) -> Iterator[None]:
+    """Raise CapacityError, with what was asked for, what is free and the mend, where memory is too small."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, OutOfMemory) as error:
+        raise CapacityError(
+            f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {mend}"
+        ) from error
+
+
+def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: Progress) -> None:
+    """Fill a model. Raises CheckpointError."""
+    path, wanted = resolved.checkpoint.path, resolved.config.load_format
+    files = [file.name for file in path.iterdir()] if wanted == "auto" else []
+    chosen = choose_format(files, wanted, catalog)
+    entry = catalog.get("load_formats", chosen.name)
+    reader: WeightReader = make(entry, chosen.load, lambda: load_target(chosen.load), Callable)  # type: ignore[arg-type]
+    try:
+        model.load_weights(
+            reader(str(path), model, lambda done, total: progress("weights", done, total))
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:
+    """Try the largest step, size the arena by what it leaves, compile all kernels, capture graphs."""
+    config, limits = assembly.resolved.config, assembly.resolved.limits
+    decodes = (
+        ()
+        if config.enforce_eager
+        else decode_sizes(
+            limits.max_num_seqs, config.max_cudagraph_capture_size, config.cudagraph_capture_sizes
+        )
+    )
+    sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs) if decodes else ()
+    num_groups = len(assembly.build.groups)
+    with _room_for(
+        "the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"
+    ):
+        runner = LocalRunner(assembly, num_pages=1)
+        budget = _measure(runner, assembly, device, largest(limits, num_groups), sizes)
+    pages = _wanted_pages(assembly) or pages_of_device(assembly.pool, budget)
+    what = f"a KV cache of {pages * runner.page_bytes / GIB:.2f} GiB"
+    with _room_for(what, "lower --max-total-tokens or --kv-cache-memory, or leave them out"):
+        runner.resize(pages)
+    with _room_for(
+        "what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"
+    ):
+        trials = tuple(kinds(limits, num_groups))
+        for done, trial in enumerate(trials):
+            progress("warm-up", done, len(trials))
+            _run(runner, trial)
+        progress("warm-up", len(trials), len(trials))
+        runner.forget()
+        if sizes:
+            runner.capture(sizes, lambda done, total: progress("graphs", done, total))
+    runner.forget()
+    return runner
+
+
+def _measure(
+    runner: LocalRunner,
+    assembly: Assembly,
+    device: torch.device,
+    trial: Trial,
+    sizes: Sequence[BucketSize],
+) -> DeviceBudget:
+    """Run the largest step and see what it took. Graphs of `sizes` take at most as much again, of their own."""
+    config, limits = assembly.resolved.config, assembly.resolved.limits
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    weights = torch.cuda.memory_allocated(device)
+    _run(runner, trial)
+    peak = torch.cuda.max_memory_reserved(device) - weights
+    runner.forget()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = len(sizes) * _GRAPH_BYTES + (peak if sizes else 0)
+    return DeviceBudget(
+        total=total,
+        utilization=config.gpu_memory_utilization,
+        others=total - free - torch.cuda.memory_reserved(device),
+        weights=weights,
+        peak=peak,
+        reserve=counts_bytes(limits.max_num_seqs + 1, limits.vocab_size) + graphs + _SLACK,
+    )
+
+
+def _run(runner: LocalRunner, trial: Trial) -> None:
+    runner.forward(trial.plan)
+    runner.sample(trial.plan.step_id, trial.late)
+    runner.collect(trial.plan.step_id)
+
+
+def _wanted_pages(assembly: Assembly) -> int | None:
+    """Return the pages that the user asked for, if they did."""
+    config, pool = assembly.resolved.config, assembly.pool
+    if config.max_total_tokens is not None:
+        return pool.pages_of_tokens(config.max_total_tokens)
+    if config.kv_cache_memory is not None:
+        return pool.pages_of_bytes(config.kv_cache_memory, "--kv-cache-memory")
+    return None
+
+
+def _host_pages(assembly: Assembly) -> int:
+    return pages_of_host(
+        assembly.pool, int(psutil.virtual_memory().available), _wanted_pages(assembly)
+    )

@@ -1,0 +1,37 @@
+"""The device that the runner was told to use, or found."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.errors import ConfigError
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of `--device`; "auto" is CUDA where there is one. Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name.partition(":")[0] != "cuda":
+        raise ConfigError(f"--device {name}: this runner knows auto, cpu, cuda and cuda:N")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu"
+        )
+    device = torch.device(name)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+        )
+    return torch.device("cuda", index)
+
+
+def describe_device(device: torch.device) -> PlatformInfo:
+    """Return what kernels are selected for."""
+    if device.type == "cpu":
+        return PlatformInfo("cpu", None, f"CPU ({torch.get_num_threads()} threads)")
+    major, minor = torch.cuda.get_device_capability(device)
+    return PlatformInfo("cuda", (major, minor), torch.cuda.get_device_name(device))

@@ -1,0 +1,195 @@
+"""From logits to tokens: adjustments, the selected kernel, log-probabilities, and the slots' next state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenspeed_core.api.step import I32, LateInputs, SlotInits, StepLogprobs
+from tokenspeed_core.worker.adjust import Biases, TokenCounts, mask
+from tokenspeed_core.worker.slots import DRAWS, SPECIAL, SlotFlags, SlotState
+from tokenspeed_core.worker.transfer import Link
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunnerKernels:
+    """The kernels that the runner itself calls. `greedy` and `note` (tokens) are by the dtype of logits.
+
+    `advance` (rows) and `map` (tokens) serve devices; on the CPU NumPy does their work.
+    """
+
+    sample: Kernel
+    greedy: Mapping[torch.dtype, Kernel]
+    note: Mapping[torch.dtype, Kernel]
+    advance: Kernel | None
+    map: Kernel | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingRows:
+    """The R rows that sample: their place in the plan, their slots, and where their new tokens will stand.
+
+    `device_slots` and `new_positions` are int64 [R] on the device.
+    """
+
+    plan_rows: I32
+    slots: I32
+    device_slots: torch.Tensor
+    new_positions: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawLogprobs:
+    """Log-probabilities on the device: of `rows` (indices of the plan), with `width` alternatives each."""
+
+    rows: I32
+    width: int
+    chosen: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top_values: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return what must come to the host."""
+        return self.chosen, self.ranks, self.top_ids, self.top_values
+
+    def result(self, arrays: Sequence[np.ndarray[Any, Any]]) -> StepLogprobs:
+        """Return the columns of the result from what `tensors` became on the host."""
+        chosen, ranks, top_ids, top_values = arrays
+        return StepLogprobs(
+            self.rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """What a sampling gave: `ids` int32 [R], -1 where a row had no finite logit."""
+
+    ids: torch.Tensor
+    logprobs: RawLogprobs | None
+
+
+class Sampler:
+    """Chooses tokens for any mix of rows; what one row asks for changes no other row.
+
+    Log-probabilities are the log-softmax, in float32, of the model's own logits: before penalties, biases,
+    masks and temperature.
+    """
+
+    def __init__(
+        self,
+        state: SlotState,
+        traits: SlotFlags,
+        vocab_size: int,
+        kernels: RunnerKernels,
+        link: Link,
+    ) -> None:
+        """Bind the kernels."""
+        self._state = state
+        self._traits = traits
+        self._kernels = kernels
+        self._link = link
+        self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.words.device)
+        self._biases = Biases(state.layout.num_slots, state.words.device)
+
+    def begin(self, inits: SlotInits) -> None:
+        """Take the sampling parameters that stand outside the slots' columns."""
+        self._traits.update(inits)
+        penalised = np.flatnonzero(self._traits.penalised[inits.slots]).astype(np.int32)
+        biased = np.flatnonzero(self._traits.biased[inits.slots]).astype(np.int32)
+        if len(penalised):
+            self._counts.begin(inits, penalised, self._link)
+        if len(biased):
+            self._biases.begin(inits, biased, self._link)
+
+    def __call__(
+        self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs | None
+    ) -> Sampled:
+        """Choose a token for each row of logits [R, V], and make it the last token of its slot.
+
+        May write into `logits`.
+        """
+        traits = self._traits
+        asked = traits.asked(rows.slots)
+        if late is None and not asked & SPECIAL:
+            return Sampled(self._choose(logits, rows, asked), None)
+        wanted = traits.num_logprobs[rows.slots]
+        asking = np.flatnonzero(wanted >= 0)
+        penalised = np.flatnonzero(traits.penalised[rows.slots])
+        biased = np.flatnonzero(traits.biased[rows.slots])
+        asking_rows, penalised_rows, biased_rows = self._link.send((asking, penalised, biased))
+        raw = torch.log_softmax(logits[asking_rows].float(), dim=-1) if len(asking) else None
+        if late is not None or len(penalised) or len(biased):
+            logits = logits.float()
+        if len(penalised):
+            self._counts.penalise(
+                logits, penalised_rows, rows.device_slots[penalised_rows], self._state
+            )
+        if len(biased):
+            self._biases.add(logits, biased_rows, rows.device_slots[biased_rows])
+        if late is not None:
+            self._mask(logits, rows, late)
+        ids = self._choose(logits, rows, asked)
+        if len(penalised):
+            counted = ids[penalised_rows].to(torch.int64).clamp_(min=0)
+            self._counts.add(rows.device_slots[penalised_rows], counted)
+        if raw is None:
+            return Sampled(ids, None)
+        plan_rows = rows.plan_rows[asking].astype(np.int32)
+        return Sampled(ids, _logprobs(raw, ids[asking_rows], plan_rows, int(wanted.max())))
+
+    def _choose(self, logits: torch.Tensor, rows: SamplingRows, asked: int) -> torch.Tensor:
+        """Run a kernel and note its tokens; ids int32 [R]."""
+        if asked & DRAWS:
+            chosen = draw(
+                self._state, self._kernels.sample, logits, rows.device_slots, rows.new_positions
+            )
+        else:
+            chosen = self._kernels.greedy[logits.dtype](logits)
+        ids = torch.empty(len(chosen), dtype=torch.int32, device=chosen.device)
+        self._kernels.note[logits.dtype](
+            logits, chosen, rows.device_slots, self._state.last_token, ids
+        )
+        return ids
+
+    def _mask(self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs) -> None:
+        if late.num_positions != 1:
+            raise ValueError("masks for draft positions need a drafter, and none is loaded")
+        place = np.searchsorted(rows.plan_rows, late.rows)
+        words = late.mask.reshape(len(late.rows), -1)
+        mask(logits, *self._link.send((place.astype(np.int64), words)))
+
+
+def draw(
+    state: SlotState,
+    sample: Kernel,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Run the op `sample` with the slots' parameters; returns int64 [R]."""
+    chosen: torch.Tensor = sample(
+        logits.float(),
+        state.temperature[slots],
+        state.top_k[slots],
+        state.top_p[slots],
+        state.min_p[slots],
+        state.seed[slots],
+        positions,
+    )
+    return chosen
+
+
+def _logprobs(raw: torch.Tensor, ids: torch.Tensor, plan_rows: I32, width: int) -> RawLogprobs:
+    chosen = raw.gather(1, ids.to(torch.int64).clamp_(min=0).unsqueeze(1))
+    ranks = (raw > chosen).sum(dim=-1, dtype=torch.int32) + 1
+    top_values, top_ids = raw.topk(min(width, raw.shape[1]), dim=-1)
+    return RawLogprobs(
+        plan_rows, top_ids.shape[1], chosen.squeeze(1), ranks, top_ids.to(torch.int32), top_values
+    )

@@ -1,0 +1,218 @@
+"""What the device knows of each slot: one flat tensor, written by one scatter per step.
+
+Every per-slot column and block table is a view of `SlotState.words` (int32), so that all deltas of a
+plan become one list of (word, value) pairs: one copy to the device and one scatter kernel there, or one
+NumPy assignment on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenspeed_core.api.step import I32, I64, BlockDelta, SlotInits, StepPlan
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_COLUMNS = ("last_token", "seq_len", "top_k", *_FLOATS)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """Where each column stands in the state, in words.
+
+    `num_slots` counts the sequences' slots and, last, the padding slot. A table of a cache group has
+    `num_blocks` entries per slot.
+    """
+
+    num_slots: int
+    num_blocks: int
+    num_groups: int
+
+    @property
+    def padding_slot(self) -> int:
+        """The slot that padding rows name."""
+        return self.num_slots - 1
+
+    def column(self, name: str) -> int:
+        """Return the first word of a column; seeds (two words each) stand before all others."""
+        return 0 if name == "seed" else (2 + _COLUMNS.index(name)) * self.num_slots
+
+    def table(self, group: int) -> int:
+        """Return the first word of a cache group's block tables."""
+        return (2 + len(_COLUMNS) + group * self.num_blocks) * self.num_slots
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The first word of the last tokens, and how many there are: as many lengths stand behind them."""
+        return self.column("last_token"), self.num_slots
+
+    @property
+    def num_words(self) -> int:
+        """All words of the state."""
+        return self.table(self.num_groups)
+
+    def writes(self, plan: StepPlan) -> tuple[I64, I32]:
+        """Return the words that a plan changes and their new values, in the plan's order.
+
+        Chunk rows set their exact length; decode rows keep the device's.
+        """
+        words: list[I64] = []
+        values: list[I32] = []
+        for group, delta in enumerate(plan.block_deltas):
+            if len(delta.slots):
+                words.append(
+                    self.table(group)
+                    + delta.slots.astype(np.int64) * self.num_blocks
+                    + delta.indices
+                )
+                values.append(delta.blocks)
+        if plan.num_decodes < plan.num_rows:
+            words.append(self.column("seq_len") + plan.slots[plan.num_decodes :].astype(np.int64))
+            values.append(plan.num_computed_tokens[plan.num_decodes :])
+        if plan.slot_inits is not None:
+            self._init_writes(plan.slot_inits, words, values)
+        if not words:
+            return _NO_WORDS, _NO_VALUES
+        return np.concatenate(words), np.concatenate(values)
+
+    def _init_writes(self, inits: SlotInits, words: list[I64], values: list[I32]) -> None:
+        slots = inits.slots.astype(np.int64)
+        words.append((slots[:, None] * 2 + np.arange(2)).reshape(-1))
+        values.append(np.ascontiguousarray(inits.seed).view(np.int32))
+        words.append(self.column("top_k") + slots)
+        values.append(inits.top_k)
+        for name in _FLOATS:
+            words.append(self.column(name) + slots)
+            values.append(np.ascontiguousarray(getattr(inits, name)).view(np.int32))
+
+
+_NO_WORDS: I64 = np.zeros(0, np.int64)
+_NO_VALUES: I32 = np.zeros(0, np.int32)
+
+
+class SlotState:
+    """The state of all slots on a device, and typed views of its columns and tables. All views share memory.
+
+    Padding rows name the last slot: its length stays 0 and its tables name the padding page, whose content
+    nobody reads.
+    """
+
+    def __init__(self, layout: SlotLayout, device: torch.device) -> None:
+        """Allocate."""
+        self.layout = layout
+        self.words = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+        self.seed = self.words[: 2 * layout.num_slots].view(torch.int64)
+        self.last_token = self._column("last_token")
+        self.seq_len = self._column("seq_len")
+        self.top_k = self._column("top_k")
+        self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition = (
+            self._column(name).view(torch.float32) for name in _FLOATS
+        )
+        self.tables: tuple[torch.Tensor, ...] = tuple(
+            self.words[layout.table(g) : layout.table(g + 1)].view(
+                layout.num_slots, layout.num_blocks
+            )
+            for g in range(layout.num_groups)
+        )
+
+    def reset(self, padding_page: int) -> None:
+        """Make all slots as new: greedy, empty, and every block the padding page."""
+        self.words.zero_()
+        self.words[self.layout.table(0) :] = padding_page
+        self.repetition.fill_(1.0)
+        self.top_p.fill_(1.0)
+
+    def _column(self, name: str) -> torch.Tensor:
+        start = self.layout.column(name)
+        return self.words[start : start + self.layout.num_slots]
+
+
+SHARED_PREFIX, SHORT = (
+    256,
+    4096,
+)  # tokens: fewer are read sooner than found to be shared; most of a plain row
+DRAWS, SPECIAL = 1, 2
+"""What a slot's sequence asks of sampling: a random draw; anything that is done to single rows."""
+
+
+class SlotFlags:
+    """What the host remembers of each slot, to choose how a step is run without asking the device."""
+
+    def __init__(self, num_slots: int, num_groups: int, block_size: int) -> None:
+        """Start with slots that are greedy, with nothing special."""
+        self._last = (SHARED_PREFIX - 1) // block_size  # block of a prefix that counts as shared
+        self._prefix_ends = np.zeros((num_groups, num_slots), np.int32)
+        self.asks = np.zeros(num_slots, np.uint8)
+        self.penalised = np.zeros(num_slots, bool)
+        self.biased = np.zeros(num_slots, bool)
+        self.num_logprobs = np.full(num_slots, -1, np.int32)
+
+    def reset(self) -> None:
+        """Make all slots greedy, with nothing special."""
+        self.asks[:] = 0
+        self.penalised[:] = self.biased[:] = False
+        self.num_logprobs[:] = -1
+
+    def update(self, inits: SlotInits) -> None:
+        """Take the traits of the sequences that get a slot."""
+        slots = inits.slots
+        self.penalised[slots] = (
+            (inits.presence_penalty != 0)
+            | (inits.frequency_penalty != 0)
+            | (inits.repetition_penalty != 1)
+        )
+        self.biased[slots] = np.diff(inits.bias_starts) > 0
+        self.num_logprobs[slots] = inits.logprobs
+        special = self.penalised[slots] | self.biased[slots] | (inits.logprobs >= 0)
+        self.asks[slots] = DRAWS * (inits.temperature > 0) + SPECIAL * special
+        self._prefix_ends[:, slots] = (
+            -1 - slots
+        )  # until there is such a block, what no other slot has
+
+    def note_blocks(self, deltas: Sequence[BlockDelta]) -> None:
+        """Take a step's new blocks, after the sequences that get a slot."""
+        for ends, delta in zip(self._prefix_ends, deltas, strict=True):
+            at = delta.indices == self._last
+            ends[delta.slots[at]] = delta.blocks[at]
+
+    def are_plain(self, plan: StepPlan) -> bool:
+        """Say whether a step's decodes are short and not all lead with the same `SHARED_PREFIX`; False without any."""
+        num = plan.num_decodes
+        ends = self._prefix_ends[:, plan.slots[:num]]
+        shares = bool((ends == ends[:, :1]).all(axis=1).any())
+        return not shares and int(plan.num_computed_tokens[:num].max()) < SHORT
+
+    def asked(self, slots: I32) -> int:
+        """Return DRAWS and SPECIAL, or'ed over some slots."""
+        return int(np.bitwise_or.reduce(self.asks[slots]))
+
+
+def ragged(starts: I32, index: int) -> slice:
+    """Return the slice of sequence `index` in a ragged column."""
+    return slice(int(starts[index]), int(starts[index + 1]))
+
+
+def most_blocks(max_model_len: int, block_size: int) -> int:
+    """Return the entries of a block table that the longest sequence needs."""
+    return -(-max_model_len // block_size)
+
+
+def check_supported(plan: StepPlan) -> None:
+    """Raise ValueError for what a plan may say but this runner does not do."""
+    decodes: Sequence[int] = plan.num_query_tokens[: plan.num_decodes]  # type: ignore[assignment]
+    if len(decodes) and int(np.max(decodes)) > 1:
+        raise ValueError("a decode row with drafts needs a drafter, and none is loaded")
+    if len(plan.adapter_ids) and plan.adapter_ids.any():
+        raise ValueError("a row names an adapter, and none is loaded")
+    if plan.embedding_spans:
+        raise ValueError("a row has media embeddings, and no encoder is loaded")

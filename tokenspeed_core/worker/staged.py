@@ -1,0 +1,108 @@
+"""What the host sends for a captured step: all of it in one buffer, in a bucket's own layout.
+
+Rows and tokens stand as `[decodes, padding, chunks, padding]`; padding names the padding slot. A bucket
+without chunk tokens has decodes only, one token each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenspeed_core.api.step import I32, I64, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSize:
+    """The most that a captured step holds: decode rows, chunk rows, and tokens of all chunks.
+
+    Where it `is_plain`, its decodes are short and share no prefix, and attention is spared what others need.
+    """
+
+    num_decodes: int
+    num_chunks: int
+    num_chunk_tokens: int
+    is_plain: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, padding included."""
+        return self.num_decodes + self.num_chunks
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens, padding included."""
+        return self.num_decodes + self.num_chunk_tokens
+
+
+class StagedLayout:
+    """Where each column stands in the buffer: int64 ones first, then int32 ones.
+
+    int64: `slots` [rows]; `words` of the slots' state to change; with chunks also `token_slots`, `positions` and
+    `ids` [tokens] (the last two of chunks only: decodes' come from the state), and `last` [rows], the last token of
+    each row. int32: `values` of the words; `advance` [rows], by which lengths grow; with chunks `query_start`
+    [chunks + 1], from the first chunk token.
+    """
+
+    def __init__(self, size: BucketSize, num_words: int) -> None:
+        """Lay out a bucket in which `num_words` words may change."""
+        self.size, self.num_words = size, num_words
+        wide = {"slots": size.num_rows, "words": num_words}
+        narrow = {"values": num_words, "advance": size.num_rows}
+        if size.num_chunks:
+            wide |= {
+                "token_slots": size.num_tokens,
+                "positions": size.num_tokens,
+                "ids": size.num_tokens,
+            }
+            wide |= {"last": size.num_rows}
+            narrow |= {"query_start": size.num_chunks + 1}
+        self.wide, self.middle = _place(wide)
+        self.narrow, length = _place(narrow)
+        self.num_int64 = self.middle + -(-length // 2)
+
+    def fill(
+        self, host: I64, plan: StepPlan, words: I64, values: I32, padding: tuple[int, int]
+    ) -> None:
+        """Write a plan and its changed words. `padding` is the padding slot, and a word of the state that stays 0."""
+        size, middle = self.size, plan.num_decodes
+        narrow = host[self.middle :].view(np.int32)
+        narrow[:] = 0
+        all_words = host[self.wide["words"]]
+        all_words[: len(words)], all_words[len(words) :] = words, padding[1]
+        narrow[self.narrow["values"]][: len(values)] = values
+        slots, advance = host[self.wide["slots"]], narrow[self.narrow["advance"]]
+        slots[:middle], slots[middle:] = plan.slots[:middle], padding[0]
+        advance[:middle] = 1
+        if size.num_chunks:
+            chunks = slice(size.num_decodes, size.num_decodes + plan.num_rows - middle)
+            slots[chunks], advance[chunks] = plan.slots[middle:], plan.num_query_tokens[middle:]
+            self._fill_tokens(host, narrow[self.narrow["query_start"]], plan, padding[0])
+
+    def _fill_tokens(self, host: I64, query_start: I32, plan: StepPlan, padding_slot: int) -> None:
+        decodes, middle, count = self.size.num_decodes, plan.num_decodes, len(plan.token_ids)
+        counts, num_chunks = plan.num_query_tokens[middle:], plan.num_rows - middle
+        np.cumsum(counts, out=query_start[1 : num_chunks + 1])
+        query_start[num_chunks + 1 :] = count
+        token_slots, positions = host[self.wide["token_slots"]], host[self.wide["positions"]]
+        ids, last = host[self.wide["ids"]], host[self.wide["last"]]
+        inside = slice(decodes, decodes + count)
+        token_slots[:], positions[:], ids[:], last[:] = padding_slot, 0, 0, 0
+        token_slots[:middle] = plan.slots[:middle]
+        token_slots[inside] = np.repeat(plan.slots[middle:], counts)
+        before = query_start[:num_chunks] - plan.num_computed_tokens[middle:]
+        positions[inside] = np.arange(count) - np.repeat(before, counts)
+        ids[inside] = plan.token_ids
+        last[:middle] = np.arange(middle)
+        last[decodes : decodes + num_chunks] = decodes - 1 + query_start[1 : num_chunks + 1]
+
+
+def _place(lengths: Mapping[str, int]) -> tuple[dict[str, slice], int]:
+    """Return where columns of these lengths stand one after another, and their sum."""
+    places, start = {}, 0
+    for name, length in lengths.items():
+        places[name] = slice(start, start + length)
+        start += length
+    return places, start

@@ -1,0 +1,117 @@
+"""Steps that no request asked for: the largest one, to measure its memory, and all kinds, to compile kernels.
+
+Blocks of these plans are the padding page, since no plan has named any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenspeed_core.api.step import BlockCopy, BlockDelta, LateInputs, SlotInits, StepPlan
+from tokenspeed_core.scheduler.limits import SchedulerLimits
+
+_NONE = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One step to try: its plan, and whether a mask comes late for its first row."""
+
+    plan: StepPlan
+    late: LateInputs | None
+
+
+def largest(limits: SchedulerLimits, num_groups: int) -> Trial:
+    """Return the step that takes most memory: all rows, all tokens, and every way of sampling at once."""
+    chunks = _spread(limits.max_num_tokens, limits.max_num_seqs, limits.max_model_len)
+    return Trial(
+        _plan(num_groups, 0, chunks, _inits(len(chunks), draws=True, special=True)),
+        _late(limits.vocab_size),
+    )
+
+
+def kinds(limits: SchedulerLimits, num_groups: int) -> Iterator[Trial]:
+    """Yield steps that between them call every kernel in every shape class that serving reaches."""
+    powers = [1 << bit for bit in range(limits.max_num_tokens.bit_length())]
+    for size in sorted(
+        {1, *powers, *(power + 1 for power in powers if power < limits.max_num_tokens)}
+    ):
+        yield Trial(_plan(num_groups, 0, _spread(size, 1, limits.max_model_len), _inits(1)), None)
+    for num_rows in sorted(
+        {min(n, limits.max_num_seqs) for n in (1, 2, 16, 17, limits.max_num_seqs)}
+    ):
+        for draws, special in ((False, False), (True, False), (False, True), (True, True)):
+            inits = _inits(num_rows, draws=draws, special=special)
+            yield Trial(
+                _plan(num_groups, 0, [1] * num_rows, inits),
+                _late(limits.vocab_size) if special else None,
+            )
+            yield Trial(
+                _plan(num_groups, num_rows, [], None), _late(limits.vocab_size) if special else None
+            )
+        if num_rows > 1 and num_rows + 4 <= limits.max_num_tokens:
+            yield Trial(_plan(num_groups, num_rows - 1, [min(5, limits.max_model_len)], None), None)
+
+
+def _spread(num_tokens: int, num_rows: int, max_model_len: int) -> list[int]:
+    """Return the chunk of each row: one token, and what is left over to the first ones."""
+    chunks, left = [], num_tokens - num_rows
+    for _ in range(num_rows):
+        extra = min(left, max_model_len - 1)
+        chunks.append(1 + extra)
+        left -= extra
+    return chunks
+
+
+def _plan(
+    num_groups: int, num_decodes: int, chunks: Sequence[int], inits: SlotInits | None
+) -> StepPlan:
+    num_rows = num_decodes + len(chunks)
+    counts = np.array([1] * num_decodes + list(chunks), np.int32)
+    return StepPlan(
+        step_id=-1,
+        num_decodes=num_decodes,
+        slots=np.arange(num_rows, dtype=np.int32),
+        num_query_tokens=counts,
+        num_computed_tokens=np.zeros(num_rows, np.int32),
+        wants_logits=np.ones(num_rows, bool),
+        token_ids=np.zeros(sum(chunks), np.int32),
+        adapter_ids=np.zeros(num_rows, np.int32),
+        block_deltas=(BlockDelta(_NONE, _NONE, _NONE),) * num_groups,
+        block_copies=(BlockCopy(_NONE, _NONE),) * num_groups,
+        slot_inits=inits,
+        embedding_spans=(),
+        group_num_tokens=np.array([counts.sum()], np.int32),
+    )
+
+
+def _inits(num_rows: int, *, draws: bool = False, special: bool = False) -> SlotInits:
+    def column(value: float) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        return np.full(num_rows, value, np.float32)
+
+    starts = np.arange(num_rows + 1, dtype=np.int32) * int(special)
+    return SlotInits(
+        slots=np.arange(num_rows, dtype=np.int32),
+        temperature=column(1.0 if draws else 0.0),
+        top_k=np.full(num_rows, 20 if draws else 0, np.int32),
+        top_p=column(0.9),
+        min_p=column(0.0),
+        presence_penalty=column(0.5 if special else 0.0),
+        frequency_penalty=column(0.0),
+        repetition_penalty=column(1.0),
+        seed=np.arange(num_rows, dtype=np.int64),
+        logprobs=np.full(num_rows, 5 if special else -1, np.int32),
+        bias_starts=starts,
+        bias_ids=np.zeros(starts[-1], np.int32),
+        bias_values=np.zeros(starts[-1], np.float32),
+        history_starts=starts,
+        history_ids=np.zeros(starts[-1], np.int32),
+        history_num_prompt=np.full(num_rows, int(special), np.int32),
+    )
+
+
+def _late(vocab_size: int) -> LateInputs:
+    return LateInputs(np.zeros(1, np.int32), 1, np.full(-(-vocab_size // 32), -1, np.int32))
