@@ -61,7 +61,7 @@ class LLM(AbstractContextManager["LLM"]):
     """A model ready to generate. Keywords are the flags of `tokenspeed serve`, with underscores.
 
     >>> with LLM() as llm:                                             # doctest: +SKIP
-    ...     llm.chat([{"role": "user", "content": "WorkerReady!"}])[0].outputs[0].text
+    ...     llm.chat([{"role": "user", "content": "Hello!"}])[0].outputs[0].text
     """
 
     kernel_plan: KernelPlan

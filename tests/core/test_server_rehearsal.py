@@ -26,7 +26,7 @@ from tokenspeed_core.text.load import NamedParser
 
 TOKENIZER = make_tokenizer()
 heard: list[str] = []
-PROMPT = "user: WorkerReady!assistant:"
+PROMPT = "user: Hello!assistant:"
 
 
 class Hears:
@@ -125,7 +125,7 @@ def test_both_routes_are_served_whole_and_streamed_and_no_observer_and_no_log_he
         False,
         True,
     ]
-    assert b'"text": "WorkerReady!"' in answers[0][2]
+    assert b'"text": "Hello!"' in answers[0][2]
     whole, _, *deltas = heard
     assert whole == "".join(deltas[:-1]) == PROMPT, "a prompt comes back as it was rendered"
     assert len(deltas) > 3, "it was streamed token by token"

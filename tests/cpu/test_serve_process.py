@@ -404,7 +404,7 @@ def test_a_chat_that_is_ended_takes_the_server_it_started_along(
     )
     assert chat.stdin is not None
     assert chat.stdout is not None
-    chat.stdin.write("WorkerReady!\n")
+    chat.stdin.write("Hello!\n")
     chat.stdin.flush()
     assert chat.stdout.readline()
     started = psutil.Process(chat.pid).children(recursive=True)

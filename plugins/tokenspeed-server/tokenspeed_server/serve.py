@@ -128,7 +128,7 @@ def _announce(bound: socket.socket, config: Config, text: ModelText) -> None:
     """Say where the server is and how to try it, in a line that can be pasted."""
     base, name, is_chat = url(bound), config.served_model_name, text.template is not None
     body = {"model": name} | (
-        {"messages": [{"role": "user", "content": "WorkerReady!"}]}
+        {"messages": [{"role": "user", "content": "Hello!"}]}
         if is_chat
         else {"prompt": [1, 2, 3] if text.tokenizer is None else "WorkerReady"}
     )

@@ -47,10 +47,10 @@ async def rehearse(options: Options, text: ModelText) -> None:
     service = Service(replace(options, observers=()), link)
     service.open(text, READY)
     asked: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": [0] if text.tokenizer is None else "WorkerReady!"}
+        "/v1/completions": {"prompt": [0] if text.tokenizer is None else "Hello!"}
     }
     if text.template is not None:
-        asked["/v1/chat/completions"] = {"messages": [{"role": "user", "content": "WorkerReady!"}]}
+        asked["/v1/chat/completions"] = {"messages": [{"role": "user", "content": "Hello!"}]}
     try:
         for path, body in asked.items():
             for stream in (False, True):
