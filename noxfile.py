@@ -1,7 +1,7 @@
-"""Every check of the repository: `nox` runs them all, `nox -s NAME` one.
+"""Checks of the repository: `nox` runs the default ones, `nox -s NAME` runs one, `nox -s release` the slow rest.
 
-Third-party packages are installed once, into `.nox/base`. `.nox/all` sees them and holds this tree as
-editable installs; most sessions run there. `wheels` builds what users install and tests it outside the tree.
+All of them use `.venv`, which holds every third-party package and an editable install of every distribution. The
+distributions are the folders that have a `pyproject.toml`; no list names them.
 """
 
 from __future__ import annotations
@@ -12,96 +12,129 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nox
 
 ROOT = Path(__file__).parent
-NOX, WHEELS = ROOT / ".nox", ROOT / ".nox" / "wheelhouse"
-TORCH = "torch==2.13.0"  # what the set-up installs; the code works from 2.11 on
+VENV, NOX = ROOT / ".venv", ROOT / ".nox"
+WHEELS, VENDOR_WHEELS = NOX / "wheels", NOX / "vendors"
+PYTHON = str(VENV / "bin" / "python")
 CORE = "tokenspeed_core"
-PLUGINS = [
-    "tokenspeed_kernels",
-    "tokenspeed_models",
-    "plugins/tokenspeed-bench",
-    "plugins/tokenspeed-chat",
-    "plugins/tokenspeed-demo",
-    "plugins/tokenspeed-models-mistral",
-    "plugins/tokenspeed-parsers",
-    "plugins/tokenspeed-plugin-tools",
-    "plugins/tokenspeed-server",
-    "plugins/tokenspeed-testing",
-    "plugins/tokenspeed-kernels-hopper",
-    "plugins/tokenspeed-kernels-blackwell",
-    "plugins/tokenspeed-kernels-deepgemm",
-    "plugins/tokenspeed-kernels-flashinfer",
-]
-OURS = [CORE, *PLUGINS]
-ALONE = {  # tests in this tree that need one distribution, and the core, alone
-    "tokenspeed_kernels": [
-        "tests/cpu/test_kernels_reference.py",
-        "tests/cpu/test_kernels_conformance.py",
-    ],
-    "tokenspeed_models": ["tests/cpu/test_models_placement.py"],
-    "plugins/tokenspeed-models-mistral": ["tests/cpu/test_models_describe.py"],
-}
-VENDORS = {  # tests that compare ours with a vendor's wheel, and its versions: the oldest taken, and the newest taken
-    "plugins/tokenspeed-kernels-hopper/tests": ("tokenspeed-fa3==3.0.0.post20260810",),
-    "plugins/tokenspeed-kernels-blackwell/tests/test_flashinfer.py": (
-        "flashinfer-python==0.7.2.post1",
-    ),
-    "plugins/tokenspeed-kernels-blackwell/tests/flash_attn_4": ("flash-attn-4==4.0.0b36",),
-    "plugins/tokenspeed-kernels-flashinfer/tests/test_attention.py": (
-        "flashinfer-python==0.6.14",
-        "flashinfer-python==0.6.18.post1",
-    ),
-    "plugins/tokenspeed-kernels-deepgemm/tests": ("sgl-deep-gemm==0.1.4", "sgl-deep-gemm==0.2.5"),
-}
-MODULES = [Path(folder).name.replace("-", "_") for folder in OURS]
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a script's background job ignores it, and tests send it
-WORKERS = min(
-    4, os.cpu_count() or 1
-)  # processes that run tests beside each other; each may hold torch
+WORKERS = min(4, os.cpu_count() or 1)  # pytest processes; each may import torch
+GROUPS = ("build", "test", "oracle", "lint")
 
+# Shells start background jobs with SIGINT ignored; the tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "core", "cpu", "interpreter", "wheels"]
+nox.options.sessions = ["setup", "lint", "tests", "interpreter", "wheels"]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One of our distributions: its folder, and its pyproject.toml."""
+
+    folder: str
+    manifest: dict[str, Any]
+
+    @property
+    def tests(self) -> list[str]:
+        """The folder of its own tests, if it has one."""
+        return [f"{self.folder}/tests"] if (ROOT / self.folder / "tests").is_dir() else []
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The table [tool.tokenspeed]: what the sessions need to know beyond packaging."""
+        found: dict[str, Any] = self.manifest.get("tool", {}).get("tokenspeed", {})
+        return found
+
+    @property
+    def requirements(self) -> list[str]:
+        """Third-party requirements, those of extras included. Vendors' libraries are large and left out."""
+        project = self.manifest["project"]
+        extras = project.get("optional-dependencies", {}).values()
+        lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
+        vendors = [name for each in self.vendors for name in each["libraries"]]
+        ours = ("tokenspeed", *(name.partition("==")[0] for name in vendors))
+        return [line for line in lines if not line.startswith(ours)]
+
+    @property
+    def vendors(self) -> list[dict[str, Any]]:
+        """Tests that compare our calls with vendors' libraries, each with the versions to test."""
+        found: list[dict[str, Any]] = self.settings.get("vendors", [])
+        return found
+
+
+def distributions() -> list[Distribution]:
+    """Find our distributions: the core first, then by folder."""
+    manifests = sorted(ROOT.glob("tokenspeed_*/pyproject.toml"))
+    manifests += sorted(ROOT.glob("plugins/*/pyproject.toml"))
+    return [
+        Distribution(str(path.parent.relative_to(ROOT)), nox.project.load_toml(path))
+        for path in manifests
+    ]
+
+
+ALL = distributions()
+PLUGINS = [each for each in ALL if each.folder != CORE]
+SUITE = ["tests/core", "tests/cpu", *(path for each in ALL for path in each.tests)]
+
+
+@nox.session
+def setup(session: nox.Session) -> None:
+    """Bring .venv up to date; the other sessions do this too, if nobody did."""
+    ready(session)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, types, and who may import whom."""
-    python = everything(session)
+    """Style, types, and import directions."""
+    python = ready(session)
     run(session, python, "-m", "ruff", "check", ".")
-    run(session, python, "-m", "mypy", *(f"-p{module}" for module in MODULES))
-    run(session, python, "-m", "mypy", "--allow-untyped-calls", "benchmarks")
-    run(
-        session,
-        python,
-        "-c",
-        "from importlinter.cli import lint_imports_command; lint_imports_command()",
-    )
+    run(session, python, "-m", "ruff", "format", "--check", ".")
+    run(session, python, "tools/check_imports.py")
+    run(session, python, "tools/check_types.py")
 
 
 @nox.session
-def core(session: nox.Session) -> None:
-    """Tests that need no tensor library."""
-    pytest(session, everything(session), "tests/core")
-
-
-@nox.session
-def cpu(session: nox.Session) -> None:
-    """Tests on the CPU, the plugins' own among them."""
-    own = [f"{folder}/tests" for folder in PLUGINS if (ROOT / folder / "tests").is_dir()]
-    pytest(session, everything(session), "tests/cpu", *own)
+def tests(session: nox.Session) -> None:
+    """Tests of the core, on the CPU, and of the plugins."""
+    pytest(session, ready(session), *SUITE)
 
 
 @nox.session
 def interpreter(session: nox.Session) -> None:
-    """Triton kernels under Triton's interpreter, which must be chosen before a kernel is imported."""
-    pytest(session, everything(session), "tests/interpreter", TRITON_INTERPRET="1")
+    """Triton kernels under Triton's interpreter, which is chosen before a kernel is imported."""
+    pytest(session, ready(session), "tests/interpreter", TRITON_INTERPRET="1")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every wheel; install the core's alone, then all of them together, outside this tree."""
+    python = ready(session)
+    build_wheels(session, python)
+    core_alone(session)
+    installed = environment(session, "installed", *map(wheel, ALL))
+    outside(session, installed, "tests/wheels", "-k", "not loads_without_a_tensor_library")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Slow and exhaustive checks, to run before a release: marked tests, and every distribution alone."""
+    python = ready(session)
+    pytest(session, python, "-m", "release", *SUITE)
+    pytest(session, python, "-m", "release", "tests/interpreter", TRITON_INTERPRET="1")
+    build_wheels(session, python)
+    outside(session, core_alone(session), "tests/core")
+    for each in PLUGINS:
+        alone = environment(session, f"{Path(each.folder).name}-alone", wheel(each))
+        outside(session, alone, "tests/wheels", *each.tests, *each.settings.get("alone", ()))
+    together = environment(session, "together", "tokenspeed-core[default]")
+    outside(session, together, "tests/wheels", "tests/together", num_workers=1)
+    session.notify("vendors")
 
 
 @nox.session
@@ -112,235 +145,136 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def vendors(session: nox.Session) -> None:
-    """Download the vendors' libraries, which are large, write anew what is kept of them, and check our calls.
-
-    No GPU is needed. What is kept, `signatures.json` beside the tests, is what the calls are held to everywhere else.
-    """
-    python, wheels = everything(session), NOX / "vendors"
-    for tests, libraries in VENDORS.items():
-        folders = [wheels / library for library in libraries]
-        for folder in folders:
-            run(
-                session,
-                python,
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--no-deps",
-                "-d",
-                str(folder),
-                folder.name,
-            )
-        beside = (
-            ROOT / (tests if not tests.endswith(".py") else Path(tests).parent) / "signatures.json"
-        )
-        found = [str(wheel) for folder in folders for wheel in folder.glob("*.whl")]
-        run(session, python, "-m", "tokenspeed_testing.signatures", str(beside), *found)
-        for folder in folders:
-            pytest(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
+    """Download the vendors' libraries, renew what is kept of their signatures, and check our calls. Needs no GPU."""
+    python = ready(session)
+    for plugin in PLUGINS:
+        for each in plugin.vendors:
+            tests = f"{plugin.folder}/{each['tests']}"
+            folders = [VENDOR_WHEELS / library for library in each["libraries"]]
+            for folder in folders:
+                pip(session, "download", "--no-deps", "-d", str(folder), folder.name)
+            home = Path(tests).parent if tests.endswith(".py") else Path(tests)
+            found = [str(path) for folder in folders for path in folder.glob("*.whl")]
+            kept = str(ROOT / home / "signatures.json")
+            run(session, python, "-m", "tokenspeed_testing.signatures", kept, *found)
+            for folder in folders:
+                pytest(session, python, tests, TOKENSPEED_VENDOR_WHEELS=str(folder))
 
 
-@nox.session
-def wheels(session: nox.Session) -> None:
-    """Build the wheels; test the core's without torch, and each plugin's with only what it declares."""
-    base = third_party(session)
+def ready(session: nox.Session) -> str:
+    """Install third-party packages in one call, then our distributions, editable. Return .venv's Python."""
+    wanted = {line for each in ALL for line in each.requirements}
+    manifest = nox.project.load_toml(ROOT / "pyproject.toml")
+    wanted.update(nox.project.dependency_groups(manifest, *GROUPS))
+    wanted.update(line for line in requirements() if not line.startswith("-e"))
+    packages = sorted(wanted)
+    editable = [part for each in ALL for part in ("-e", f"./{each.folder}")]
+    manifests = [(ROOT / each.folder / "pyproject.toml").read_text() for each in ALL]
+    digest = hashlib.sha256("\n".join([sys.version, *packages, *manifests]).encode()).hexdigest()
+    stamp = VENV / "ready"
+    if stamp.is_file() and stamp.read_text() == digest:
+        return PYTHON
+    if not VENV.is_dir():
+        run(session, sys.executable, "-m", "venv", str(VENV))
+    pip(session, "install", *packages)
+    pip(session, "install", "--no-deps", "--no-build-isolation", *editable)
+    stamp.write_text(digest)
+    return PYTHON
+
+
+def requirements() -> Iterator[str]:
+    """Yield the lines of requirements.txt."""
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            yield line
+
+
+def build_wheels(session: nox.Session, python: str) -> None:
+    """Build the wheels of all distributions."""
     shutil.rmtree(WHEELS, ignore_errors=True)
-    run(
-        session,
-        base,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(WHEELS),
-        *(f"./{folder}" for folder in OURS),
-    )
-    core_alone(session)
-    for folder in PLUGINS:
-        plugin_alone(session, folder)
-    together(session)
+    folders = [each.folder for each in ALL]
+    run(session, python, "tools/build_wheels.py", str(WHEELS), *folders)
 
 
-def core_alone(session: nox.Session) -> None:
-    """Install the core's wheel from scratch: no tensor library comes, and the torch-free tests pass."""
-    python = environment(session, "core-alone")
-    run(session, python, "-m", "pip", "install", "-q", wheel(CORE), *group("test"))
-    run(
-        session,
-        python,
-        "-c",
-        "import importlib.util as u, sys; sys.exit(bool(u.find_spec('torch')))",
-    )
-    outside(session, python, "tests/core")
+def wheel(distribution: Distribution) -> str:
+    """Return the path of a distribution's wheel."""
+    (path,) = WHEELS.glob(f"{Path(distribution.folder).name.replace('-', '_')}-*.whl")
+    return str(path)
 
 
-def plugin_alone(session: nox.Session, folder: str) -> None:
-    """Install a plugin's wheel, and of ours only what it declares; it loads, and its own tests pass."""
-    python = environment(session, f"{Path(folder).name}-alone", shares_base=True)
-    run(
-        session,
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        "--find-links",
-        str(WHEELS),
-        wheel(folder),
-    )
-    own = [f"{folder}/tests"] if (ROOT / folder / "tests").is_dir() else []
-    outside(session, python, "tests/wheels", *own, *ALONE.get(folder, ()))
+def core_alone(session: nox.Session) -> str:
+    """Install the core's wheel with what it declares and nothing else; it runs without a tensor library."""
+    home = NOX / "core-alone"
+    shutil.rmtree(home, ignore_errors=True)
+    run(session, sys.executable, "-m", "venv", "--without-pip", str(home))
+    python = str(home / "bin" / "python")
+    tests = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "test")
+    core = next(each for each in ALL if each.folder == CORE)
+    pip(session, "--python", python, "install", wheel(core), *tests)
+    absent = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, ['torch', 'triton'])))"
+    run(session, python, "-c", absent)
+    run(session, str(home / "bin" / "tokenspeed"), "--help", silent=True)
+    return python
 
 
-def together(session: nox.Session) -> None:
-    """Install what `tokenspeed-core[default]` names, and use it as a user would."""
-    python = environment(session, "together", shares_base=True)
-    run(
-        session,
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        "--find-links",
-        str(WHEELS),
-        "tokenspeed-core[default]",
-    )
-    outside(
-        session, python, "tests/wheels", "tests/together", num_workers=1
-    )  # one test installs, another lists
+def environment(session: nox.Session, name: str, *packages: str) -> str:
+    """Make an environment that sees .venv's third-party packages, install wheels there, and return its Python."""
+    home = NOX / name
+    shutil.rmtree(home, ignore_errors=True)
+    run(session, sys.executable, "-m", "venv", "--without-pip", str(home))
+    (site,) = home.glob("lib/python*/site-packages")
+    (shared,) = VENV.glob("lib/python*/site-packages")
+    for path in shared.iterdir():
+        if "tokenspeed" not in path.name and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    python = str(home / "bin" / "python")
+    links = ["--no-index", "--find-links", str(WHEELS)]
+    pip(session, "--python", python, "install", *links, *packages)
+    return python
 
 
-def outside(session: nox.Session, python: str, *tests: str, num_workers: int = WORKERS) -> None:
+def outside(session: nox.Session, python: str, *arguments: str, num_workers: int = WORKERS) -> None:
     """Run copies of some tests in a folder from which this tree cannot be imported."""
+    tests = [part for part in arguments if part.startswith(("tests/", "plugins/", "tokenspeed_"))]
     with tempfile.TemporaryDirectory(prefix="tokenspeed-") as copy:
         for folder in {str(Path(path).parent) if path.endswith(".py") else path for path in tests}:
-            shutil.copytree(
-                ROOT / folder, Path(copy, folder), ignore=shutil.ignore_patterns("__pycache__")
-            )
-        shutil.copy(ROOT / "pyproject.toml", copy)
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / folder, Path(copy, folder), ignore=ignored)
+        for name in ("pyproject.toml", "conftest.py"):
+            shutil.copy(ROOT / name, copy)
         with session.chdir(copy):
-            pytest(session, python, "-m", "not tree", *tests, num_workers=num_workers)
+            marks = "not tree and not release"
+            pytest(session, python, "-m", marks, *arguments, num_workers=num_workers)
 
 
 def pytest(
     session: nox.Session, python: str, *arguments: str, num_workers: int = WORKERS, **variables: str
 ) -> None:
-    """Run pytest, a few files beside each other, without the settings that the developer has in the environment.
+    """Run pytest in a few processes, without the developer's settings of TokenSpeed.
 
-    With arguments of the developer's (`nox -s core -- -k name`) it is one process, as a debugger needs it.
+    With arguments of the developer's (`nox -s tests -- -k name`) it is one process, as a debugger needs it.
     """
     ours = {name: None for name in os.environ if name.startswith("TOKENSPEED_")}
+    # One thread each, and waiting threads sleep: the processes share the cores.
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     is_one = num_workers == 1 or session.posargs
-    spread = (
-        [] if is_one else ["-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder"]
-    )
-    environ = {**ours, "OMP_NUM_THREADS": "1", **variables}
+    spread = ["-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder"]
     run(
         session,
-        python,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        *spread,
+        *(python, "-P", "-m", "pytest", "-q", "--durations=25", "--durations-min=1"),
+        *([] if is_one else spread),
         *arguments,
         *session.posargs,
-        **environ,
+        **{**ours, **threads, **variables},
     )
 
 
-def everything(session: nox.Session) -> str:
-    """Return the Python that has this tree, editable, and everything it needs."""
-    third_party(session)
-    editable = [part for folder in OURS for part in ("-e", f"./{folder}")]
-    manifests = [(ROOT / folder / "pyproject.toml").read_text() for folder in OURS]
-    return environment(
-        session,
-        "all",
-        "--no-deps",
-        "--no-build-isolation",
-        *editable,
-        shares_base=True,
-        made_of=manifests,
-    )
+def pip(session: nox.Session, *arguments: str) -> None:
+    """Run .venv's pip."""
+    quiet = ["-q", "--disable-pip-version-check"]
+    run(session, PYTHON, "-m", "pip", *quiet, *arguments)
 
 
-def third_party(session: nox.Session) -> str:
-    """Return the Python of the environment with all that is not ours."""
-    tools = [*group("build"), *group("test"), *group("oracle"), *group("lint")]
-    return environment(session, "base", TORCH, *sorted(set(declared())), *tools)
-
-
-def environment(
-    session: nox.Session,
-    name: str,
-    *packages: str,
-    shares_base: bool = False,
-    made_of: Sequence[str] = (),
-) -> str:
-    """Make an environment and return its Python; one whose packages are there already stays.
-
-    One without packages is made afresh each time, and one with other `packages` or `made_of` than before.
-    One that shares sees what is installed in `.nox/base`, pip included.
-    """
-    home, python = NOX / name, NOX / name / "bin" / "python"
-    stamp, wanted = (
-        home / "stamp",
-        hashlib.sha256("\n".join([*packages, *made_of]).encode()).hexdigest(),
-    )
-    if packages and stamp.is_file() and stamp.read_text() == wanted:
-        return str(python)
-    shutil.rmtree(home, ignore_errors=True)
-    run(
-        session,
-        sys.executable,
-        "-m",
-        "venv",
-        *(["--without-pip"] if shares_base else []),
-        str(home),
-    )
-    if shares_base:
-        (site,) = home.glob("lib/python*/site-packages")
-        (shared,) = (NOX / "base").glob("lib/python*/site-packages")
-        (site / "base.pth").write_text(f"{shared}\n")
-    if packages:
-        run(session, str(python), "-m", "pip", "install", "-q", *packages)
-        stamp.write_text(wanted)
-    return str(python)
-
-
-def declared() -> Iterator[str]:
-    """Return the third-party requirements of our distributions, without the vendors' libraries, which are large."""
-    vendors = tuple(each.partition("==")[0] for libraries in VENDORS.values() for each in libraries)
-    for folder in OURS:
-        project = nox.project.load_toml(ROOT / folder / "pyproject.toml")["project"]
-        extras = project.get("optional-dependencies", {})
-        for line in [
-            *project["dependencies"],
-            *(line for lines in extras.values() for line in lines),
-        ]:
-            if not line.startswith(("tokenspeed", *vendors)):
-                yield line
-
-
-def group(name: str) -> list[str]:
-    """Return a dependency group of the root pyproject.toml."""
-    return list(nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name))
-
-
-def wheel(folder: str) -> str:
-    """Return the path of a distribution's wheel."""
-    (path,) = WHEELS.glob(f"{Path(folder).name.replace('-', '_')}-*.whl")
-    return str(path)
-
-
-def run(session: nox.Session, *command: str, **variables: str | None) -> None:
+def run(session: nox.Session, *command: str, silent: bool = False, **variables: str | None) -> None:
     """Run a program of an environment that nox did not make."""
-    session.run(*command, external=True, env=variables)
+    session.run(*command, external=True, silent=silent, env=variables)

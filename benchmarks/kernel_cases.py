@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """The kernel benchmark's cases, as data: shapes of served models, with the bytes and operations they cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """Find the best tilings of the Triton kernel for few rows in e4m3 on this GPU, beside torch's scaled product.
 
     python benchmarks/linear_fp8_tilings.py [--rows 1 16 32 64] [--few-only]

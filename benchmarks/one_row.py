@@ -1,3 +1,4 @@
+# mypy: allow-untyped-calls
 """Time the products of a dense layer at one row, as a decode step runs them: one behind the other in a CUDA graph.
 
     python benchmarks/one_row.py [SHAPE ...] [--tilings]

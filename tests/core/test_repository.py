@@ -219,14 +219,16 @@ def test_the_default_distributions_are_the_core_and_those_that_its_extra_default
     assert {"tokenspeed-core", *project["optional-dependencies"]["default"]} == DEFAULTS
 
 
-def test_a_vendors_library_is_taken_between_versions_whose_wheels_are_checked() -> None:
-    (checked,) = (
-        node.value
-        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS"
-    )
-    for tests, libraries in ast.literal_eval(checked).items():
-        plugin = ROOT.joinpath(*Path(tests).parts[:2])
+def vendors() -> Iterator[tuple[Path, Path, list[str]]]:
+    """Yield a plugin's folder, its tests of a vendor's library, and the versions that these are run with."""
+    for folder in DISTRIBUTIONS:
+        settings = tomllib.loads((folder / "pyproject.toml").read_text()).get("tool", {})
+        for each in settings.get("tokenspeed", {}).get("vendors", []):
+            yield folder, folder / each["tests"], each["libraries"]
+
+
+def test_vendor_versions_under_test_are_the_declared_bounds() -> None:
+    for plugin, _, libraries in vendors():
         extras = tomllib.loads((plugin / "pyproject.toml").read_text())["project"][
             "optional-dependencies"
         ]
@@ -244,47 +246,17 @@ def test_a_vendors_library_is_taken_between_versions_whose_wheels_are_checked() 
         assert all(version in (plugin / "README.md").read_text() for version in versions)
 
 
-def test_what_is_kept_of_a_vendors_library_is_of_the_versions_that_are_checked() -> None:
-    (checked,) = (
-        node.value
-        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VENDORS"
-    )
-    for tests, libraries in ast.literal_eval(checked).items():
-        beside = (
-            ROOT / (tests if not tests.endswith(".py") else Path(tests).parent) / "signatures.json"
-        )
+def test_kept_signatures_are_of_the_vendor_versions_under_test() -> None:
+    for _, tests, libraries in vendors():
+        beside = (tests.parent if tests.suffix == ".py" else tests) / "signatures.json"
         found = json.loads(beside.read_text())
-        assert tuple(found["libraries"]) == libraries, f"nox -s vendors renews {beside}"
+        assert list(found["libraries"]) == libraries, f"nox -s vendors renews {beside}"
         assert all(set(found["read"]) == set(each) for each in found["libraries"].values())
 
 
 def test_requirements_list_every_distribution() -> None:
     listed = set(re.findall(r"^-e \./(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     assert listed == {str(folder.relative_to(ROOT)) for folder in DISTRIBUTIONS}
-
-
-def test_the_import_contracts_name_every_module_of_the_core() -> None:
-    core = {
-        f"tokenspeed_core.{path.stem}"
-        for path in (ROOT / "tokenspeed_core").iterdir()
-        if (path.is_dir() and any(path.glob("*.py")))
-        or (path.suffix == ".py" and path.stem != "__init__")
-    }
-    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    api, torch = linter["contracts"][2:4]
-    assert set(api["forbidden_modules"]) == core - {
-        "tokenspeed_core.api",
-        "tokenspeed_core.commands",
-        "tokenspeed_testing",
-    }
-    assert set(torch["source_modules"]) == core - {
-        "tokenspeed_core.worker",
-        "tokenspeed_testing",
-    }
-    assert set(linter["root_packages"]) == {
-        folder.name.replace("-", "_") for folder in DISTRIBUTIONS
-    }
 
 
 def test_the_name_of_a_kinds_contract_is_made_in_one_place() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from tokenspeed_core.errors import RequestFailedError
 
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.api.step import StepLogprobs
@@ -33,6 +32,7 @@ from tokenspeed_core.engine.messages import (
 )
 from tokenspeed_core.engine.requests import Defaults, build_submit
 from tokenspeed_core.engine.wire import pack
+from tokenspeed_core.errors import RequestFailedError
 
 
 @dataclass

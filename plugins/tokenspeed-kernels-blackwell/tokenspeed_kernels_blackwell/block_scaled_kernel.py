@@ -1,3 +1,4 @@
+# mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
 """Triton code of products of block-scaled operands, which these tensor cores scale themselves."""
 
 from __future__ import annotations

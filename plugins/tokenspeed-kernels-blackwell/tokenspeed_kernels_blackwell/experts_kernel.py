@@ -1,3 +1,4 @@
+# mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
 """Triton code of experts whose operands are block-scaled. A *pair* is a token and one of its experts: token * k + j.
 
 Pairs are sorted by expert; `ends_ptr` holds where each expert's run of them ends. As in `multiply`, the weight is the

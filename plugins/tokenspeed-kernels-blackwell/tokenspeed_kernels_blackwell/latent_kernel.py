@@ -1,3 +1,4 @@
+# mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
 """Triton code of latent attention for decodes, shaped for the tensor cores of compute capability 10.0.
 
 A block of the cache comes through the tensor memory accelerator once, as keys and as values. Its entries stand in the

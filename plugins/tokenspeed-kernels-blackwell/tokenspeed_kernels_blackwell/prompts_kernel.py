@@ -1,3 +1,4 @@
+# mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
 """Triton code of attention for prompts, shaped for the tensor cores of compute capability 10.0.
 
 Whole blocks of keys come through the tensor memory accelerator; both products are single-thread `tcgen05` instructions

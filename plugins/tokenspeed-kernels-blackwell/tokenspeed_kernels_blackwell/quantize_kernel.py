@@ -1,3 +1,4 @@
+# mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
 """Triton code that quantises rows in groups of neighbours, to the bit as the reference does."""
 
 from __future__ import annotations
