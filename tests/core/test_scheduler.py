@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from null_world import World, request
 
-from tokenspeed_core.api.policy import Candidate, Decision, Limits, Room, View
+from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 from tokenspeed_core.api.step import StepPlan, StepResult
 from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.manager import Match
 from tokenspeed_core.scheduler.lifecycle import Sending
@@ -185,3 +186,61 @@ def test_a_failed_step_leaves_alone_whose_blocks_are_being_sent() -> None:
     assert isinstance(world.scheduler.roster.get(2), Sending)
     world.scheduler.transfer_done(2)
     assert world.scheduler.kv.counts().held == 0
+
+
+class Postponing:
+    """First come, first served, but a prompt is never cut and at most one is admitted per step."""
+
+    def __init__(self) -> None:
+        self.inner = Ordered(by_priority=False)
+
+    def key(self, priority: int, arrival: int) -> tuple[int, int]:
+        return self.inner.key(priority, arrival)
+
+    def decide(self, view: View, limits: Limits) -> Decision:
+        return self.inner.decide(view, limits)
+
+    def admit(self, candidate: Candidate, room: Room) -> int:
+        rest = candidate.num_tokens - candidate.num_hit
+        return rest if rest <= room.budget else 0
+
+
+@pytest.mark.parametrize(("policy", "chunk_size"), [("fcfs", -1), (Postponing(), 16)])
+def test_prompts_beyond_the_budget_enter_in_the_next_steps(
+    policy: str | Policy, chunk_size: int
+) -> None:
+    world = World(policy=policy, chunk_size=chunk_size, num_pages=60)  # 16 tokens per step
+    for sequence_id in range(4):
+        world.submit(request(sequence_id, [sequence_id] * 10, max_tokens=12))
+    for _ in range(5):
+        world.step()
+    assert world.scheduler.roster.num_running == 4
+    assert not world.finish
+    world.run()
+    for sequence_id in range(4):
+        world.check(sequence_id)
+
+
+class Refusing(Postponing):
+    """Runs nothing: neither admits sequences nor gives tokens to running ones."""
+
+    def __init__(self, *, admits: bool) -> None:
+        super().__init__()
+        self.admits = admits
+
+    def __str__(self) -> str:
+        return "refusing"
+
+    def decide(self, view: View, limits: Limits) -> Decision:
+        return Decision(np.zeros_like(view.num_query), np.zeros(0, np.int32))
+
+    def admit(self, candidate: Candidate, room: Room) -> int:
+        return super().admit(candidate, room) if self.admits else 0
+
+
+@pytest.mark.parametrize("admits", [False, True])
+def test_a_policy_that_runs_nothing_ends_the_engine(admits: bool) -> None:
+    world = World(policy=Refusing(admits=admits))
+    world.submit(request(0, PROMPT))
+    with pytest.raises(EngineDeadError, match="refusing"):
+        world.run(20)

@@ -231,10 +231,12 @@ class KVManager:
             self.pool.release([copy.kept])
         self._now = []
 
-    def drop_copies(self) -> None:
-        """Give up the copies that no step has carried yet: the engine is idle, or their step failed."""
-        self.pool.release([copy.kept for copy in self._now + self._next])
+    def drop_copies(self) -> bool:
+        """Drop the copies that no step has carried yet. Return whether there were any."""
+        kept = [copy.kept for copy in self._now + self._next]
+        self.pool.release(kept)
         self._now, self._next = [], []
+        return bool(kept)
 
     def retire(self, step_id: int) -> None:
         """Note that all steps up to this one are over."""

@@ -84,16 +84,18 @@ class Admission:
         sequence, kv = state.sequence, self._kv
         sequence.chain.extend(sequence.tokens)
         match = kv.match(sequence.chain, len(sequence.tokens))
-        num_tokens = min(self._policy.admit(self._candidate(sequence, match), room), room.budget)
+        candidate = self._candidate(sequence, match)
+        num_tokens = min(self._policy.admit(candidate, room), room.budget)
         if not num_tokens and room.is_alone:
             # A state's checkpoint takes a page until it is copied, and that may be the one page too many.
             match = kv.no_match()
-            num_tokens = min(
-                self._policy.admit(self._candidate(sequence, match), room), room.budget
-            )
+            candidate = self._candidate(sequence, match)
+            num_tokens = min(self._policy.admit(candidate, room), room.budget)
         lease = kv.acquire(match) if num_tokens else None
         if lease is None:
-            self._roster.stuck()
+            # The policy may say yes in the next step unless blocks are missing.
+            if candidate.pages + candidate.idle_pages > room.available_pages:
+                self._roster.stuck()
             return 0
         self._roster.pop()
         slot = self._roster.admit(state, lease, match.num_tokens)

@@ -20,6 +20,9 @@ class Ordered:
 
     by_priority: bool
 
+    def __str__(self) -> str:
+        return "priority" if self.by_priority else "fcfs"
+
     def key(self, priority: int, arrival: int) -> tuple[int, int]:
         """Return (priority, arrival), or (0, arrival) for first come, first served."""
         return (priority if self.by_priority else 0, arrival)

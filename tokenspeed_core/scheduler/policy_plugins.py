@@ -31,6 +31,9 @@ class PluginPolicy:
     entry: Entry
     policy: Policy
 
+    def __str__(self) -> str:
+        return f"{self.entry.name} of {self.entry.distribution}"
+
     def key(self, priority: int, arrival: int) -> tuple[int, int]:
         """Return the policy's sort key."""
         return make(

@@ -14,6 +14,7 @@ import numpy as np
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.api.step import I32, StepPlan, StepResult
 from tokenspeed_core.engine.messages import FinishReason, Outputs, Rejected, Submit
+from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.admission import Admission
 from tokenspeed_core.scheduler.collect import Collected, collect
@@ -118,8 +119,10 @@ class Scheduler:
     def plan(self, max_prefill: int | None = None) -> StepPlanBuilder | None:
         """Decide the next step. Returns None when nothing can run now. Follow with `launched`.
 
-        `max_prefill` bounds the prompt tokens of the step, where prompts are cut.
+        `max_prefill` bounds the prompt tokens of the step, where prompts are cut. Raises EngineDeadError
+        if the policy runs nothing although nothing is in flight, since no later step would change that.
         """
+        num_preemptions = self.roster.num_preemptions
         draft, budget = self.empty(), self.limits.budget
         most = budget if max_prefill is None or not self.limits.is_chunking else max_prefill
         if self.roster.num_running:
@@ -128,9 +131,21 @@ class Scheduler:
         self._admission.plan(draft, left, self.num_in_flight)
         if draft.is_empty:
             if not self._in_flight:
-                self.kv.drop_copies()  # nothing will carry them, and they may hold the page that somebody lacks
+                # No step will carry the copies, and they may hold the blocks that a sequence needs.
+                has_dropped = self.kv.drop_copies()
+                if not has_dropped and num_preemptions == self.roster.num_preemptions:
+                    self._check_progress()
             return None
         return draft
+
+    def _check_progress(self) -> None:
+        num_running, num_waiting = self.roster.num_running, self.roster.num_waiting
+        if num_running or self.roster.has_candidates:
+            raise EngineDeadError(
+                f"the scheduling policy {self.policy} ran none of {num_running} running and "
+                f"{num_waiting} waiting sequences while no step was in flight. "
+                "Choose another --schedule-policy."
+            )
 
     def empty(self) -> StepPlanBuilder:
         """Return a draft without rows, which the step group needs of an idle replica."""
