@@ -25,7 +25,7 @@ WHEELS, VENDOR_WHEELS = NOX / "wheels", NOX / "vendors"
 PYTHON = str(VENV / "bin" / "python")
 CORE = "tokenspeed_core"
 WORKERS = min(4, os.cpu_count() or 1)  # pytest processes; each may import torch
-GROUPS = ("build", "test", "oracle", "lint")
+GROUPS = ("build", "test", "oracle", "docs", "lint")
 
 # Shells start background jobs with SIGINT ignored; the tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,6 +95,7 @@ def lint(session: nox.Session) -> None:
     python = ready(session)
     run(session, python, "-m", "ruff", "check", ".")
     run(session, python, "-m", "ruff", "format", "--check", ".")
+    run(session, python, "-m", "codespell_lib", "--quiet-level", "2")
     run(session, python, "tools/check_imports.py")
     run(session, python, "tools/check_types.py")
 
