@@ -41,7 +41,7 @@ from tokenspeed_core.engine.messages import (
     WorkerReady,
     to_engine,
 )
-from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.engine.transport import bind, send, send_outputs
 from tokenspeed_core.text.tokenizer import load_tokenizer
@@ -116,7 +116,7 @@ def be_server(step_seconds: float, num_workers: int, folder: str) -> int:
 
 def be_worker(folder: str, arguments: list[str]) -> int:
     """Be one of the others."""
-    told, pipe = begin(arguments)
+    told, pipe = attach_to_parent(arguments)
     crew = Crew(told["worker"], told["addresses"][told["worker"]], pipe)
     return serve(launch(Socket(fileno=told["listen_fds"][0]), Path(folder)), crew)
 
@@ -167,7 +167,7 @@ def measure(
 def main() -> int:
     """Be what the arguments say: the engine, the server, or the measurement."""
     if sys.argv[1:2] == ["--engine"]:
-        data, _ = begin(sys.argv[2:])
+        data, _ = attach_to_parent(sys.argv[2:])
         hand_out_tokens(data["addresses"], data["step_seconds"])
         return 0
     if sys.argv[1:2] == ["--worker"]:

@@ -53,7 +53,7 @@ def printable(text: str) -> str:
     )
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return any exception in one line, its type and its whole message, of a very long one without the middle."""
     text = "its message cannot be read"
     with suppress(Exception):  # a plugin's own exception may raise when it is printed
@@ -66,7 +66,7 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {short}".removesuffix(": ")
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name, "; did you mean NEAREST?"; "" where none is near."""
     near = get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

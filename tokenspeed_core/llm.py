@@ -12,7 +12,7 @@ from tokenspeed_core.api.step import I32
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.schema import metadata
 from tokenspeed_core.engine.factory import discover, resolve, start
-from tokenspeed_core.engine.interrupts import held_interrupts
+from tokenspeed_core.engine.interrupts import deferred_interrupts
 from tokenspeed_core.engine.messages import FinishReason, Outputs, Submit, TokenLogprobs
 from tokenspeed_core.engine.outputs import Logprob, RequestOutput, SequenceOutput
 from tokenspeed_core.engine.progress import StartProgress
@@ -119,7 +119,7 @@ class LLM(AbstractContextManager["LLM"]):
             for request, each in zip(requests, params, strict=True)
             for i in range(each.n)
         }
-        with held_interrupts() as check:
+        with deferred_interrupts() as check:
             self._run(requests, sequences, check)
         return [self._result(request, sequences) for request in requests]
 

@@ -26,7 +26,7 @@ from tokenspeed_core.engine.messages import (
     WorkerReady,
     to_engine,
 )
-from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.transport import bind, send, send_outputs
 from tokenspeed_core.engine.wire import pack
 
@@ -169,5 +169,5 @@ class FakeEngine:
 
 
 if __name__ == "__main__":
-    told, pipe = begin(sys.argv[1:])
+    told, pipe = attach_to_parent(sys.argv[1:])
     FakeEngine(told["config"], told["addresses"], pipe).run()

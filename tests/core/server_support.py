@@ -26,7 +26,7 @@ from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.subprocesses import Program
 from tokenspeed_server.supervisor import Chief, Crew
 
-from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.errors import CheckpointError, EngineDeadError
 from tokenspeed_core.text import ChatTemplate, Tokenizer
@@ -197,7 +197,7 @@ def main(argument: str) -> int:
 
 def be_worker(arguments: list[str]) -> int:
     """Be one more worker of a server."""
-    told, pipe = begin(arguments)
+    told, pipe = attach_to_parent(arguments)
     time.sleep(told["setup"]["engine"].get("worker_seconds", 0))
     bound, number = socket.socket(fileno=told["listen_fds"][0]), told["worker"]
     try:

@@ -8,14 +8,14 @@ from types import FrameType
 
 import pytest
 
-from tokenspeed_core.engine.interrupts import held_interrupts
+from tokenspeed_core.engine.interrupts import deferred_interrupts
 
 
 def test_an_interrupt_is_held_until_the_step_is_over() -> None:
     done = []
 
     def generate() -> None:
-        with held_interrupts() as check:
+        with deferred_interrupts() as check:
             check()
             signal.raise_signal(signal.SIGINT)
             done.append("the step")
@@ -29,7 +29,7 @@ def test_an_interrupt_is_held_until_the_step_is_over() -> None:
 
 
 def test_an_interrupt_in_the_last_step_is_not_lost() -> None:
-    with pytest.raises(KeyboardInterrupt), held_interrupts():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         signal.raise_signal(signal.SIGINT)
 
 
@@ -37,7 +37,7 @@ def test_a_second_interrupt_raises_at_once() -> None:
     done = []
 
     def generate() -> None:
-        with held_interrupts():
+        with deferred_interrupts():
             signal.raise_signal(signal.SIGINT)
             done.append("held")
             signal.raise_signal(signal.SIGINT)
@@ -56,7 +56,7 @@ def test_a_program_s_own_handler_stays() -> None:
 
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with held_interrupts() as check:
+        with deferred_interrupts() as check:
             signal.raise_signal(signal.SIGINT)
             check()
         assert signal.getsignal(signal.SIGINT) is handler
@@ -69,7 +69,7 @@ def test_other_threads_hold_nothing() -> None:
     handlers = []
 
     def hold() -> None:
-        with held_interrupts() as check:
+        with deferred_interrupts() as check:
             check()
             handlers.append(signal.getsignal(signal.SIGINT))
 

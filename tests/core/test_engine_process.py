@@ -203,7 +203,7 @@ def test_an_engine_whose_parent_is_gone_returns_without_waiting_for_anything(
     works: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "PULSE_SECONDS", 3600.0)
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 3600.0)
     served = serve(**LONG)
     if works:
         served.send(request(0, [1, 2, 3], max_tokens=ENDLESS))
@@ -218,7 +218,7 @@ def test_an_engine_whose_parent_is_gone_returns_without_waiting_for_anything(
 def test_an_idle_engine_pulses_and_sleeps_in_between(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PULSE_SECONDS", 0.1)
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 0.1)
     served = serve()
     served.wait(lambda: len(served.of(Heartbeat)) >= 4)
     assert served.num_steps <= 12
@@ -228,7 +228,7 @@ def test_an_idle_engine_pulses_and_sleeps_in_between(
 def test_pulses_tell_when_work_begins_and_when_it_ends(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PULSE_SECONDS", 3600.0)
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 3600.0)
     served = serve(max_num_seqs=2)
     served.wait(lambda: len(served.of(Heartbeat)) == 1)
     served.send(request(0, [1, 2, 3], n=3, max_tokens=30))
@@ -244,7 +244,7 @@ def test_pulses_tell_when_work_begins_and_when_it_ends(
 def test_a_working_engine_pulses_as_often_as_an_idle_one(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PULSE_SECONDS", 0.02)
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 0.02)
     served = serve(**LONG)
     served.send(request(0, [1, 2, 3], max_tokens=400))
     served.wait(lambda: served.finish(0))

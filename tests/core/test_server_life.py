@@ -211,7 +211,7 @@ def test_a_server_killed_at_any_moment_of_its_start_leaves_nothing_and_says_noth
 
 
 def test_a_child_that_begins_when_its_parent_is_gone_ends_at_once_and_in_silence() -> None:
-    code = "import sys; from tokenspeed_core.engine.parent_death import begin; begin(sys.argv[1:]); print('it goes on')"
+    code = "import sys; from tokenspeed_core.engine.parent_death import attach_to_parent; attach_to_parent(sys.argv[1:]); print('it goes on')"
     for told in (b"", b"\x81\xa1a", b"\x81\xa1a\x01"):  # nothing, a part, {"a": 1}
         reading, writing = os.pipe()
         os.write(writing, told)

@@ -112,7 +112,7 @@ def test_every_message_has_a_tag_of_its_own() -> None:
 
 @given(messages(Submit))
 def test_a_message_of_another_protocol_is_refused(message: Submit) -> None:
-    with pytest.raises(WireError, match=r"unknown message 'submit'; known: failed, outputs"):
+    with pytest.raises(WireError, match=r"unknown message 'submit'"):
         to_api.unpack(pack(message))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
 from tokenspeed_core.checkpoint.hub import download
 from tokenspeed_core.config import Config
-from tokenspeed_core.errors import CheckpointError, meant
+from tokenspeed_core.errors import CheckpointError, suggest
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry, load_target
 
@@ -96,7 +96,7 @@ def locate(
             "pip install tokenspeed-core[default]"
         )
     if not _REPO.match(name) or name.startswith("."):
-        raise CheckpointError(f"there is no directory {name}{meant(name, bundled)}")
+        raise CheckpointError(f"there is no directory {name}{suggest(name, bundled)}")
     listed: list[str] = []
 
     def wanted(names: Sequence[str]) -> list[str]:
@@ -106,7 +106,7 @@ def locate(
     try:
         folder = download(name, config.revision, config.download_dir, wanted)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{meant(name, bundled)}") from error
+        raise CheckpointError(f"{error}{suggest(name, bundled)}") from error
     return folder, tuple(listed) or _names(folder)
 
 
@@ -138,7 +138,7 @@ def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entr
         if catalog.is_installed("models", architecture):
             return catalog.get("models", architecture)
     raise CheckpointError(
-        f"{path}: no installed family serves {', '.join(map(str, named))}{meant(str(named[0]), available)}; "
+        f"{path}: no installed family serves {', '.join(map(str, named))}{suggest(str(named[0]), available)}; "
         f"installed: {', '.join(available) or 'none'}; pip install a plugin for it"
     )
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tokenspeed_core import __version__
-from tokenspeed_core.errors import PluginError, TokenSpeedError, meant, printable
+from tokenspeed_core.errors import PluginError, TokenSpeedError, printable, suggest
 
 if TYPE_CHECKING:
     from tokenspeed_core.plugins import Catalog, Entry
@@ -190,7 +190,7 @@ def _explain_usage(error: Any, command: str | None) -> str:
                 option.removeprefix("--").replace("-", "_"), option, known, context.command_path
             )
         return f"{option}: no such option" + (
-            meant(option, known) or f"; `{context.command_path} --help` lists them"
+            suggest(option, known) or f"; `{context.command_path} --help` lists them"
         )
     if command is not None and command != "serve" and message.lower().startswith("no such command"):
         return _no_such(command)

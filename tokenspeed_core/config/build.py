@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.config.flag_aliases import refuse_foreign
 from tokenspeed_core.config.schema import Config, choices, flag, narrowed
-from tokenspeed_core.errors import ConfigError, meant
+from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.plugins.deprecations import warn
 
 PYTHON = "Python"
@@ -105,7 +105,7 @@ def _bound(error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
         known = choices(str(error["loc"][0]))
-        return f"must be one of {', '.join(known)}{meant(str(error['input']), known)}"
+        return f"must be one of {', '.join(known)}{suggest(str(error['input']), known)}"
     if kind == "value_error":
         return str(context["error"])
     return next(

@@ -68,9 +68,9 @@ class EngineClient:
         self.state = State.STARTING
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.pulse: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None
         self._clock = clock
-        self._pulse_at = self._progress_at = clock()
+        self._heartbeat_at = self._progress_at = clock()
         self._sinks: dict[int, Sink] = {}
         self._next_id = (worker << WORKER_SHIFT) + 1
         self._loop = asyncio.get_running_loop()
@@ -91,7 +91,10 @@ class EngineClient:
     @property
     def has_work(self) -> bool:
         """Whether the engine had work when it was last heard of, for whichever worker."""
-        return self.pulse is not None and self.pulse.num_running + self.pulse.num_waiting > 0
+        return (
+            self.heartbeat is not None
+            and self.heartbeat.num_running + self.heartbeat.num_waiting > 0
+        )
 
     def take_ids(self, count: int) -> int:
         """Return the first of `count` fresh sequence ids."""
@@ -151,8 +154,8 @@ class EngineClient:
                 "the engine is starting" if self.state is State.STARTING else "the engine is dead"
             )
         now = self._clock()
-        if now - self._pulse_at > STALL_SECONDS:
-            return f"the engine has not been heard of for {now - self._pulse_at:.0f} s"
+        if now - self._heartbeat_at > STALL_SECONDS:
+            return f"the engine has not been heard of for {now - self._heartbeat_at:.0f} s"
         if now - self._progress_at > STALL_SECONDS:
             return f"the engine has work and has not stepped for {now - self._progress_at:.0f} s"
         return None
@@ -177,22 +180,22 @@ class EngineClient:
             case Outputs():
                 self._hand_out(message)
             case Heartbeat():
-                self._note_pulse(message)
+                self._note_heartbeat(message)
             case Rejected():
                 sink = self._sinks.get(message.request_id)
                 if sink is not None:
                     sink.fail(RequestFailedError(message.reason, message.message))
             case Ready():
                 self.state = State.READY
-                self._pulse_at = self._progress_at = self._clock()
+                self._heartbeat_at = self._progress_at = self._clock()
                 self.ready.set_result(message)
             case Failed():
                 self.die(message.message)
 
-    def _note_pulse(self, pulse: Heartbeat) -> None:
-        self._pulse_at, before, self.pulse = self._clock(), self.pulse, pulse
+    def _note_heartbeat(self, pulse: Heartbeat) -> None:
+        self._heartbeat_at, before, self.heartbeat = self._clock(), self.heartbeat, pulse
         if before is None or pulse.num_steps != before.num_steps or not self.has_work:
-            self._progress_at = self._pulse_at
+            self._progress_at = self._heartbeat_at
 
     def _hand_out(self, outputs: Outputs) -> None:
         """Give each sequence its tokens; abort those that their readers ended."""

@@ -61,7 +61,7 @@ def discover(config: Config) -> Catalog:
     return Catalog.discover(selection, strict=config.strict_plugins)
 
 
-def rediscover(told: Mapping[str, Any]) -> tuple[Config, Catalog]:
+def discover_in_subprocess(told: Mapping[str, Any]) -> tuple[Config, Catalog]:
     """Return the configuration of the process that started this one, and its plugins; log as it does.
 
     Raises PluginError where other plugins are found here than there.

@@ -10,7 +10,7 @@ from types import FrameType
 
 
 @contextmanager
-def held_interrupts() -> Iterator[Callable[[], None]]:
+def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Hold Ctrl-C back; yields a call, to be made between steps, that raises KeyboardInterrupt if it came.
 
     A second Ctrl-C raises at once. Nothing is held on other threads than the main one, which get none, and

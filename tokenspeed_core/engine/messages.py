@@ -129,7 +129,7 @@ class Outputs:
 class Rejected:
     """A request that was not taken. `reason` is "too_long", "queue_full" or "bad_request"."""
 
-    tag: ClassVar[str] = "refused"
+    tag: ClassVar[str] = "rejected"
 
     request_id: int
     reason: str
@@ -140,7 +140,7 @@ class Rejected:
 class Heartbeat:
     """Sent every second and on change: the engine's heartbeat. `num_steps` grows while steps finish."""
 
-    tag: ClassVar[str] = "pulse"
+    tag: ClassVar[str] = "heartbeat"
 
     num_steps: int
     num_running: int
@@ -188,7 +188,7 @@ class Drain:
 class WorkerReady:
     """An API worker can serve. When all of them can, and the engine, each gets a `Ready`."""
 
-    tag: ClassVar[str] = "hello"
+    tag: ClassVar[str] = "worker_ready"
 
 
 to_engine = Codec(Submit, Abort, Drain, WorkerReady)

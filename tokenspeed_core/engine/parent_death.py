@@ -21,7 +21,7 @@ def end_with_parent(by: Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
-def begin(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
+def attach_to_parent(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
     """Return what the parent tells through the pipe of this number, and the pipe, which is closed when it must end.
 
     Ends the process where the parent is gone.

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.factory import rediscover, resolve, start
+from tokenspeed_core.engine.factory import discover_in_subprocess, resolve, start
 from tokenspeed_core.engine.messages import (
     Abort,
     Drain,
@@ -25,14 +25,14 @@ from tokenspeed_core.engine.messages import (
     WorkerReady,
     to_engine,
 )
-from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.engine.transport import Socket, bind, send, send_outputs
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.errors import TokenSpeedError
 from tokenspeed_core.plugins.hooks import Hooks
 
-PULSE_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 log = logging.getLogger("tokenspeed.engine")
 
 
@@ -49,7 +49,7 @@ class EngineLoop:
             self._poller.register(each, zmq.POLLIN)
         self._num_silent = len(sockets)  # workers that cannot serve yet
         self._is_draining = False
-        self._pulse_at = time.monotonic() - PULSE_SECONDS
+        self._heartbeat_at = time.monotonic() - HEARTBEAT_SECONDS
         self._was_working = False
 
     def run(self) -> None:
@@ -63,14 +63,14 @@ class EngineLoop:
                 self._receive(socket)
             for outputs in engine.step():
                 send_outputs(self._sockets, outputs)
-            self._pulse()
+            self._send_heartbeat()
             if self._is_draining and not engine.has_work:
                 return
 
     def _sleep_ms(self) -> int:
         if self.engine.has_work:
             return 0
-        return max(0, int((self._pulse_at + PULSE_SECONDS - time.monotonic()) * 1e3) + 1)
+        return max(0, int((self._heartbeat_at + HEARTBEAT_SECONDS - time.monotonic()) * 1e3) + 1)
 
     def _receive(self, socket: Socket) -> None:
         while True:
@@ -96,12 +96,12 @@ class EngineLoop:
         for socket in self._sockets:
             send(socket, message)
 
-    def _pulse(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Say each second, and when work begins or ends, that the loop turns."""
         now, works = time.monotonic(), self.engine.has_work
-        if now - self._pulse_at < PULSE_SECONDS and works == self._was_working:
+        if now - self._heartbeat_at < HEARTBEAT_SECONDS and works == self._was_working:
             return
-        self._pulse_at, self._was_working = now, works
+        self._heartbeat_at, self._was_working = now, works
         roster = self.engine.scheduler.roster
         self._send_all(
             Heartbeat(
@@ -112,7 +112,7 @@ class EngineLoop:
 
 def main() -> int:
     """Run an engine process: `process.py PIPE`. Returns the exit status."""
-    told, parent_fd = begin(sys.argv[1:])
+    told, parent_fd = attach_to_parent(sys.argv[1:])
     # A service manager sends it to every process of a unit: the first one drains this one, or ends it by the pipe.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     sockets = [bind(address) for address in told["addresses"]]
@@ -131,7 +131,7 @@ def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> N
     logging.getLogger(
         "tokenspeed.plugins.metadata"
     ).disabled = True  # the launcher said what cannot be read
-    config, catalog = rediscover(told)
+    config, catalog = discover_in_subprocess(told)
     hooks = Hooks.load(catalog)
     with StartProgress() as progress:
         resolved = resolve(config, catalog, num_threads=_num_threads(len(sockets)))

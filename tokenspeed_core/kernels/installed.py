@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenspeed_core.api.kernels import DTYPES, InstalledKernel, KernelSpec, Ranking
 from tokenspeed_core.api.ops import OpContract, merge_ops
-from tokenspeed_core.errors import ConfigError, meant
+from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.kernels.overrides import FORMAT, SHORT, Override
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
@@ -37,7 +37,7 @@ def installed_kernels(
             catalog.reject(entry, wrong[0])
         elif value is not None and not any(spec.op in ops for spec in specs):
             catalog.reject(
-                entry, f"no plugin here has an op {specs[0].op}{meant(specs[0].op, ops)}"
+                entry, f"no plugin here has an op {specs[0].op}{suggest(specs[0].op, ops)}"
             )
         elif value is not None:
             required = entry if catalog.is_required(entry) else None

@@ -19,7 +19,7 @@ from tokenspeed_core.api.kernels import (
     Ranking,
 )
 from tokenspeed_core.api.ops import OpContract, Problem, common_ops
-from tokenspeed_core.errors import SelectionError, told
+from tokenspeed_core.errors import SelectionError, describe_error
 from tokenspeed_core.kernels.options import described, settle
 from tokenspeed_core.kernels.overrides import Override, flag_for
 from tokenspeed_core.kernels.plan import (
@@ -240,9 +240,9 @@ class Selector:
         ) as error:  # whatever a package raises, another kernel may serve
             if kernel.required is not None:
                 raise blaming(
-                    kernel.required, f": {spec.load} does not load: {told(error)}"
+                    kernel.required, f": {spec.load} does not load: {describe_error(error)}"
                 ) from error
-            return (Reason(f"it does not load: {told(error)}", spec.obtain),)
+            return (Reason(f"it does not load: {describe_error(error)}", spec.obtain),)
         return ()
 
     def _figures(self, op: str, phase: str | None) -> dict[str, str]:

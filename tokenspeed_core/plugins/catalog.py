@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from tokenspeed_core import __version__
-from tokenspeed_core.errors import PluginError, meant, printable, told
+from tokenspeed_core.errors import PluginError, describe_error, printable, suggest
 from tokenspeed_core.plugins.deprecations import contract, warn
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX, UNUSED, kind_of
@@ -141,7 +141,7 @@ class Catalog:
                 raise failed or PluginError(f"{entry} is {entry.status}: {entry.reason}")
         names = self.names(kind)
         installed = "installed: " + ", ".join(names) if names else "none is installed"
-        advice = meant(name, names) or f"; pip install the distribution that brings {name}"
+        advice = suggest(name, names) or f"; pip install the distribution that brings {name}"
         raise PluginError(f"no {kind} named {name!r}; {installed}{advice}")
 
     def load(self, entry: Entry, expected: type[T], *, required: bool = False) -> T | None:
@@ -162,7 +162,7 @@ class Catalog:
                 Exception,
                 SystemExit,
             ) as error:  # plugin code may raise anything; one must not take all down
-                self.reject(entry, told(error), traceback.format_exc())
+                self.reject(entry, describe_error(error), traceback.format_exc())
                 if required:
                     raise self._failed(entry) from error
         if entry in self._failures and (required or self.is_required(entry)):
@@ -256,7 +256,7 @@ def make(
         Exception,
         SystemExit,
     ) as error:  # plugin code may raise anything, and the user is told in one line
-        raise blaming(entry, f": {factory} fails: {told(error)}") from error
+        raise blaming(entry, f": {factory} fails: {describe_error(error)}") from error
     if not isinstance(made, expected):
         raise blaming(
             entry,

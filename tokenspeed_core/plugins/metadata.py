@@ -24,7 +24,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.tags import sys_tags
 
-from tokenspeed_core.errors import PluginError, told
+from tokenspeed_core.errors import PluginError, describe_error
 from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
@@ -64,7 +64,7 @@ def read_entries(
                 and not selection.refusal([name])
                 and not _is_working_directory(_root(distribution))
             ):
-                what = f"{folder} cannot be read: {told(error)}; --strict-plugins ends the start for it"
+                what = f"{folder} cannot be read: {describe_error(error)}; --strict-plugins ends the start for it"
                 raise PluginError(
                     f"{what}; remove that folder, then install {name} again"
                 ) from error

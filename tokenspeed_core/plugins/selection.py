@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tokenspeed_core.errors import PluginError, meant
+from tokenspeed_core.errors import PluginError, suggest
 
 VARIABLE = "TOKENSPEED_PLUGINS"
 # The default distributions: tokenspeed-core and those of tokenspeed-core[default], which stay without plugins. By exact
@@ -115,5 +115,5 @@ class Selection:
         for name in sorted((self.only or frozenset()) | self.excluded):
             if name not in installed:
                 there = ", ".join(sorted(each for each in installed if ":" not in each))
-                hint = meant(name, installed) or f"; installed: {there}"
+                hint = suggest(name, installed) or f"; installed: {there}"
                 raise PluginError(f"{VARIABLE} names {name}, which provides no plugin here{hint}")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.engine.requests import BadRequestError
-from tokenspeed_core.errors import meant
+from tokenspeed_core.errors import suggest
 
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024
@@ -221,7 +221,7 @@ def _refuse_unknown(given: Mapping[str, Any], kind: type[_Request]) -> None:
     }
     for name in given:
         if name not in kind.model_fields:
-            what = f"unknown field {name[:64]!r}{meant(name[:64], sorted(known))}"
+            what = f"unknown field {name[:64]!r}{suggest(name[:64], sorted(known))}"
             raise BadRequestError(what, name[:64], "unknown_field")
 
 

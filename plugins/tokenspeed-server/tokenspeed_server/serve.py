@@ -13,8 +13,8 @@ from functools import partial
 
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import discover, num_workers, rediscover
-from tokenspeed_core.engine.parent_death import begin
+from tokenspeed_core.engine.factory import discover, discover_in_subprocess, num_workers
+from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import Defaults
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.plugins import Catalog
@@ -66,10 +66,10 @@ def _program(
 
 def main() -> int:
     """Be one more API worker: `serve.py PIPE`. Returns the exit status."""
-    told, pipe = begin(sys.argv[1:])
+    told, pipe = attach_to_parent(sys.argv[1:])
     logging.disable()  # what there is to say about the start the first worker says
     try:
-        config, catalog = rediscover(told)
+        config, catalog = discover_in_subprocess(told)
         launch = _launch(
             config,
             catalog,

@@ -12,7 +12,7 @@ from typing import Any
 from tokenspeed_core.api.kernels import Capability
 from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelSpec, Quantization
 from tokenspeed_core.api.parsers import ParserSpec
-from tokenspeed_core.errors import told
+from tokenspeed_core.errors import describe_error
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.select import hardware_refusals, has_module
 from tokenspeed_core.plugins.catalog import Catalog
@@ -63,7 +63,7 @@ def kernel_failures(entry: Entry, entries: Sequence[Entry]) -> Iterator[str]:
                 load_target(spec.load)
                 spec.schema()
             except (Exception, SystemExit) as error:  # plugin code may raise anything
-                yield f"{spec.op}: it does not load: {told(error)}"
+                yield f"{spec.op}: it does not load: {describe_error(error)}"
 
 
 def _beside_ops(entry: Entry, entries: Sequence[Entry]) -> Catalog:

@@ -224,9 +224,9 @@ def test_health_follows_the_pulse(tmp_path: Path) -> None:
                 peer.send(message)
                 await until(
                     lambda: (
-                        link.pulse is not None
-                        and link.pulse.num_steps == message.num_steps
-                        and link.pulse.num_running == message.num_running
+                        link.heartbeat is not None
+                        and link.heartbeat.num_steps == message.num_steps
+                        and link.heartbeat.num_running == message.num_running
                     )
                 )
 
