@@ -9,13 +9,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tokenspeed_demo.score import CHECKPOINT
 from tokenspeed_server.serve import run
 
 from tokenspeed_core import llm
 from tokenspeed_core.api import hookimpl
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.factory import dry_run, plan_kernels
-from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
+from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError, TokenSpeedError
+
+
+def start_llm(config: Config) -> None:
+    llm.LLM(config.model, revision=config.revision, download_dir=config.download_dir)
 
 
 def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_applies(
@@ -54,6 +59,25 @@ def test_a_dry_run_refuses_what_a_start_would(
     with pytest.raises(error) as caught:
         dry_run(Config(device="cpu", **{setting: value}))
     assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_dry_run_reports_settings_without_effect() -> None:
+    report = dry_run(Config.from_keywords(device="cpu", enforce_eager=True, max_prefill_tokens=9))
+    assert "  enforce_eager: on (Python): no effect on a CPU\n" in report
+    assert "  max_prefill_tokens: 9 (Python): no effect unless --chunked-prefill-size" in report
+
+
+@pytest.mark.parametrize("setting", ["revision", "download_dir"])
+@pytest.mark.parametrize("is_path", [False, True])
+@pytest.mark.parametrize("start", [dry_run, run, start_llm])
+def test_hub_settings_without_effect_are_refused(
+    start: Callable[[Config], Any], is_path: bool, setting: str
+) -> None:
+    model = CHECKPOINT if is_path else "demo"
+    with pytest.raises(ConfigError) as caught:
+        start(Config(model=str(model), device="cpu", port=0, **{setting: "x"}))
+    assert setting in str(caught.value).replace("-", "_")
     assert "\n" not in str(caught.value)
 
 

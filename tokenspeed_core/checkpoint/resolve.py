@@ -14,7 +14,8 @@ from typing import Any
 from tokenspeed_core.api.models import Checkpoint, LoadFormat, ModelInfo, ModelSpec
 from tokenspeed_core.checkpoint.hub import download
 from tokenspeed_core.config import Config
-from tokenspeed_core.errors import CheckpointError, suggest
+from tokenspeed_core.config.build import called
+from tokenspeed_core.errors import CheckpointError, ConfigError, suggest
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry, load_target
 
@@ -79,8 +80,10 @@ def locate(
     name: str, config: Config, catalog: Catalog, with_weights: bool
 ) -> tuple[Path, tuple[str, ...]]:
     """Return a checkpoint's directory and its files: a path, the name of a bundled one, or a hub id, in this order."""
-    folder = Path(os.path.expanduser(name))  # pathlib's own raises for a user that there is not
+    # pathlib's own expanduser raises for an unknown user.
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
+        _refuse_hub_settings(config, f"{name} is a local directory")
         return folder, _names(folder)
     if folder.is_file():
         raise CheckpointError(
@@ -88,6 +91,7 @@ def locate(
         )
     bundled = catalog.names("checkpoints")
     if catalog.is_installed("checkpoints", name):
+        _refuse_hub_settings(config, f"{name} is a bundled checkpoint")
         folder = Path(catalog.need(catalog.get("checkpoints", name), Checkpoint).path)
         return folder, _names(folder)
     if name == DEFAULT:
@@ -108,6 +112,15 @@ def locate(
     except CheckpointError as error:
         raise CheckpointError(f"{error}{suggest(name, bundled)}") from error
     return folder, tuple(listed) or _names(folder)
+
+
+def _refuse_hub_settings(config: Config, why: str) -> None:
+    """Raise ConfigError if a setting for downloads is given for a model that is not downloaded."""
+    for name in ("revision", "download_dir"):
+        value = getattr(config, name)
+        if value is not None:
+            setting, origin = called(name, config.origin(name))
+            raise ConfigError(f"{setting} {value}{origin} has no effect: {why}; leave it out")
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

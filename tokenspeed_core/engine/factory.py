@@ -43,6 +43,13 @@ PROCESSORS_FOR_TWO = (
     16  # API workers; events queue in one, which doubles the 99th percentile of gaps
 )
 
+_GPU_SETTINGS = (
+    "enforce_eager",
+    "max_cudagraph_capture_size",
+    "cudagraph_capture_sizes",
+    "gpu_memory_utilization",
+)
+
 log = logging.getLogger("tokenspeed.engine")
 
 
@@ -164,7 +171,8 @@ def start(
     limits = replace(resolved.limits, max_model_len=max_model_len, max_queued=max_queued)
     scheduler = Scheduler(limits, kv, resolved.policy)
     is_cpu = resolve_device(config.device).type == "cpu"
-    _tell_what_is_idle(config, is_cpu)
+    for name, reason in unused_settings(config, is_cpu=is_cpu).items():
+        log.warning("%s has %s", flag(name), reason)
     depth = (
         1 if is_cpu else 2
     )  # on the CPU a step is over when it is launched: there is nothing to run ahead of
@@ -198,20 +206,14 @@ def start(
     return Started(engine, ready, runner.kernel_plan)
 
 
-def _tell_what_is_idle(config: Config, is_cpu: bool) -> None:
-    """Warn of what somebody set and what does nothing here."""
-    of_devices = (
-        "enforce_eager",
-        "max_cudagraph_capture_size",
-        "cudagraph_capture_sizes",
-        "gpu_memory_utilization",
-    )
-    idle = dict.fromkeys(of_devices, "on a CPU") if is_cpu else {}
+def unused_settings(config: Config, *, is_cpu: bool) -> dict[str, str]:
+    """Return the settings that a person gave and that have no effect here, with the reason."""
+    reasons: dict[str, str] = {}
+    if is_cpu:
+        reasons = dict.fromkeys(_GPU_SETTINGS, "no effect on a CPU")
     if config.chunked_prefill_size > 0:
-        idle["max_prefill_tokens"] = "unless --chunked-prefill-size is -1"
-    for name, where in idle.items():
-        if config.origin(name) != "default":
-            log.warning("%s has no effect %s", flag(name), where)
+        reasons["max_prefill_tokens"] = "no effect unless --chunked-prefill-size is -1"
+    return {name: why for name, why in reasons.items() if config.origin(name) != "default"}
 
 
 def _prepare_for_torch() -> None:
@@ -234,17 +236,20 @@ def dry_run(config: Config) -> str:
         )
         _prepare_for_torch()
         from tokenspeed_core.worker.local import plan_only
+        from tokenspeed_core.worker.platform import resolve_device
 
         config, checkpoint, info = resolved.config, resolved.checkpoint, resolved.checkpoint.info
         weights = choose_format(checkpoint.files, config.load_format, catalog)
         text = _describe_text(config, checkpoint)
         find_parsers(config, catalog)
         plan, memory = plan_only(resolved, catalog)
-    changed = [
-        f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
-        for name in type(config).model_fields
-        if config.origin(name) != "default" and name != "api_key"
-    ]
+        is_cpu = resolve_device(config.device).type == "cpu"
+    unused = unused_settings(config, is_cpu=is_cpu)
+    changed = []
+    for name in type(config).model_fields:
+        if config.origin(name) != "default" and name != "api_key":
+            line = f"  {name}: {as_written(getattr(config, name))} ({config.origin(name)})"
+            changed.append(f"{line}: {unused[name]}" if name in unused else line)
     return "\n".join(
         [
             f"model {checkpoint.name}: {info.architecture}, {info.num_parameters:,} parameters, {checkpoint.path}",
