@@ -17,6 +17,8 @@ from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.kv_cache.lease import ABSENT
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Sending
 
+pytestmark = pytest.mark.slow
+
 prompts = st.builds(
     lambda base, cut, tail: [(base * 5 + i) % 60 for i in range(cut)] + tail,
     st.integers(0, 2),

@@ -27,6 +27,8 @@ from tokenspeed_server.subprocesses import PrivateFolder
 
 from tokenspeed_core.errors import CapacityError, ConfigError
 
+pytestmark = pytest.mark.slow
+
 SLOW = {"step_seconds": 0.03}
 LONG: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400}
 

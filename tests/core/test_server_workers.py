@@ -25,6 +25,8 @@ from tokenspeed_core.engine.messages import WORKER_SHIFT, Outputs
 from tokenspeed_core.engine.transport import split
 from tokenspeed_core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 SLOW = {"step_seconds": 0.03}
 ENDLESS: dict[str, Any] = {"prompt": [70, 71], "max_tokens": 400, "stream": True}
 

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCH = (sys.executable, "-P", "-m", "tokenspeed_core.cli", "bench")
 SMALL = ("--device", "cpu", "--kv-cache-memory", "64MiB")
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -44,6 +46,7 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     return json.loads(path.read_text()), done.stdout
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "words",
     [
@@ -118,6 +121,7 @@ def test_a_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
     assert "busy" in said
 
 
+@pytest.mark.release
 def test_a_profile_without_room_leaves_no_part_of_it_and_keeps_the_figures(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = subprocess.run(
@@ -217,6 +221,7 @@ def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
     assert named(tmp_path) == []
 
 
+@pytest.mark.release
 def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_said_to_be(
     tmp_path: Path,
 ) -> None:
@@ -265,6 +270,7 @@ def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_sai
     assert named(tmp_path) == []
 
 
+@pytest.mark.release
 def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_path: Path) -> None:
     path, left_out = tmp_path / "result.json", "-tokenspeed-bench:hooks"
     done = subprocess.run(
@@ -299,6 +305,7 @@ def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.release
 def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measured(
     tmp_path: Path,
 ) -> None:
@@ -355,7 +362,14 @@ def named(folder: Path) -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.release),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.release),
+    ],
+)
 def test_who_is_broken_off_leaves_what_was_measured_and_no_server(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -409,8 +423,10 @@ def listens(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize(
     ("num_requests", "is_alone"),
-    [("5000", False), ("4", True)],
-    ids=["under load", "the client alone"],
+    [
+        pytest.param("5000", False, id="under load"),
+        pytest.param("4", True, id="the client alone", marks=pytest.mark.release),
+    ],
 )
 def test_a_bench_that_is_killed_takes_its_server_and_clients_along(
     num_requests: str, is_alone: bool, tmp_path: Path

@@ -29,6 +29,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return cache(lambda title: sections[title]().strip())
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("shown", SHOWN, ids=title)
 def test_a_user_reads_what_the_page_shows(said: Callable[[str], str], shown: str) -> None:
     assert said(title(shown)) == shown.strip(), "run python docs/make_broken_plugins.py"

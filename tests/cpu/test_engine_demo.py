@@ -21,7 +21,9 @@ NUM_ITEMS = 24  # of each task; one that is wrong is 4 %
             "max_num_seqs": 16,
             "max_model_len": 1024,
         },
-        {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
+        pytest.param(
+            {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, marks=pytest.mark.release
+        ),
     ],
     ids=["default", "small chunks in a small pool", "eight bits"],
 )

@@ -17,6 +17,8 @@ from tokenspeed_core.engine.messages import FinishReason, Submit
 from tokenspeed_core.engine.outputs import SequenceOutput
 from tokenspeed_core.errors import TokenSpeedError
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 128  # of the tiny checkpoints
 NEAR = 1e-4  # logits this close are equal: either token is right
 EOS = 2

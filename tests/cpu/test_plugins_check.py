@@ -15,6 +15,8 @@ from tokenspeed_testing.imports import is_public
 
 from tokenspeed_core import commands
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

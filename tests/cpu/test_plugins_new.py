@@ -73,6 +73,7 @@ def run(made: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.release
 def test_the_tests_that_come_with_each_package_pass(made: Path, run: Callable[..., str]) -> None:
     said = run(
         "-m", "pytest", "-q", "--import-mode=importlib", *(f"{kind}/tests" for kind in KINDS)
@@ -81,6 +82,7 @@ def test_the_tests_that_come_with_each_package_pass(made: Path, run: Callable[..
     assert " passed" in said
 
 
+@pytest.mark.release
 def test_each_package_gets_the_conformance_kits_verdicts(run: Callable[..., str]) -> None:
     for kind in KINDS:
         report = json.loads(

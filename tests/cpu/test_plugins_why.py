@@ -15,6 +15,8 @@ from tokenspeed_core.cli import main
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.plugins import Catalog
 
+pytestmark = pytest.mark.slow
+
 
 def why(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     assert main(["plugins", "why", *words, "--json"]) == 0

@@ -14,6 +14,8 @@ import httpx
 import pytest
 from serving import Served, served
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS, NUM_PROMPTS, MAX_TOKENS = 160, 24, 60
 
 

@@ -26,6 +26,8 @@ from serving import (
     wait_until,
 )
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = Path(tokenspeed_demo.__file__).parent / "checkpoint"
 
 

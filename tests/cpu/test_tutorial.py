@@ -10,7 +10,7 @@ from pathlib import Path
 import make_tutorial_times as tutorial
 import pytest
 
-pytestmark = pytest.mark.tree
+pytestmark = [pytest.mark.slow, pytest.mark.tree]
 
 
 def test_every_line_of_the_tutorial_works_in_its_order(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins import Catalog
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SCALED = {MXFP8: "kind::mxf8f6f4.block_scale.block32", NVFP4: "kind::mxf4nvf4.block_scale.block16"}
 SIZES = {

@@ -12,6 +12,8 @@ from fake_site import Site
 
 from tokenspeed_core.cli import main
 
+pytestmark = pytest.mark.slow
+
 CORE = "tokenspeed-core>=0.1"
 
 
