@@ -181,7 +181,7 @@ def main() -> None:
                 "device": plan.platform,
                 "dtype": runner.resolved.config.dtype,
                 "block_size": runner.block_size,
-                "num_pages": runner.num_pages,
+                "num_blocks": runner.num_blocks,
                 "backends": backends(plan),
             }
         ),
@@ -213,7 +213,7 @@ def measure(
     weights = resolved.checkpoint.info.num_parameters * (
         4 if resolved.config.dtype == "float32" else 2
     )
-    past = num_rows * arguments.context * runner.page_bytes / runner.block_size
+    past = num_rows * arguments.context * runner.block_bytes / runner.block_size
     return {
         "rows": num_rows,
         "temperature": temperature,

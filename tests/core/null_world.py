@@ -20,7 +20,7 @@ from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import FinishReason, Outputs, Submit
 from tokenspeed_core.engine.wire import Codec, pack
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
+from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
@@ -135,7 +135,7 @@ class World:
     """An engine on the null model, and what its sequences got."""
 
     groups: tuple[CacheGroupSpec, ...] = GROUPS["full"]
-    num_pages: int = 40
+    num_blocks: int = 40
     block_size: int = 4
     chunk_size: int = 16
     max_num_seqs: int = 6
@@ -154,7 +154,7 @@ class World:
 
     def __post_init__(self) -> None:
         kv = KVManager(
-            self.groups, self.block_size, self.num_pages, prefix_caching=self.prefix_caching
+            self.groups, self.block_size, self.num_blocks, prefix_caching=self.prefix_caching
         )
         limits = SchedulerLimits(
             self.max_num_seqs,
@@ -166,7 +166,7 @@ class World:
         )
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
         self.model = (
-            MODEL if kv.pages_per_block else NullModel(window=0)
+            MODEL if kv.num_token_groups else NullModel(window=0)
         )  # states alone keep no tokens to read
         self.rng = np.random.default_rng(0)
         self.scheduler = Scheduler(
@@ -180,7 +180,7 @@ class World:
             NullRunner(
                 self.model,
                 self.groups,
-                self.num_pages,
+                self.num_blocks,
                 self.block_size,
                 self.max_num_seqs,
                 self.max_model_len,
@@ -250,14 +250,14 @@ class World:
         assert len(got) <= submit.max_tokens
 
 
-def audit(pool: PagePool) -> PageCounts:
-    """Count every page's state from scratch, and compare with what the pool says of itself."""
+def audit(pool: BlockPool) -> BlockCounts:
+    """Count every block's state from scratch, and compare with what the pool says of itself."""
     free, cached = set(pool._free), set(pool._cached)
-    held = {page for page in range(pool.num_pages) if pool._refs[page]}
-    rest = set(range(pool.num_pages)) - free - cached - held
-    assert not (free & cached or free & held or cached & held), "a page is in two states"
-    assert len(free) == len(pool._free), "a page is free twice"
-    assert pool.counts() == PageCounts(len(free), len(cached), len(held), len(rest)), (
+    held = {block for block in range(pool.num_blocks) if pool._refs[block]}
+    rest = set(range(pool.num_blocks)) - free - cached - held
+    assert not (free & cached or free & held or cached & held), "a block is in two states"
+    assert len(free) == len(pool._free), "a block is free twice"
+    assert pool.counts() == BlockCounts(len(free), len(cached), len(held), len(rest)), (
         "the pool miscounts"
     )
     return pool.counts()

@@ -184,7 +184,7 @@ def test_a_failed_step_ends_its_own_sequences_and_nobody_elses(
     assert runner.left_behind() == set()
     world.step()
     counts = world.scheduler.kv.counts()
-    assert (counts.held, counts.fenced) == (0, 0)
+    assert (counts.held, counts.pending) == (0, 0)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -140,7 +140,7 @@ def serve() -> Iterator[Serving]:
 
 
 ENDLESS = 4000  # tokens: more than come while a test runs
-LONG = {"max_model_len": ENDLESS + 10, "num_pages": 1100}
+LONG = {"max_model_len": ENDLESS + 10, "num_blocks": 1100}
 
 
 def test_a_request_comes_back_as_tokens_and_a_finish(serve: Serving) -> None:

@@ -6,7 +6,7 @@ import pytest
 from kv_cache import BLOCK, FULL, GROUPS, STATE, cache, ids
 
 from tokenspeed_core.api.cache_groups import CacheGroupSpec, RecurrentState
-from tokenspeed_core.kv_cache.pool import PageCounts
+from tokenspeed_core.kv_cache.pool import BlockCounts
 
 every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
 
@@ -54,7 +54,7 @@ def test_no_checkpoint_is_taken_of_a_state_that_does_not_stand_where_a_block_end
 def test_a_hit_on_a_state_is_copied_by_the_plan_that_admits_and_held_no_longer() -> None:
     world = cache((STATE,))
     world.fill(ids(8))
-    ((_, checkpoint),) = world.kv.match(world.chain(ids(9)), 9).pages[0]
+    ((_, checkpoint),) = world.kv.match(world.chain(ids(9)), 9).blocks[0]
     with world.step() as step:
         lease, _, num_hit = world.admit(ids(9))
         assert num_hit == 8
@@ -78,7 +78,7 @@ def test_a_state_is_checkpointed_once() -> None:
 
 
 def test_without_room_for_a_checkpoint_there_is_none() -> None:
-    world = cache((STATE,), num_pages=1)
+    world = cache((STATE,), num_blocks=1)
     with world.step():
         lease, chain, _ = world.admit(ids(8))
         world.kv.cache_full_blocks(lease, chain, 8, is_exact=True)
@@ -107,7 +107,7 @@ def test_copies_that_nobody_will_carry_are_given_up() -> None:
     world.kv.release(lease)
     assert world.kv.counts().held == 1
     world.kv.drop_copies()
-    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, fenced=0)
+    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
     with world.step() as step:
         pass
     assert world.copies[step] == [([], [])]
@@ -131,7 +131,7 @@ def test_a_failed_step_takes_its_blocks_and_those_after_it_out_of_the_cache() ->
     assert world.hit(ids(20)) == 8
     world.kv.release(lease)
     world.kv.retire(3)
-    assert world.kv.counts() == PageCounts(free=58, cached=2, held=0, fenced=0)
+    assert world.kv.counts() == BlockCounts(free=58, cached=2, held=0, pending=0)
 
 
 def test_a_failed_step_gives_up_the_checkpoints_it_would_have_made() -> None:
@@ -146,7 +146,7 @@ def test_a_failed_step_gives_up_the_checkpoints_it_would_have_made() -> None:
     world.kv.release(lease)
     world.kv.retire(2)
     assert world.hit(ids(20)) == 0
-    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, fenced=0)
+    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
 
 
 @every_group
@@ -158,7 +158,7 @@ def test_after_a_reset_nothing_is_found_and_nothing_stays_cached(
     assert world.hit(ids(21)) == 20
     world.kv.reset()
     assert world.hit(ids(21)) == 0
-    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, fenced=0)
+    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
 
 
 def test_a_reset_leaves_running_sequences_their_blocks() -> None:
@@ -177,7 +177,7 @@ def test_a_reset_leaves_running_sequences_their_blocks() -> None:
     assert world.kv.counts().held == 6
     assert world.kv.match(world.chain(ids(21)), 21).num_tokens == 0
     world.kv.release(lease)
-    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, fenced=0)
+    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
 
 
 def test_a_reset_between_admission_and_launch_leaves_the_hits_copy() -> None:

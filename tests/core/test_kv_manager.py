@@ -10,7 +10,7 @@ from kv_cache import BLOCK, GROUPS, WINDOW, cache, ids
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT
-from tokenspeed_core.kv_cache.pool import PageCounts
+from tokenspeed_core.kv_cache.pool import BlockCounts
 
 every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
 
@@ -80,7 +80,7 @@ def test_without_prefix_caching_nothing_is_found_and_nothing_kept(
     world = cache(groups, prefix_caching=False)
     world.fill(ids(20))
     assert world.hit(ids(20)) == 0
-    assert world.kv.counts() == PageCounts(free=60, cached=0, held=0, fenced=0)
+    assert world.kv.counts() == BlockCounts(free=60, cached=0, held=0, pending=0)
 
 
 def needed(group: CacheGroupSpec, length: int) -> set[int]:
@@ -101,9 +101,9 @@ def test_a_hit_is_the_longest_prefix_at_which_every_group_can_resume(
     world = cache(groups)
     kv, chain = world.kv, world.chain(tokens)
     world.fill(tokens)
-    # Whatever is in the cache now: let all but a drawn part be used last, and take pages until that part is evicted.
+    # Whatever is in the cache now: let all but a drawn part be used last, and take blocks until that part is evicted.
     stored = {
-        (i, end): dict(kv.match(chain, end + 1).pages[i])[end // BLOCK - 1]
+        (i, end): dict(kv.match(chain, end + 1).blocks[i])[end // BLOCK - 1]
         for end in range(BLOCK, 41, BLOCK)
         for i in range(len(groups))
         if kv.match(chain, end + 1).num_tokens == end and end in needed(groups[i], end)
@@ -122,14 +122,14 @@ def test_a_hit_is_the_longest_prefix_at_which_every_group_can_resume(
 
     match = kv.match(chain, known)
     assert match.num_tokens == max((n for n in range(BLOCK, known, BLOCK) if resumes(n)), default=0)
-    assert match.num_idle == sum(map(len, match.pages))
+    assert match.num_idle == sum(map(len, match.blocks))
     for i, group in enumerate(groups):
         ends = sorted(needed(group, match.num_tokens)) if match.num_tokens else []
-        assert list(match.pages[i]) == [(end // BLOCK - 1, stored[i, end]) for end in ends]
+        assert list(match.blocks[i]) == [(end // BLOCK - 1, stored[i, end]) for end in ends]
 
 
 def test_asking_for_a_hit_changes_nothing() -> None:
-    world = cache(GROUPS["all"], num_pages=30)
+    world = cache(GROUPS["all"], num_blocks=30)
     world.fill(ids(20))
     before = world.kv.counts()
     assert world.hit(ids(21)) == world.hit(ids(21)) == 20
@@ -172,13 +172,13 @@ def test_of_two_copies_of_a_block_the_first_is_kept() -> None:
     first, second = [list(lease.tables[0]) for lease in leases]
     for lease in leases:
         world.kv.release(lease)
-    assert [page for _, page in world.kv.match(world.chain(ids(21)), 21).pages[0]] == first
-    assert all(not world.kv.pool.is_idle(page) for page in second)
-    assert world.kv.counts() == PageCounts(free=55, cached=5, held=0, fenced=0)
+    assert [block for _, block in world.kv.match(world.chain(ids(21)), 21).blocks[0]] == first
+    assert all(not world.kv.pool.is_idle(block) for block in second)
+    assert world.kv.counts() == BlockCounts(free=55, cached=5, held=0, pending=0)
 
 
 def test_the_ends_of_prompts_are_evicted_before_their_beginnings() -> None:
-    world = cache(num_pages=5)
+    world = cache(num_blocks=5)
     world.fill(ids(20))
     for left in (16, 12, 8, 4, 0):
         assert world.kv.pool.take(1) is not None
@@ -189,17 +189,17 @@ def test_the_ends_of_prompts_are_evicted_before_their_beginnings() -> None:
 
 
 @pytest.mark.parametrize("name", ["full and state", "window and state", "all"])
-def test_a_hit_is_not_evicted_by_the_pages_taken_beside_it(name: str) -> None:
-    world = cache(GROUPS[name], num_pages=30)
+def test_a_hit_is_not_evicted_by_the_blocks_taken_beside_it(name: str) -> None:
+    world = cache(GROUPS[name], num_blocks=30)
     world.fill(ids(20))
     kv = world.kv
     match = kv.match(world.chain(ids(21)), 21)
-    hit = [page for pages in match.pages for _, page in pages]
-    kv.pool.take(kv.counts().free)  # only cached pages are left to take,
-    for page in range(kv.pool.num_pages):
-        if kv.pool.is_idle(page) and page not in hit:
-            kv.pool.share(page)
-            kv.pool.release([page])  # and those of the hit are the longest unused
+    hit = [block for blocks in match.blocks for _, block in blocks]
+    kv.pool.take(kv.counts().free)  # only cached blocks are left to take,
+    for block in range(kv.pool.num_blocks):
+        if kv.pool.is_idle(block) and block not in hit:
+            kv.pool.share(block)
+            kv.pool.release([block])  # and those of the hit are the longest unused
     assert match.num_tokens == 20
     with world.step():
         lease = kv.acquire(match)
@@ -207,22 +207,22 @@ def test_a_hit_is_not_evicted_by_the_pages_taken_beside_it(name: str) -> None:
         assert not set(hit) & {
             lease.tables[i][0] for i, group in enumerate(kv.groups) if group.is_recurrent
         }
-        assert kv.match(world.chain(ids(21)), 21).pages == match.pages
+        assert kv.match(world.chain(ids(21)), 21).blocks == match.blocks
     assert world.hit(ids(21)) == 20
 
 
 @every_group
 def test_without_room_for_a_hit_nothing_is_taken(groups: tuple[CacheGroupSpec, ...]) -> None:
-    world = cache(groups, num_pages=30)
+    world = cache(groups, num_blocks=30)
     world.fill(ids(20))
     kv = world.kv
     match = kv.match(world.chain(ids(21)), 21)
     kv.pool.take(kv.counts().free)
-    hit = [page for pages in match.pages for _, page in pages]
-    while kv.pool.num_available > len(hit):  # what is left are the hit's pages, all idle
-        for page in hit:
-            kv.pool.share(page)
-            kv.pool.release([page])
+    hit = [block for blocks in match.blocks for _, block in blocks]
+    while kv.pool.num_available > len(hit):  # what is left are the hit's blocks, all idle
+        for block in hit:
+            kv.pool.share(block)
+            kv.pool.release([block])
         kv.pool.take(1)
     before = kv.counts()
     lease = kv.acquire(match)
@@ -246,11 +246,11 @@ def test_blocks_that_a_window_has_passed_are_given_back() -> None:
 
 
 def test_an_extension_without_room_takes_nothing() -> None:
-    world = cache(GROUPS["full and window"], num_pages=9)
+    world = cache(GROUPS["full and window"], num_blocks=9)
     lease, _, _ = world.admit(ids(4))
     assert world.kv.extend(lease, 0, 16) is not None
     assert world.kv.extend(lease, 4, 20) is None
-    assert world.kv.counts() == PageCounts(free=1, cached=0, held=8, fenced=0)
+    assert world.kv.counts() == BlockCounts(free=1, cached=0, held=8, pending=0)
     assert lease.capacity == 16
     assert [len(table) for table in lease.tables] == [4, 4]
 
@@ -280,12 +280,12 @@ def test_what_a_sequence_takes_is_what_was_said_to_be_needed(
     num_before: int,
     cuts: list[int],
 ) -> None:
-    world = cache(GROUPS[name], num_pages=120)
+    world = cache(GROUPS[name], num_blocks=120)
     if num_before:
         world.fill(ids(num_before))
     kv, chain = world.kv, world.chain(ids(known))
     match = kv.match(chain, known)
-    needed, before = kv.pages_needed(match.num_tokens, known), kv.pool.num_available
+    needed, before = kv.blocks_needed(match.num_tokens, known), kv.pool.num_available
     with world.step(retires=False):  # while it runs, what a window drops does not come back
         pass
     lease = kv.acquire(match)
@@ -301,7 +301,7 @@ def test_what_a_sequence_takes_is_what_was_said_to_be_needed(
 def test_the_longest_sequence_fills_the_pool_and_no_longer_one_fits(
     groups: tuple[CacheGroupSpec, ...],
 ) -> None:
-    world = cache(groups, num_pages=20)
+    world = cache(groups, num_blocks=20)
     most = world.kv.max_tokens_in_pool()
     lease = world.kv.acquire(world.kv.no_match())
     assert lease is not None
@@ -309,8 +309,8 @@ def test_the_longest_sequence_fills_the_pool_and_no_longer_one_fits(
     assert world.kv.extend(lease, 0, most + 1) is None
 
 
-def test_pages_released_while_a_step_runs_serve_nobody_before_it_is_over() -> None:
-    world = cache(num_pages=5)
+def test_blocks_released_while_a_step_runs_serve_nobody_before_it_is_over() -> None:
+    world = cache(num_blocks=5)
     with world.step(retires=False) as step:
         lease, _, _ = world.admit(ids(20))
         world.kv.extend(lease, 0, 20)

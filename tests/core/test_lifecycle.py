@@ -36,7 +36,7 @@ from tokenspeed_core.scheduler.lifecycle import (
 )
 from tokenspeed_core.scheduler.sequence import Sequence
 
-SLOT, PAGES = 3, [5, 6]
+SLOT, BLOCKS = 3, [5, 6]
 
 
 def sequence() -> Sequence:
@@ -45,7 +45,7 @@ def sequence() -> Sequence:
 
 
 def blocks() -> BlockLease:
-    return BlockLease([list(PAGES)], capacity=8)
+    return BlockLease([list(BLOCKS)], capacity=8)
 
 
 STATES: dict[str, Callable[[], State]] = {
@@ -91,12 +91,12 @@ def lease_of(state: State) -> Lease | None:
     return state.lease if isinstance(state, Prefilling | Decoding) else None
 
 
-def pages_of(state: State) -> list[int]:
+def blocks_of(state: State) -> list[int]:
     match state:
         case Prefilling(_, lease) | Decoding(_, lease):
-            return lease.blocks.pages()
+            return lease.blocks.blocks()
         case Sending(_, held, _):
-            return held.pages()
+            return held.blocks()
         case Waiting() | AwaitingInput() | Preempted() | Finished():
             return []
 
@@ -129,11 +129,11 @@ def test_a_move_keeps_slot_and_blocks_or_gives_each_back_once(
     state_name: str, event_name: str
 ) -> None:
     state, event = STATES[state_name](), EVENTS[event_name]()
-    had = [*pages_of(state), *(event.lease.blocks.pages() if isinstance(event, Admit) else [])]
+    had = [*blocks_of(state), *(event.lease.blocks.blocks() if isinstance(event, Admit) else [])]
     had_slot = lease_of(state) is not None or isinstance(event, Admit)
     move = advance(state, event)
-    given_back = move.blocks.pages() if move.blocks is not None else []
-    assert sorted([*pages_of(move.state), *given_back]) == sorted(had)
+    given_back = move.blocks.blocks() if move.blocks is not None else []
+    assert sorted([*blocks_of(move.state), *given_back]) == sorted(had)
     kept = lease_of(move.state)
     assert (kept is not None) + (move.slot is not None) == had_slot
     assert {kept.slot if kept is not None else None, move.slot} <= {None, SLOT}
@@ -161,16 +161,16 @@ def test_a_lease_admits_one_sequence() -> None:
         advance(Waiting(sequence()), admit)
 
 
-@pytest.mark.parametrize("use", [BlockLease.take, BlockLease.pages, BlockLease.check])
+@pytest.mark.parametrize("use", [BlockLease.take, BlockLease.blocks, BlockLease.check])
 def test_blocks_that_were_taken_cannot_be_used_again(use: Callable[[BlockLease], object]) -> None:
     lease = blocks()
-    assert lease.take() == PAGES[::-1]
+    assert lease.take() == BLOCKS[::-1]
     with pytest.raises(LeaseSpentError, match="after it was released"):
         use(lease)
 
 
 def test_a_lease_lists_last_blocks_first_and_leaves_out_absent_ones() -> None:
-    assert BlockLease([[ABSENT, 4, 5], [7]]).pages() == [5, 4, 7]
+    assert BlockLease([[ABSENT, 4, 5], [7]]).blocks() == [5, 4, 7]
 
 
 def test_only_states_that_hold_a_lease_expose_blocks() -> None:

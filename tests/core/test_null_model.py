@@ -45,7 +45,7 @@ class NullMachine(RuleBasedStateMachine):
 
     @initialize(
         groups=st.sampled_from(sorted(GROUPS)),
-        num_pages=st.integers(26, 60),
+        num_blocks=st.integers(26, 60),
         chunk=st.sampled_from([-1, 5, 16, 64]),
         depth=st.integers(1, 3),
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -56,7 +56,7 @@ class NullMachine(RuleBasedStateMachine):
     def start(
         self,
         groups: str,
-        num_pages: int,
+        num_blocks: int,
         chunk: int,
         depth: int,
         policy: str,
@@ -66,7 +66,7 @@ class NullMachine(RuleBasedStateMachine):
     ) -> None:
         self.world = World(
             groups=GROUPS[groups],
-            num_pages=num_pages,
+            num_blocks=num_blocks,
             chunk_size=chunk,
             depth=depth,
             policy=policy,
@@ -117,7 +117,7 @@ class NullMachine(RuleBasedStateMachine):
         self.world.engine.reset_prefix_cache()
 
     @invariant()
-    def every_page_is_in_one_state(self) -> None:
+    def every_block_is_in_one_state(self) -> None:
         if hasattr(self, "world"):
             audit(self.world.scheduler.kv.pool)
 
@@ -137,12 +137,14 @@ class NullMachine(RuleBasedStateMachine):
             if sequence_id not in self.transfers:
                 state = self.world.scheduler.roster.get(sequence_id)
                 assert isinstance(state, Sending)
-                pages = [page for table in state.blocks.tables for page in table if page != ABSENT]
-                self.transfers[sequence_id] = (pages, self.world.runner.tokens[pages].copy())
+                blocks = [
+                    block for table in state.blocks.tables for block in table if block != ABSENT
+                ]
+                self.transfers[sequence_id] = (blocks, self.world.runner.tokens[blocks].copy())
 
     def _end_transfer(self, sequence_id: int) -> None:
-        pages, before = self.transfers.pop(sequence_id)
-        after = self.world.runner.tokens[pages]
+        blocks, before = self.transfers.pop(sequence_id)
+        after = self.world.runner.tokens[blocks]
         written = (
             self.world.scheduler.num_in_flight > 0
         )  # a surplus token may still land in the last block
@@ -168,7 +170,7 @@ class NullMachine(RuleBasedStateMachine):
             assert self.world.scheduler.roster.get(sequence_id) is None
         self.world.step()
         counts = self.world.scheduler.kv.counts()
-        assert (counts.held, counts.fenced) == (0, 0), "something is held when idle"
+        assert (counts.held, counts.pending) == (0, 0), "something is held when idle"
 
 
 TestAnyHistoryEqualsTheOracle = NullMachine.TestCase
@@ -187,7 +189,7 @@ def test_long_random_histories_equal_the_oracle(seed: int) -> None:
         rng = random.Random(each)
         world = World(
             groups=GROUPS[rng.choice(sorted(GROUPS))],
-            num_pages=rng.randint(26, 60),
+            num_blocks=rng.randint(26, 60),
             chunk_size=rng.choice([-1, 5, 16, 64]),
             depth=rng.randint(1, 3),
             policy=rng.choice(["fcfs", "priority"]),
@@ -216,11 +218,11 @@ def test_long_random_histories_equal_the_oracle(seed: int) -> None:
             world.check(sequence_id)
         world.step()
         counts = world.scheduler.kv.counts()
-        assert (counts.held, counts.fenced) == (0, 0)
+        assert (counts.held, counts.pending) == (0, 0)
 
 
 def test_requests_that_arrive_together_compute_their_common_prefix_once() -> None:
-    world = World(num_pages=200, chunk_size=64, max_num_seqs=32, max_model_len=64)
+    world = World(num_blocks=200, chunk_size=64, max_num_seqs=32, max_model_len=64)
     prefix = [(i * 7) % 60 for i in range(40)]
     for i in range(32):
         world.submit(request(i, [*prefix, i, 63 - i % 3], max_tokens=2))
@@ -241,7 +243,7 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once() -> Non
 
 
 def test_a_tiny_pool_preempts_and_changes_no_token() -> None:
-    world = World(num_pages=14, max_model_len=40, max_num_seqs=4, prefix_caching=False)
+    world = World(num_blocks=14, max_model_len=40, max_num_seqs=4, prefix_caching=False)
     for i in range(4):
         world.submit(request(i, [i, i + 1, i + 2], max_tokens=30))
     world.run()
@@ -262,7 +264,7 @@ def test_an_aborted_sequence_is_planned_no_more_and_frees_its_blocks_a_step_late
     assert world.scheduler.columns.sequence_id[slot] == -1
     world.step()
     counts = world.scheduler.kv.counts()
-    assert (counts.held, counts.fenced) == (0, 0)
+    assert (counts.held, counts.pending) == (0, 0)
     assert not world.engine.has_work
 
 
@@ -299,7 +301,7 @@ def test_a_replica_with_nothing_to_do_runs_the_group_steps_empty() -> None:
     )
 
 
-def test_higher_priority_goes_first_and_takes_pages_from_lower() -> None:
+def test_higher_priority_goes_first_and_takes_blocks_from_lower() -> None:
     world = World(policy="priority", max_num_seqs=1)
     world.submit(request(0, [1, 2, 3], max_tokens=3, priority=2))
     world.submit(request(1, [1, 2, 4], max_tokens=3, priority=2))
@@ -345,7 +347,7 @@ def test_a_checkpoint_never_keeps_out_a_sequence_that_needs_the_whole_pool(
     num_before: int,
     finds_a_hit: bool,
 ) -> None:
-    world = World(groups=GROUPS[groups], num_pages=12, max_model_len=100)
+    world = World(groups=GROUPS[groups], num_blocks=12, max_model_len=100)
     longest = [(i * 3) % 60 for i in range(world.scheduler.kv.max_tokens_in_pool() - 1)]
     world.submit(
         request(
@@ -366,7 +368,7 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
         rng = random.Random(each)
         world = World(
             groups=GROUPS[rng.choice(sorted(GROUPS))],
-            num_pages=rng.randint(5, 16),
+            num_blocks=rng.randint(5, 16),
             max_model_len=100,
             chunk_size=rng.choice([-1, 3, 5, 16, 64]),
             depth=rng.randint(1, 3),
@@ -385,15 +387,15 @@ def test_sequences_as_long_as_the_pool_all_end(seed: int) -> None:
             world.check(sequence_id)
 
 
-@pytest.mark.parametrize("num_pages", [1, 3])
-def test_sequences_that_keep_states_alone_run_when_these_fill_the_pool(num_pages: int) -> None:
-    world = World(groups=GROUPS["state"], num_pages=num_pages, max_num_seqs=num_pages)
-    for sequence_id in range(num_pages + 1):
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_sequences_that_keep_states_alone_run_when_these_fill_the_pool(num_blocks: int) -> None:
+    world = World(groups=GROUPS["state"], num_blocks=num_blocks, max_num_seqs=num_blocks)
+    for sequence_id in range(num_blocks + 1):
         world.submit(
             request(sequence_id, [(sequence_id + i) % 60 for i in range(10)], max_tokens=9)
         )
     world.run(300)
-    for sequence_id in range(num_pages + 1):
+    for sequence_id in range(num_blocks + 1):
         world.check(sequence_id)
         assert world.finish[sequence_id] is FinishReason.LENGTH
 
@@ -405,4 +407,4 @@ def test_nothing_is_held_once_the_last_step_is_collected(groups: str) -> None:
     while world.engine.has_work:
         world.step()
     counts = world.scheduler.kv.counts()
-    assert (counts.held, counts.fenced) == (0, 0)
+    assert (counts.held, counts.pending) == (0, 0)

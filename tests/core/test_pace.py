@@ -124,7 +124,7 @@ def test_a_pace_follows_the_steps_slowly(clock: list[float]) -> None:
 
 
 def test_the_engine_hands_its_pace_to_the_scheduler(clock: list[float]) -> None:
-    world = World(chunk_size=1024, max_model_len=1024, num_pages=900, depth=1)
+    world = World(chunk_size=1024, max_model_len=1024, num_blocks=900, depth=1)
     runner = world.engine.runner
     plans: list[StepPlan] = []
     forward = runner.forward

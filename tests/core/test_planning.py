@@ -140,4 +140,4 @@ def test_copies_of_each_group_are_carried() -> None:
 def test_limits_say_what_a_step_may_have(chunk_size: int, budget: int, most: int) -> None:
     limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64)
     assert limits.is_chunking == (chunk_size > 0)
-    assert (limits.budget, limits.max_num_tokens) == (budget, most)
+    assert (limits.token_budget, limits.max_num_tokens) == (budget, most)

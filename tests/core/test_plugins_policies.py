@@ -127,7 +127,7 @@ def fails(*given: Any) -> Any:
 
 
 def runs_all(self: LastFirst, view: View, limits: Limits) -> Decision:
-    return Decision(view.num_query, np.zeros(0, np.int32))
+    return Decision(view.num_query_tokens, np.zeros(0, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def runs_all(self: LastFirst, view: View, limits: Limits) -> Decision:
             lambda *given: None,
             "LastFirst.decide fails: AttributeError: 'NoneType' object has no",
         ),
-        ("decide", runs_all, "LastFirst.decide fails: ValueError: a row runs without its pages"),
+        ("decide", runs_all, "LastFirst.decide fails: ValueError: a row runs without its blocks"),
         ("admit", fails, "LastFirst.admit fails: LookupError: no such tenant"),
         ("admit", lambda *given: None, "LastFirst.admit fails: TypeError: int() argument must be"),
     ],
@@ -157,11 +157,11 @@ def test_a_policy_that_fails_ends_the_engine_in_a_line_that_names_its_plugin(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(policy=find_policy("lifo", catalog), num_pages=14, prefix_caching=False)
+    world = World(policy=find_policy("lifo", catalog), num_blocks=14, prefix_caching=False)
     monkeypatch.setattr(LastFirst, method, does)
 
     def serve() -> None:
-        for sequence_id in range(4):  # more than the pool has pages for
+        for sequence_id in range(4):  # more than the pool has blocks for
             world.submit(request(sequence_id, [sequence_id, 2, 3], max_tokens=30))
         world.run()
 
@@ -177,19 +177,25 @@ def test_a_policy_that_fails_ends_the_engine_in_a_line_that_names_its_plugin(
 VIEW = View(
     slots=np.arange(3, dtype=np.int32),
     num_decodes=1,
-    num_query=np.asarray([1, 9, 9], np.int32),
-    pages=np.ones(3, np.int32),
-    held=np.ones(3, np.int32),
+    num_query_tokens=np.asarray([1, 9, 9], np.int32),
+    num_new_blocks=np.ones(3, np.int32),
+    num_held_blocks=np.ones(3, np.int32),
     priority=np.zeros(3, np.int32),
     arrival=np.arange(3),
 )
-LIMITS = Limits(budget=32, max_prefill=32, is_chunking=True, available_pages=2, coming_pages=0)
+LIMITS = Limits(
+    token_budget=32,
+    max_prefill_tokens=32,
+    is_chunking=True,
+    num_available_blocks=2,
+    num_pending_blocks=0,
+)
 
 
 @pytest.mark.parametrize(
     ("num_query", "victims", "error"),
     [
-        ([1, 9, 9], [], "ValueError"),  # a page too many
+        ([1, 9, 9], [], "ValueError"),  # a block too many
         ([1, 9, 0], [1], "ValueError"),  # a victim that runs
         ([1, 9, 0], [2, 2], "ValueError"),  # one named twice
         ([1, 9, 0], [3], "IndexError"),  # one that is not there
@@ -217,8 +223,8 @@ def test_no_row_gets_more_than_it_wants_or_less_than_nothing(
     decision = Decision(np.asarray([7, -4, 12]), np.zeros(0, np.int32))
     monkeypatch.setattr(LastFirst, "decide", lambda *given: decision)
     decided = find_policy("lifo", catalog).decide(VIEW, LIMITS)
-    assert decided.num_query.tolist() == [1, 0, 9]
-    assert decided.num_query.dtype == np.int32
+    assert decided.num_query_tokens.tolist() == [1, 0, 9]
+    assert decided.num_query_tokens.dtype == np.int32
 
 
 def test_the_names_that_are_built_in_are_the_schedulers() -> None:

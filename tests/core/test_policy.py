@@ -13,7 +13,7 @@ from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room
 from tokenspeed_core.scheduler.policy import POLICIES
 
 MANY = 10_000
-PAGE = 4  # tokens, in the simulation
+BLOCK = 4  # tokens, in the simulation
 
 policies = st.sampled_from([POLICIES["fcfs"], POLICIES["priority"]])
 
@@ -32,36 +32,45 @@ def views(draw: st.DrawFn) -> View:
     view = View(
         slots=np.asarray(draw(st.permutations(range(num))), np.int32),
         num_decodes=num_decodes,
-        num_query=np.asarray(column(1, 5, num_decodes) + column(1, 60, num_prompts), np.int32),
-        pages=np.asarray(column(0, 3, num), np.int32),
-        held=np.asarray(column(0, 6, num), np.int32),
+        num_query_tokens=np.asarray(
+            column(1, 5, num_decodes) + column(1, 60, num_prompts), np.int32
+        ),
+        num_new_blocks=np.asarray(column(0, 3, num), np.int32),
+        num_held_blocks=np.asarray(column(0, 6, num), np.int32),
         priority=np.asarray(column(0, 2, num), np.int32),
         arrival=np.asarray(arrival, np.int64),
     )
-    for each in (view.slots, view.num_query, view.pages, view.held, view.priority, view.arrival):
+    for each in (
+        view.slots,
+        view.num_query_tokens,
+        view.num_new_blocks,
+        view.num_held_blocks,
+        view.priority,
+        view.arrival,
+    ):
         each.setflags(write=False)
     return view
 
 
 limits = st.builds(
     Limits,
-    budget=st.integers(1, 64),
-    max_prefill=st.integers(1, 64),
+    token_budget=st.integers(1, 64),
+    max_prefill_tokens=st.integers(1, 64),
     is_chunking=st.booleans(),
-    available_pages=st.integers(0, 12),
-    coming_pages=st.integers(0, 6),
+    num_available_blocks=st.integers(0, 12),
+    num_pending_blocks=st.integers(0, 6),
 )
 rooms = st.builds(
     Room,
-    budget=st.integers(1, 64),
+    token_budget=st.integers(1, 64),
     is_chunking=st.booleans(),
-    available_pages=st.integers(0, 30),
-    promised_pages=st.integers(0, 20),
+    num_available_blocks=st.integers(0, 30),
+    num_promised_blocks=st.integers(0, 20),
     num_decoding=st.integers(0, 6),
     is_alone=st.booleans(),
 )
 candidates = st.builds(
-    lambda hit, rest, pages, idle: Candidate(hit + rest, hit, pages, min(idle, hit)),
+    lambda hit, rest, blocks, idle: Candidate(hit + rest, hit, blocks, min(idle, hit)),
     st.integers(0, 40),
     st.integers(1, 60),
     st.integers(0, 20),
@@ -81,7 +90,7 @@ def prompts(policy: Policy, view: View) -> list[int]:
 
 
 def chunks(view: View, decision: Decision) -> list[int]:
-    chunks: list[int] = decision.num_query[view.num_decodes :].tolist()
+    chunks: list[int] = decision.num_query_tokens[view.num_decodes :].tolist()
     return chunks
 
 
@@ -90,11 +99,11 @@ def test_prompts_never_exceed_what_decodes_leave_of_the_budget(
     policy: Policy, view: View, limits: Limits
 ) -> None:
     decision = policy.decide(view, replace(limits, is_chunking=True))
-    decodes = int(decision.num_query[: view.num_decodes].sum())
-    assert sum(chunks(view, decision)) <= max(0, limits.budget - decodes)
-    assert sum(chunks(view, decision)) <= limits.max_prefill
-    assert (decision.num_query <= view.num_query).all()
-    assert (decision.num_query >= 0).all()
+    decodes = int(decision.num_query_tokens[: view.num_decodes].sum())
+    assert sum(chunks(view, decision)) <= max(0, limits.token_budget - decodes)
+    assert sum(chunks(view, decision)) <= limits.max_prefill_tokens
+    assert (decision.num_query_tokens <= view.num_query_tokens).all()
+    assert (decision.num_query_tokens >= 0).all()
 
 
 @given(policies, views(), limits)
@@ -104,10 +113,10 @@ def test_without_chunking_a_prompt_runs_whole_or_not_and_only_one_beyond_the_bud
     limits: Limits,
 ) -> None:
     decision = policy.decide(view, replace(limits, is_chunking=False))
-    wanted = view.num_query[view.num_decodes :].tolist()
+    wanted = view.num_query_tokens[view.num_decodes :].tolist()
     got = chunks(view, decision)
     assert all(each in (0, want) for each, want in zip(got, wanted, strict=True))
-    left = max(0, limits.budget - int(decision.num_query[: view.num_decodes].sum()))
+    left = max(0, limits.token_budget - int(decision.num_query_tokens[: view.num_decodes].sum()))
     assert sum(got) <= left or sum(each > 0 for each in got) <= 1
 
 
@@ -116,18 +125,18 @@ def test_without_chunking_no_prompt_is_too_long_to_run(
     policy: Policy, view: View, limits: Limits
 ) -> None:
     assume(len(view.slots) > view.num_decodes)
-    decision = policy.decide(view, replace(limits, is_chunking=False, available_pages=MANY))
+    decision = policy.decide(view, replace(limits, is_chunking=False, num_available_blocks=MANY))
     first = prompts(policy, view)[0]
-    assert decision.num_query[first] == view.num_query[first]
+    assert decision.num_query_tokens[first] == view.num_query_tokens[first]
 
 
 @given(policies, views(), limits)
-def test_all_decodes_run_in_full_when_there_are_pages(
+def test_all_decodes_run_in_full_when_there_are_blocks(
     policy: Policy, view: View, limits: Limits
 ) -> None:
-    decision = policy.decide(view, replace(limits, available_pages=MANY))
+    decision = policy.decide(view, replace(limits, num_available_blocks=MANY))
     assert np.array_equal(
-        decision.num_query[: view.num_decodes], view.num_query[: view.num_decodes]
+        decision.num_query_tokens[: view.num_decodes], view.num_query_tokens[: view.num_decodes]
     )
     assert len(decision.victims) == 0
 
@@ -138,27 +147,29 @@ def test_a_prompt_gets_tokens_only_when_more_important_ones_got_all(
     view: View,
     limits: Limits,
 ) -> None:
-    limits = replace(limits, available_pages=MANY, is_chunking=True)
+    limits = replace(limits, num_available_blocks=MANY, is_chunking=True)
     decision, rows = policy.decide(view, limits), prompts(policy, view)
-    got = decision.num_query[rows].tolist()
-    wanted = view.num_query[rows].tolist()
+    got = decision.num_query_tokens[rows].tolist()
+    wanted = view.num_query_tokens[rows].tolist()
     for i, each in enumerate(got):
         if each:
             assert got[:i] == wanted[:i]
 
 
 @given(policies, views(), limits)
-def test_rows_that_run_fit_the_pages_that_are_there_now(
+def test_rows_that_run_fit_the_blocks_that_are_there_now(
     policy: Policy, view: View, limits: Limits
 ) -> None:
     decision = policy.decide(view, limits)
-    assert int(view.pages[decision.num_query > 0].sum()) <= limits.available_pages
+    assert (
+        int(view.num_new_blocks[decision.num_query_tokens > 0].sum()) <= limits.num_available_blocks
+    )
 
 
 @given(policies, views(), limits)
 def test_no_victim_runs_and_none_is_named_twice(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, limits)
-    assert not decision.num_query[decision.victims].any()
+    assert not decision.num_query_tokens[decision.victims].any()
     assert len(set(decision.victims.tolist())) == len(decision.victims)
 
 
@@ -173,23 +184,25 @@ def test_victims_are_the_least_important_rows_and_never_the_first(
 
 
 @given(policies, views(), limits)
-def test_nobody_is_preempted_for_pages_that_are_on_their_way(
+def test_nobody_is_preempted_for_blocks_that_are_on_their_way(
     policy: Policy, view: View, limits: Limits
 ) -> None:
-    assume(int(view.pages.sum()) <= limits.available_pages + limits.coming_pages)
+    assume(
+        int(view.num_new_blocks.sum()) <= limits.num_available_blocks + limits.num_pending_blocks
+    )
     assert len(policy.decide(view, limits).victims) == 0
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])  # few views are so short of pages
+@settings(suppress_health_check=[HealthCheck.filter_too_much])  # few views are so short of blocks
 @given(policies, views(), limits)
 def test_one_victim_fewer_would_not_have_been_enough(
     policy: Policy, view: View, limits: Limits
 ) -> None:
     victims = policy.decide(view, limits).victims.tolist()
     assume(victims)
-    coming = limits.coming_pages + int(view.held[victims[:-1]].sum())
+    coming = limits.num_pending_blocks + int(view.num_held_blocks[victims[:-1]].sum())
     stays = [row for row in range(len(view.slots)) if row not in victims[:-1]]
-    assert int(view.pages[stays].sum()) > limits.available_pages + coming
+    assert int(view.num_new_blocks[stays].sum()) > limits.num_available_blocks + coming
 
 
 @given(policies, views(), limits)
@@ -200,25 +213,32 @@ def test_enough_are_preempted_for_all_who_stay_but_the_least_important(
 ) -> None:
     assume(len(view.slots) > 0)
     victims = policy.decide(view, limits).victims.tolist()
-    supply = limits.available_pages + limits.coming_pages + int(view.held[victims].sum())
+    supply = (
+        limits.num_available_blocks
+        + limits.num_pending_blocks
+        + int(view.num_held_blocks[victims].sum())
+    )
     stays = order(policy, view)[: len(view.slots) - len(victims)]
-    assert int(view.pages[stays].sum()) <= supply or int(view.pages[stays[:-1]].sum()) <= supply
+    assert (
+        int(view.num_new_blocks[stays].sum()) <= supply
+        or int(view.num_new_blocks[stays[:-1]].sum()) <= supply
+    )
 
 
 @given(policies, views(), limits)
-def test_nobody_takes_pages_past_a_more_important_row_that_waits_for_some(
+def test_nobody_takes_blocks_past_a_more_important_row_that_waits_for_some(
     policy: Policy,
     view: View,
     limits: Limits,
 ) -> None:
     decision, rows = policy.decide(view, limits), order(policy, view)
-    claimed = np.cumsum(view.pages[rows])
-    for row in np.asarray(rows, np.int64)[claimed > limits.available_pages]:
-        assert not (view.pages[row] and decision.num_query[row])
+    claimed = np.cumsum(view.num_new_blocks[rows])
+    for row in np.asarray(rows, np.int64)[claimed > limits.num_available_blocks]:
+        assert not (view.num_new_blocks[row] and decision.num_query_tokens[row])
 
 
 @given(policies, views(), limits)
-def test_the_most_important_row_gets_its_pages_now_or_as_soon_as_they_come(
+def test_the_most_important_row_gets_its_blocks_now_or_as_soon_as_they_come(
     policy: Policy,
     view: View,
     limits: Limits,
@@ -226,13 +246,13 @@ def test_the_most_important_row_gets_its_pages_now_or_as_soon_as_they_come(
     assume(len(view.slots) > 0)
     first, *others = order(policy, view)
     decision = policy.decide(view, limits)
-    need = int(view.pages[first])
-    if need <= limits.available_pages:
+    need = int(view.num_new_blocks[first])
+    if need <= limits.num_available_blocks:
         is_decode = first < view.num_decodes
-        assert not is_decode or decision.num_query[first] == view.num_query[first]
-    elif need > limits.available_pages + limits.coming_pages:
-        freed = int(view.held[decision.victims].sum())
-        assert need <= limits.available_pages + limits.coming_pages + freed or len(
+        assert not is_decode or decision.num_query_tokens[first] == view.num_query_tokens[first]
+    elif need > limits.num_available_blocks + limits.num_pending_blocks:
+        freed = int(view.num_held_blocks[decision.victims].sum())
+        assert need <= limits.num_available_blocks + limits.num_pending_blocks + freed or len(
             decision.victims
         ) == len(others)
 
@@ -241,34 +261,34 @@ def test_the_most_important_row_gets_its_pages_now_or_as_soon_as_they_come(
 def test_the_same_view_gives_the_same_decision_and_is_not_touched(
     policy: Policy, view: View, limits: Limits
 ) -> None:
-    before = view.num_query.copy()
+    before = view.num_query_tokens.copy()
     once, again = policy.decide(view, limits), policy.decide(view, limits)
-    assert np.array_equal(once.num_query, again.num_query)
+    assert np.array_equal(once.num_query_tokens, again.num_query_tokens)
     assert np.array_equal(once.victims, again.victims)
-    assert np.array_equal(view.num_query, before)
-    assert not np.shares_memory(once.num_query, view.num_query)
+    assert np.array_equal(view.num_query_tokens, before)
+    assert not np.shares_memory(once.num_query_tokens, view.num_query_tokens)
 
 
 @given(policies, candidates, rooms)
-def test_admission_never_takes_pages_that_running_ones_were_promised(
+def test_admission_never_takes_blocks_that_running_ones_were_promised(
     policy: Policy,
     candidate: Candidate,
     room: Room,
 ) -> None:
     room = replace(room, is_alone=False)
     if policy.admit(candidate, room):
-        taken = candidate.pages + candidate.idle_pages
-        assert taken + room.promised_pages + room.num_decoding <= room.available_pages
+        taken = candidate.num_new_blocks + candidate.num_idle_blocks
+        assert taken + room.num_promised_blocks + room.num_decoding <= room.num_available_blocks
 
 
 @given(policies, candidates, rooms)
-def test_an_admission_fits_the_pages_even_when_nobody_else_runs(
+def test_an_admission_fits_the_blocks_even_when_nobody_else_runs(
     policy: Policy,
     candidate: Candidate,
     room: Room,
 ) -> None:
     if policy.admit(candidate, room):
-        assert candidate.pages + candidate.idle_pages <= room.available_pages
+        assert candidate.num_new_blocks + candidate.num_idle_blocks <= room.num_available_blocks
 
 
 @given(policies, candidates, rooms)
@@ -277,8 +297,8 @@ def test_a_first_chunk_fits_the_budget_and_without_chunking_is_the_whole_rest(
     candidate: Candidate,
     room: Room,
 ) -> None:
-    num, rest = policy.admit(candidate, room), candidate.num_tokens - candidate.num_hit
-    assert 0 <= num <= min(rest, room.budget)
+    num, rest = policy.admit(candidate, room), candidate.num_tokens - candidate.num_cached_tokens
+    assert 0 <= num <= min(rest, room.token_budget)
     if not room.is_chunking:
         assert num in (0, rest)
 
@@ -287,10 +307,10 @@ def test_a_first_chunk_fits_the_budget_and_without_chunking_is_the_whole_rest(
 def test_a_candidate_that_is_alone_and_fits_is_admitted(
     policy: Policy, candidate: Candidate, room: Room
 ) -> None:
-    assume(candidate.pages + candidate.idle_pages <= room.available_pages)
+    assume(candidate.num_new_blocks + candidate.num_idle_blocks <= room.num_available_blocks)
     room = replace(room, is_alone=True, is_chunking=True)
     assert policy.admit(candidate, room) == min(
-        candidate.num_tokens - candidate.num_hit, room.budget
+        candidate.num_tokens - candidate.num_cached_tokens, room.token_budget
     )
 
 
@@ -304,7 +324,7 @@ def test_first_come_is_first_served_unless_priorities_count(
 
 @dataclass(eq=False)
 class Row:
-    """A sequence of the simulation. Lengths in tokens; `held` in pages."""
+    """A sequence of the simulation. Lengths in tokens; `held` in blocks."""
 
     arrival: int
     priority: int
@@ -320,18 +340,18 @@ class Row:
         return self.num_done >= self.target
 
     def short(self, end: int) -> int:
-        return max(0, -(-end // PAGE) - self.held)
+        return max(0, -(-end // BLOCK) - self.held)
 
 
 class Simulation:
-    """Steps of a policy on rows that are nothing but lengths; pages that victims held come back a step later."""
+    """Steps of a policy on rows that are nothing but lengths; blocks that victims held come back a step later."""
 
     def __init__(
-        self, policy: Policy, rows: list[Row], num_pages: int, budget: int, *, is_chunking: bool
+        self, policy: Policy, rows: list[Row], num_blocks: int, budget: int, *, is_chunking: bool
     ) -> None:
         self.policy, self.budget, self.is_chunking = policy, budget, is_chunking
         self.waiting, self.running, self.finished = list(rows), list[Row](), list[Row]()
-        self.free, self.coming = num_pages, 0
+        self.free, self.coming = num_blocks, 0
 
     def step(self) -> int:
         """Run a step and return its query tokens."""
@@ -356,9 +376,9 @@ class Simulation:
         )
         released = sum(self._leave(rows[victim], self.waiting) for victim in decision.victims)
         used = 0
-        for row, num in zip(rows, decision.num_query.tolist(), strict=True):
+        for row, num in zip(rows, decision.num_query_tokens.tolist(), strict=True):
             used += self._run(row, num) if num else 0
-        used += self._admit(self.budget - used, any(decision.num_query[len(decoding) :]))
+        used += self._admit(self.budget - used, any(decision.num_query_tokens[len(decoding) :]))
         released += sum(
             self._leave(row, self.finished) for row in decoding if row.num_made == row.num_output
         )
@@ -366,12 +386,12 @@ class Simulation:
         return used
 
     def _run(self, row: Row, num: int) -> int:
-        num = min(num, (row.held + self.free) * PAGE - row.num_done)
+        num = min(num, (row.held + self.free) * BLOCK - row.num_done)
         short = row.short(row.num_done + num)
         self.free, row.held = self.free - short, row.held + short
         row.num_made += row.is_decoding
         row.num_done += num
-        assert self.free >= 0, "the policy gave out a page twice"
+        assert self.free >= 0, "the policy gave out a block twice"
         return num
 
     def _admit(self, budget: int, is_prompt_running: bool) -> int:
@@ -425,7 +445,7 @@ def test_everybody_finishes_however_small_the_pool(
     is_chunking: bool,
 ) -> None:
     rows = [replace(row, arrival=i) for i, row in enumerate(rows)]
-    least = max(-(-(row.num_prompt + row.num_output) // PAGE) for row in rows)
+    least = max(-(-(row.num_prompt + row.num_output) // BLOCK) for row in rows)
     world = Simulation(policy, rows, least + spare, budget, is_chunking=is_chunking)
     num_idle = 0
     while len(world.finished) < len(rows):
@@ -439,7 +459,7 @@ def test_everybody_finishes_however_small_the_pool(
 def test_the_first_to_come_ends_as_if_it_were_alone(rows: list[Row], budget: int) -> None:
     rows = [replace(row, arrival=i) for i, row in enumerate(rows)]
     budget += len(rows)  # what decodes of others need
-    least = max(-(-(row.num_prompt + row.num_output) // PAGE) for row in rows)
+    least = max(-(-(row.num_prompt + row.num_output) // BLOCK) for row in rows)
 
     def steps_until_first_ends(rows: list[Row]) -> int:
         world = Simulation(
@@ -451,5 +471,5 @@ def test_the_first_to_come_ends_as_if_it_were_alone(rows: list[Row], budget: int
             world.step()
         raise AssertionError("the first starves")
 
-    # Pages of others come back a step after they are taken away: at most one wait for each page of its own.
+    # Blocks of others come back a step after they are taken away: at most one wait for each block of its own.
     assert steps_until_first_ends(rows) <= steps_until_first_ends(rows[:1]) + least

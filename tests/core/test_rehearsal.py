@@ -25,12 +25,12 @@ def drawn(world: World) -> list[int]:
 def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behind(
     max_model_len: int,
 ) -> None:
-    world, other = (World(max_model_len=max_model_len, num_pages=90) for _ in range(2))
+    world, other = (World(max_model_len=max_model_len, num_blocks=90) for _ in range(2))
     engine = Engine(world.scheduler, world.runner)
     rehearse(engine, max_model_len)
     assert engine.num_steps >= 1
     pool = world.scheduler.kv.pool
-    assert pool.counts().free == pool.num_pages
+    assert pool.counts().free == pool.num_blocks
     assert not (world.scheduler.has_work or world.scheduler.roster.num_preemptions)
     assert drawn(world) == drawn(other)
 
@@ -38,7 +38,7 @@ def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behi
 def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(max_model_len=300, num_pages=90)
+    world = World(max_model_len=300, num_blocks=90)
     engine = Engine(world.scheduler, world.runner)
     asked: list[tuple[int, float]] = []
 

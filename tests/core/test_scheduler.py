@@ -88,7 +88,7 @@ class Generous:
 
     def decide(self, view: View, limits: Limits) -> Decision:
         decision = self.inner.decide(view, limits)
-        decision.num_query[view.num_decodes :] += self.to_running
+        decision.num_query_tokens[view.num_decodes :] += self.to_running
         return decision
 
     def admit(self, candidate: Candidate, room: Room) -> int:
@@ -140,7 +140,7 @@ def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(
 def test_who_found_no_room_is_asked_again_only_when_there_is_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(num_pages=8)
+    world = World(num_blocks=8)
     asked = 0
     match = world.scheduler.kv.match
 
@@ -201,15 +201,15 @@ class Postponing:
         return self.inner.decide(view, limits)
 
     def admit(self, candidate: Candidate, room: Room) -> int:
-        rest = candidate.num_tokens - candidate.num_hit
-        return rest if rest <= room.budget else 0
+        rest = candidate.num_tokens - candidate.num_cached_tokens
+        return rest if rest <= room.token_budget else 0
 
 
 @pytest.mark.parametrize(("policy", "chunk_size"), [("fcfs", -1), (Postponing(), 16)])
 def test_prompts_beyond_the_budget_enter_in_the_next_steps(
     policy: str | Policy, chunk_size: int
 ) -> None:
-    world = World(policy=policy, chunk_size=chunk_size, num_pages=60)  # 16 tokens per step
+    world = World(policy=policy, chunk_size=chunk_size, num_blocks=60)  # 16 tokens per step
     for sequence_id in range(4):
         world.submit(request(sequence_id, [sequence_id] * 10, max_tokens=12))
     for _ in range(5):
@@ -232,7 +232,7 @@ class Refusing(Postponing):
         return "refusing"
 
     def decide(self, view: View, limits: Limits) -> Decision:
-        return Decision(np.zeros_like(view.num_query), np.zeros(0, np.int32))
+        return Decision(np.zeros_like(view.num_query_tokens), np.zeros(0, np.int32))
 
     def admit(self, candidate: Candidate, room: Room) -> int:
         return super().admit(candidate, room) if self.admits else 0

@@ -166,7 +166,7 @@ def test_greedy_tokens_survive_preemption(
         scheduler = llm._engine.scheduler
         assert scheduler.roster.num_preemptions > 0, "the pool was too large for this test"
         pool = scheduler.kv.pool
-        assert pool.num_available == pool.num_pages, "blocks are held when idle"
+        assert pool.num_available == pool.num_blocks, "blocks are held when idle"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -404,7 +404,7 @@ def test_stop_strings_end_the_text_before_them_wherever_events_fall() -> None:
                 assert stopped.text == whole[: at + (length if keeps else 0)]
                 assert stopped.finish_reason == "stop"
         pool = demo._engine.scheduler.kv.pool
-        assert pool.num_available == pool.num_pages
+        assert pool.num_available == pool.num_blocks
 
 
 def test_an_abort_while_log_probabilities_are_computed_harms_nobody(
@@ -439,4 +439,4 @@ def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(
         with pytest.raises(TokenSpeedError, match="no finite logit"):
             ask(llm, [5, 50, 7], greedy(8, **asked))
         pool = llm._engine.scheduler.kv.pool
-        assert pool.num_available == pool.num_pages
+        assert pool.num_available == pool.num_blocks

@@ -39,14 +39,14 @@ def test_what_is_beyond_the_caches_type_becomes_its_largest_number() -> None:
     assert caches.float().count_nonzero() == 8
 
 
-def test_a_page_takes_as_many_bytes_as_its_type_says(
+def test_a_block_takes_as_many_bytes_as_its_type_says(
     tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
     (plain, plain_memory), (eight, eight_memory) = (
         plan_only(tiny(dtype="bfloat16", block_size=16, kv_cache_dtype=kind), catalog)
         for kind in ("auto", "fp8_e4m3")
     )
-    assert plain_memory["page_bytes"] == 2 * eight_memory["page_bytes"]
+    assert plain_memory["block_bytes"] == 2 * eight_memory["block_bytes"]
     assert [dict(planned.problem)["kv_dtype"] for planned in eight.find("write_kv")] == [
         "float8_e4m3fn"
     ]

@@ -237,7 +237,7 @@ def test_a_start_tells_the_tokens_that_the_cache_holds_also_where_groups_of_laye
         LLM(str(tmp_path), max_total_tokens=512, **settings) as llm,
     ):
         kv = llm._engine.scheduler.kv
-        assert (len(kv.groups), kv.pool.num_pages) == (2, 2 * 512 // 16)
+        assert (len(kv.groups), kv.pool.num_blocks) == (2, 2 * 512 // 16)
     assert "a KV cache of 512 tokens in blocks of 16, sequences of up to 128 tokens" in caplog.text
     assert "has no effect" not in caplog.text
 

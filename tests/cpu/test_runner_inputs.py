@@ -22,7 +22,7 @@ BLOCK, GROUPS = 4, 2
 
 def make_rows() -> SlotState:
     rows = SlotState(SlotLayout(num_slots=6, num_blocks=8, num_groups=GROUPS), torch.device("cpu"))
-    rows.reset(padding_page=99)
+    rows.reset(padding_block=99)
     rows.last_token[:] = torch.arange(50, 56, dtype=torch.int32)
     return rows
 

@@ -10,8 +10,8 @@ from tokenspeed_core.worker.memory import (
     GIB,
     DeviceBudget,
     PoolLimits,
-    pages_of_device,
-    pages_of_host,
+    blocks_of_device,
+    blocks_of_host,
 )
 
 GROUP = FullAttention("full", num_layers=36, num_kv_heads=8, head_size=128)
@@ -25,25 +25,25 @@ def budget(weights: int = 16 * GIB, utilization: float = 0.9) -> DeviceBudget:
     return DeviceBudget(140 * GIB, utilization, GIB, weights, 2 * GIB, GIB)
 
 
-def test_a_page_holds_a_block_of_the_greediest_group() -> None:
+def test_a_block_is_as_large_as_the_largest_group_needs() -> None:
     small = RecurrentState("state", num_layers=1, state_bytes=1000)
     pool = PoolLimits.of([GROUP, small], 16, 2, 100)
-    assert pool.page_bytes == 36 * 2 * 16 * 8 * 128 * 2
+    assert pool.block_bytes == 36 * 2 * 16 * 8 * 128 * 2
     assert pool.num_least == 7 + 1
-    assert PoolLimits.of([small], 16, 2, 100).page_bytes == 1024
+    assert PoolLimits.of([small], 16, 2, 100).block_bytes == 1024
 
 
-def test_the_pool_fills_what_the_device_has_left_and_keeps_a_page_for_padding() -> None:
-    pages = pages_of_device(limits(), budget())
+def test_the_pool_fills_what_the_device_has_left_and_keeps_a_block_for_padding() -> None:
+    blocks = blocks_of_device(limits(), budget())
     left = int(140 * GIB * 0.9) - 20 * GIB
-    assert (pages + 1) * limits().page_bytes <= left < (pages + 2) * limits().page_bytes
+    assert (blocks + 1) * limits().block_bytes <= left < (blocks + 2) * limits().block_bytes
 
 
 def test_a_pool_too_small_for_one_sequence_names_what_is_missing_and_the_flags_that_mend_it() -> (
     None
 ):
     with pytest.raises(CapacityError) as caught:
-        pages_of_device(limits(), budget(weights=120 * GIB))
+        blocks_of_device(limits(), budget(weights=120 * GIB))
     message = str(caught.value)
     assert "3.63 GiB are missing" in message
     assert "--max-model-len 14544" in message
@@ -52,31 +52,31 @@ def test_a_pool_too_small_for_one_sequence_names_what_is_missing_and_the_flags_t
 
 def test_weights_larger_than_the_device_advise_no_shorter_sequences() -> None:
     with pytest.raises(CapacityError) as caught:
-        pages_of_device(limits(), budget(weights=200 * GIB))
+        blocks_of_device(limits(), budget(weights=200 * GIB))
     assert "--max-model-len" not in str(caught.value)
 
 
 def test_max_total_tokens_counts_tokens_of_every_group() -> None:
-    assert limits().pages_of_tokens(33) == 3
+    assert limits().blocks_of_tokens(33) == 3
     two = PoolLimits.of([GROUP, FullAttention("other", 1, 1, 64)], 16, 2, 100)
-    assert two.pages_of_tokens(32) == 4
+    assert two.blocks_of_tokens(32) == 4
 
 
 def test_kv_cache_memory_too_small_for_a_block_says_how_much_is_needed() -> None:
-    assert limits().pages_of_bytes(10 * limits().page_bytes, "--kv-cache-memory") == 9
-    with pytest.raises(CapacityError, match=f"at least {2 * limits().page_bytes}"):
-        limits().pages_of_bytes(limits().page_bytes, "--kv-cache-memory")
+    assert limits().blocks_of_bytes(10 * limits().block_bytes, "--kv-cache-memory") == 9
+    with pytest.raises(CapacityError, match=f"at least {2 * limits().block_bytes}"):
+        limits().blocks_of_bytes(limits().block_bytes, "--kv-cache-memory")
 
 
 def test_a_cpu_gets_a_quarter_of_its_free_memory_and_four_gib_at_most() -> None:
-    assert pages_of_host(limits(128), 8 * GIB) == 2 * GIB // limits().page_bytes - 1
-    assert pages_of_host(limits(1024), 800 * GIB) == 4 * GIB // limits().page_bytes - 1
+    assert blocks_of_host(limits(128), 8 * GIB) == 2 * GIB // limits().block_bytes - 1
+    assert blocks_of_host(limits(1024), 800 * GIB) == 4 * GIB // limits().block_bytes - 1
     with pytest.raises(CapacityError, match="--kv-cache-memory"):
-        pages_of_host(limits(), 4 * GIB)
+        blocks_of_host(limits(), 4 * GIB)
 
 
 def test_a_pool_that_was_asked_for_is_taken_if_the_hosts_memory_holds_it() -> None:
     pool = limits()
-    assert pages_of_host(pool, 101 * pool.page_bytes, 100) == 100
+    assert blocks_of_host(pool, 101 * pool.block_bytes, 100) == 100
     with pytest.raises(CapacityError, match=r"does not fit.*--max-total-tokens"):
-        pages_of_host(pool, 100 * pool.page_bytes, 100)
+        blocks_of_host(pool, 100 * pool.block_bytes, 100)

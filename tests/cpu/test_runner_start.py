@@ -64,8 +64,8 @@ def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(
 ) -> None:
     runner = build(tiny(block_size=None), catalog, quiet)
     assert runner.block_size == 16
-    assert runner.num_pages == 4096 // 16
-    assert runner.page_bytes == 2 * 2 * 16 * 2 * 16 * 4
+    assert runner.num_blocks == 4096 // 16
+    assert runner.block_bytes == 2 * 2 * 16 * 2 * 16 * 4
 
 
 def test_the_ids_of_the_largest_captured_step_fit_into_the_buffers_that_bring_them_to_the_host() -> (
@@ -84,8 +84,8 @@ def test_a_plan_without_weights_decides_the_same_kernels(
 ) -> None:
     plan, memory = plan_only(tiny(), catalog)
     assert plan == runner.kernel_plan
-    assert memory["page_bytes"] == runner.page_bytes
-    assert memory["num_pages"] == runner.num_pages
+    assert memory["block_bytes"] == runner.block_bytes
+    assert memory["num_blocks"] == runner.num_blocks
 
 
 def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(

@@ -82,7 +82,13 @@ def test_a_dry_run_says_what_would_be_and_loads_nothing(tmp_path: Path) -> None:
         check=True,
         env={**environment(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"},
     )
-    for part in ("Qwen3ForCausalLM", "max_model_len: 512", "num_pages", "attention", "collectives"):
+    for part in (
+        "Qwen3ForCausalLM",
+        "max_model_len: 512",
+        "num_blocks",
+        "attention",
+        "collectives",
+    ):
         assert part in done.stdout
     assert " torch\n" in done.stderr
     assert "torch._dynamo" not in done.stderr, (

@@ -352,5 +352,5 @@ def test_the_arena_is_sized_by_what_the_largest_step_leaves(
     runner = make(max_total_tokens=None, gpu_memory_utilization=0.5, enforce_eager=True)
     total = torch.cuda.get_device_properties(0).total_memory
     used = total - torch.cuda.mem_get_info()[0]
-    assert 0.4 * total < runner.num_pages * runner.page_bytes < used < 0.55 * total
+    assert 0.4 * total < runner.num_blocks * runner.block_bytes < used < 0.55 * total
     runner.close()

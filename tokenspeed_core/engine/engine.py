@@ -61,7 +61,8 @@ class Engine:
         self.num_steps = 0
         self._depth, self._late_source, self._observe = depth, late_source, observe
         self._pace = PrefillBudget(
-            scheduler.limits.budget, limits_prefill_while_decoding=limits_prefill_while_decoding
+            scheduler.limits.token_budget,
+            limits_prefill_while_decoding=limits_prefill_while_decoding,
         )
         self._launched: list[StepPlan] = []
         self._num_failures, self._max_failures = 0, max_failures

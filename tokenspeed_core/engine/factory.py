@@ -163,7 +163,7 @@ def start(
     kv = KVManager(
         info.cache_groups,
         runner.block_size,
-        runner.num_pages,
+        runner.num_blocks,
         prefix_caching=config.enable_prefix_caching,
     )
     max_model_len = _fitting_len(resolved, kv.max_tokens_in_pool())

@@ -1,1 +1,1 @@
-"""The KV manager: cache groups, pages, block tables and the prefix index. No tensors here."""
+"""The KV manager: cache groups, blocks, block tables and the prefix index. No tensors here."""

@@ -13,7 +13,7 @@ class LeaseSpentError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class BlockLease:
-    """The blocks of one sequence: per cache group a table of pages, `ABSENT` where none is held.
+    """The blocks of one sequence: per cache group a table of blocks, `ABSENT` where none is held.
 
     `capacity` is the number of tokens that the tables have room for; `num_named` the tokens whose blocks
     are already known to the prefix index.
@@ -24,17 +24,17 @@ class BlockLease:
     num_named: int = 0
     _is_spent: bool = field(default=False, repr=False)
 
-    def pages(self) -> list[int]:
-        """Return all pages held, last ones first, so that eviction keeps the beginnings of prompts longest."""
+    def blocks(self) -> list[int]:
+        """Return all blocks held, last ones first, so that eviction keeps the beginnings of prompts longest."""
         self.check()
-        return [page for table in self.tables for page in reversed(table) if page != ABSENT]
+        return [block for table in self.tables for block in reversed(table) if block != ABSENT]
 
     def take(self) -> list[int]:
-        """Use the lease up and return its pages. Raises LeaseSpentError the second time."""
-        pages = self.pages()
+        """Use the lease up and return its blocks. Raises LeaseSpentError the second time."""
+        blocks = self.blocks()
         self._is_spent = True
         self.tables = []
-        return pages
+        return blocks
 
     def check(self) -> None:
         """Raise LeaseSpentError if the lease was taken."""

@@ -1,6 +1,6 @@
 """Blocks for sequences: what a prefix hit is, how tables grow, and what becomes shareable when.
 
-The manager decides nothing about who runs. Asking (`match`, `pages_needed`) and taking (`acquire`,
+The manager decides nothing about who runs. Asking (`match`, `blocks_needed`) and taking (`acquire`,
 `extend`) are separate calls, and only the latter change anything.
 """
 
@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
-from tokenspeed_core.kv_cache.pool import PageCounts, PagePool
+from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
 
 Entries = tuple[tuple[tuple[int, int], ...], ...]
-"""Entries of block tables: (index, page) pairs, for each group."""
+"""Entries of block tables: (index, block) pairs, for each group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix hit: `num_tokens` at which every group can resume, and the pages that hold it.
+    """A prefix hit: `num_tokens` at which every group can resume, and the blocks that hold it.
 
-    `num_idle` counts the pages that nobody holds now, which using the hit takes out of the pool's available ones.
+    `num_idle` counts the blocks that nobody holds now, which using the hit takes out of the pool's available ones.
     """
 
     num_tokens: int
-    pages: Entries
+    blocks: Entries
     num_idle: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A page copy in a group; `kept` is held until the plan that carries it is launched, then named `digest`."""
+    """A block copy in a group; `kept` is held until the plan that carries it is launched, then named `digest`."""
 
     group: int
     src: int
@@ -42,13 +42,13 @@ class _Copy:
 
 
 class KVManager:
-    """All cache groups of a model over one pool of pages; a block of any group fills one page."""
+    """All cache groups of a model over one pool of blocks; a block of any group fills one block."""
 
     def __init__(
         self,
         groups: Sequence[CacheGroupSpec],
         block_size: int,
-        num_pages: int,
+        num_blocks: int,
         *,
         prefix_caching: bool = True,
     ) -> None:
@@ -56,8 +56,8 @@ class KVManager:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.has_recurrent = any(group.is_recurrent for group in groups)
-        self.pages_per_block = sum(not group.is_recurrent for group in groups)
-        self.pool = PagePool(num_pages, self._forget)
+        self.num_token_groups = sum(not group.is_recurrent for group in groups)
+        self.pool = BlockPool(num_blocks, self._forget)
         # The tokens that a hash covers: without prefix caching more than any sequence has, and nothing gets a name.
         self.granularity = block_size if prefix_caching else 2**31 - 1
         self._index: list[dict[bytes, int]] = [{} for _ in groups]
@@ -67,8 +67,8 @@ class KVManager:
         self._named_by_step: dict[int, list[int]] = {}
         self._planning = 0
 
-    def counts(self) -> PageCounts:
-        """Return the pool's pages by state."""
+    def counts(self) -> BlockCounts:
+        """Return the pool's blocks by state."""
         return self.pool.counts()
 
     def chain(self, salt: str, adapter_id: int) -> HashChain:
@@ -93,16 +93,16 @@ class KVManager:
             limit = reach  # every length between the two needs the block that is missing
         if limit <= 0:
             return self.no_match()
-        pages = tuple(self._resume_pages(i, chain, limit) for i in range(len(self.groups)))
-        idle = sum(self.pool.is_idle(page) for group_pages in pages for _, page in group_pages)
-        return Match(limit, pages, idle)
+        blocks = tuple(self._resume_blocks(i, chain, limit) for i in range(len(self.groups)))
+        idle = sum(self.pool.is_idle(block) for group_blocks in blocks for _, block in group_blocks)
+        return Match(limit, blocks, idle)
 
     def no_match(self) -> Match:
         """Return the hit of nothing, for a sequence that is to be computed from its start."""
         return Match(0, tuple(() for _ in self.groups), 0)
 
-    def pages_needed(self, start: int, end: int) -> int:
-        """Return the pages that a sequence resuming at `start` takes to hold the tokens up to `end`."""
+    def blocks_needed(self, start: int, end: int) -> int:
+        """Return the blocks that a sequence resuming at `start` takes to hold the tokens up to `end`."""
         size = self.block_size
         total = 0
         for group in self.groups:
@@ -115,44 +115,46 @@ class KVManager:
 
     def max_tokens_in_pool(self) -> int:
         """Return the longest sequence that could have the whole pool to itself."""
-        pages = self.pool.num_pages - sum(group.is_recurrent for group in self.groups)
+        blocks = self.pool.num_blocks - sum(group.is_recurrent for group in self.groups)
         return (
-            pages // self.pages_per_block * self.block_size if self.pages_per_block else 2**31 - 1
+            blocks // self.num_token_groups * self.block_size
+            if self.num_token_groups
+            else 2**31 - 1
         )
 
     # -- taking ---------------------------------------------------------------------------------------
 
     def acquire(self, match: Match) -> BlockLease | None:
-        """Hold a hit's pages, and a working state per recurrent group. None (and no change) without room."""
+        """Hold a hit's blocks, and a working state per recurrent group. None (and no change) without room."""
         num_working = sum(group.is_recurrent for group in self.groups)
         if num_working + match.num_idle > self.pool.num_available:
             return None
-        # The hit first: taking pages may evict, and must not evict what the hit consists of.
-        for group_pages in match.pages:
-            for _, page in group_pages:
-                self.pool.share(page)
+        # The hit first: taking blocks may evict, and must not evict what the hit consists of.
+        for group_blocks in match.blocks:
+            for _, block in group_blocks:
+                self.pool.share(block)
         working = self.pool.take(num_working)
-        assert working is not None, "pages counted as available were not"
+        assert working is not None, "blocks counted as available were not"
         tables: list[list[int]] = []
         for i, group in enumerate(self.groups):
             if group.is_recurrent:
-                page = working.pop()
-                tables.append([page])
+                block = working.pop()
+                tables.append([block])
                 # A checkpoint is held only until the copy of it is on its way.
                 self._now += [
-                    _Copy(i, source, page, source, digest=None) for _, source in match.pages[i]
+                    _Copy(i, source, block, source, digest=None) for _, source in match.blocks[i]
                 ]
                 continue
             table = [ABSENT] * (match.num_tokens // self.block_size)
-            for index, page in match.pages[i]:
-                table[index] = page
+            for index, block in match.blocks[i]:
+                table[index] = block
             tables.append(table)
         return BlockLease(tables, capacity=match.num_tokens, num_named=match.num_tokens)
 
     def extend(self, lease: BlockLease, start: int, end: int) -> Entries | None:
         """Make room for the tokens `[start, end)`, dropping what no query from `start` on reads.
 
-        Returns the new table entries; None, with no page taken, when there are too few.
+        Returns the new table entries; None, with no block taken, when there are too few.
         """
         lease.check()
         for group, table in zip(self.groups, lease.tables, strict=True):
@@ -163,13 +165,13 @@ class KVManager:
             0 if group.is_recurrent else max(0, blocks - len(table))
             for group, table in zip(self.groups, lease.tables, strict=True)
         ]
-        pages = self.pool.take(sum(missing))
-        if pages is None:
+        taken = self.pool.take(sum(missing))
+        if taken is None:
             return None
         entries: list[tuple[tuple[int, int], ...]] = []
         for table, num in zip(lease.tables, missing, strict=True):
             first = len(table)
-            fresh = [pages.pop() for _ in range(num)]
+            fresh = [taken.pop() for _ in range(num)]
             table.extend(fresh)
             entries.append(tuple(enumerate(fresh, first)))
         lease.capacity = blocks * self.block_size
@@ -191,19 +193,19 @@ class KVManager:
                     self._checkpoint(i, lease.tables[i][0], chain.at(end))
                 continue
             for length in range(lease.num_named + size, end + 1, size):
-                page = lease.tables[i][length // size - 1]
-                if page != ABSENT:
-                    self._name(i, page, chain.at(length))
+                block = lease.tables[i][length // size - 1]
+                if block != ABSENT:
+                    self._name(i, block, chain.at(length))
         lease.num_named = max(lease.num_named, end)
 
     def release(self, lease: BlockLease) -> None:
-        """Give a lease's pages back; they are reusable when nothing in flight can touch them."""
+        """Give a lease's blocks back; they are reusable when nothing in flight can touch them."""
         self.pool.release(lease.take())
 
     def reset(self) -> None:
         """Forget the content of every block. What leases hold stays theirs, but is no longer shareable."""
-        for page in list(self._names):
-            self._unname(page)
+        for block in list(self._names):
+            self._unname(block)
         waiting, self._next = self._now + self._next, []
         self._now = [copy for copy in waiting if copy.digest is None]
         self.pool.release([copy.kept for copy in waiting if copy.digest is not None])
@@ -216,14 +218,14 @@ class KVManager:
         self._now, self._next = self._now + self._next, []
 
     def copies(self) -> list[tuple[list[int], list[int]]]:
-        """Return the (src, dst) page copies per group that the step being planned must carry."""
+        """Return the (src, dst) block copies per group that the step being planned must carry."""
         return [
             ([c.src for c in self._now if c.group == i], [c.dst for c in self._now if c.group == i])
             for i in range(len(self.groups))
         ]
 
     def launch(self, step_id: int) -> None:
-        """Note that the planned step is on its way: what is released from now on is fenced by it."""
+        """Note that the planned step is on its way: what is released from now on is pending by it."""
         self.pool.launch(step_id)
         for copy in self._now:
             if copy.digest is not None:
@@ -247,9 +249,9 @@ class KVManager:
     def withdraw(self, step_id: int) -> None:
         """Forget the blocks that a failed step and those after it would have filled."""
         for step in [step for step in self._named_by_step if step >= step_id]:
-            for page in self._named_by_step.pop(step):
-                if page in self._names:
-                    self._unname(page)
+            for block in self._named_by_step.pop(step):
+                if block in self._names:
+                    self._unname(block)
         self.drop_copies()
 
     # -- the index ------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ class KVManager:
                     return end - self.block_size
         return length
 
-    def _resume_pages(
+    def _resume_blocks(
         self, group: int, chain: HashChain, length: int
     ) -> tuple[tuple[int, int], ...]:
         index = self._index[group]
@@ -279,28 +281,28 @@ class KVManager:
             return range(length, length + 1)
         return range(spec.first_needed(length) // size * size + size, length + 1, size)
 
-    def _name(self, group: int, page: int, digest: bytes) -> None:
+    def _name(self, group: int, block: int, digest: bytes) -> None:
         if digest in self._index[group]:
             return
-        self._index[group][digest] = page
-        self._names[page] = (group, digest)
-        self._named_by_step.setdefault(self._planning, []).append(page)
-        self.pool.name(page)
+        self._index[group][digest] = block
+        self._names[block] = (group, digest)
+        self._named_by_step.setdefault(self._planning, []).append(block)
+        self.pool.name(block)
 
-    def _unname(self, page: int) -> None:
-        self._forget(page)
-        self.pool.unname(page)
+    def _unname(self, block: int) -> None:
+        self._forget(block)
+        self.pool.unname(block)
 
-    def _forget(self, page: int) -> None:
-        group, digest = self._names.pop(page)
+    def _forget(self, block: int) -> None:
+        group, digest = self._names.pop(block)
         del self._index[group][digest]
 
     def _checkpoint(self, group: int, working: int, digest: bytes) -> None:
         if digest in self._index[group]:
             return
-        pages = self.pool.take(1)
-        if pages is not None:
-            self._next.append(_Copy(group, working, pages[0], kept=pages[0], digest=digest))
+        blocks = self.pool.take(1)
+        if blocks is not None:
+            self._next.append(_Copy(group, working, blocks[0], kept=blocks[0], digest=digest))
 
     def _drop_before(self, table: list[int], first: int) -> None:
         dropped = []

@@ -1,7 +1,7 @@
-"""The arena's pages: who holds them, which may be reused, and when.
+"""The arena's blocks: who holds them, which may be reused, and when.
 
-Every page is in one of four states, and `free + cached + held + fenced == all` always:
-*held* by leases, *cached* (nobody's, but its content has a name), *free*, or *fenced*: released while a
+Every block is in one of four states, and `free + cached + held + pending == all` always:
+*held* by leases, *cached* (nobody's, but its content has a name), *free*, or *pending*: released while a
 step or a transfer that may touch it is still in flight.
 """
 
@@ -13,117 +13,117 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PageCounts:
-    """Pages by state."""
+class BlockCounts:
+    """Blocks by state."""
 
     free: int
     cached: int
     held: int
-    fenced: int
+    pending: int
 
 
-class PagePool:
-    """Reference counts, fences and the order of eviction (least recently released first). All O(1) a page.
+class BlockPool:
+    """Reference counts, fences and the order of eviction (least recently released first). All O(1) a block.
 
-    Steps are fenced by their ids: a page released while step `launched` may still run becomes reusable when
+    Steps are pending by their ids: a block released while step `launched` may still run becomes reusable when
     `retire` names that step.
     """
 
-    def __init__(self, num_pages: int, forget: Callable[[int], None]) -> None:
-        """Start with all pages free. `forget(page)` is called when a cached page is evicted."""
+    def __init__(self, num_blocks: int, forget: Callable[[int], None]) -> None:
+        """Start with all blocks free. `forget(block)` is called when a cached block is evicted."""
         self._forget = forget
-        self._refs = [0] * num_pages
-        self._stamps = [0] * num_pages  # the step that fenced the page last
-        self._is_named = [False] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._refs = [0] * num_blocks
+        self._stamps = [0] * num_blocks  # the step that pending the block last
+        self._is_named = [False] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._fences: deque[tuple[int, int]] = deque()
-        self._num_fenced = 0
+        self._num_pending = 0
         self._launched = 0
         self.retired = 0  # the last step that is over
-        self.num_pages = num_pages
+        self.num_blocks = num_blocks
 
-    def counts(self) -> PageCounts:
-        """Return the number of pages in each state. Changes nothing."""
+    def counts(self) -> BlockCounts:
+        """Return the number of blocks in each state. Changes nothing."""
         free, cached = len(self._free), len(self._cached)
-        held = self.num_pages - free - cached - self._num_fenced
-        return PageCounts(free, cached, held, self._num_fenced)
+        held = self.num_blocks - free - cached - self._num_pending
+        return BlockCounts(free, cached, held, self._num_pending)
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` could hand out now."""
+        """Blocks that `take` could hand out now."""
         return len(self._free) + len(self._cached)
 
-    def is_idle(self, page: int) -> bool:
-        """Say whether a page counts in `num_available`."""
-        return page in self._cached
+    def is_idle(self, block: int) -> bool:
+        """Say whether a block counts in `num_available`."""
+        return block in self._cached
 
     def take(self, num: int) -> list[int] | None:
-        """Hold `num` pages, free ones first, then the longest unused; None (and no change) if there are fewer."""
+        """Hold `num` blocks, free ones first, then the longest unused; None (and no change) if there are fewer."""
         if num > self.num_available:
             return None
-        pages = []
+        blocks = []
         for _ in range(num):
             if self._free:
-                page = self._free.pop()
+                block = self._free.pop()
             else:
-                page, _ = self._cached.popitem(last=False)
-                self._is_named[page] = False
-                self._forget(page)
-            self._refs[page] = 1
-            pages.append(page)
-        return pages
+                block, _ = self._cached.popitem(last=False)
+                self._is_named[block] = False
+                self._forget(block)
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
 
-    def share(self, page: int) -> None:
-        """Hold a page that is held, cached or fenced once more."""
-        if self._refs[page] == 0:
-            if page in self._cached:
-                del self._cached[page]
+    def share(self, block: int) -> None:
+        """Hold a block that is held, cached or pending once more."""
+        if self._refs[block] == 0:
+            if block in self._cached:
+                del self._cached[block]
             else:
-                self._num_fenced -= 1
-        self._refs[page] += 1
+                self._num_pending -= 1
+        self._refs[block] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Drop one hold of each page; the last one dropped makes it reusable once nothing in flight can touch it."""
-        for page in pages:
-            assert self._refs[page] > 0, f"page {page} released twice"
-            self._refs[page] -= 1
-            if self._refs[page]:
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one hold of each block; the last one dropped makes it reusable once nothing in flight can touch it."""
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} released twice"
+            self._refs[block] -= 1
+            if self._refs[block]:
                 continue
-            self._num_fenced += 1
+            self._num_pending += 1
             if self._launched <= self.retired:  # nothing is in flight
-                self._land(page)
-            elif self._stamps[page] != self._launched:
-                self._stamps[page] = self._launched
-                self._fences.append((self._launched, page))
+                self._land(block)
+            elif self._stamps[block] != self._launched:
+                self._stamps[block] = self._launched
+                self._fences.append((self._launched, block))
 
-    def name(self, page: int) -> None:
-        """Mark a held page's content as known: when released it is cached, not free."""
-        self._is_named[page] = True
+    def name(self, block: int) -> None:
+        """Mark a held block's content as known: when released it is cached, not free."""
+        self._is_named[block] = True
 
-    def unname(self, page: int) -> None:
-        """Take the name off a page, in whatever state it is."""
-        self._is_named[page] = False
-        if page in self._cached:
-            del self._cached[page]
-            self._free.append(page)
+    def unname(self, block: int) -> None:
+        """Take the name off a block, in whatever state it is."""
+        self._is_named[block] = False
+        if block in self._cached:
+            del self._cached[block]
+            self._free.append(block)
 
     def launch(self, step_id: int) -> None:
-        """Note that a step is on its way: pages released from now on are fenced by it."""
+        """Note that a step is on its way: blocks released from now on are pending by it."""
         self._launched = step_id
 
     def retire(self, step_id: int) -> None:
-        """Note that all steps up to this one are over; their fenced pages become cached or free."""
+        """Note that all steps up to this one are over; their pending blocks become cached or free."""
         self.retired = step_id
         while self._fences and self._fences[0][0] <= step_id:
-            stamp, page = self._fences.popleft()
-            if self._refs[page] == 0 and self._stamps[page] == stamp:
-                self._stamps[page] = 0
-                self._land(page)
+            stamp, block = self._fences.popleft()
+            if self._refs[block] == 0 and self._stamps[block] == stamp:
+                self._stamps[block] = 0
+                self._land(block)
 
-    def _land(self, page: int) -> None:
-        self._num_fenced -= 1
-        if self._is_named[page]:
-            self._cached[page] = None
+    def _land(self, block: int) -> None:
+        self._num_pending -= 1
+        if self._is_named[block]:
+            self._cached[block] = None
         else:
-            self._free.append(page)
+            self._free.append(block)

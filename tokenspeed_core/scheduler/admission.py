@@ -85,16 +85,16 @@ class Admission:
         sequence.chain.extend(sequence.tokens)
         match = kv.match(sequence.chain, len(sequence.tokens))
         candidate = self._candidate(sequence, match)
-        num_tokens = min(self._policy.admit(candidate, room), room.budget)
+        num_tokens = min(self._policy.admit(candidate, room), room.token_budget)
         if not num_tokens and room.is_alone:
-            # A state's checkpoint takes a page until it is copied, and that may be the one page too many.
+            # A state's checkpoint takes a block until it is copied, and that may be the one block too many.
             match = kv.no_match()
             candidate = self._candidate(sequence, match)
-            num_tokens = min(self._policy.admit(candidate, room), room.budget)
+            num_tokens = min(self._policy.admit(candidate, room), room.token_budget)
         lease = kv.acquire(match) if num_tokens else None
         if lease is None:
             # The policy may say yes in the next step unless blocks are missing.
-            if candidate.pages + candidate.idle_pages > room.available_pages:
+            if candidate.num_new_blocks + candidate.num_idle_blocks > room.num_available_blocks:
                 self._roster.stuck()
             return 0
         self._roster.pop()
@@ -106,14 +106,14 @@ class Admission:
 
     def _candidate(self, sequence: Sequence, match: Match) -> Candidate:
         num_tokens = len(sequence.tokens)
-        pages = self._kv.pages_needed(match.num_tokens, min(num_tokens + 1, sequence.max_len))
-        return Candidate(num_tokens, match.num_tokens, pages, match.num_idle)
+        blocks = self._kv.blocks_needed(match.num_tokens, min(num_tokens + 1, sequence.max_len))
+        return Candidate(num_tokens, match.num_tokens, blocks, match.num_idle)
 
     def _room(self, draft: StepPlanBuilder, budget: int, num_in_flight: int) -> Room:
         columns, kv, counts = self._columns, self._kv, self._kv.counts()
         prefilling = columns.prefilling()
         short = columns.target[prefilling] + 1 - columns.capacity[prefilling]
-        promised = int(np.maximum(-(-short // kv.block_size), 0).sum()) * kv.pages_per_block
+        promised = int(np.maximum(-(-short // kv.block_size), 0).sum()) * kv.num_token_groups
         num_decoding = len(columns.decoding())
         if not self._limits.is_chunking and not draft.num_chunk_tokens:
             budget = self._limits.max_model_len  # a prompt beyond the budget runs alone
@@ -123,5 +123,5 @@ class Admission:
             counts.free + counts.cached,
             promised,
             num_decoding,
-            is_alone=not self._roster.num_running and not num_in_flight and not counts.fenced,
+            is_alone=not self._roster.num_running and not num_in_flight and not counts.pending,
         )

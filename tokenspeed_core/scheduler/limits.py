@@ -23,12 +23,14 @@ class SchedulerLimits:
         return self.chunk_size > 0
 
     @property
-    def budget(self) -> int:
+    def token_budget(self) -> int:
         """Query tokens that a step may have (a single prompt may exceed it when chunking is off)."""
         return self.chunk_size if self.is_chunking else self.max_prefill_tokens
 
     @property
     def max_num_tokens(self) -> int:
         """The most query tokens that any step can have."""
-        whole = self.budget if self.is_chunking else max(self.budget, self.max_model_len)
+        whole = (
+            self.token_budget if self.is_chunking else max(self.token_budget, self.max_model_len)
+        )
         return max(whole, self.max_num_seqs) if self.is_chunking else whole + self.max_num_seqs

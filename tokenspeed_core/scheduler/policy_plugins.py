@@ -62,14 +62,14 @@ class PluginPolicy:
 def _decide(policy: Policy, view: View, limits: Limits) -> Decision:
     """Return a decision, cut to what the rows want. Raises what the policy does, or ValueError if it cannot be done."""
     decision = policy.decide(view, limits)
-    num_query = np.clip(decision.num_query, 0, view.num_query).astype(np.int32)
+    num_query = np.clip(decision.num_query_tokens, 0, view.num_query_tokens).astype(np.int32)
     runs, victims = num_query > 0, list(map(int, decision.victims))
     if (
-        view.pages[runs].sum() > limits.available_pages
+        view.num_new_blocks[runs].sum() > limits.num_available_blocks
         or runs[victims].any()
         or len(set(victims)) < len(victims)
     ):
         raise ValueError(
-            "a row runs without its pages or though it is a victim, or a victim is named twice"
+            "a row runs without its blocks or though it is a victim, or a victim is named twice"
         )
     return Decision(num_query, decision.victims)

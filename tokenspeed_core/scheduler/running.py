@@ -42,26 +42,26 @@ class Running:
             max_prefill,
             self._limits.is_chunking,
             counts.free + counts.cached,
-            counts.fenced,
+            counts.pending,
         )
         decision = self._policy.decide(view, limits)
         for victim in decision.victims:
             self._roster.preempt(int(view.slots[victim]))
         self._plan_decodes(draft, view, decision)
         for i in range(view.num_decodes, len(view.slots)):
-            if decision.num_query[i]:
-                self.plan_chunk(draft, int(view.slots[i]), int(decision.num_query[i]))
+            if decision.num_query_tokens[i]:
+                self.plan_chunk(draft, int(view.slots[i]), int(decision.num_query_tokens[i]))
 
     def plan_chunk(self, draft: StepPlanBuilder, slot: int, num_tokens: int) -> None:
-        """Plan the next `num_tokens` known tokens of a slot, or as many as there are, and as there are pages for."""
+        """Plan the next `num_tokens` known tokens of a slot, or as many as there are, and as there are blocks for."""
         columns, kv = self._columns, self._kv
         start, target = int(columns.num_planned[slot]), int(columns.target[slot])
         end = min(start + num_tokens, target)
-        if kv.pages_per_block:  # what has states alone takes no page as it goes on
+        if kv.num_token_groups:  # what has states alone takes no block as it goes on
             end = min(
                 end,
                 int(columns.capacity[slot])
-                + kv.pool.num_available // kv.pages_per_block * kv.block_size,
+                + kv.pool.num_available // kv.num_token_groups * kv.block_size,
             )
         aligned = end // kv.block_size * kv.block_size
         if kv.has_recurrent and aligned > start and (end < target or aligned < target):
@@ -101,17 +101,17 @@ class Running:
         else:
             slots, wanted, end = decoding, num_query, bound - 1 + num_query
         blocks = -((columns.capacity[slots] - end) // kv.block_size)  # that each lacks
-        pages = np.maximum(blocks, 0) * kv.pages_per_block
+        blocks = np.maximum(blocks, 0) * kv.num_token_groups
         held = np.zeros(len(slots), np.int32)
-        if int(pages.sum()) > kv.pool.num_available:
+        if int(blocks.sum()) > kv.pool.num_available:
             held = np.asarray(
-                [len(self._roster.lease(int(slot)).pages()) for slot in slots], np.int32
+                [len(self._roster.lease(int(slot)).blocks()) for slot in slots], np.int32
             )
         return View(
             slots,
             len(decoding),
             wanted,
-            pages,
+            blocks,
             held,
             columns.priority[slots],
             columns.arrival[slots],
@@ -119,7 +119,7 @@ class Running:
 
     def _plan_decodes(self, draft: StepPlanBuilder, view: View, decision: Decision) -> None:
         columns, num = self._columns, view.num_decodes
-        slots, num_query = view.slots[:num], decision.num_query[:num]
+        slots, num_query = view.slots[:num], decision.num_query_tokens[:num]
         runs = num_query > 0
         if not runs.all():
             slots, num_query = slots[runs], num_query[runs]
@@ -128,7 +128,7 @@ class Running:
             # Drafts may be rejected: only the tokens that the host has seen are certainly there.
             certain = int(columns.num_known[slots[i]]) - 1
             has_room = self._extend(draft, int(slots[i]), certain, int(start[i] + num_query[i]))
-            assert has_room, "the policy let a row run without pages"
+            assert has_room, "the policy let a row run without blocks"
         columns.num_bound[slots] += num_query
         draft.decodes(slots, num_query, start)
 

@@ -123,7 +123,7 @@ class Scheduler:
         if the policy runs nothing although nothing is in flight, since no later step would change that.
         """
         num_preemptions = self.roster.num_preemptions
-        draft, budget = self.empty(), self.limits.budget
+        draft, budget = self.empty(), self.limits.token_budget
         most = budget if max_prefill is None or not self.limits.is_chunking else max_prefill
         if self.roster.num_running:
             self._running.plan(draft, budget, most)

@@ -46,7 +46,7 @@ class SequenceTable:
         self._states: dict[int, State] = {}
         self._queue: list[Entry] = []  # a heap
         self._slots = list(range(len(columns.sequence_id) - 1, -1, -1))
-        self._stuck_at = -1  # pages available when the first in the queue last found no room
+        self._stuck_at = -1  # blocks available when the first in the queue last found no room
 
     # -- asking ---------------------------------------------------------------------------------------
 

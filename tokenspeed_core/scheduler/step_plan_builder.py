@@ -64,13 +64,15 @@ class StepPlanBuilder:
     def grow(self, slot: int, entries: Entries) -> None:
         """Add block table entries of a slot."""
         for group, added in zip(self._growth, entries, strict=True):
-            group.extend((slot, index, page) for index, page in added)
+            group.extend((slot, index, block) for index, block in added)
 
     def occupy(self, slot: int, sequence: Sequence, lease: BlockLease) -> None:
         """Note that a sequence takes a slot with the blocks it found cached."""
         self._newcomers.append((slot, sequence))
         for group, table in zip(self._growth, lease.tables, strict=True):
-            group.extend((slot, index, page) for index, page in enumerate(table) if page != ABSENT)
+            group.extend(
+                (slot, index, block) for index, block in enumerate(table) if block != ABSENT
+            )
 
     def num_new(self) -> I32:
         """Return the upper bound of new tokens of each row."""

@@ -126,9 +126,9 @@ def placing(
 def bind_arena(
     layers: Sequence[AttentionLayer], arena: Tensor, block_size: int, dtype: torch.dtype
 ) -> None:
-    """Give each layer its views of an arena, uint8 [pages, page_bytes].
+    """Give each layer its views of an arena, uint8 [blocks, block_bytes].
 
-    A page of an attention group starts with its block, `[layers, 2, block_size, K, D]`.
+    The first bytes of a block are `[layers, 2, block_size, K, D]`.
     """
     for layer in layers:
         size = block_size * layer.num_kv_heads * layer.head_size

@@ -21,7 +21,7 @@ from tokenspeed_core.worker.adjust import counts_bytes
 from tokenspeed_core.worker.assemble import Assembly, assemble
 from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.worker.execute import LocalRunner
-from tokenspeed_core.worker.memory import GIB, DeviceBudget, pages_of_device, pages_of_host
+from tokenspeed_core.worker.memory import GIB, DeviceBudget, blocks_of_device, blocks_of_host
 from tokenspeed_core.worker.platform import resolve_device
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_core.worker.warmup import Trial, kinds, largest
@@ -54,7 +54,7 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
         )  # before the weights: kernels may compile while they load
         _load_weights(assembly.model, resolved, catalog, progress)
     if device.type == "cpu":
-        return LocalRunner(assembly, _host_pages(assembly))
+        return LocalRunner(assembly, _host_blocks(assembly))
     return _start_on_device(assembly, device, progress)
 
 
@@ -74,7 +74,7 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         if is_cpu
         else torch.cuda.get_device_properties(device).total_memory
     )
-    pages = _host_pages(assembly) if is_cpu else _wanted_pages(assembly)
+    blocks = _host_blocks(assembly) if is_cpu else _wanted_blocks(assembly)
     left = (
         {}
         if is_cpu or not weights
@@ -84,8 +84,8 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         "device_bytes": total,
         "weight_bytes": weights,
         "block_size": assembly.block_size,
-        "page_bytes": assembly.pool.page_bytes,
-        "num_pages": pages,
+        "block_bytes": assembly.pool.block_bytes,
+        "num_blocks": blocks,
         **left,  # on the CPU the pool is not what is left
     }
 
@@ -131,12 +131,12 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
     with _room_for(
         "the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"
     ):
-        runner = LocalRunner(assembly, num_pages=1)
+        runner = LocalRunner(assembly, num_blocks=1)
         budget = _measure(runner, assembly, device, largest(limits, num_groups), sizes)
-    pages = _wanted_pages(assembly) or pages_of_device(assembly.pool, budget)
-    what = f"a KV cache of {pages * runner.page_bytes / GIB:.2f} GiB"
+    blocks = _wanted_blocks(assembly) or blocks_of_device(assembly.pool, budget)
+    what = f"a KV cache of {blocks * runner.block_bytes / GIB:.2f} GiB"
     with _room_for(what, "lower --max-total-tokens or --kv-cache-memory, or leave them out"):
-        runner.resize(pages)
+        runner.resize(blocks)
     with _room_for(
         "what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"
     ):
@@ -186,17 +186,17 @@ def _run(runner: LocalRunner, trial: Trial) -> None:
     runner.collect(trial.plan.step_id)
 
 
-def _wanted_pages(assembly: Assembly) -> int | None:
-    """Return the pages that the user asked for, if they did."""
+def _wanted_blocks(assembly: Assembly) -> int | None:
+    """Return the blocks that the user asked for, if they did."""
     config, pool = assembly.resolved.config, assembly.pool
     if config.max_total_tokens is not None:
-        return pool.pages_of_tokens(config.max_total_tokens)
+        return pool.blocks_of_tokens(config.max_total_tokens)
     if config.kv_cache_memory is not None:
-        return pool.pages_of_bytes(config.kv_cache_memory, "--kv-cache-memory")
+        return pool.blocks_of_bytes(config.kv_cache_memory, "--kv-cache-memory")
     return None
 
 
-def _host_pages(assembly: Assembly) -> int:
-    return pages_of_host(
-        assembly.pool, int(psutil.virtual_memory().available), _wanted_pages(assembly)
+def _host_blocks(assembly: Assembly) -> int:
+    return blocks_of_host(
+        assembly.pool, int(psutil.virtual_memory().available), _wanted_blocks(assembly)
     )

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.errors import CapacityError
 
-_PAGE_ALIGNMENT = 256
+_BLOCK_ALIGNMENT = 256
 _HOST_MOST = 4 << 30
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What bounds the pool. `num_pages` excludes the runner's own padding page.
+    """What bounds the pool. `num_blocks` excludes the runner's own padding block.
 
-    `num_least` pages hold one sequence of the greatest length.
+    `num_least` blocks hold one sequence of the greatest length.
     """
 
-    page_bytes: int
+    block_bytes: int
     block_size: int
     num_groups: int  # that keep keys and values
     num_least: int
@@ -29,30 +29,30 @@ class PoolLimits:
     def of(
         cls, groups: Sequence[CacheGroupSpec], block_size: int, dtype_bytes: int, max_model_len: int
     ) -> PoolLimits:
-        """Work out a page, which holds a block of the greediest group, and the pages of a longest sequence."""
+        """Return the limits of a pool: each block is as large as the largest group needs."""
         largest = max(group.block_bytes(block_size, dtype_bytes) for group in groups)
         per_token = sum(not group.is_recurrent for group in groups)
         blocks = -(-max_model_len // block_size)
         return cls(
-            page_bytes=-(-largest // _PAGE_ALIGNMENT) * _PAGE_ALIGNMENT,
+            block_bytes=-(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT,
             block_size=block_size,
             num_groups=per_token,
             num_least=blocks * per_token + len(groups) - per_token,
         )
 
-    def pages_of_tokens(self, num_tokens: int) -> int:
-        """Return the pages of a pool of `--max-total-tokens`."""
+    def blocks_of_tokens(self, num_tokens: int) -> int:
+        """Return the blocks of a pool of `--max-total-tokens`."""
         return max(1, -(-num_tokens // self.block_size)) * max(1, self.num_groups)
 
-    def pages_of_bytes(self, num_bytes: int, flag: str) -> int:
-        """Return the pages that fit into bytes which the user gave. Raises CapacityError if not two do."""
-        pages = num_bytes // self.page_bytes - 1
-        if pages < 1:
+    def blocks_of_bytes(self, num_bytes: int, flag: str) -> int:
+        """Return the blocks that fit into bytes which the user gave. Raises CapacityError if not two do."""
+        blocks = num_bytes // self.block_bytes - 1
+        if blocks < 1:
             raise CapacityError(
-                f"{flag} {num_bytes} holds no block: one of {self.block_size} tokens takes {self.page_bytes} bytes "
-                f"and the runner keeps one more for itself; give {flag} at least {2 * self.page_bytes}"
+                f"{flag} {num_bytes} holds no block: one of {self.block_size} tokens takes {self.block_bytes} bytes "
+                f"and the runner keeps one more for itself; give {flag} at least {2 * self.block_bytes}"
             )
-        return pages
+        return blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class DeviceBudget:
         )
 
 
-def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
-    """Return the pages of a pool that fills a device's budget.
+def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
+    """Return the blocks of a pool that fills a device's budget.
 
     Raises CapacityError, naming what is missing, if a sequence of the greatest length does not fit.
     """
-    pages = budget.left // limits.page_bytes - 1
-    if pages >= limits.num_least:
-        return pages
-    missing = (limits.num_least + 1) * limits.page_bytes - budget.left
-    tokens = max(0, pages) // max(1, limits.num_groups) * limits.block_size
+    blocks = budget.left // limits.block_bytes - 1
+    if blocks >= limits.num_least:
+        return blocks
+    missing = (limits.num_least + 1) * limits.block_bytes - budget.left
+    tokens = max(0, blocks) // max(1, limits.num_groups) * limits.block_size
     mends = []
     if tokens:
         mends.append(f"--max-model-len {tokens}")
@@ -109,26 +109,26 @@ def pages_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
     )
 
 
-def pages_of_host(limits: PoolLimits, available: int, wanted: int | None = None) -> int:
-    """Return the pages of a CPU's pool: those `wanted`, else a modest number.
+def blocks_of_host(limits: PoolLimits, available: int, wanted: int | None = None) -> int:
+    """Return the blocks of a CPU's pool: those `wanted`, else a modest number.
 
     That is a quarter of the `available` bytes, 4 GiB at most, and no more than 256 sequences of the greatest
     length could use. Raises CapacityError if not one fits, or what is wanted exceeds what is available: the
     system would grant the memory all the same, and end the process when it comes to be used.
     """
     if wanted is not None:
-        if (wanted + 1) * limits.page_bytes > available:
+        if (wanted + 1) * limits.block_bytes > available:
             raise CapacityError(
-                f"a KV cache of {wanted * limits.page_bytes / GIB:.2f} GiB does not fit: {available / GIB:.2f} GiB of "
+                f"a KV cache of {wanted * limits.block_bytes / GIB:.2f} GiB does not fit: {available / GIB:.2f} GiB of "
                 "memory are free; lower --max-total-tokens or --kv-cache-memory, or leave them out"
             )
         return wanted
-    pages = min(available // 4, _HOST_MOST) // limits.page_bytes - 1
-    if pages < limits.num_least:
-        needed = (limits.num_least + 1) * limits.page_bytes
+    blocks = min(available // 4, _HOST_MOST) // limits.block_bytes - 1
+    if blocks < limits.num_least:
+        needed = (limits.num_least + 1) * limits.block_bytes
         raise CapacityError(
             f"one sequence of the greatest length takes {needed / GIB:.2f} GiB of KV cache, and the CPU's default "
             f"is {min(available // 4, _HOST_MOST) / GIB:.2f} GiB; give --kv-cache-memory {needed} or a smaller "
             "--max-model-len"
         )
-    return min(pages, 256 * limits.num_least)
+    return min(blocks, 256 * limits.num_least)

@@ -103,7 +103,7 @@ _NO_VALUES: I32 = np.zeros(0, np.int32)
 class SlotState:
     """The state of all slots on a device, and typed views of its columns and tables. All views share memory.
 
-    Padding rows name the last slot: its length stays 0 and its tables name the padding page, whose content
+    Padding rows name the last slot: its length stays 0 and its tables name the padding block, whose content
     nobody reads.
     """
 
@@ -125,10 +125,10 @@ class SlotState:
             for g in range(layout.num_groups)
         )
 
-    def reset(self, padding_page: int) -> None:
-        """Make all slots as new: greedy, empty, and every block the padding page."""
+    def reset(self, padding_block: int) -> None:
+        """Make all slots as new: greedy, empty, and every block the padding block."""
         self.words.zero_()
-        self.words[self.layout.table(0) :] = padding_page
+        self.words[self.layout.table(0) :] = padding_block
         self.repetition.fill_(1.0)
         self.top_p.fill_(1.0)
 

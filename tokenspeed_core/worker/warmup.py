@@ -1,6 +1,6 @@
 """Steps that no request asked for: the largest one, to measure its memory, and all kinds, to compile kernels.
 
-Blocks of these plans are the padding page, since no plan has named any.
+Blocks of these plans are the padding block, since no plan has named any.
 """
 
 from __future__ import annotations

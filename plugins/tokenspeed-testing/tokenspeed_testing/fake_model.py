@@ -61,7 +61,7 @@ class NullModel:
 
 
 class NullRunner:
-    """Runs plans on the null model, with a cache of pages as the KV manager hands them out.
+    """Runs plans on the null model, with a cache of blocks as the KV manager hands them out.
 
     Rows verify `num_query_tokens - 1` drafts, each of which is right with probability 0.6.
     """
@@ -70,7 +70,7 @@ class NullRunner:
         self,
         model: NullModel,
         groups: Sequence[CacheGroupSpec],
-        num_pages: int,
+        num_blocks: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
@@ -80,12 +80,12 @@ class NullRunner:
     ) -> None:
         """Start with a poisoned cache. Steps in `fail_at` raise StepFailed when collected."""
         self.model, self.groups, self.block_size = model, tuple(groups), block_size
-        self.positions = np.full((num_pages, block_size), -7, np.int64)
-        self.tokens = np.full((num_pages, block_size), -7, np.int64)
-        self.states = np.full(num_pages, -7, np.int64)
-        self.state_lens = np.full(num_pages, -7, np.int64)
-        num_blocks = max_model_len // block_size + 2
-        self.tables = [np.full((max_num_seqs, num_blocks), -1, np.int64) for _ in groups]
+        self.positions = np.full((num_blocks, block_size), -7, np.int64)
+        self.tokens = np.full((num_blocks, block_size), -7, np.int64)
+        self.states = np.full(num_blocks, -7, np.int64)
+        self.state_lens = np.full(num_blocks, -7, np.int64)
+        table_width = max_model_len // block_size + 2
+        self.tables = [np.full((max_num_seqs, table_width), -1, np.int64) for _ in groups]
         self.length = np.zeros(max_num_seqs, np.int64)
         self.last = np.zeros(max_num_seqs, np.int64)
         self.group_counts: list[I32] = []
@@ -99,8 +99,8 @@ class NullRunner:
         for table, delta in zip(self.tables, plan.block_deltas, strict=True):
             table[delta.slots, delta.indices] = delta.blocks
         for copy in plan.block_copies:
-            for pages in (self.positions, self.tokens, self.states, self.state_lens):
-                pages[copy.dst] = pages[copy.src]
+            for blocks in (self.positions, self.tokens, self.states, self.state_lens):
+                blocks[copy.dst] = blocks[copy.src]
         self.group_counts.append(plan.group_num_tokens)
         self._plan = plan
 
@@ -198,24 +198,24 @@ class NullRunner:
         return emitted
 
     def _write(self, slot: int, position: int, token: int) -> None:
-        block, offset = divmod(position, self.block_size)
+        index, offset = divmod(position, self.block_size)
         for group, table in zip(self.groups, self.tables, strict=True):
             if not group.is_recurrent:
-                page = table[slot, block]
-                assert page >= 0, "a row writes where its table has no block"
-                self.positions[page, offset], self.tokens[page, offset] = position, token
+                block = table[slot, index]
+                assert block >= 0, "a row writes where its table has no block"
+                self.positions[block, offset], self.tokens[block, offset] = position, token
 
     def _advance(self, slot: int, position: int, token: int) -> None:
         for group, table in zip(self.groups, self.tables, strict=True):
             if group.is_recurrent:
-                page = table[slot, 0]
+                block = table[slot, 0]
                 if position == 0:
-                    self.states[page] = self.state_lens[page] = 0
-                assert self.state_lens[page] == position, (
+                    self.states[block] = self.state_lens[block] = 0
+                assert self.state_lens[block] == position, (
                     "a recurrent state does not stand where the row starts"
                 )
-                self.states[page] = self.model.advance(int(self.states[page]), token)
-                self.state_lens[page] += 1
+                self.states[block] = self.model.advance(int(self.states[block]), token)
+                self.state_lens[block] += 1
 
     def _state(self, slot: int, length: int) -> int:
         """Return the state after `length` tokens, from the group that keeps it or from a full cache."""
@@ -240,9 +240,9 @@ class NullRunner:
                 continue
             tokens = []
             for position in range(start, end):
-                page, offset = table[slot, position // self.block_size], position % self.block_size
-                assert self.positions[page, offset] == position, "a block holds another position"
-                tokens.append(int(self.tokens[page, offset]))
+                block, offset = table[slot, position // self.block_size], position % self.block_size
+                assert self.positions[block, offset] == position, "a block holds another position"
+                tokens.append(int(self.tokens[block, offset]))
             found.append(tokens)
         assert found, "no group holds these tokens"
         assert all(tokens == found[0] for tokens in found)

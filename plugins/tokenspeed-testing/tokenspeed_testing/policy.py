@@ -29,41 +29,47 @@ class PolicyConformance:
         """Chunks share what decodes leave of the step's budget."""
         for view, limits in views():
             decision = self._decide(view, limits)
-            got, num = decision.num_query, view.num_decodes
-            assert ((got >= 0) & (got <= view.num_query)).all(), f"{got} of {view.num_query}"
+            got, num = decision.num_query_tokens, view.num_decodes
+            assert ((got >= 0) & (got <= view.num_query_tokens)).all(), (
+                f"{got} of {view.num_query_tokens}"
+            )
             if limits.is_chunking:
-                left = max(0, limits.budget - int(got[:num].sum()))
-                assert int(got[num:].sum()) <= min(left, limits.max_prefill), f"{got} of {limits}"
+                left = max(0, limits.token_budget - int(got[:num].sum()))
+                assert int(got[num:].sum()) <= min(left, limits.max_prefill_tokens), (
+                    f"{got} of {limits}"
+                )
 
-    def test_what_runs_has_its_pages_and_no_victim_runs(self) -> None:
-        """Rows that run fit into the available pages; victims are distinct rows of the view."""
+    def test_what_runs_has_its_blocks_and_no_victim_runs(self) -> None:
+        """Rows that run fit into the available blocks; victims are distinct rows of the view."""
         for view, limits in views():
             decision = self._decide(view, limits)
-            runs = decision.num_query > 0
-            assert int(view.pages[runs].sum()) <= limits.available_pages, f"{decision} of {limits}"
+            runs = decision.num_query_tokens > 0
+            assert int(view.num_new_blocks[runs].sum()) <= limits.num_available_blocks, (
+                f"{decision} of {limits}"
+            )
             assert len(set(decision.victims.tolist())) == len(decision.victims)
             assert not runs[decision.victims].any(), "a victim runs"
 
-    def test_all_decodes_run_when_there_are_pages(self) -> None:
+    def test_all_decodes_run_when_there_are_blocks(self) -> None:
         """Nobody's tokens stall, and nobody is preempted, while there is room."""
         for view, limits in views():
-            if int(view.pages.sum()) <= limits.available_pages:
+            if int(view.num_new_blocks.sum()) <= limits.num_available_blocks:
                 decision = self._decide(view, limits)
                 num = view.num_decodes
-                assert np.array_equal(decision.num_query[:num], view.num_query[:num])
+                assert np.array_equal(decision.num_query_tokens[:num], view.num_query_tokens[:num])
                 assert not len(decision.victims)
 
     def test_a_step_that_runs_nothing_makes_room(self) -> None:
-        """Where no pages are coming and no row fits, rows are preempted: a server never stands still."""
+        """Where no blocks are coming and no row fits, rows are preempted: a server never stands still."""
         for view, limits in views():
             decision = self._decide(view, limits)
-            others_hold = int(view.held.sum()) - view.held
+            others_hold = int(view.num_held_blocks.sum()) - view.num_held_blocks
             could = (
-                bool((view.pages <= limits.available_pages + others_hold).all())
+                bool((view.num_new_blocks <= limits.num_available_blocks + others_hold).all())
                 and len(view.slots) > 1
             )
-            runs = bool(decision.num_query.any()) or len(decision.victims) > 0
-            assert runs or limits.coming_pages or not could, (
+            runs = bool(decision.num_query_tokens.any()) or len(decision.victims) > 0
+            assert runs or limits.num_pending_blocks or not could, (
                 f"nothing runs and nobody makes room: {view} {limits}"
             )
 
@@ -79,18 +85,18 @@ class PolicyConformance:
         policy = type(self).make()
         for candidate, room in admissions():
             chunk = policy.admit(candidate, room)
-            rest = candidate.num_tokens - candidate.num_hit
+            rest = candidate.num_tokens - candidate.num_cached_tokens
             assert 0 <= chunk <= rest
             if room.is_chunking:
-                assert chunk <= room.budget
-            fits = candidate.pages + candidate.idle_pages <= room.available_pages
-            assert fits or not chunk, "it admits what has no pages"
-            if room.is_alone and fits and (room.is_chunking or rest <= room.budget):
+                assert chunk <= room.token_budget
+            fits = candidate.num_new_blocks + candidate.num_idle_blocks <= room.num_available_blocks
+            assert fits or not chunk, "it admits what has no blocks"
+            if room.is_alone and fits and (room.is_chunking or rest <= room.token_budget):
                 assert chunk, f"{candidate} is refused by an empty server"
 
     def _decide(self, view: View, limits: Limits) -> Decision:
         decision = type(self).make().decide(view, limits)
-        assert decision.num_query.shape == view.num_query.shape
+        assert decision.num_query_tokens.shape == view.num_query_tokens.shape
         return decision
 
 
@@ -105,11 +111,11 @@ def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
         view = View(
             slots=random.permutation(rows).astype(np.int32),
             num_decodes=decodes,
-            num_query=np.concatenate(
+            num_query_tokens=np.concatenate(
                 [random.integers(1, 6, decodes), random.integers(1, 61, prompts)]
             ).astype(np.int32),
-            pages=random.integers(0, 4, rows).astype(np.int32),
-            held=random.integers(0, 7, rows).astype(np.int32),
+            num_new_blocks=random.integers(0, 4, rows).astype(np.int32),
+            num_held_blocks=random.integers(0, 7, rows).astype(np.int32),
             priority=random.integers(0, 3, rows).astype(np.int32),
             arrival=arrival.astype(np.int64),
         )
@@ -120,11 +126,11 @@ def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
         yield (
             view,
             Limits(
-                budget=int(random.integers(1, 65)),
-                max_prefill=int(random.integers(1, 65)),
+                token_budget=int(random.integers(1, 65)),
+                max_prefill_tokens=int(random.integers(1, 65)),
                 is_chunking=bool(random.integers(0, 2)),
-                available_pages=int(random.integers(0, 13)),
-                coming_pages=int(random.integers(0, 7)),
+                num_available_blocks=int(random.integers(0, 13)),
+                num_pending_blocks=int(random.integers(0, 7)),
             ),
         )
 
@@ -138,15 +144,15 @@ def admissions(num: int = NUM_VIEWS) -> Iterator[tuple[Candidate, Room]]:
         yield (
             Candidate(
                 num_tokens=hit + int(random.integers(1, 61)),
-                num_hit=hit,
-                pages=int(random.integers(0, 21)),
-                idle_pages=min(hit, int(random.integers(0, 11))),
+                num_cached_tokens=hit,
+                num_new_blocks=int(random.integers(0, 21)),
+                num_idle_blocks=min(hit, int(random.integers(0, 11))),
             ),
             Room(
-                budget=int(random.integers(1, 65)),
+                token_budget=int(random.integers(1, 65)),
                 is_chunking=bool(random.integers(0, 2)),
-                available_pages=int(random.integers(0, 31)),
-                promised_pages=0 if is_alone else int(random.integers(0, 21)),
+                num_available_blocks=int(random.integers(0, 31)),
+                num_promised_blocks=0 if is_alone else int(random.integers(0, 21)),
                 num_decoding=0 if is_alone else int(random.integers(0, 7)),
                 is_alone=is_alone,
             ),
