@@ -104,6 +104,7 @@ def assemble(
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    build.check_groups()
     method = resolved.quantization
     if method is not None and not any(
         map(chosen.plan().find, (method.linear, *method.fused.values()))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
+from tokenspeed_core.api.cache_groups import CacheGroupSpec
 from tokenspeed_core.api.kernels import PHASES, KernelSpec
 from tokenspeed_core.api.models import Rotation
 from tokenspeed_core.api.ops import Problem
@@ -37,9 +38,10 @@ class ModelBuild:
         self.quantization = resolved.quantization
         self.selector = selector
         self.layers: list[AttentionLayer] = []
-        self.groups = {
-            group.name: AttentionGroup() for group in resolved.checkpoint.info.cache_groups
-        }
+        info = resolved.checkpoint.info
+        self._architecture = info.architecture
+        self._group_specs = {group.name: group for group in info.cache_groups}
+        self.groups = {name: AttentionGroup() for name in self._group_specs}
         self._kv_scales = resolved.kv_scales
         self._layer: int | None = None
         self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
@@ -89,13 +91,17 @@ class ModelBuild:
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionLayer:
-        """Register a layer's attention. Raises CheckpointError where `describe` named no such group."""
+        """Register a layer's attention.
+
+        Raises CheckpointError if the layer does not match the cache group that the family's `describe` declared.
+        """
         if group not in self.groups:
             raise CheckpointError(
-                f"layer {layer} wants the cache group {group!r}, and the model's description has "
-                f"{', '.join(self.groups) or 'none'}; the family's `describe` and its class disagree"
+                f"{self._architecture} layer {layer}: unknown cache group {group!r}; `describe` declares "
+                f"{', '.join(self.groups) or 'none'}"
             )
         index = sum(each.group is self.groups[group] for each in self.layers)
+        self._check_layer(layer, group, index, num_kv_heads, head_size, window)
         call = AttentionLayer(
             self.groups[group],
             index,
@@ -110,6 +116,52 @@ class ModelBuild:
         )
         self.layers.append(call)
         return call
+
+    def _check_layer(
+        self,
+        layer: int,
+        group: str,
+        index: int,
+        num_kv_heads: int,
+        head_size: int,
+        window: int | None,
+    ) -> None:
+        """Raise CheckpointError unless a layer's attention matches its cache group."""
+        spec = self._group_specs[group]
+        if spec.is_recurrent:
+            raise self._mismatch(layer, group, "attention", "a recurrent state")
+        if index >= spec.num_layers:
+            raise self._mismatch(layer, group, f"layer number {index + 1}", spec.num_layers)
+        for name, wanted in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
+            kept = getattr(spec, name, wanted)  # a plugin's own spec may not have these fields
+            if wanted != kept:
+                raise self._mismatch(layer, group, f"{name} {wanted}", kept)
+        kept_window = _kept_window(spec)
+        if kept_window is not None and (window is None or window > kept_window):
+            raise self._mismatch(layer, group, f"window {window}", f"{kept_window} tokens")
+        itemsize = self.kv_dtype.itemsize
+        num_bytes = 2 * spec.num_layers * num_kv_heads * head_size * itemsize
+        kept_bytes = spec.block_bytes(1, itemsize)
+        if num_bytes > kept_bytes:
+            name = str(self.kv_dtype).removeprefix("torch.")
+            what = f"{num_bytes} bytes a token as {name}"
+            raise self._mismatch(layer, group, what, kept_bytes)
+
+    def _mismatch(self, layer: int, group: str, wanted: str, kept: object) -> CheckpointError:
+        return CheckpointError(
+            f"{self._architecture} layer {layer} does not match its cache group {group!r}: "
+            f"the layer has {wanted}, the group keeps {kept}. Correct `describe` or the model class."
+        )
+
+    def check_groups(self) -> None:
+        """Raise CheckpointError if a cache group has memory for more layers than use it."""
+        for name, spec in self._group_specs.items():
+            num_layers = sum(each.group is self.groups[name] for each in self.layers)
+            if not spec.is_recurrent and num_layers != spec.num_layers:
+                raise CheckpointError(
+                    f"{self._architecture}: cache group {name!r} declares {spec.num_layers} layers, and "
+                    f"{num_layers} use it. Correct `describe` or the model class."
+                )
 
     def problem(self, layer: AttentionLayer, block_size: int, phase: str) -> AttentionProblem:
         """Return a layer's problem in one phase."""
@@ -212,6 +264,13 @@ def _rank(plan: KernelPlan) -> int:
             : [each.backend for each in planned.verdicts].index(planned.backend)
         ]
     )
+
+
+def _kept_window(spec: CacheGroupSpec) -> int | None:
+    """Return how many tokens a query can read in a group, its own included; None: all of them."""
+    position = 1 << 40
+    first = spec.first_needed(position)
+    return position - first + 1 if first else None
 
 
 def _unplaced(*arguments: Any, **keywords: Any) -> Any:
