@@ -11,6 +11,7 @@ from made_plugins import Install, attention, discover
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.errors import PluginError, SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels
+from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins import Catalog, Status
 
@@ -197,7 +198,9 @@ def test_a_kernel_whose_module_does_not_load_ends_the_start_where_its_plugin_mus
     problem = {"vocab_size": 64, "dtype": "float32"}
 
     def select(catalog: Catalog) -> None:
-        Selector(installed_kernels(catalog), PlatformInfo("cpu")).select("greedy", problem)
+        wish = Override("greedy", ("acme/ld",), "--kernel-backend greedy")
+        kernels = installed_kernels(catalog)
+        Selector(kernels, PlatformInfo("cpu"), (wish,)).select("greedy", problem)
 
     with pytest.raises(SelectionError, match="it does not load: RuntimeError: boom"):
         select(discover(found))

@@ -8,22 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from tokenspeed_core.api.kernels import Ranking
+from tokenspeed_core.api.kernels import AutoDistribution, Capability, KernelSpec, Ranking
+from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.errors import PluginError
-from tokenspeed_core.kernels.installed import installed_rankings
+from tokenspeed_core.kernels.installed import installed_kernels, installed_rankings
 from tokenspeed_core.plugins import Catalog, Selection, Status
 
 RANKINGS = (Ranking("attention", "decode", (9, 0), (("fast", "1.1 times the floor"),)),)
+VENDORS = (AutoDistribution("vendor-kernels"),)
+KERNEL = KernelSpec("greedy", "fast", Capability(("cpu",), ("float32",)), "builtins:print")
+REFERENCE = KernelSpec(
+    "greedy", "slow", KERNEL.capability, common_ops()["greedy"].reference, reference=True
+)
 
 
-def discover(folder: Path, *names: str, strict: bool = False) -> Catalog:
-    """Return the catalog of distributions of which each says which backend is the fastest."""
+def discover(folder: Path, *names: str, strict: bool = False, entries: str = "") -> Catalog:
+    """Return a catalog of distributions, each of which has rankings."""
     for name in names:
         info = folder / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(
-            f"[tokenspeed.rankings]\nof-{name} = {__name__}:RANKINGS [api1]\n"
+            f"[tokenspeed.rankings]\nof-{name} = {__name__}:RANKINGS [api1]\n{entries}"
         )
     return Catalog.discover(
         Selection(), distributions=distributions(path=[str(folder)]), strict=strict
@@ -48,3 +54,27 @@ def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(
 def test_under_strict_plugins_a_plugin_that_ranks_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="only the default distributions"):
         discover(tmp_path, "fast-kernels", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "needs_ranking"),
+    [("vendor-kernels", False), ("tokenspeed-kernels", False), ("acme-kernels", True)],
+)
+def test_third_party_kernels_need_a_ranking(
+    tmp_path: Path, distribution: str, needs_ranking: bool
+) -> None:
+    vendors = f"vendors = {__name__}:VENDORS [api1]\n"
+    kernels = f"[tokenspeed.kernels.sampling]\nfast = {__name__}:KERNEL [api1]\n"
+    if distribution == "tokenspeed-kernels":
+        catalog = discover(tmp_path, distribution, entries=vendors + kernels)
+    else:
+        discover(tmp_path, "tokenspeed-kernels", entries=vendors)
+        catalog = discover(tmp_path, distribution, entries=kernels)
+    (kernel,) = installed_kernels(catalog)
+    assert kernel.needs_ranking is needs_ranking
+
+
+def test_third_party_reference_needs_no_ranking(tmp_path: Path) -> None:
+    kernels = f"[tokenspeed.kernels.sampling]\nslow = {__name__}:REFERENCE [api1]\n"
+    (kernel,) = installed_kernels(discover(tmp_path, "acme-kernels", entries=kernels))
+    assert not kernel.needs_ranking

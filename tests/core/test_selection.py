@@ -140,6 +140,52 @@ def test_a_strangers_kernel_that_does_not_load_is_passed_over_and_its_reason_is_
     )
 
 
+def third_party(backend: str, *, op: str = "greedy") -> InstalledKernel:
+    return replace(kernel(backend, ON_HOPPER, op=op), needs_ranking=True)
+
+
+def test_auto_does_not_choose_an_unranked_third_party_kernel() -> None:
+    selector = Selector((third_party("acme/fast"), PORTABLE, REFERENCE), HOPPER)
+    assert selector.select("greedy", LOGITS).spec.backend == "portable"
+    assert selector.plan().unused_third_party() == ("--sampling-backend acme/fast",)
+    said = explain(selector.plan(), "greedy")
+    assert "not acme/fast" in said
+    assert "--kernel-backend greedy=acme/fast,auto" in said
+
+
+def test_named_third_party_kernel_runs() -> None:
+    override = Override("greedy", ("acme/fast",), "--kernel-backend greedy")
+    selector = Selector((third_party("acme/fast"), PORTABLE), HOPPER, [override])
+    assert selector.select("greedy", LOGITS).spec.backend == "acme/fast"
+    assert selector.plan().unused_third_party() == ()
+
+
+def test_auto_chooses_a_ranked_third_party_kernel() -> None:
+    ranking = Ranking("greedy", None, (9, 0), (("acme/fast", "1 us"),))
+    selector = Selector((PORTABLE, third_party("acme/fast")), HOPPER, rankings=[ranking])
+    assert selector.select("greedy", LOGITS).spec.backend == "acme/fast"
+
+
+def test_third_party_attention_is_offered_with_its_flag_once() -> None:
+    kernels = (third_party("acme/flash", op="attention"), kernel("one", ON_CUDA, op="attention"))
+    selector = Selector(kernels, HOPPER)
+    for phase in PHASES:
+        selector.select_attention(replace(ATTENTION, phase=phase))
+    assert selector.plan().unused_third_party() == ("--attention-backend acme/flash",)
+
+
+def test_plan_names_the_ops_that_auto_left_to_the_reference() -> None:
+    selector = Selector((REFERENCE, PORTABLE), CPU)
+    selector.select("greedy", LOGITS)
+    assert selector.plan().reference_ops() == ("greedy",)
+    on_gpu = Selector((REFERENCE, PORTABLE), HOPPER)
+    on_gpu.select("greedy", LOGITS)
+    assert on_gpu.plan().reference_ops() == ()
+    named = Selector((REFERENCE,), HOPPER, [Override("greedy", ("plain",), "--x")])
+    named.select("greedy", LOGITS)
+    assert named.plan().reference_ops() == ()
+
+
 def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
     lacking = kernel(
         "lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'"

@@ -72,7 +72,7 @@ def test_number_of_layers_must_equal_the_groups(tiny: Make) -> None:
         build.check_groups()
     attend(build, 1)
     build.check_groups()
-    with pytest.raises(CheckpointError, match="layer 2 .*'full'"):
+    with pytest.raises(CheckpointError, match=r"layer 2 .*'full'"):
         attend(build, 2)
 
 

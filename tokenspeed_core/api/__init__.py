@@ -23,7 +23,14 @@ from tokenspeed_core.api.cache_groups import (
     SlidingWindow,
 )
 from tokenspeed_core.api.hooks import RequestRecord, StepRecord, hookimpl
-from tokenspeed_core.api.kernels import AxisLimit, Capability, KernelSpec, PlatformInfo, Ranking
+from tokenspeed_core.api.kernels import (
+    AutoDistribution,
+    AxisLimit,
+    Capability,
+    KernelSpec,
+    PlatformInfo,
+    Ranking,
+)
 from tokenspeed_core.api.models import (
     AttentionCall,
     BuildContext,
@@ -52,6 +59,7 @@ __all__ = [
     "AttentionLimits",
     "AttentionProblem",
     "AttentionStep",
+    "AutoDistribution",
     "AxisLimit",
     "BuildContext",
     "CacheGroupSpec",

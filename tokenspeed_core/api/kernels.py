@@ -186,12 +186,27 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoDistribution:
+    """A distribution whose kernels `auto` may choose without a measured ranking.
+
+    Only the default distributions may declare one, in an entry of `tokenspeed.rankings`.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class InstalledKernel:
-    """A kernel spec and the distribution that brought it; `required`: the entry of one that must load if taken."""
+    """A kernel spec and the distribution that provides it.
+
+    `required` is the plugin entry if the user named the plugin: then a failed import ends the start.
+    `needs_ranking` keeps `auto` from choosing the kernel unless a ranking measured it.
+    """
 
     spec: KernelSpec
     distribution: str
     required: Entry | None = None
+    needs_ranking: bool = False
 
 
 def _known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

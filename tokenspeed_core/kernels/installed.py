@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from tokenspeed_core.api.kernels import DTYPES, InstalledKernel, KernelSpec, Ranking
+from tokenspeed_core.api.kernels import (
+    DTYPES,
+    AutoDistribution,
+    InstalledKernel,
+    KernelSpec,
+    Ranking,
+)
 from tokenspeed_core.api.ops import OpContract, merge_ops
 from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.kernels.overrides import FORMAT, SHORT, Override
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
+from tokenspeed_core.plugins.selection import DEFAULTS
 
 _USUAL = "tokenspeed-kernels"
 
@@ -25,7 +32,8 @@ def installed_kernels(
     a wish about a backend that is not there or was left out; ConfigError for one about no known op or format.
     """
     found: list[InstalledKernel] = []
-    ops = installed_ops(catalog)
+    ops, op_owners = _ops_and_owners(catalog)
+    auto_distributions = _auto_distributions(catalog)
     for entry in catalog.all():
         if not entry.kind.startswith(KERNELS_PREFIX) or entry.status is not Status.OK:
             continue
@@ -41,7 +49,13 @@ def installed_kernels(
             )
         elif value is not None:
             required = entry if catalog.is_required(entry) else None
-            found += [InstalledKernel(spec, entry.distribution, required) for spec in specs]
+            for spec in specs:
+                is_auto = (
+                    entry.distribution in auto_distributions
+                    or entry.distribution == op_owners.get(spec.op)
+                    or spec.reference
+                )
+                found.append(InstalledKernel(spec, entry.distribution, required, not is_auto))
     _check_names(wishes, catalog, ops)
     return tuple(found)
 
@@ -59,12 +73,18 @@ def misfit(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
 
 
 def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
-    """Return the common op contracts and those of plugins, each an OpContract or several.
+    """Return the core's op contracts and those of plugins, by name.
 
-    Of an entry with one that is none, or whose name is taken, nothing is kept. Raises PluginError under
-    --strict-plugins.
+    An entry that is not an OpContract or a tuple of them, or that takes a used name, is left out. Raises PluginError
+    under --strict-plugins.
     """
+    return _ops_and_owners(catalog)[0]
+
+
+def _ops_and_owners(catalog: Catalog) -> tuple[Mapping[str, OpContract], dict[str, str]]:
+    """Return the op contracts by name, and the distribution of each one that a plugin provides."""
     found: list[OpContract] = []
+    owners: dict[str, str] = {}
     for entry in catalog.entries("ops"):
         value = catalog.load(entry, object)
         if value is None:
@@ -72,19 +92,28 @@ def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
         contracts = value if isinstance(value, tuple) else (value,)
         try:
             merge_ops(found, contracts)
-            found += contracts
         except ValueError as error:
             catalog.reject(entry, str(error))
-    return merge_ops(found)
+            continue
+        found += contracts
+        owners.update((contract.name, entry.distribution) for contract in contracts)
+    return merge_ops(found), owners
 
 
 def installed_rankings(catalog: Catalog) -> tuple[Ranking, ...]:
-    """Return the orders of backends that benchmarks gave."""
-    return tuple(
-        ranking
-        for entry in catalog.entries("rankings")
-        for ranking in catalog.load(entry, tuple) or ()
-    )
+    """Return the measured rankings of backends."""
+    return tuple(each for each in _rankings_entries(catalog) if isinstance(each, Ranking))
+
+
+def _auto_distributions(catalog: Catalog) -> frozenset[str]:
+    """Return the distributions whose kernels `auto` may choose without a measured ranking."""
+    declared = (each for each in _rankings_entries(catalog) if isinstance(each, AutoDistribution))
+    return DEFAULTS.union(each.name for each in declared)
+
+
+def _rankings_entries(catalog: Catalog) -> Iterator[object]:
+    for entry in catalog.entries("rankings"):
+        yield from catalog.load(entry, tuple) or ()
 
 
 def _check_names(

@@ -18,6 +18,9 @@ _WIDTH, _HEIGHT, _MOST = (
 )  # columns and lines of the start-up summary, and most of its reasons
 
 
+FAMILIES_WITH_FLAG = ("attention", "moe", "sampling")  # --attention-backend and so on
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
     """Why a candidate was not taken, and what would change that (empty: nothing that a user can do)."""
@@ -28,12 +31,16 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One candidate for one problem. `fits` is whether it could run; `reasons` why it does not."""
+    """One candidate for one problem: whether it could run (`fits`), and the `reasons` why it does not.
+
+    `needs_name`: it fits, but `auto` does not choose it because it is a third-party kernel without a ranking.
+    """
 
     backend: str
     distribution: str
     fits: bool
     reasons: tuple[Reason, ...]
+    needs_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class PlannedOp:
     options: tuple[tuple[str, Any], ...] = ()  # of the backend, as the user set them
     wanted: tuple[str, ...] = ("auto",)  # backends in order of preference
     asked_by: str = "auto"  # the flag that wanted them, and "(from ...)" where it was not typed
+    is_reference: bool = False  # `backend` is the op's plain PyTorch reference
 
     def axis(self, name: str) -> Any:
         """Return an axis of the problem, None where it has none of that name."""
@@ -89,6 +97,25 @@ class KernelPlan:
         """Return the decisions for an op or family, of one layer if given."""
         found = (planned for planned in self.ops if op in (planned.op, planned.family))
         return tuple(planned for planned in found if layer is None or layer in planned.layers)
+
+    def reference_ops(self) -> tuple[str, ...]:
+        """Return the ops for which `auto` found nothing but the PyTorch reference."""
+        ops = (each.op for each in self.ops if each.is_reference and each.asked_by == "auto")
+        return tuple(dict.fromkeys(ops))
+
+    def unused_third_party(self) -> tuple[str, ...]:
+        """Return the flags that would select each third-party kernel that fits and that `auto` does not choose."""
+        flags = (
+            (
+                f"--{planned.family}-backend {verdict.backend}"
+                if planned.family in FAMILIES_WITH_FLAG
+                else f"--kernel-backend {planned.op}={verdict.backend}"
+            )
+            for planned in self.ops
+            for verdict in planned.verdicts
+            if verdict.needs_name and verdict.backend != planned.backend
+        )
+        return tuple(dict.fromkeys(flags))
 
     def table(self) -> str:
         """Return the start-up summary: a line per op and backend, then the first reasons against the others.

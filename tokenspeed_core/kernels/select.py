@@ -57,7 +57,7 @@ class Selector:
 
     Order: the user's list; then, for "auto", what `rankings` measured on such a device; then the kernels for
     fewer platforms and a narrower range of hardware before general ones, the op's reference last, ties by
-    distribution name. `options` are what the user set, by "backend.key". `needs` are features that every problem
+    distribution name. "auto" does not choose a kernel that `needs_ranking` and has none. `options` are what the user set, by "backend.key". `needs` are features that every problem
     must be served with ("graph_safe", "batch_invariant"). Reading the plan changes nothing. `hint` says what to do
     where no backend fits.
     """
@@ -215,6 +215,7 @@ class Selector:
             options=tuple(given.items()),
             wanted=names,
             asked_by=source,
+            is_reference=taken is not None and taken.spec.reference,
         )
         if taken is None:
             return None, planned
@@ -289,7 +290,8 @@ class Selector:
                 f"{r.what} -> {r.mend}" if r.mend and v.backend in names else r.what
                 for r in v.reasons
             )
-            lines.append(f"  {v.backend} ({v.distribution}): {'; '.join(told) or 'fits'}")
+            fits = "fits, but only when named" if v.needs_name else "fits"
+            lines.append(f"  {v.backend} ({v.distribution}): {'; '.join(told) or fits}")
         fitting = ", ".join(v.backend for v in verdicts if v.fits)
         taken = f"{fitting}; `{planned.without()}` takes one where what was asked for cannot"
         lines.append(
@@ -309,7 +311,7 @@ def _first(
 ) -> tuple[InstalledKernel | None, str]:
     for name in names:
         for kernel, reasons in judged:
-            if reasons or (name == "auto" and kernel.spec.needs_compile):
+            if reasons or (name == "auto" and not _is_auto(kernel, figures)):
                 continue
             if name == "auto":
                 unmeasured = (
@@ -319,6 +321,12 @@ def _first(
             if name == kernel.spec.backend:
                 return kernel, f"asked for by {source}"
     return None, "nothing fits, so its parts run one by one"
+
+
+def _is_auto(kernel: InstalledKernel, figures: Mapping[str, str]) -> bool:
+    """Return whether `auto` may choose a kernel that fits."""
+    is_measured = kernel.spec.backend in figures
+    return not kernel.spec.needs_compile and (is_measured or not kernel.needs_ranking)
 
 
 def _verdicts(
@@ -331,6 +339,7 @@ def _verdicts(
     """Yield what is said of each candidate; of one that fits and was not taken, what to type for it with `flag`."""
     for kernel, reasons in judged:
         spec, fits = kernel.spec, not reasons
+        needs_name = fits and kernel.needs_ranking and spec.backend not in figures
         if fits and kernel is not taken and taken is not None:
             first = next(
                 other for other, no in judged if not no and other.spec.backend == spec.backend
@@ -339,19 +348,24 @@ def _verdicts(
                 why = f"{first.distribution} serves this name first"
             elif spec.needs_compile and spec.backend not in names:
                 why = "it must be compiled before the first call, so auto passes it over"
+            elif needs_name and spec.backend not in names:
+                why = "auto does not choose third-party kernels that have no measured ranking"
             else:
                 why = ", ".join(
                     filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first"))
                 )
             # "auto" serves the problems of the same op that this backend does not fit
             reasons = (Reason(why, typed(flag, spec.backend, "auto") if first is kernel else ""),)
-        yield Verdict(spec.backend, kernel.distribution, fits, reasons)
+        yield Verdict(spec.backend, kernel.distribution, fits, reasons, needs_name)
 
 
 def _host_order(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, ...]:
     spec = kernel.spec
-    place = fastest.index(spec.backend) if spec.backend in fastest else len(fastest)
-    return place, spec.reference, spec.capability.breadth(), kernel.distribution, spec.backend
+    is_ranked = spec.backend in fastest
+    place = fastest.index(spec.backend) if is_ranked else len(fastest)
+    needs_name = kernel.needs_ranking and not is_ranked
+    breadth = spec.capability.breadth()
+    return place, needs_name, spec.reference, breadth, kernel.distribution, spec.backend
 
 
 def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from tokenspeed_core.worker.warmup import Trial, kinds, largest
 
 __all__ = ["LocalRunner", "build", "plan_only"]
 
+log = logging.getLogger("tokenspeed.worker")
+
 Progress = Callable[[str, int, int], None]
 _GRAPH_BYTES = 4 << 20  # a captured forward itself
 _SLACK = 256 << 20  # what libraries allocate late, and what the allocator cannot use
@@ -49,6 +52,7 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
         what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"
     ):
         assembly = assemble(resolved, catalog, device)
+        _log_kernel_notices(assembly.selector.plan(), device)
         assembly.build.bind_attention(
             assembly.limits
         )  # before the weights: kernels may compile while they load
@@ -69,6 +73,8 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
     num_parameters = resolved.checkpoint.info.num_parameters
     weights = None if resolved.quantization else num_parameters * assembly.build.dtype.itemsize
     is_cpu = device.type == "cpu"
+    plan = assembly.selector.plan()
+    _log_kernel_notices(plan, device)
     total = (
         int(psutil.virtual_memory().total)
         if is_cpu
@@ -80,7 +86,7 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         if is_cpu or not weights
         else {"left_bytes": int(total * config.gpu_memory_utilization) - weights}
     )
-    return assembly.selector.plan(), {
+    return plan, {
         "device_bytes": total,
         "weight_bytes": weights,
         "block_size": assembly.block_size,
@@ -88,6 +94,22 @@ def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping
         "num_blocks": blocks,
         **left,  # on the CPU the pool is not what is left
     }
+
+
+def _log_kernel_notices(plan: KernelPlan, device: torch.device) -> None:
+    """Log third-party kernels that must be named, and ops that run their reference on a GPU."""
+    if flags := plan.unused_third_party():
+        log.info(
+            "auto does not choose third-party kernels without a measured ranking; available: %s",
+            ", ".join(flags),
+        )
+    ops = plan.reference_ops() if device.type == "cuda" else ()
+    if ops:
+        log.warning(
+            "%d ops run their PyTorch reference on this GPU: %s. See `tokenspeed plugins why OP`.",
+            len(ops),
+            ", ".join(ops),
+        )
 
 
 @contextmanager

@@ -111,7 +111,12 @@ ABOUT: dict[str, About] = {
     "rankings": About(
         "Which backends a benchmark found to be the fastest. Of default distributions alone: no plugin ranks itself.",
         "`auto`",
-        {"The value is a tuple of Rankings.": (api.Ranking,)},
+        {
+            "The value is a tuple of Rankings, or of AutoDistributions.": (
+                api.Ranking,
+                api.AutoDistribution,
+            )
+        },
     ),
     "hooks": About(
         "Behaviour beside the way of a token. A module with a hook that does not exist is left out, and said to be.",
