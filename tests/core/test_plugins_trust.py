@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -175,24 +174,6 @@ def test_a_module_of_the_same_name_earlier_on_the_path_is_not_imported_in_place_
     assert catalog.load(entry, object) is None
     assert "outer_space.acme.spec would come from" in catalog.all()[0].reason
     assert "Traceback" in catalog.all()[0].traceback
-
-
-def test_nothing_in_a_models_folder_is_loaded(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["LurkingForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_lurking.Model"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    install(
-        tmp_path,
-        "lurking",
-        "[tokenspeed.models]\nLurkingForCausalLM = modeling_lurking:SPEC [api1]\n",
-        {"modeling_lurking.py": SPY, "tokenizer.py": SPY},
-    )
-    for folder in (tmp_path, tmp_path.parent):  # inside it or elsewhere
-        said = tokenspeed("serve", str(tmp_path), "--dry-run", cwd=folder)
-        assert "LurkingForCausalLM" in said
-        assert "IMPORTED" not in said
 
 
 def test_what_the_user_named_must_be_usable(site: Path) -> None:

@@ -26,12 +26,12 @@ USAGE_STATUS = 2
 _TOLD = (UsageError, TokenSpeedError, typer.Exit, typer.Abort, BrokenPipeError, SystemExit)
 
 
-SERVE = "Serve a model over the OpenAI HTTP API."  # here, so that the list of commands imports none
 BROUGHT_BY = {
     "bench": "tokenspeed-bench",
     "chat": "tokenspeed-chat",
     "env": "tokenspeed-plugin-tools",
     "plugins": "tokenspeed-plugin-tools",
+    "serve": "tokenspeed-server",
 }
 
 
@@ -53,13 +53,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = None if words[0].startswith("-") else words[0]
     try:
-        if command == "serve":
-            from tokenspeed_core.cli.serve import OVERVIEW
-            from tokenspeed_core.cli.settings import help_topic, print_help
-
-            if (topic := help_topic(words)) is not None:
-                print_help(OVERVIEW, topic)
-                return 0
         app = build(command)
         status = app(words, prog_name="tokenspeed", standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -100,13 +93,6 @@ def build(command: str | None) -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"] if command is None else []},
     )
     app.callback()(_top)
-    if command == "serve" or "_TOKENSPEED_COMPLETE" in os.environ:
-        from tokenspeed_core.cli.serve import serve
-        from tokenspeed_core.cli.settings import with_settings
-
-        app.command("serve", help=SERVE)(with_settings(serve))
-    else:
-        app.command("serve", help=SERVE)(_nothing)
     _add_plugin_commands(app, command)
     return app
 
@@ -126,13 +112,10 @@ def _top(version: _Version = False) -> None:
     """Take the options that stand before any command."""
 
 
-def _nothing() -> None:
-    """Stand in the list of commands for one that was not asked for."""
-
-
 def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
     """Add the command that is wanted if a plugin brings it, else all that plugins bring, as their summaries have it."""
     from tokenspeed_core.plugins import Catalog, Selection
+    from tokenspeed_core.plugins.selection import DEFAULTS
 
     try:
         catalog = Catalog.discover(check=False)
@@ -147,12 +130,18 @@ def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
         "allow_extra_args": True,
         "help_option_names": [],
     }
-    entries = catalog.entries("commands")
+    entries = sorted(catalog.entries("commands"), key=lambda entry: entry.name != "serve")
     for entry in [entry for entry in entries if entry.name == wanted] or entries:
         summary = str(metadata(entry.distribution).json.get("summary", "From")).partition(
             f"{entry.name}: "
         )
         described = f"{summary[2] or summary[0]} ({entry.distribution} {entry.version})"
+        if "_TOKENSPEED_COMPLETE" in os.environ and entry.distribution in DEFAULTS:
+            # The shell completes the flags of a command that is a SettingsCommand.
+            command: Any = catalog.need(entry, object)
+            if hasattr(command, "function"):
+                app.command(entry.name, help=described)(command.function())
+                continue
         app.command(entry.name, help=described, context_settings=passing_all_on)(
             _plugin_command(catalog, entry)
         )
@@ -192,7 +181,7 @@ def _explain_usage(error: Any, command: str | None) -> str:
         return f"{option}: no such option" + (
             suggest(option, known) or f"; `{context.command_path} --help` lists them"
         )
-    if command is not None and command != "serve" and message.lower().startswith("no such command"):
+    if command is not None and message.lower().startswith("no such command"):
         return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")
 
@@ -220,7 +209,8 @@ def _no_such(command: str) -> str:
     except PluginError as error:
         return str(error)
     if command in BROUGHT_BY:
-        return f"{command}: comes with {BROUGHT_BY[command]}, which is not installed; pip install {BROUGHT_BY[command]}"
+        distribution = BROUGHT_BY[command]
+        return f"{command}: {distribution} is not installed. Run `pip install {distribution}`."
     near = get_close_matches(command, catalog.names("commands"), n=1)
     hint = f"did you mean `tokenspeed {near[0]}`?" if near else "`tokenspeed --help` lists them"
     return f"{command}: no such command; {hint}"

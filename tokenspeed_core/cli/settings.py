@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +14,61 @@ import typer
 
 from tokenspeed_core.config.describe import as_written, bounds
 from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, metadata, narrowed
+from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="the same as --model")]
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")
+]
 
 Overview = tuple[
     str, str, tuple[tuple[str, str], ...]
 ]  # of a command: usage, what it does, options of its own
 DOT = "__"  # stands for the dot of `--attention-backend.decode` in a Python name
+
+
+def configure(positional: str | None, flags: dict[str, Any], file: str | None) -> Config:
+    """Return the configuration of a command line. Raises ConfigError."""
+    if positional is not None:
+        if flags.get("model", positional) != positional:
+            raise ConfigError(
+                f"--model {flags['model']}: the model was given twice, first as {positional}"
+            )
+        flags = {**flags, "model": positional}
+    return load(flags, os.environ, file)
+
+
+class SettingsCommand:
+    """A command that takes the flag of every setting, as the value of an entry point of kind `commands`.
+
+    `load` imports and returns the function to run, which takes `flags` besides its own parameters.
+    """
+
+    def __init__(self, overview: Overview, load: Callable[[], Callable[..., int]]) -> None:
+        self._overview = overview
+        self._load = load
+
+    def __call__(self, words: Sequence[str]) -> int:
+        """Run the command with these words; return the exit status."""
+        topic = help_topic(words)
+        if topic is not None:
+            print_help(self._overview, topic)
+            return 0
+        app = typer.Typer(
+            rich_markup_mode=None,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": []},
+        )
+        app.command()(self.function())
+        name = " ".join(self._overview[0].split()[:2])
+        status = app(list(words), prog_name=name, standalone_mode=False)
+        return status if isinstance(status, int) else 0
+
+    def function(self) -> Callable[..., int]:
+        """Return the function with the flags as parameters, for the shell to complete."""
+        return with_settings(self._load())
 
 
 def with_settings(function: Callable[..., int]) -> Callable[..., int]:

@@ -1,9 +1,16 @@
-"""For commands that take the flags of `serve`; imports the configuration."""
+"""What commands that take the flags of every setting need; imports the configuration."""
 
 from __future__ import annotations
 
-from tokenspeed_core.cli.serve import ConfigFile, ModelArgument, configure
-from tokenspeed_core.cli.settings import Overview, help_topic, print_help, with_settings
+from tokenspeed_core.cli.settings import (
+    ConfigFile,
+    ModelArgument,
+    SettingsCommand,
+    configure,
+    help_topic,
+    print_help,
+    with_settings,
+)
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.sources import without_settings
 from tokenspeed_core.engine.parent_death import end_with_parent
@@ -14,7 +21,7 @@ __all__ = [
     "ConfigFile",
     "EngineDeadError",
     "ModelArgument",
-    "Overview",
+    "SettingsCommand",
     "configure",
     "end_with_parent",
     "help_topic",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenspeed_core.api.parsers import ReplyEvent, ReplyParser
-from tokenspeed_core.errors import PluginError
+from tokenspeed_core.commands.serving import PluginError
 
 Delta = str | Mapping[str, Any]  # of a reply: content, or what else it adds to a chat's message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from tokenspeed_core.errors import RequestFailedError, TokenSpeedError
+from tokenspeed_core.commands.serving import RequestFailedError, TokenSpeedError
 
 _TYPES = {
     400: "invalid_request_error",

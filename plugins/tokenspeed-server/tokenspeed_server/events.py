@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
-from tokenspeed_core.text import Tokenizer
+from tokenspeed_core.commands.serving import Tokenizer
 from tokenspeed_server.chat_reply import Delta, message
 
 DONE = b"data: [DONE]\n\n"

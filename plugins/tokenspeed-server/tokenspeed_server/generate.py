@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from tokenspeed_core.api.hooks import RequestRecord
-from tokenspeed_core.engine.requests import BadRequestError
-from tokenspeed_core.errors import RequestFailedError
+from tokenspeed_core.commands.serving import BadRequestError, RequestFailedError
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.events import DONE
 from tokenspeed_server.replies import Reply

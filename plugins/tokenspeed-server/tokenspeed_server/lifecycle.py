@@ -16,13 +16,10 @@ from typing import Any
 
 import uvicorn
 
-from tokenspeed_core.engine.client import EngineClient
-from tokenspeed_core.engine.messages import WorkerReady
-from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.commands.serving import EngineClient, EngineDeadError, WorkerReady
 from tokenspeed_server.app import AsgiApp, Gate, Routes
 from tokenspeed_server.service import ModelText, Options, Service
 from tokenspeed_server.supervisor import Crew
-from tokenspeed_server.warmup import rehearse
 
 FLUSH_SECONDS = 5  # for answers under way when the engine died
 UNREAD_SECONDS = 20  # that a drain waits for clients to read what the engine has finished
@@ -131,7 +128,6 @@ class _Life:
     async def _open(self, service: Service) -> None:
         """Load the text side while the engine loads, then begin to take requests."""
         text = await asyncio.to_thread(self._launch.load_text)
-        await rehearse(service.options, text)
         service.link.send(WorkerReady())
         ready = await asyncio.shield(service.link.ready)
         gc.collect()

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tokenspeed_core.errors import CapacityError, ConfigError
+from tokenspeed_core.commands.serving import CapacityError, ConfigError
 
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.engine.messages import Ready
-from tokenspeed_core.engine.requests import BadRequestError, read_ids
-from tokenspeed_core.text import ChatTemplate, TemplateError, Tokenizer
+from tokenspeed_core.commands.serving import (
+    BadRequestError,
+    ChatTemplate,
+    Ready,
+    TemplateError,
+    Tokenizer,
+    read_ids,
+)
 from tokenspeed_server.protocol import ChatRequest, Message, ToolCall
 
 MAX_PROMPTS = 512

@@ -12,8 +12,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tokenspeed_core.api.sampling import SamplingParams
-from tokenspeed_core.engine.requests import BadRequestError
-from tokenspeed_core.errors import suggest
+from tokenspeed_core.commands.serving import BadRequestError, suggest
 
 MAX_MESSAGES = 16384
 MAX_TOOLS = 1024

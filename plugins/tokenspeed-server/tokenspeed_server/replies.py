@@ -7,9 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokenspeed_core.engine.messages import FinishReason, TokenLogprobs
-from tokenspeed_core.errors import RequestFailedError
-from tokenspeed_core.text import Assembler
+from tokenspeed_core.commands.serving import (
+    Assembler,
+    FinishReason,
+    RequestFailedError,
+    TokenLogprobs,
+)
 from tokenspeed_server.chat_reply import Delta, Reader
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.events import Answer, Dialect, TokenLogprob, Usage

@@ -11,23 +11,29 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
-from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import discover, discover_in_subprocess, num_workers
-from tokenspeed_core.engine.parent_death import attach_to_parent
-from tokenspeed_core.engine.requests import Defaults
-from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
-from tokenspeed_core.plugins import Catalog
-from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.text.load import find_parsers, load_text
+from tokenspeed_core.commands import Catalog
+from tokenspeed_core.commands.serving import (
+    ENGINE_MODULE,
+    Defaults,
+    EngineDeadError,
+    Hooks,
+    ResolvedCheckpoint,
+    TokenSpeedError,
+    attach_to_parent,
+    discover,
+    discover_in_subprocess,
+    find_parsers,
+    load_text,
+    num_workers,
+    resolve_checkpoint,
+)
+from tokenspeed_core.commands.settings import Config
 from tokenspeed_server.generate import log_request
 from tokenspeed_server.lifecycle import Launch, serve
 from tokenspeed_server.listen import listen, url
 from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.subprocesses import Program
 from tokenspeed_server.supervisor import Chief, Crew
-
-ENGINE = "tokenspeed_core.engine.process"
 
 
 def run(config: Config) -> int:
@@ -44,17 +50,14 @@ def run(config: Config) -> int:
         )
         checkpoint = resolve_checkpoint(config, catalog)
         settled = config.resolved(
-            # The other processes read the downloaded directory.
             model=str(checkpoint.path),
-            revision=None,
-            download_dir=None,
             served_model_name=config.served_model_name or checkpoint.name,
             api_workers=1 + len(others),
         )
         launch = _launch(
             settled, catalog, hooks, bound, checkpoint, partial(_announce, bound, settled)
         )
-        engine = _program(ENGINE, settled.resolved(api_key=None), catalog)
+        engine = _program(ENGINE_MODULE, settled.resolved(api_key=None), catalog)
         return serve(
             launch, Chief(engine, [_program(__name__, settled, catalog, each) for each in others])
         )

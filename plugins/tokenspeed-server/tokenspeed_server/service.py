@@ -16,12 +16,21 @@ from tokenspeed_core.api.hooks import RequestRecord
 from tokenspeed_core.api.parsers import ParserContext
 from tokenspeed_core.api.sampling import SamplingParams
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.engine.client import EngineClient, State
-from tokenspeed_core.engine.messages import Ready
-from tokenspeed_core.engine.requests import BadRequestError, Defaults, build_submit
-from tokenspeed_core.text import Assembler, ChatTemplate, Tokenizer
-from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer
-from tokenspeed_core.text.load import NamedParser, Parsers
+from tokenspeed_core.commands.serving import (
+    Assembler,
+    BadRequestError,
+    ByteDetokenizer,
+    ChatTemplate,
+    Defaults,
+    Detokenizer,
+    EngineClient,
+    NamedParser,
+    Parsers,
+    Ready,
+    State,
+    Tokenizer,
+    build_submit,
+)
 from tokenspeed_server.chat_reply import Reader
 from tokenspeed_server.errors import ApiError
 from tokenspeed_server.events import Chat, Completion, Dialect, Usage

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from tokenspeed_core.errors import CapacityError
+from tokenspeed_core.commands.serving import CapacityError
 
 _MAX_FOLDER = 72  # characters; a socket's path may have 107
 # Of a folder that is still there its maker was killed: his children, whom the system ends now, may look for it yet.

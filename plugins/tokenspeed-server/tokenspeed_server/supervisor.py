@@ -9,9 +9,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 
-from tokenspeed_core.engine.client import EngineClient
-from tokenspeed_core.engine.messages import Drain
-from tokenspeed_core.errors import EngineDeadError
+from tokenspeed_core.commands.serving import Drain, EngineClient, EngineDeadError
 from tokenspeed_server.subprocesses import Child, PrivateFolder, Program, start
 
 ENGINE_EXIT_SECONDS = 10.0

@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 import pytest
 from server_support import Running, is_alive, running, wait_until
 
-from tokenspeed_core.api.step import StepLogprobs
-from tokenspeed_core.config import Config
-from tokenspeed_core.engine.messages import WORKER_SHIFT, Outputs
-from tokenspeed_core.engine.transport import split
-from tokenspeed_core.errors import ConfigError
+from tokenspeed_core.engine.messages import WORKER_SHIFT
 
 pytestmark = pytest.mark.slow
 
@@ -378,49 +373,3 @@ def test_a_killed_first_worker_leaves_nothing_behind(tmp_path: Path) -> None:
         assert len(others) == 2
         server.process.kill()
         assert all_ended(server, others) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("number", [0, -1, 65, 1000, "two", True])
-def test_a_number_of_workers_that_cannot_be_is_refused(number: Any) -> None:
-    with pytest.raises(ConfigError, match=r"--api-workers|api_workers"):
-        Config.from_keywords(api_workers=number)
-
-
-def test_each_worker_gets_its_own_rows_with_their_log_probabilities() -> None:
-    ids = np.array(
-        [1, (1 << WORKER_SHIFT) + 1, 2, (2 << WORKER_SHIFT) + 7, (1 << WORKER_SHIFT) + 2], np.int64
-    )
-    counts = np.array([1, 2, 0, 1, 3], np.int32)
-    outputs = Outputs(
-        ids,
-        counts,
-        np.arange(7, dtype=np.int32),
-        np.array([0, 0, 3, 2, 1], np.int32),
-        np.arange(5, dtype=np.int32),
-        StepLogprobs(
-            np.array([1, 3, 4], np.int32),
-            2,
-            np.arange(6, dtype=np.float32),
-            np.arange(6, dtype=np.int32),
-            np.arange(12, dtype=np.int32),
-            np.arange(12, dtype=np.float32),
-        ),
-    )
-    parts = dict(split(outputs))
-    assert {worker: part.sequence_ids.tolist() for worker, part in parts.items()} == {
-        0: [1, 2],
-        1: [(1 << WORKER_SHIFT) + 1, (1 << WORKER_SHIFT) + 2],
-        2: [(2 << WORKER_SHIFT) + 7],
-    }
-    assert {worker: part.token_ids.tolist() for worker, part in parts.items()} == {
-        0: [0],
-        1: [1, 2, 4, 5, 6],
-        2: [3],
-    }
-    assert [parts[worker].finish.tolist() for worker in range(3)] == [[0, 3], [0, 1], [2]]
-    told = [part.logprobs for _, part in sorted(parts.items()) if part.logprobs is not None]
-    assert [each.rows.tolist() for each in told] == [[], [0, 1], [0]]
-    assert [each.chosen.tolist() for each in told] == [[], [0, 1, 3, 4, 5], [2]]
-    assert told[1].top_ids.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
-    columns = [*(each.rows for each in told), *(part.token_ids for part in parts.values())]
-    assert {column.dtype for column in columns} == {np.dtype(np.int32)}

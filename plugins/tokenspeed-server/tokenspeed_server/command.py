@@ -1,0 +1,56 @@
+"""The command `tokenspeed serve`: its help, its own options, and the start of the server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from tokenspeed_core.commands.settings import (
+    ConfigFile,
+    ModelArgument,
+    SettingsCommand,
+    configure,
+)
+
+OVERVIEW = (
+    "tokenspeed serve [MODEL] [OPTIONS]",
+    "Serve MODEL (a path or Hugging Face repo id) over the OpenAI HTTP API; default: the bundled demo.",
+    (
+        ("--config FILE", "read settings from a YAML file; flags and the environment go first"),
+        ("--dry-run", "resolve model, plugins, kernels and memory, load nothing"),
+    ),
+)
+
+
+def run(
+    *,
+    positional: ModelArgument = None,
+    config: ConfigFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="resolve everything, load nothing")
+    ] = False,
+    flags: dict[str, Any],
+) -> int:
+    """Serve until interrupted; return the exit status."""
+    configured = configure(positional, flags, config)
+    logging.basicConfig(
+        level=configured.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    if dry_run:
+        from tokenspeed_core.commands import planning
+
+        typer.echo(planning.dry_run(configured))
+        return 0
+    from tokenspeed_server import serve
+
+    return serve.run(configured)
+
+
+def _load() -> Callable[..., int]:
+    return run
+
+
+serve = SettingsCommand(OVERVIEW, _load)
