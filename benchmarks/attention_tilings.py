@@ -19,7 +19,7 @@ from kernel_cases import BLOCK_SIZE, D, H, K, attention_step
 from kernels import time_of
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem
-from tokenspeed_kernels.triton.attention import Tiling, TritonAttention
+from tokenspeed_kernels.triton.attention.backend import Tiling, TritonAttention
 
 DECODE = [
     Tiling(16, n, warps, stages) for n, warps, stages in product((32, 64, 128), (2, 4), (2, 3, 4))

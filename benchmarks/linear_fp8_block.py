@@ -27,15 +27,15 @@ from tokenspeed_kernels.reference.fp8_block import (
     spread_blocks,
     spread_groups,
 )
-from tokenspeed_kernels.triton.fp8_block import GROUP
-from tokenspeed_kernels.triton.linear_fp8 import FewRows, Tiling
-from tokenspeed_kernels.triton.linear_fp8_block import (
+from tokenspeed_kernels.triton.linear.gemm_fp8 import FewRows, Tiling
+from tokenspeed_kernels.triton.linear.gemm_fp8_block import (
     ManyTiling,
     Product,
     few_tiling,
     library_takes,
     multiply_tiles,
 )
+from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 
 Weight = tuple[Tensor, Tensor]
 DTYPE = torch.bfloat16

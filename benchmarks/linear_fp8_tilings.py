@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tokenspeed_kernels.reference.fp8 import quantize_rows
-from tokenspeed_kernels.triton.linear_fp8 import MAX_ROWS, FewRows, Tiling, tiling_of
+from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS, FewRows, Tiling, tiling_of
 
 SHAPES = {  # name: (out, in)
     "8b qkv": (6144, 4096),

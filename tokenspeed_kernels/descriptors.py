@@ -67,7 +67,7 @@ def _one_row(op: str) -> KernelSpec:
             features=_BASICS,
             limits=_LONG_ROW,
         ),
-        load=f"tokenspeed_kernels.triton.linear:{op}",
+        load=f"tokenspeed_kernels.triton.linear.gemv:{op}",
         requires=("triton",),
     )
 
@@ -89,7 +89,7 @@ def _between(op: str, rows: AxisLimit, *, most_hidden: int) -> KernelSpec:
             features=_BASICS,
             limits=(*sizes, AxisLimit("hidden_size", 64, most_hidden, multiple_of=64), rows),
         ),
-        load=f"tokenspeed_kernels.triton.{op}:{op}",
+        load=f"tokenspeed_kernels.triton.fused.{op}:{op}",
         requires=("triton",),
     )
 
@@ -170,50 +170,71 @@ _FP8_MLP = (
 )
 
 TRITON_NORM = (
-    _triton("rms_norm", "norm:rms_norm", limits=_ONE_BLOCK),
-    _triton("add_rms_norm", "norm:add_rms_norm", limits=_ONE_BLOCK),
-    _triton("add_rms_norm_fp8", "fp8:add_rms_norm_fp8", limits=_ONE_BLOCK, capability=_FP8_UNITS),
+    _triton("rms_norm", "norm.rms_norm:rms_norm", limits=_ONE_BLOCK),
+    _triton("add_rms_norm", "norm.rms_norm:add_rms_norm", limits=_ONE_BLOCK),
+    _triton(
+        "add_rms_norm_fp8",
+        "quantize.fp8_per_token:add_rms_norm_fp8",
+        limits=_ONE_BLOCK,
+        capability=_FP8_UNITS,
+    ),
     _triton(
         "add_rms_norm_fp8_groups",
-        "fp8_block:add_rms_norm_fp8_groups",
+        "quantize.fp8_per_group:add_rms_norm_fp8_groups",
         limits=_ONE_BLOCK,
         capability=_FP8_UNITS,
     ),
 )
 TRITON_ROPE = (
-    _triton("rope", "rope:rope"),
-    _triton("qk_norm_rope", "rope:qk_norm_rope"),
+    _triton("rope", "rope.rope:rope"),
+    _triton("qk_norm_rope", "rope.rope:qk_norm_rope"),
 )
 TRITON_ACTIVATION = (
-    _triton("silu_mul", "activation:silu_mul"),
-    _triton("silu_mul_fp8", "fp8:silu_mul_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
-    _triton("silu_mul_fp8_groups", "fp8_block:silu_mul_fp8_groups", capability=_FP8_UNITS),
+    _triton("silu_mul", "activation.silu_mul:silu_mul"),
+    _triton(
+        "silu_mul_fp8",
+        "quantize.fp8_per_token:silu_mul_fp8",
+        limits=_ONE_LONG_BLOCK,
+        capability=_FP8_UNITS,
+    ),
+    _triton(
+        "silu_mul_fp8_groups", "quantize.fp8_per_group:silu_mul_fp8_groups", capability=_FP8_UNITS
+    ),
 )
 TRITON_LINEAR = (
-    _between("between_attention", AxisLimit("max_rows", 1, 64), most_hidden=4096),
-    _between("between_attention_in_place", AxisLimit("min_rows", 512), most_hidden=16384),
+    _between("fused_block", AxisLimit("max_rows", 1, 64), most_hidden=4096),
+    _between("fused_block_in_place", AxisLimit("min_rows", 512), most_hidden=16384),
     _one_row("linear"),
     _one_row("add_rms_norm_linear"),
     _one_row("add_rms_norm_linear_silu_mul"),
-    _triton("add_rms_norm_linear", "linear_parts:add_rms_norm_linear", _BASICS, _LONG_ROW),
+    _triton("add_rms_norm_linear", "linear.gemm:add_rms_norm_linear", _BASICS, _LONG_ROW),
     _triton(
         "add_rms_norm_linear_silu_mul",
-        "linear_parts:add_rms_norm_linear_silu_mul",
+        "linear.gemm:add_rms_norm_linear_silu_mul",
         _BASICS,
         _LONG_ROW,
     ),
-    _triton("quantize_fp8", "fp8:quantize_fp8", limits=_ONE_LONG_BLOCK, capability=_FP8_UNITS),
-    _triton("linear_fp8", "linear_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS),
-    _triton("quantize_fp8_groups", "fp8_block:quantize_fp8_groups", capability=_FP8_UNITS),
+    _triton(
+        "quantize_fp8",
+        "quantize.fp8_per_token:quantize_fp8",
+        limits=_ONE_LONG_BLOCK,
+        capability=_FP8_UNITS,
+    ),
+    _triton(
+        "linear_fp8", "linear.gemm_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS
+    ),
+    _triton(
+        "quantize_fp8_groups", "quantize.fp8_per_group:quantize_fp8_groups", capability=_FP8_UNITS
+    ),
     _triton(
         "linear_fp8_block",
-        "linear_fp8_block:linear_fp8_block",
+        "linear.gemm_fp8_block:linear_fp8_block",
         _BASICS,
         _FP8_SIZES,
         capability=_FP8_UNITS,
     ),
     *(
-        _triton(op, f"linear_fp8_row:{op}", _BASICS, limits, ("bfloat16",), _FP8_UNITS)
+        _triton(op, f"linear.gemv_fp8:{op}", _BASICS, limits, ("bfloat16",), _FP8_UNITS)
         for op, limits in (
             ("quantize_linear_fp8", _FP8_ROW),
             ("add_rms_norm_linear_fp8", _FP8_ROW),
@@ -222,28 +243,35 @@ TRITON_LINEAR = (
     ),
 )
 TRITON_MOE = (
-    _triton("moe_route", "moe:moe_route", limits=_EXPERTS),
-    _triton("moe_experts", "moe:moe_experts", _BASICS, _EXPERTS),
+    _triton("moe_route", "moe.experts:moe_route", limits=_EXPERTS),
+    _triton("moe_experts", "moe.experts:moe_experts", _BASICS, _EXPERTS),
     _triton(
-        "moe_experts_fp8", "moe_fp8:moe_experts_fp8", _BASICS, _FP8_EXPERTS, _HALVES, _FP8_UNITS
+        "moe_experts_fp8",
+        "moe.experts_fp8:moe_experts_fp8",
+        _BASICS,
+        _FP8_EXPERTS,
+        _HALVES,
+        _FP8_UNITS,
     ),
 )
 TRITON_CACHE = (
-    _triton("write_kv", "cache:write_kv"),
-    _triton("write_kv", "cache:write_kv", capability=_FP8_UNITS, kv_dtypes=_FP8),
-    _triton("advance_rows", "rows:advance_rows", _BASICS),
-    _triton("map_tokens", "rows:map_tokens", _BASICS),
-    _triton("rope_write_kv", "rope_cache:rope_write_kv"),
-    _triton("qk_norm_rope_write_kv", "rope_cache:qk_norm_rope_write_kv"),
+    _triton("write_kv", "attention.write_kv:write_kv"),
+    _triton("write_kv", "attention.write_kv:write_kv", capability=_FP8_UNITS, kv_dtypes=_FP8),
+    _triton("advance_rows", "step:advance_rows", _BASICS),
+    _triton("map_tokens", "step:map_tokens", _BASICS),
+    _triton("rope_write_kv", "rope.rope_write_kv:rope_write_kv"),
+    _triton("qk_norm_rope_write_kv", "rope.rope_write_kv:qk_norm_rope_write_kv"),
 )
 _WINDOWS = frozenset({"graph_safe", "window"})
 _HEADS = (AxisLimit("head_size", 1, 256),)
 _ATTENTION_OPTIONS = "tokenspeed_kernels.options:AttentionOptions"
 TRITON_ATTENTION = (
-    _triton("attention", "attention:attention", _WINDOWS, _HEADS, options=_ATTENTION_OPTIONS),
+    _triton(
+        "attention", "attention.backend:attention", _WINDOWS, _HEADS, options=_ATTENTION_OPTIONS
+    ),
     _triton(
         "attention",
-        "attention:attention",
+        "attention.backend:attention",
         _WINDOWS,
         _HEADS,
         capability=_FP8_UNITS,
@@ -252,7 +280,7 @@ TRITON_ATTENTION = (
     ),
 )
 TRITON_SAMPLING = (
-    _triton("greedy", "sampling:greedy"),
-    _triton("sample", "sampling:sample"),
-    _triton("note_tokens", "rows:note_tokens"),
+    _triton("greedy", "sampling.sample:greedy"),
+    _triton("sample", "sampling.sample:sample"),
+    _triton("note_tokens", "step:note_tokens"),
 )

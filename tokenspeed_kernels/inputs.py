@@ -211,7 +211,7 @@ def add_rms_norm_linear_silu_mul(
     )
 
 
-def between_attention(
+def fused_block(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
     """Make x [T, I] and residual [T, H], weights of unit gain, norms' weights around one."""

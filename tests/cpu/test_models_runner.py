@@ -100,8 +100,8 @@ def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
-        ("between_attention", [23, 16, 31, *[3] * 12]),
-        ("between_attention_in_place", [23, 31]),
+        ("fused_block", [23, 16, 31, *[3] * 12]),
+        ("fused_block_in_place", [23, 31]),
     ],
 )
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_kernel_of_all_between_two_layers_attention_runs_for_the_rows_it_is_fo
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if op == "between_attention_in_place":  # prompts here are too short for it
+    if op == "fused_block_in_place":  # prompts here are too short for it
         monkeypatch.setattr(decoder, "FEW_ROWS", 16)
         monkeypatch.setattr(decoder, "MANY_ROWS", 20)
     contract = next(each for each in DENSE if each.name == op)

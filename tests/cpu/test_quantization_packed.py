@@ -23,7 +23,7 @@ from quantized_build import QuantizedBuild
 from safetensors.torch import load_file, save_file
 from tiny_families import save_reference
 from tokenspeed_kernels_blackwell.contracts import MXFP8_METHOD, NVFP4_METHOD
-from tokenspeed_kernels_blackwell.reference import mxfp8_values, nvfp4_values
+from tokenspeed_kernels_blackwell.linear.reference import mxfp8_values, nvfp4_values
 from torch import Tensor
 from torch.nn import functional
 

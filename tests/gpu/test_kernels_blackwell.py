@@ -8,12 +8,12 @@ import pytest
 import torch
 from tokenspeed_kernels_blackwell import (
     BLOCK_SCALED,
-    EXPERTS,
     FA4,
     FLASHINFER,
     FLASHINFER_MLA,
-    LATENT,
-    PROMPTS,
+    MLA,
+    MOE,
+    PREFILL,
 )
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.conformance import check
@@ -39,7 +39,7 @@ NEEDS_LIBRARY = pytest.mark.skipif(
 )
 NEEDS_FA4 = pytest.mark.skipif(not HAS_FA4, reason=f"needs its library: {FA4.obtain}")
 BACKENDS = [
-    PROMPTS,
+    PREFILL,
     pytest.param(FLASHINFER, marks=NEEDS_LIBRARY),
     pytest.param(FA4, marks=NEEDS_FA4),
 ]
@@ -50,13 +50,13 @@ def test_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     assert check_attention(spec, torch.device("cuda")) >= 20
 
 
-@pytest.mark.parametrize("spec", [*BLOCK_SCALED, *EXPERTS], ids=lambda spec: spec.op)
+@pytest.mark.parametrize("spec", [*BLOCK_SCALED, *MOE], ids=lambda spec: spec.op)
 def test_block_scaled_rows_products_and_experts_conform_on_the_device(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda"), num_rows=(0, 1, 17, 64, 131)) >= 20
 
 
 @pytest.mark.parametrize(
-    "spec", [LATENT, *(pytest.param(spec, marks=NEEDS_LIBRARY) for spec in FLASHINFER_MLA)]
+    "spec", [MLA, *(pytest.param(spec, marks=NEEDS_LIBRARY) for spec in FLASHINFER_MLA)]
 )
 def test_latent_attention_conforms_on_the_device(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda")) >= 8

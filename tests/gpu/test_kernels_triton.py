@@ -10,7 +10,7 @@ from tokenspeed_testing.conformance import check
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_kernels import descriptors
-from tokenspeed_kernels.triton.attention import TritonAttention
+from tokenspeed_kernels.triton.attention.backend import TritonAttention
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from tokenspeed_testing.conformance import check
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_kernels import descriptors, inputs
 from tokenspeed_kernels.reference import moe
-from tokenspeed_kernels.triton.moe_fp8 import TILINGS, moe_experts_fp8
+from tokenspeed_kernels.triton.moe.experts_fp8 import TILINGS, moe_experts_fp8
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 CUDA = torch.device("cuda")

@@ -13,9 +13,9 @@ from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_kernels import descriptors
-from tokenspeed_kernels.triton import linear_fp8_block
-from tokenspeed_kernels.triton.linear_fp8 import MAX_ROWS
-from tokenspeed_kernels.triton.linear_fp8_block import FEW_ROWS, MIDDLE_ROWS
+from tokenspeed_kernels.triton.linear import gemm_fp8_block
+from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS
+from tokenspeed_kernels.triton.linear.gemm_fp8_block import FEW_ROWS, MIDDLE_ROWS
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 OPS = ("quantize_fp8_groups", "add_rms_norm_fp8_groups", "silu_mul_fp8_groups", "linear_fp8_block")
@@ -68,7 +68,7 @@ def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not has_library:
-        monkeypatch.setattr(linear_fp8_block, "library_takes", lambda problem: False)
+        monkeypatch.setattr(gemm_fp8_block, "library_takes", lambda problem: False)
     (spec,) = (each for each in SPECS if each.op == "linear_fp8_block")
     problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
     given = make_inputs(contract_of(spec), problem, num_rows, torch.device("cuda"), strided=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import BLOCK_SCALED, LATENT, PROMPTS, latent_decode
-from tokenspeed_kernels_blackwell.block_scaled import TILINGS
-from tokenspeed_kernels_blackwell.reference import nvfp4_values
+from tokenspeed_kernels_blackwell import BLOCK_SCALED, MLA, PREFILL
+from tokenspeed_kernels_blackwell.linear.block_scaled import TILINGS
+from tokenspeed_kernels_blackwell.linear.reference import nvfp4_values
+from tokenspeed_kernels_blackwell.mla import decode as mla_decode
 from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_scene
 from tokenspeed_testing.conformance import agrees_with_reference, check, make_inputs
 from tokenspeed_testing.shapes import contract_of
@@ -50,7 +51,7 @@ def test_prompts_follow_the_formula(
     num_heads: int, num_kv_heads: int, head_size: int, window: int | None
 ) -> None:
     cases = [problem(num_heads, num_kv_heads, head_size, window)]
-    assert check_attention(PROMPTS, CPU, cases=cases) >= 5
+    assert check_attention(PREFILL, CPU, cases=cases) >= 5
 
 
 @pytest.mark.parametrize("window", [None, 70, 64])
@@ -60,7 +61,7 @@ def test_prompts_of_several_tiles_and_blocks_follow_the_formula(window: int | No
     )  # three query tokens fill a tile of 128 rows, and leave eight of them
     rows = Rows((1, 64, 2, 65, 1), (129, 192, 2, 130, 64))
     scene = make_scene(asked, rows, CPU, seed=0)
-    attends(PROMPTS.factory()(asked, limits_of(scene), CPU), asked, scene, rows)
+    attends(PREFILL.factory()(asked, limits_of(scene), CPU), asked, scene, rows)
 
 
 MORE_ROWS = (0, 1, TILINGS[0].block_t + 1, TILINGS[-1].block_t + 3)
@@ -89,7 +90,7 @@ def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows:
         assert num_rows == 0 or (x @ weight.T).abs().max() > 0
 
 
-@pytest.mark.parametrize("least_share", [latent_decode.MIN_SHARE, 32], ids=["whole", "split"])
+@pytest.mark.parametrize("least_share", [mla_decode.MIN_SHARE, 32], ids=["whole", "split"])
 @pytest.mark.parametrize(
     ("num_heads", "latent_size", "rope_size"), [(3, 64, 16), (70, 64, 16), (16, 512, 64)]
 )
@@ -100,7 +101,7 @@ def test_latent_attention_follows_the_definition(
     least_share: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(latent_decode, "MIN_SHARE", least_share)
+    monkeypatch.setattr(mla_decode, "MIN_SHARE", least_share)
     asked = {
         "num_heads": num_heads,
         "latent_size": latent_size,
@@ -109,16 +110,16 @@ def test_latent_attention_follows_the_definition(
         "dtype": "float16",
         "kv_dtype": "float16",  # the interpreter's bfloat16 products are wrong
     }
-    kernel = LATENT.factory()(asked)
+    kernel = MLA.factory()(asked)
     for rows, strided in ((0, False), (1, True), (8, False)):
-        agrees_with_reference(kernel, contract_of(LATENT), asked, rows, CPU, strided=strided)
+        agrees_with_reference(kernel, contract_of(MLA), asked, rows, CPU, strided=strided)
 
 
-@pytest.mark.parametrize("least_share", [latent_decode.MIN_SHARE, 32], ids=["whole", "split"])
+@pytest.mark.parametrize("least_share", [mla_decode.MIN_SHARE, 32], ids=["whole", "split"])
 def test_latents_that_nobody_wrote_do_not_reach_a_row(
     least_share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latent_decode, "MIN_SHARE", least_share)
+    monkeypatch.setattr(mla_decode, "MIN_SHARE", least_share)
     asked = {
         "num_heads": 3,
         "latent_size": 64,
@@ -133,7 +134,7 @@ def test_latents_that_nobody_wrote_do_not_reach_a_row(
         torch.tensor([[2, 0], [-1, -1]], dtype=torch.int32),
         torch.tensor([85, 0], dtype=torch.int32),
     )
-    y = LATENT.factory()(asked)(
+    y = MLA.factory()(asked)(
         torch.ones(2, 3, 80, dtype=torch.float16), cache, table, lengths, 85, 0.1
     )
     assert torch.equal(y[0], torch.ones_like(y[0])) and torch.equal(y[1], torch.zeros_like(y[1]))

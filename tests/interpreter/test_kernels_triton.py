@@ -31,7 +31,7 @@ TRITON = [
     for spec in specs
 ]
 WITH_ONE_ROW = ("linear", "add_rms_norm_linear", "add_rms_norm_linear_silu_mul")
-WITH_DOTS = ("moe_experts", "between_attention", "between_attention_in_place", *WITH_ONE_ROW)
+WITH_DOTS = ("moe_experts", "fused_block", "fused_block_in_place", *WITH_ONE_ROW)
 TO_FP8 = (
     "quantize_fp8",
     "add_rms_norm_fp8",
@@ -92,7 +92,7 @@ def test_one_row_has_a_kernel_of_its_own_which_also_adds_a_bias(op: str, dtype: 
     (spec,) = (
         spec
         for spec in TRITON
-        if spec.op == op and spec.load.startswith("tokenspeed_kernels.triton.linear:")
+        if spec.op == op and spec.load.startswith("tokenspeed_kernels.triton.linear.gemv:")
     )
     contract = contract_of(spec)
     for problem in ({**case, "dtype": dtype} for case in contract.cases):
@@ -173,7 +173,7 @@ def test_what_quantises_behind_another_op_gives_the_bits_of_both_one_after_anoth
 def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_zero(
     num_splits: int,
 ) -> None:
-    from tokenspeed_kernels.triton.linear_fp8 import FewRows, Tiling
+    from tokenspeed_kernels.triton.linear.gemm_fp8 import FewRows, Tiling
 
     problem = {"in_size": 208, "out_size": 48, "dtype": "float32"}
     contract = contract_of(next(spec for spec in TRITON if spec.op == "linear_fp8"))
@@ -189,7 +189,7 @@ def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_z
 def test_tiles_between_attention_cover_every_feature_whatever_the_number_of_multiprocessors(
     programs: int,
 ) -> None:
-    from tokenspeed_kernels.triton.between_attention import tiling
+    from tokenspeed_kernels.triton.fused.fused_block import tiling
 
     for heads, hidden, inner, out_size in (
         (2048, 1024, 3072, 4096),

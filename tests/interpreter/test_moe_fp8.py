@@ -11,8 +11,8 @@ from tokenspeed_testing.conformance import check
 from tokenspeed_core.api import AxisLimit
 from tokenspeed_kernels import descriptors
 from tokenspeed_kernels.reference import fp8
-from tokenspeed_kernels.triton import moe_fp8
-from tokenspeed_kernels.triton.moe_fp8 import TILINGS
+from tokenspeed_kernels.triton.moe import experts_fp8
+from tokenspeed_kernels.triton.moe.experts_fp8 import TILINGS
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _rounds_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_fp8, "quantize_fp8", fp8.quantize_fp8)
+    monkeypatch.setattr(experts_fp8, "quantize_fp8", fp8.quantize_fp8)
 
 
 def test_experts_conform_without_tokens_and_with() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import PROMPTS
+from tokenspeed_kernels_blackwell import PREFILL
 from tokenspeed_testing.replays import Replay, replays
 
 from tokenspeed_core.api.attention import AttentionProblem
@@ -39,7 +39,7 @@ PROMPTS_TOO = (
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(
     ("spec", "phase"),
-    [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PROMPTS, "prefill")],
+    [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PREFILL, "prefill")],
     ids=["decodes", "prompts beside decodes", "prompts of blackwell"],
 )
 def test_a_backend_finds_other_rows_in_the_same_buffers(

@@ -11,7 +11,7 @@ from tokenspeed_kernels.reference.activation import silu_mul
 from tokenspeed_kernels.reference.linear import linear
 from tokenspeed_kernels.reference.norm import rms_norm
 
-BetweenAttention = Callable[
+FusedBlock = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
 ]
 AddNormLinear = Callable[
@@ -55,7 +55,7 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     return apply
 
 
-def between_attention(problem: Problem) -> BetweenAttention:
+def fused_block(problem: Problem) -> FusedBlock:
     """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], total [T, H])`."""
     inner, after = add_rms_norm_linear_silu_mul(problem), add_rms_norm_linear(problem)
     product = linear(problem)
@@ -77,9 +77,9 @@ def between_attention(problem: Problem) -> BetweenAttention:
     return apply
 
 
-def between_attention_in_place(problem: Problem) -> BetweenAttention:
+def fused_block_in_place(problem: Problem) -> FusedBlock:
     """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], residual [T, H])`."""
-    between = between_attention(problem)
+    between = fused_block(problem)
 
     def apply(
         x: Tensor,

@@ -82,8 +82,8 @@ class BetweenAttention:
                     "out_size": qkv.out_size,
                     "dtype": dtype_name(build.dtype),
                 }
-                self._few = build.fused("between_attention", **sizes, max_rows=FEW_ROWS)
-                self._many = build.fused("between_attention_in_place", **sizes, min_rows=MANY_ROWS)
+                self._few = build.fused("fused_block", **sizes, max_rows=FEW_ROWS)
+                self._many = build.fused("fused_block_in_place", **sizes, min_rows=MANY_ROWS)
                 self._weights = (
                     out.weight,
                     layer.post_norm.weight,

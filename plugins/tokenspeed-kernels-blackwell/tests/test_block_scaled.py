@@ -8,7 +8,7 @@ import pytest
 import torch
 from machine_code import REGISTERS, SHARED_BYTES, TENSOR_COLUMNS, compiled
 from tokenspeed_kernels_blackwell import TORCH_BLOCKS
-from tokenspeed_kernels_blackwell.block_scaled import (
+from tokenspeed_kernels_blackwell.linear.block_scaled import (
     BLOCK_K,
     BLOCK_N,
     MXFP8,
@@ -17,8 +17,8 @@ from tokenspeed_kernels_blackwell.block_scaled import (
     Format,
     Tiling,
 )
-from tokenspeed_kernels_blackwell.block_scaled_kernel import multiply
-from tokenspeed_kernels_blackwell.reference import (
+from tokenspeed_kernels_blackwell.linear.block_scaled_kernel import multiply
+from tokenspeed_kernels_blackwell.linear.reference import (
     E2M1,
     mxfp8_rows,
     mxfp8_values,

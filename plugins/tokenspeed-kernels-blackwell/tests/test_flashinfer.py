@@ -18,7 +18,9 @@ from typing import Any, Optional
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import FLASHINFER, FLASHINFER_MLA, flashinfer, flashinfer_mla
+from tokenspeed_kernels_blackwell import FLASHINFER, FLASHINFER_MLA
+from tokenspeed_kernels_blackwell.attention import trtllm
+from tokenspeed_kernels_blackwell.mla import flashinfer as flashinfer_mla
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.conformance import check, make_inputs
 from tokenspeed_testing.shapes import contract_of, problems
@@ -172,7 +174,7 @@ def module(name: str, **content: Callable[..., Any]) -> ModuleType:
 def test_over_functions_that_compute_the_definition_the_backend_conforms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(trtllm, "WORKSPACE_BYTES", 1024)
     stand_ins = {DECODE: of_library("decode", decode), PREFILL: of_library("prefill", prefill)}
     for name, content in ((".decode", stand_ins), (".prefill", stand_ins), ("", {})):
         monkeypatch.setitem(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from machine_code import compiled
-from tokenspeed_kernels_blackwell.quantize import BLOCK
-from tokenspeed_kernels_blackwell.quantize_kernel import to_mxfp8, to_nvfp4
+from tokenspeed_kernels_blackwell.linear.quantize import BLOCK
+from tokenspeed_kernels_blackwell.linear.quantize_kernel import to_mxfp8, to_nvfp4
 
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops

@@ -6,14 +6,14 @@ from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
 __all__ = [
     "BLOCK_SCALED",
-    "EXPERTS",
+    "MOE",
     "FA4",
     "FLASHINFER",
     "FLASHINFER_MLA",
-    "LATENT",
-    "PROMPTS",
+    "MLA",
+    "PREFILL",
     "TORCH_BLOCKS",
-    "TORCH_EXPERTS",
+    "TORCH_MOE",
     "TORCH_MLA",
 ]
 
@@ -21,7 +21,7 @@ _HALVES = ("bfloat16", "float16")
 _OLDEST, _NEWEST = (10, 0), (10, 3)
 _OBTAIN_FLASHINFER = "pip install 'tokenspeed-kernels-blackwell[flashinfer]'"
 
-PROMPTS = KernelSpec(
+PREFILL = KernelSpec(
     op="attention",
     backend="blackwell",
     capability=Capability(
@@ -35,7 +35,7 @@ PROMPTS = KernelSpec(
         phases=("prefill",),
         features=frozenset({"graph_safe", "window"}),
     ),
-    load="tokenspeed_kernels_blackwell.prompts:attention",
+    load="tokenspeed_kernels_blackwell.attention.prefill:attention",
     requires=("triton",),
 )
 
@@ -52,7 +52,7 @@ FLASHINFER = KernelSpec(
         block_sizes=(16, 32, 64),
         features=frozenset({"graph_safe", "window"}),
     ),
-    load="tokenspeed_kernels_blackwell.flashinfer:attention",
+    load="tokenspeed_kernels_blackwell.attention.trtllm:attention",
     requires=("flashinfer",),
     obtain=_OBTAIN_FLASHINFER,
     needs_compile=True,  # the library compiles its launcher, and downloads kernels, at the first call
@@ -75,7 +75,7 @@ FA4 = KernelSpec(
         ),  # with its tile of 128 the library reads the unwritten rest of a row's last block
         features=frozenset({"graph_safe", "window"}),
     ),
-    load="tokenspeed_kernels_blackwell.fa4:attention",
+    load="tokenspeed_kernels_blackwell.attention.fa4:attention",
     requires=(
         "flash_attn",
         "quack",
@@ -127,30 +127,30 @@ _EXPERTS = (
 )
 
 BLOCK_SCALED = (
-    _blackwell("linear_mxfp8", "block_scaled", _STEP),
-    _blackwell("linear_nvfp4", "block_scaled", _STEP),
-    _blackwell("quantize_mxfp8", "quantize", _GROUPS),
-    _blackwell("quantize_nvfp4", "quantize", _GROUPS),
+    _blackwell("linear_mxfp8", "linear.block_scaled", _STEP),
+    _blackwell("linear_nvfp4", "linear.block_scaled", _STEP),
+    _blackwell("quantize_mxfp8", "linear.quantize", _GROUPS),
+    _blackwell("quantize_nvfp4", "linear.quantize", _GROUPS),
 )
 TORCH_BLOCKS = (
-    _torch_blocks("quantize_mxfp8", "reference", _GRAPHS, "size"),
-    _torch_blocks("linear_mxfp8", "reference", _GRAPHS, "in_size"),
-    _torch_blocks("quantize_nvfp4", "reference", _GRAPHS, "size"),
-    _torch_blocks("linear_nvfp4", "reference", _GRAPHS, "in_size"),
+    _torch_blocks("quantize_mxfp8", "linear.reference", _GRAPHS, "size"),
+    _torch_blocks("linear_mxfp8", "linear.reference", _GRAPHS, "in_size"),
+    _torch_blocks("quantize_nvfp4", "linear.reference", _GRAPHS, "size"),
+    _torch_blocks("linear_nvfp4", "linear.reference", _GRAPHS, "in_size"),
 )
 
-EXPERTS = tuple(
-    _blackwell(op, "experts", *_EXPERTS) for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
+MOE = tuple(
+    _blackwell(op, "moe.experts", *_EXPERTS) for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
 )
-TORCH_EXPERTS = tuple(
-    _torch_blocks(op, "experts_reference", frozenset(), "hidden_size", "intermediate_size")
+TORCH_MOE = tuple(
+    _torch_blocks(op, "moe.reference", frozenset(), "hidden_size", "intermediate_size")
     for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
 )
 
 
 _LATENT_SIZES = (AxisLimit("latent_size", 512, 512), AxisLimit("rope_size", 64, 64))
 
-LATENT = KernelSpec(
+MLA = KernelSpec(
     op="mla_decode",
     backend="blackwell",
     capability=Capability(
@@ -163,7 +163,7 @@ LATENT = KernelSpec(
         features=frozenset({"graph_safe"}),
         limits=_LATENT_SIZES,
     ),
-    load="tokenspeed_kernels_blackwell.latent_decode:mla_decode",
+    load="tokenspeed_kernels_blackwell.mla.decode:mla_decode",
     requires=("triton",),
 )
 
@@ -182,7 +182,7 @@ def _flashinfer_mla(fewest_heads: int, most_heads: int) -> KernelSpec:
             features=frozenset({"graph_safe"}),
             limits=(AxisLimit("num_heads", fewest_heads, most_heads), *_LATENT_SIZES),
         ),
-        load="tokenspeed_kernels_blackwell.flashinfer_mla:mla_decode",
+        load="tokenspeed_kernels_blackwell.mla.flashinfer:mla_decode",
         requires=("flashinfer",),
         obtain=_OBTAIN_FLASHINFER,
         needs_compile=True,  # as that of attention
@@ -201,6 +201,6 @@ TORCH_MLA = KernelSpec(
         dtypes=("float32", *_HALVES),
         features=frozenset({"graph_safe"}),
     ),
-    load="tokenspeed_kernels_blackwell.latent:mla_decode",
+    load="tokenspeed_kernels_blackwell.mla.reference:mla_decode",
     reference=True,
 )

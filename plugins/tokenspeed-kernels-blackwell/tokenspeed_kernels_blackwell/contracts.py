@@ -10,8 +10,8 @@ from tokenspeed_core.api import DOTS, OpContract, Quantization, Tolerance
 OPS_API = 2
 
 _REFERENCE, _INPUTS = (
-    "tokenspeed_kernels_blackwell.reference",
-    "tokenspeed_kernels_blackwell.inputs",
+    "tokenspeed_kernels_blackwell.linear.reference",
+    "tokenspeed_kernels_blackwell.linear.inputs",
 )
 _ROWS = {"size": "elements of a row, N, a multiple of 32"}
 _SIZES = {"in_size": "input features I, a multiple of 32", "out_size": "output features O"}
@@ -116,8 +116,8 @@ MLA = (
             "block_size": "tokens of a block",
             "kv_dtype": "dtype of the cache",
         },
-        "tokenspeed_kernels_blackwell.latent:mla_decode",
-        "tokenspeed_kernels_blackwell.latent_inputs:mla_decode",
+        "tokenspeed_kernels_blackwell.mla.reference:mla_decode",
+        "tokenspeed_kernels_blackwell.mla.inputs:mla_decode",
         DOTS,
         rows=("q", "block_table", "seq_lens"),
         errors="ValueError: more rows than the backend says it takes",
@@ -127,5 +127,58 @@ MLA = (
             {"num_heads": 7, "latent_size": 512, "rope_size": 64, "block_size": 32},
             {"num_heads": 128, "latent_size": 512, "rope_size": 64, "block_size": 64},
         ),
+    ),
+)
+
+_MOE_AXES = {
+    "num_experts": "experts E",
+    "top_k": "experts a token goes to, k",
+    "hidden_size": "features of a token, N, a multiple of 32",
+    "intermediate_size": "features in an expert, I, a multiple of 32",
+}
+_MOE_CASES = (
+    {"num_experts": 6, "top_k": 2, "hidden_size": 96, "intermediate_size": 64},
+    {"num_experts": 6, "top_k": 2, "hidden_size": 128, "intermediate_size": 128},
+    {"num_experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 384},
+)
+
+
+def _near(distance: float) -> tuple[Tolerance, ...]:
+    source = "a hidden value near the middle of two codes may become either, which moves all of its token's sums"
+    return tuple(
+        Tolerance(dtype, relative, distance, source)
+        for dtype, relative in (("float32", 2e-3), ("bfloat16", 1e-2), ("float16", 2e-3))
+    )
+
+
+MOE = (
+    OpContract(
+        "moe_experts_mxfp8",
+        "moe",
+        "(x [T, N], gate_up float8_e4m3fn [E, 2I, N], gate_up_scale uint8 [E, 2I, N / 32], down float8_e4m3fn "
+        "[E, N, I], down_scale uint8 [E, N, I / 32], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: the sum "
+        "over a token's experts of weight * down @ q(silu_mul(gate_up @ q(x))), q being quantize_mxfp8 of a row; what "
+        "lies between is float32",
+        _MOE_AXES,
+        "tokenspeed_kernels_blackwell.moe.reference:moe_experts_mxfp8",
+        "tokenspeed_kernels_blackwell.moe.inputs:moe_experts_mxfp8",
+        _near(0.04),
+        rows=("x", "weights", "ids"),
+        cases=_MOE_CASES,
+    ),
+    OpContract(
+        "moe_experts_nvfp4",
+        "moe",
+        "(x [T, N], x_scale float32 [1], gate_up uint8 [E, 2I, N / 2], gate_up_scale float8_e4m3fn [E, 2I, N / 16], "
+        "gate_up_factor float32 [E], hidden_scale float32 [1], down uint8 [E, N, I / 2], down_scale float8_e4m3fn "
+        "[E, N, I / 16], down_factor float32 [E], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: as "
+        "moe_experts_mxfp8, q being quantize_nvfp4 of a row under x_scale for x, under hidden_scale for what gate and "
+        "up give; factors stand over all values of an expert's weight, gate and up sharing one",
+        _MOE_AXES,
+        "tokenspeed_kernels_blackwell.moe.reference:moe_experts_nvfp4",
+        "tokenspeed_kernels_blackwell.moe.inputs:moe_experts_nvfp4",
+        _near(0.1),
+        rows=("x", "weights", "ids"),
+        cases=_MOE_CASES,
     ),
 )

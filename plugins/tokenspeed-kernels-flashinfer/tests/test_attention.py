@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tokenspeed_kernels_flashinfer import ATTENTION, attention, compiled
+from tokenspeed_kernels_flashinfer.cascade import shared_blocks
 from tokenspeed_kernels_flashinfer.options import FlashInferOptions
-from tokenspeed_kernels_flashinfer.shared import shared_blocks
 from tokenspeed_testing.attention import (
     Rows,
     Scene,

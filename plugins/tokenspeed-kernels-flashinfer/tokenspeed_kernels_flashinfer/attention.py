@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels_flashinfer.cascade import MIN_ROWS, shared_blocks
 from tokenspeed_kernels_flashinfer.options import DEFAULTS, FlashInferOptions
-from tokenspeed_kernels_flashinfer.shared import MIN_ROWS, shared_blocks
 
 MIN_WORKSPACE = 128 * 2**20  # bytes, what the library recommends, for results of keys in parts
 MAX_WORKSPACE = 512 * 2**20  # steps whose parts need more are not cut

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenspeed_kernels_blackwell import FA4, fa4
+from tokenspeed_kernels_blackwell import FA4
+from tokenspeed_kernels_blackwell.attention import fa4
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.explain import explain
 from tokenspeed_testing.signatures import held_to, kept, library_of, read

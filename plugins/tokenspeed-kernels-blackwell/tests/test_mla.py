@@ -1,0 +1,173 @@
+"""Latent attention: what the reference means, the kernel as machine code, and which backend a device gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from machine_code import REGISTERS, SHARED_BYTES, TENSOR_COLUMNS, compiled
+from tokenspeed_kernels_blackwell import TORCH_MLA
+from tokenspeed_kernels_blackwell.mla.decode import FEW, MANY, NUM_STAGES, TAIL, Tiling
+from tokenspeed_kernels_blackwell.mla.decode_kernel import attend, merge
+from tokenspeed_kernels_blackwell.mla.reference import mla_decode
+from tokenspeed_testing.conformance import check
+from tokenspeed_testing.explain import explain
+
+from tokenspeed_core.api.kernels import PlatformInfo
+from tokenspeed_core.errors import SelectionError
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
+from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.plugins import Catalog
+
+DEEPSEEK = {
+    "num_heads": 128,
+    "latent_size": 512,
+    "rope_size": 64,
+    "block_size": 64,
+    "dtype": "bfloat16",
+    "kv_dtype": "bfloat16",
+}
+SMALL = {
+    "num_heads": 3,
+    "latent_size": 8,
+    "rope_size": 4,
+    "block_size": 4,
+    "dtype": "float32",
+    "kv_dtype": "float32",
+}
+
+
+def selector(capability: tuple[int, int], *backends: str) -> Selector:
+    catalog = Catalog.discover()
+    wanted = [Override.parse("mla", backends)] if backends else []
+    return Selector(
+        installed_kernels(catalog),
+        PlatformInfo("cuda", capability),
+        wanted,
+        ops=installed_ops(catalog),
+        needs=frozenset({"graph_safe"}),
+        module_exists=lambda name: True,
+    )
+
+
+def test_the_reference_conforms() -> None:
+    assert check(TORCH_MLA, torch.device("cpu")) > 20
+
+
+def test_each_head_attends_to_its_rows_entries_and_takes_their_leading_elements() -> None:
+    torch.manual_seed(0)
+    cache, q = torch.randn(5, 4, 12), torch.randn(2, 3, 12)
+    table, lengths = (
+        torch.tensor([[4, 0], [2, 1]], dtype=torch.int32),
+        torch.tensor([6, 3], dtype=torch.int32),
+    )
+    y = mla_decode(SMALL)(q, cache, table, lengths, 6, 0.5)
+    for row, entries in enumerate((torch.cat([cache[4], cache[0]])[:6], cache[2][:3])):
+        for head in range(3):
+            weights = torch.stack([q[row, head] @ entry * 0.5 for entry in entries]).exp()
+            expected = (
+                sum(weight * entry[:8] for weight, entry in zip(weights, entries, strict=True))
+                / weights.sum()
+            )
+            torch.testing.assert_close(y[row, head], expected)
+
+
+def test_what_nobody_wrote_has_no_part_in_a_row_and_a_row_of_length_0_gives_zeros() -> None:
+    cache = torch.full((3, 4, 12), float("nan"))
+    cache[1, :2] = 1.0
+    table = torch.tensor([[1, -1, 99], [-1, -1, -1]], dtype=torch.int32)
+    y = mla_decode(SMALL)(
+        torch.ones(2, 3, 12), cache, table, torch.tensor([2, 0], dtype=torch.int32), 12, 1.0
+    )
+    assert torch.equal(y[0], torch.ones(3, 8))
+    assert torch.equal(y[1], torch.zeros(3, 8))
+
+
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+def test_the_library_is_taken_by_name_and_our_own_kernel_by_auto(num_heads: int) -> None:
+    problem = {**DEEPSEEK, "num_heads": num_heads}
+    for names, taken in (((), "blackwell"), (("flashinfer",), "flashinfer")):
+        chosen = selector((10, 3), *names)
+        assert chosen.select("mla_decode", problem).spec.backend == taken
+        passed_over = "it must be compiled before the first call" in explain(
+            chosen.plan(), "mla_decode"
+        )
+        assert passed_over is not bool(names)
+
+
+def test_what_the_library_refuses_is_refused_when_the_model_is_built_with_the_reason() -> None:
+    for axis, value, reason in (
+        ("num_heads", 96, "num_heads 96 is above 64"),
+        ("block_size", 16, "block_size 16 is not among 32, 64"),
+        ("latent_size", 256, "latent_size 256 is below 512"),
+        ("dtype", "float16", "dtype float16 is not among"),
+    ):
+        with pytest.raises(SelectionError, match=reason):
+            selector((10, 0), "flashinfer").select("mla_decode", {**DEEPSEEK, axis: value})
+    chosen = selector((9, 0))
+    assert chosen.select("mla_decode", DEEPSEEK).spec.backend == "torch"
+    assert "compute capability 9.0 is outside 10.0 to 10.3" in explain(chosen.plan(), "mla_decode")
+
+
+@pytest.mark.parametrize("capability", [100, 103])
+@pytest.mark.parametrize("tiling", [FEW, MANY], ids=lambda tiling: f"{tiling.block_h} heads")
+def test_the_kernel_fits_the_multiprocessor_and_uses_its_own_units(
+    tiling: Tiling, capability: int, tmp_path: Path
+) -> None:
+    dtype = "bf16" if capability == 100 else "fp16"
+    boxes = {
+        f"{name}_desc": f"tensordesc<{dtype}[1, {size}, {width}]>"
+        for end, size in (("", 64), ("_tail", TAIL))
+        for name, width in ((f"latent{end}", 512), (f"rope{end}", 64))
+    }
+    signature = {
+        "q_ptr": f"*{dtype}",
+        **boxes,
+        "part_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+        "seq_lens_ptr": "*i32",
+        "table_ptr": "*i32",
+        "log2_scale": "fp32",
+        **dict.fromkeys(("q_stride_t", "q_stride_h", "table_stride"), "i32"),
+    }
+    constants = {
+        "H": 4 * tiling.block_h,
+        "L": 512,
+        "R": 64,
+        "BLOCK_SIZE": 64,
+        "BLOCK_H": tiling.block_h,
+        "TAIL": TAIL,
+    }
+    code = compiled(
+        attend,
+        signature,
+        constants,
+        tmp_path,
+        capability=capability,
+        aligned=("q_ptr", "part_ptr", "lse_ptr", "q_stride_t", "q_stride_h"),
+        num_warps=tiling.num_warps,
+        num_stages=NUM_STAGES,
+    )
+    assert code.count("tcgen05.mma") > 0, "products on the tensor cores of this generation"
+    assert code.count("cp.async.bulk.tensor") > 0, "the cache by the tensor memory accelerator"
+    assert code.stack_bytes <= (0 if tiling is FEW else 16), "more than four registers are spilled"
+    assert code.num_registers * 32 * tiling.num_warps <= REGISTERS
+    assert code.shared_bytes <= SHARED_BYTES
+    assert code.tensor_columns <= TENSOR_COLUMNS
+
+
+def test_the_merging_of_parts_compiles_without_spills(tmp_path: Path) -> None:
+    signature = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "y_ptr": "*bf16", "num_splits": "i32"}
+    code = compiled(
+        merge,
+        signature,
+        {"L": 512, "SPLITS": 32},
+        tmp_path,
+        capability=100,
+        aligned=("part_ptr", "lse_ptr", "y_ptr"),
+        num_warps=4,
+        num_stages=3,
+    )
+    assert code.stack_bytes == 0

@@ -1,0 +1,1 @@
+"""The linear kernels for Blackwell."""

@@ -1,0 +1,1 @@
+"""The mla kernels for Blackwell."""

@@ -1,0 +1,1 @@
+"""The moe kernels for Blackwell."""

@@ -1,0 +1,82 @@
+"""Inputs for the ops of `experts_contracts`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenspeed_testing.inputs import random, random_rows
+from torch import Generator, Tensor, device
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels_blackwell.linear.inputs import NV_LARGEST
+from tokenspeed_kernels_blackwell.linear.reference import mxfp8_rows, nvfp4_rows
+
+
+def moe_experts_mxfp8(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """Make x [T, N], quantised weights of unit gain, and distinct experts of each token; some experts get none."""
+    gate_up, down = _weights(problem, at, seed)
+    (gate_up, gate_up_scale), (down, down_scale) = mxfp8_rows(gate_up), mxfp8_rows(down)
+    return {
+        "x": random_rows(num, problem["hidden_size"], problem, at, seed, strided),
+        "gate_up": gate_up,
+        "gate_up_scale": gate_up_scale,
+        "down": down,
+        "down_scale": down_scale,
+        **_routing(problem, num, at, seed),
+    }
+
+
+def moe_experts_nvfp4(
+    problem: Problem, num: int, at: device, seed: Generator, strided: bool
+) -> dict[str, Any]:
+    """As moe_experts_mxfp8, with the scales over all values, which differ from expert to expert."""
+    gate_up, down = _weights(problem, at, seed)
+    gate_up, gate_up_scale, gate_up_factor = _each_nvfp4(gate_up)
+    down, down_scale, down_factor = _each_nvfp4(down)
+    x = random_rows(num, problem["hidden_size"], problem, at, seed, strided)
+    return {
+        "x": x,
+        "x_scale": torch.full((1,), 6.0 / NV_LARGEST, device=at),
+        "gate_up": gate_up,
+        "gate_up_scale": gate_up_scale,
+        "gate_up_factor": gate_up_factor,
+        "hidden_scale": torch.full((1,), 12.0 / NV_LARGEST, device=at),
+        "down": down,
+        "down_scale": down_scale,
+        "down_factor": down_factor,
+        **_routing(problem, num, at, seed),
+    }
+
+
+def _weights(problem: Problem, at: device, seed: Generator) -> tuple[Tensor, Tensor]:
+    """Make gate_up [E, 2I, N] and down [E, N, I], later experts a little larger, neighbouring rows unlike."""
+    experts, size, inner = (
+        problem["num_experts"],
+        problem["hidden_size"],
+        problem["intermediate_size"],
+    )
+    gain = torch.linspace(0.7, 1.3, experts, device=at).view(-1, 1, 1)
+    gate_up = random((experts, 2 * inner, size), problem, at, seed).float() / size**0.5 * gain
+    down = random((experts, size, inner), problem, at, seed).float() / inner**0.5 * gain
+    for weight in (gate_up, down):
+        weight[:, ::5] *= 0.25
+    return gate_up, down
+
+
+def _routing(problem: Problem, num: int, at: device, seed: Generator) -> dict[str, Tensor]:
+    experts, k = problem["num_experts"], problem["top_k"]
+    ids = torch.rand((num, experts), generator=seed).argsort(dim=1)[:, :k].to(torch.int32)
+    return {"weights": torch.rand((num, k), generator=seed).to(at), "ids": ids.to(at)}
+
+
+def _each_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an expert's codes, the scales of its groups, and the scale of all its values, for every expert."""
+    factors = weight.abs().amax(dim=(1, 2)) / NV_LARGEST
+    quantised = [
+        nvfp4_rows(each, factor.view(1)) for each, factor in zip(weight, factors, strict=True)
+    ]
+    codes, scales = zip(*quantised, strict=True)
+    return torch.stack(codes), torch.stack(scales), factors

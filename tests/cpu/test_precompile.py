@@ -1,0 +1,337 @@
+"""Kernels are compiled ahead as they will be launched, once, and by threads that end. No device: none is launched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tokenspeed_testing.conformance import make_inputs
+from tokenspeed_testing.shapes import contract_of, problems
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep, KernelSpec
+from tokenspeed_kernels import descriptors
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.attention.backend import attention
+from tokenspeed_kernels.triton.linear.gated_gemm import gated_linear
+
+CPU = torch.device("cpu")
+AHEAD = (
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "linear",
+    "add_rms_norm_linear",
+    "add_rms_norm_linear_silu_mul",
+    "fused_block",
+    "rope_write_kv",
+    "qk_norm_rope_write_kv",
+    "greedy",
+    "sample",
+    "quantize_fp8",
+    "add_rms_norm_fp8",
+    "silu_mul_fp8",
+    "linear_fp8",
+    "quantize_linear_fp8",
+    "add_rms_norm_linear_fp8",
+    "add_rms_norm_mlp_fp8",
+    "write_kv",
+    "moe_route",
+    "moe_experts",
+    "moe_experts_fp8",
+    "fused_block_in_place",
+    "advance_rows",
+    "map_tokens",
+    "note_tokens",
+    "quantize_fp8_groups",
+    "add_rms_norm_fp8_groups",
+    "silu_mul_fp8_groups",
+    "linear_fp8_block",
+)
+SPECS = [
+    spec
+    for name, specs in sorted(vars(descriptors).items())
+    if name.startswith("TRITON_")
+    for spec in specs
+    if spec.op in AHEAD
+]
+USUAL = {
+    "bias": None,
+    "gate_up_bias": None,
+    "down_bias": None,
+    "renormalize": True,
+    "interleaved": False,
+}
+DEVICES = count(1000)  # Triton keeps what it compiles for a device as long as the process lives
+
+
+class Compiler:
+    """Stands for Triton's, and for its driver: notes what is compiled, and by which thread."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, str]] = []  # kernel, thread
+        self.glued: list[str] = []
+        self.before: Callable[[], object] = lambda: None
+
+    def __call__(self, src: Any, **options: Any) -> Any:
+        self.compiled.append((src.name, threading.current_thread().name))
+        self.before()
+        return SimpleNamespace(
+            src=src,
+            metadata=None,
+            packed_metadata=None,
+            function=None,
+            launch_metadata=lambda *_: None,
+            run=lambda *_: None,
+        )
+
+    def driver(self) -> Any:
+        """Return the driver of a device for which no kernel stands compiled."""
+        device = next(DEVICES)
+        return SimpleNamespace(
+            get_current_device=lambda: device,
+            get_current_stream=lambda _: 0,
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            launcher_cls=lambda src, _: self.glued.append(src.name),
+        )
+
+    def names(self) -> list[str]:
+        return sorted(name for name, _ in self.compiled)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    compiler = Compiler()
+    monkeypatch.setattr("triton.compiler.compile", compiler)
+    monkeypatch.setattr(driver, "_active", compiler.driver())
+    monkeypatch.setattr(precompile, "is_possible", lambda: True)
+    monkeypatch.setattr(precompile, "num_processors", lambda: 3)
+    yield compiler
+    settle()
+
+
+def settle() -> None:
+    """Wait for the threads that compile."""
+    for thread in threading.enumerate():
+        if thread.name == "precompile":
+            thread.join(timeout=60)
+
+
+@precompile.jit
+def one(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr, N)
+
+
+@precompile.jit
+def two(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr, N + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0 + 0.0)
+
+
+def launch(x: Tensor, *sizes: int, kernel: Any = one) -> None:
+    for size in sizes:
+        kernel[(1,)](x, N=size)
+
+
+@pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda spec: f"{spec.op} of {spec.load.partition(':')[0]}"
+)
+def test_what_a_factory_has_compiled_is_what_its_kernel_launches(
+    spec: KernelSpec, compiler: Compiler
+) -> None:
+    contract = contract_of(spec)
+    for problem in problems(spec):
+        kernel = spec.factory()(problem)
+        settle()
+        found = compiler.names()
+        assert len(found) == len(compiler.glued)
+        for num_rows in (1, 33, 65, 129):
+            given = make_inputs(contract, problem, num_rows, CPU, strided=False)
+            kernel(*(USUAL.get(name, value) for name, value in given.items()))
+            assert compiler.names() == found, (
+                f"{num_rows} rows launch what was not compiled ahead: {problem}"
+            )
+    assert found
+
+
+def test_the_gated_product_of_many_rows_is_compiled_ahead_for_any_number_of_them(
+    compiler: Compiler,
+) -> None:
+    apply = gated_linear({"in_size": 64, "out_size": 96, "dtype": "bfloat16"})
+    settle()
+    for num_rows in (2048, 2051):
+        apply(
+            torch.zeros(num_rows, 64, dtype=torch.bfloat16),
+            torch.zeros(192, 64, dtype=torch.bfloat16),
+        )
+    assert compiler.names() == ["_gated"]
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("num_heads", [8, 32])
+@pytest.mark.parametrize(
+    ("kv_dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", None), ("bfloat16", 512)]
+)
+def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: Compiler,
+    phase: str,
+    num_heads: int,
+    kv_dtype: str,
+    window: int | None,
+) -> None:
+    monkeypatch.setattr("tokenspeed_kernels.triton.attention.backend.FALLBACK_MULTIPROCESSORS", 132)
+    problem = AttentionProblem(phase, num_heads, 8, 128, "bfloat16", kv_dtype, 16, 0.1, window)
+    limits = AttentionLimits(65, 2048, 8192, 512)
+    backend = attention(problem, limits, CPU)
+    settle()
+    ahead_of_it = compiler.names()
+    k_cache, v_cache = torch.zeros(4, 6, 2, 16, 8, 128).to(getattr(torch, kv_dtype))[:, 2].unbind(1)
+    chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
+    rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
+    forms = [
+        (*bound, beside)
+        for bound in ((True, 8192), (True, 4000), (False, 4096))
+        for beside in (False, True)
+    ]
+    for counts, (shares, longest, is_beside) in product([*rows, *chunks], forms):
+        starts = torch.tensor([0, *counts]).cumsum(0).tolist()
+        qkv = torch.zeros(starts[-1], num_heads + 16, 128, dtype=torch.bfloat16)
+        backend.prepare(
+            AttentionStep(
+                len(counts),
+                starts[-1],
+                max(counts),
+                longest,
+                torch.tensor(starts, dtype=torch.int32),
+                torch.tensor(counts, dtype=torch.int32),
+                torch.zeros(len(counts), 512, dtype=torch.int32),
+                tuple(starts),
+                None,
+                shares,
+                is_beside,
+            )
+        )
+        for layer in (0, 1):
+            backend.forward(
+                qkv[:, :num_heads], k_cache, v_cache, torch.empty_like(qkv[:, :num_heads])
+            )
+            assert compiler.names() == ahead_of_it, (
+                f"not compiled ahead: {counts}, {shares}, layer {layer}"
+            )
+    assert "attend" in ahead_of_it
+
+
+def test_a_kernel_that_is_being_compiled_is_waited_for_and_not_compiled_twice(
+    compiler: Compiler,
+) -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        may_end.wait(60)
+
+    compiler.before = wait
+    precompile.compile_for(launch, precompile.blank("float32", 4), 1)
+    assert began.wait(60)
+    launching = threading.Thread(target=launch, args=(torch.zeros(4), 1))
+    launching.start()
+    time.sleep(0.05)
+    assert launching.is_alive()
+    may_end.set()
+    launching.join(timeout=60)
+    assert not launching.is_alive()
+    assert compiler.compiled == [("one", "precompile")]
+
+
+def test_a_launch_compiles_by_itself_what_no_thread_has_begun(compiler: Compiler) -> None:
+    may_end = threading.Event()
+    compiler.before = lambda: (
+        threading.current_thread() is threading.main_thread() or may_end.wait(60)
+    )
+    precompile.compile_for(
+        launch, precompile.blank("float32", 4), 1, 2, 3
+    )  # two threads begin two of them
+    launch(torch.zeros(4), 3)
+    may_end.set()
+    settle()
+    launch(torch.zeros(4), 1, 2, 3)
+    assert sorted(thread for _, thread in compiler.compiled) == [
+        "MainThread",
+        "precompile",
+        "precompile",
+    ]
+
+
+def test_the_longest_kernel_is_begun_first(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precompile, "num_processors", lambda: 2)
+    may_end = threading.Event()
+    compiler.before = lambda: may_end.wait(60)
+    x = precompile.blank("float32", 4)
+    precompile.compile_for(launch, x, 1, 2, 3)
+    precompile.compile_for(lambda: launch(x, 1, 2, kernel=two))
+    may_end.set()
+    settle()
+    assert [name for name, _ in compiler.compiled] == ["one", "two", "two", "one", "one"]
+
+
+def test_what_the_compiler_raises_is_raised_at_the_launch(compiler: Compiler) -> None:
+    def fail() -> None:
+        raise ValueError(f"no such instruction, says {threading.current_thread().name}")
+
+    compiler.before = fail
+    precompile.compile_for(launch, precompile.blank("float32", 4), 1)
+    settle()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such instruction, says MainThread"):
+            launch(torch.zeros(4), 1)
+
+
+def test_threads_end_with_the_work(compiler: Compiler) -> None:
+    precompile.compile_for(launch, precompile.blank("float32", 4), *range(20))
+    settle()
+    assert len(compiler.compiled) == 20
+    assert not [thread for thread in threading.enumerate() if thread.name == "precompile"]
+
+
+@pytest.mark.parametrize(("has_device", "num_processors"), [(False, 8), (True, 1)])
+def test_nothing_is_compiled_ahead_without_a_device_or_a_second_processor(
+    monkeypatch: pytest.MonkeyPatch, has_device: bool, num_processors: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
+    monkeypatch.setattr(precompile, "num_processors", lambda: num_processors)
+    precompile.compile_for(lambda: pytest.fail("it was launched"))
+
+
+def test_a_process_that_ends_compiles_no_more_than_it_has_begun() -> None:
+    code = """
+import time
+from tokenspeed_kernels.triton import precompile
+precompile.num_processors = lambda: 3
+for _ in range(200):
+    precompile._THREADS.put(1, lambda: time.sleep(0.5))
+print("ends", flush=True)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=40, check=True
+    )
+    assert ended.stdout == "ends\n"
+    assert not ended.stderr
+
+
+def test_the_interpreter_gets_plain_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert type(precompile.jit(one.fn)) is type(triton.jit(one.fn))

@@ -1,0 +1,148 @@
+"""Block-scaled experts for Blackwell, and rows quantised, under Triton's interpreter.
+
+Rounding to e4m3, the interpreter loses the carry up to a power of two and cuts subnormal values; and it takes the byte
+of an e4m3 scale for an exponent. So what rounds is tested alone, where neither is; and the products with rows that the
+reference rounded, those of NVFP4 with scales that are exponents for the reference too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenspeed_kernels_blackwell import MOE
+from tokenspeed_kernels_blackwell.linear import quantize, reference
+from tokenspeed_kernels_blackwell.moe import experts
+from tokenspeed_kernels_blackwell.moe import inputs as experts_inputs
+from tokenspeed_kernels_blackwell.moe import reference as experts_reference
+from tokenspeed_kernels_blackwell.moe.experts import TILINGS
+from tokenspeed_testing.conformance import check
+from tokenspeed_testing.shapes import contract_of
+from torch import Tensor
+
+from tokenspeed_core.api import Tolerance
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter's NumPy warns of what is then not taken
+]
+
+CPU = torch.device("cpu")
+NEAR = tuple(
+    Tolerance(dtype, limit, limit, "none")
+    for dtype, limit in (("bfloat16", 2e-2), ("float16", 2e-3))
+)
+ROWS = (0, 1, 2 * TILINGS[0].block_t, 6 * TILINGS[0].block_t + 3, 3 * TILINGS[1].block_t + 5)
+
+
+def rows_of_all_sizes(size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((9, size + 8), generator=generator) * torch.logspace(-6, 6, 9).unsqueeze(1)
+    x[3, :40] = 0.0
+    return x[:, 8:]
+
+
+@pytest.mark.parametrize("size", [64, 96, 4096 + 32])
+def test_rows_in_mxfp8_are_the_references_to_the_bit(size: int) -> None:
+    x = rows_of_all_sizes(size)
+    (codes, scale), (found, found_scale) = reference.mxfp8_rows(x), quantize.mxfp8_rows(x)
+    assert torch.equal(found_scale, scale)
+    code, found_code = codes.view(torch.uint8), found.view(torch.uint8)
+    sure = (code & 7 != 0) & (code & 127 > 7)
+    assert sure.float().mean() > 0.7
+    assert torch.equal(found_code[sure], code[sure])
+
+
+def test_an_mxfp8_scale_is_the_references_at_the_edges_of_every_power_of_two() -> None:
+    edges = 448.0 * torch.exp2(torch.arange(-134, 120).double()).float()
+    near = torch.stack(
+        [edges, torch.nextafter(edges, 2 * edges), torch.nextafter(edges, 0 * edges), edges / 1.75]
+    )
+    x = torch.zeros(near.numel() + 1, 32)
+    x[:-1, 7] = -near.flatten()
+    assert torch.equal(quantize.mxfp8_rows(x)[1], reference.mxfp8_rows(x)[1])
+
+
+@pytest.mark.parametrize("size", [64, 96, 2048 + 32])
+def test_rows_in_nvfp4_are_the_references_to_the_bit(size: int) -> None:
+    x = rows_of_all_sizes(size)
+    for row in x:
+        scale = (row.abs().amax() / 2688).view(1)
+        codes, group_scale = (
+            each.view(torch.uint8) for each in reference.nvfp4_rows(row[None], scale)
+        )
+        found, found_scale = (
+            each.view(torch.uint8) for each in quantize.nvfp4_rows(row[None], scale)
+        )
+        without_carry = group_scale & 7 != 0
+        assert torch.equal(found_scale[without_carry], group_scale[without_carry])
+        same = (found_scale == group_scale).repeat_interleave(8, dim=1)
+        assert same.float().mean() > 0.4
+        assert torch.equal(found[same], codes[same])
+
+
+def test_what_lies_between_two_codes_of_e2m1_goes_to_the_even_one() -> None:
+    x = torch.tensor(
+        [
+            [
+                6.0,
+                0.25,
+                0.75,
+                1.25,
+                1.75,
+                2.5,
+                3.5,
+                5.0,
+                -0.25,
+                -0.75,
+                -1.25,
+                -1.75,
+                -2.5,
+                -3.5,
+                -5.0,
+                -0.0,
+            ]
+        ]
+    )
+    one = torch.full((1,), 2.0 / 3)  # the group's scale becomes 1.5
+    (codes, scale), (found, found_scale) = reference.nvfp4_rows(x, one), quantize.nvfp4_rows(x, one)
+    assert torch.equal(found_scale.float(), scale.float()) and torch.equal(found, codes)
+
+
+def test_mxfp8_experts_conform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "mxfp8_rows", reference.mxfp8_rows)
+    contract = replace(contract_of(MOE[0]), tolerances=NEAR)
+    assert check(MOE[0], CPU, contract=contract, num_rows=ROWS) >= 4 * len(ROWS)
+
+
+def to_exponents(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x as e2m1 as `nvfp4_rows` does, its groups scaled by powers of two up to 1/2, whose exponents it holds."""
+    groups = x.float().unflatten(-1, (-1, 16)) / scale
+    exponent = (groups.abs().amax(dim=-1) / 6).clamp(min=1e-6).log2().ceil().clamp(max=-1)
+    each = groups / torch.exp2(exponent).unsqueeze(-1)
+    code = (each.abs().unsqueeze(-1) - torch.tensor(reference.E2M1)).abs().argmin(dim=-1) + 8 * (
+        each < 0
+    )
+    code = code.flatten(-2).to(torch.uint8)
+    return code[..., 0::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8).view(
+        torch.float8_e4m3fn
+    )
+
+
+def of_exponents(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Return what `to_exponents` stored, without the scale over all."""
+    return reference.nvfp4_values(codes, torch.exp2(exponents.view(torch.uint8).float() - 127))
+
+
+def test_nvfp4_experts_conform_but_for_how_the_interpreter_reads_scales(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (experts, experts_inputs, experts_reference):
+        monkeypatch.setattr(module, "nvfp4_rows", to_exponents)
+    monkeypatch.setattr(experts_reference, "nvfp4_values", of_exponents)
+    monkeypatch.setattr(experts_inputs, "NV_LARGEST", 2.0)  # 6 times 1/2 is above it
+    contract = replace(contract_of(MOE[1]), tolerances=NEAR)
+    assert check(MOE[1], CPU, contract=contract, num_rows=ROWS) >= 4 * len(ROWS)

@@ -1,0 +1,216 @@
+"""Keys that all decode rows share, found from the block table and attended to once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenspeed_testing.attention import Rows, attend, attends, limits_of, make_scene
+
+from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_core.worker.slots import SHARED_PREFIX, SHORT
+from tokenspeed_kernels.options import MAX_SPLITS, AttentionOptions
+from tokenspeed_kernels.triton.attention.backend import LONG_SPLIT, TritonAttention
+from tokenspeed_kernels.triton.attention.cascade import (
+    BLOCK_N,
+    MERGED_PARTS,
+    MIN_KEYS,
+    MIN_ROWS,
+    SharedPrefix,
+)
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings(
+        "ignore::RuntimeWarning"
+    ),  # the interpreter's NumPy warns of log2(0)
+]
+
+CPU = torch.device("cpu")
+PROBLEM = AttentionProblem("decode", 4, 2, 16, "float32", "float32", 64, 0.25, None)
+LENGTHS = (400, 350, 330, 600, 345, 401, 377, 328, 390)
+assert len(LENGTHS) == MIN_ROWS
+
+
+def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
+    return Rows((1,) * len(seq_lens), seq_lens, num_shared)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_found"),
+    [
+        pytest.param(rows_of(LENGTHS, 0), 0, id="nothing shared"),
+        pytest.param(rows_of(LENGTHS, 192), 0, id="too little shared"),
+        pytest.param(rows_of((0, *LENGTHS[1:]), 0), 0, id="too few rows"),
+        pytest.param(rows_of(LENGTHS, 320), 320, id="shared"),
+        pytest.param(rows_of((*LENGTHS, 0, 0), 320), 320, id="padding rows"),
+        pytest.param(
+            rows_of((320, *LENGTHS), 320), 256, id="a row that would keep no key of its own"
+        ),
+        pytest.param(
+            rows_of((641, *(300 + each for each in LENGTHS[:2]), *(650,) * 6), 640),
+            640,
+            id="several splits",
+        ),
+    ],
+)
+def test_the_keys_that_all_rows_share_are_found_and_attended_to(rows: Rows, num_found: int) -> None:
+    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    padded = rows.seq_lens.index(0) if 0 in rows.seq_lens else len(rows.seq_lens)
+    if any(rows.seq_lens[padded:]):  # the kit compares the rows before the first padding row
+        attend(kernel, scene)
+    else:
+        attends(kernel, PROBLEM, scene, rows)
+    assert int(kernel.shared.found[0]) == num_found
+
+
+def test_padding_rows_before_and_between_others_are_passed_over() -> None:
+    rows = rows_of((0, *LENGTHS[:4], 0, *LENGTHS[4:]), 0)
+    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    table = scene.step.block_table
+    together = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=1)
+    real = torch.tensor([1, 2, 3, 4, 6, 7, 8, 9, 10])
+    table.fill_(-1)
+    table[real, : together.step.block_table.shape[1]] = together.step.block_table
+    scene.q[real] = together.q
+    out = torch.full(scene.q.shape, float("nan"))
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    kernel.prepare(scene.step)
+    kernel.forward(scene.q, together.k_cache, together.v_cache, out)
+    assert kernel.shared.found.tolist() == [320, 1]
+    assert not out.isnan().any()
+    torch.testing.assert_close(out[real], together.expected, rtol=1e-4, atol=1e-4)
+
+
+def test_each_pass_over_the_layers_finds_the_shared_keys_anew() -> None:
+    scene = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
+    other = make_scene(PROBLEM, rows_of(LENGTHS, 0), CPU, seed=1)
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    attend(kernel, scene)
+    for step_tensor in ("block_table", "seq_lens"):
+        getattr(scene.step, step_tensor).copy_(getattr(other.step, step_tensor))
+    arena = torch.zeros((other.k_cache.shape[0], *scene.k_cache.shape[1:]))
+    caches = [arena.clone(), arena.clone()]
+    caches[0].copy_(other.k_cache)
+    caches[1].copy_(other.v_cache)
+    out = torch.empty(scene.q.shape)
+    kernel.prepare(scene.step)
+    for seen in (
+        other,
+        other,
+    ):  # two passes without another `prepare`, as a graph captures and replays
+        kernel.forward(seen.q, caches[0], caches[1], out)
+        torch.testing.assert_close(out, other.expected, rtol=1e-4, atol=1e-4)
+        assert int(kernel.shared.found[0]) == 0
+        kernel.shared.found.fill_(64)  # a stale length would be wrong
+
+
+def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
+    problem = replace(PROBLEM, num_kv_heads=1)
+    rows = rows_of((3000,), 0)
+    scene = make_scene(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(scene), CPU)
+    for _ in range(
+        2
+    ):  # programs count each other's results, and leave the counts as they found them
+        attends(kernel, problem, scene, rows)
+
+
+def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none() -> None:
+    assert SHARED_PREFIX <= MIN_KEYS
+    assert SHORT <= LONG_SPLIT, "a plain step has no parts"
+    scene = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    kernel.shared.found.fill_(320)  # of a step before
+    kernel.prepare(replace(scene.step, shares_prefix=False))
+    assert kernel._launch is not None and kernel._launch.shared is None
+    out = torch.empty(scene.q.shape)
+    kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
+    torch.testing.assert_close(out, scene.expected, rtol=1e-4, atol=1e-4)
+    assert int(kernel.shared.found[0]) == 320
+
+
+def test_rows_of_several_query_tokens_share_nothing() -> None:
+    rows = Rows((2,) * MIN_ROWS, LENGTHS, 320)
+    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    attends(kernel, PROBLEM, scene, rows)
+    assert int(kernel.shared.found[0]) == 0
+
+
+@pytest.mark.parametrize(("num_heads", "head_size", "num_rows"), [(16, 16, 10), (7, 48, 10)])
+def test_rows_of_several_tiles_attend_to_the_shared_keys(
+    num_heads: int, head_size: int, num_rows: int
+) -> None:
+    problem = replace(PROBLEM, num_heads=num_heads, num_kv_heads=1, head_size=head_size)
+    rows = rows_of(tuple(300 + 3 * row for row in range(num_rows)), 256)
+    scene = make_scene(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(scene), CPU)
+    launch = kernel.shared.launch(num_rows)
+    assert launch is not None
+    assert launch.num_tiles > 1
+    attends(kernel, problem, scene, rows)
+    assert int(kernel.shared.found[0]) == 256
+
+
+@pytest.mark.parametrize("num_rows", [9, 31, 70])
+@pytest.mark.parametrize("first_odd", [0, 17, 31, 32, 255, 256, 257, 511, 600, 1000])
+def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(
+    num_rows: int, first_odd: int
+) -> None:
+    block_size, num_columns = 8, 640
+    generator = torch.Generator().manual_seed(num_rows + first_odd)
+    table = torch.randint(1000, (1, num_columns), dtype=torch.int32, generator=generator).repeat(
+        num_rows, 1
+    )
+    odd_row = int(torch.randint(num_rows, (), generator=generator))
+    if first_odd < num_columns:
+        table[odd_row, first_odd] += 1
+    seq_lens = torch.full((num_rows,), 605 * block_size, dtype=torch.int32)
+    problem = replace(PROBLEM, block_size=block_size)
+    shared = SharedPrefix(
+        problem, AttentionLimits(num_rows, num_rows, 8 * num_columns, num_columns), CPU, 16
+    )
+    launch = shared.launch(num_rows)
+    assert launch is not None
+    shared.find(
+        AttentionStep(
+            num_rows,
+            num_rows,
+            1,
+            8 * num_columns,
+            torch.arange(num_rows + 1, dtype=torch.int32),
+            seq_lens,
+            table,
+            None,
+            None,
+        ),
+        launch,
+    )
+    expected = min(first_odd * block_size, 605 * block_size - 1) // BLOCK_N * BLOCK_N
+    assert shared.found.tolist() == [expected if expected >= MIN_KEYS else 0, 0]
+
+
+def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> None:
+    problem = replace(PROBLEM, dtype="float16", kv_dtype="float8_e4m3fn")
+    rows = rows_of(LENGTHS, 320)
+    scene = make_scene(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(scene), CPU)
+    attends(kernel, problem, scene, rows)
+    assert int(kernel.shared.found[0]) == 320
+
+
+def test_an_operator_may_have_no_keys_cut_and_none_shared() -> None:
+    rows = rows_of(LENGTHS, 320)
+    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    whole = AttentionOptions(max_splits=1, shared_prefix=False)
+    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU, options=whole)
+    attends(kernel, PROBLEM, scene, rows)
+    assert kernel._launch is not None
+    assert (kernel._launch.num_splits, kernel._launch.shared) == (1, None)
+    usual = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    usual.prepare(scene.step)
+    assert usual._launch is not None and usual._launch.shared is not None
+    assert MAX_SPLITS == MERGED_PARTS**2

@@ -1,0 +1,23 @@
+"""The gated product of many rows under Triton's interpreter: tiles that reach beyond rows, features and halves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tokenspeed_kernels.triton.linear.gated_gemm import gated_linear
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "in_size", "out_size"), [(5, 96, 40), (130, 64, 136), (129, 72, 8)]
+)
+def test_halves_of_any_size_meet_in_a_tile(num_rows: int, in_size: int, out_size: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(num_rows, in_size).half()
+    weight = (torch.randn(2 * out_size, in_size) / in_size**0.5).half()
+    found = gated_linear({"in_size": in_size, "out_size": out_size, "dtype": "float16"})(x, weight)
+    gate, up = functional.linear(x.float(), weight.float()).chunk(2, dim=-1)
+    torch.testing.assert_close(found.float(), functional.silu(gate) * up, atol=8e-3, rtol=4e-3)

@@ -1,0 +1,39 @@
+"""The Triton product with a scale a block, against float64 and the numbers that transformers reads of its operands."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS
+from tokenspeed_kernels.triton.linear.gemm_fp8_block import FEW_ROWS, MIDDLE_ROWS, linear_fp8_block
+
+pytestmark = pytest.mark.interpreter
+
+
+def operand(rows: int, size: int, block_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales as transformers makes them, and the float64 values that it reads of those."""
+    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * torch.logspace(
+        -2, 1, size
+    )
+    config = FineGrainedFP8Config(weight_block_size=(block_rows, 128))
+    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": x})
+    codes, scale = made["x.weight"], made["x.weight_scale_inv"]
+    values = Fp8Dequantize(None).convert({"weight": [codes], "weight_scale_inv": [scale]})["weight"]
+    return codes, scale, values.double()
+
+
+@pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1, MAX_ROWS + 1, MIDDLE_ROWS + 1, 600])
+def test_products_are_those_of_the_numbers_that_transformers_reads(num_rows: int) -> None:
+    x, x_scale, x_values = operand(num_rows, 384, 1)
+    weight, weight_scale, weight_values = operand(256, 384, 128)
+    bias = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    kernel = linear_fp8_block({"in_size": 384, "out_size": 256, "dtype": "float32"})
+    expected = x_values @ weight_values.T + bias.double()
+    found = kernel(x, x_scale, weight, weight_scale, bias).double()
+    assert (found - expected).norm() / expected.norm() < 1e-6

@@ -1,0 +1,300 @@
+"""The Triton attention backend: decode rows with their keys split over programs, prompts in causal tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels.options import DEFAULTS, MAX_SPLITS, AttentionOptions
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.attention.cascade import BLOCK_N as SHARED_BLOCK_N
+from tokenspeed_kernels.triton.attention.cascade import MERGED_PARTS, SharedLaunch, SharedPrefix
+from tokenspeed_kernels.triton.attention.kernel import attend
+from tokenspeed_kernels.triton.pdl import supports_pdl
+
+MIN_SPLIT = 64  # keys of a split where rows are too few to fill the device
+LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
+CROWD, SHARING_CROWD = (
+    3,
+    8,
+)  # programs of a multiprocessor that small tiles keep busiest; where rows may share keys
+FULL = 2  # programs of a multiprocessor that keep it busy
+WANTED = 4  # programs of a multiprocessor that splitting aims at
+NUM_SLOTS = {
+    "decode": 65536,
+    "prefill": 16384,
+}  # rows of tiles of all splits, by phase of the problem
+SMALL_STEP = (
+    1024  # tokens, up to which tiles of prompts are small, so that there are enough of them
+)
+MAX_DECODE_ROWS = 64  # of a tile of the decode launch: more query tokens a row are a prompt
+LOG2_E = 1.4426950408889634
+FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
+MERGED_HEADS = 4  # query heads that a program merges at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows of a tile (query tokens times query heads of a key head), keys of a step, warps, loads in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """The launch over all rows of a step."""
+
+    num_tiles: int
+    num_splits: int
+    least: int
+    one_tile: bool
+    tiling: Tiling
+    shared: SharedLaunch | None
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether results of several programs may have to be merged."""
+        return self.num_splits > 1 or self.shared is not None
+
+
+class TritonAttention:
+    """Paged attention for any mix of rows. `prepare` does host arithmetic only, so graphs may replay it.
+
+    Keys that all rows of a decode launch share are read once; the first layer of each pass finds how many.
+    """
+
+    prepares_on_host = True
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        limits: AttentionLimits,
+        device: torch.device,
+        decode_tiling: Tiling | None = None,
+        prefill_tiling: Tiling | None = None,
+        options: AttentionOptions = DEFAULTS,
+    ) -> None:
+        if problem.num_heads % problem.num_kv_heads:
+            raise ValueError(
+                f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads"
+            )
+        self._problem, self._options = problem, options
+        self._num_groups = problem.num_heads // problem.num_kv_heads
+        self._block_d = max(16, triton.next_power_of_2(problem.head_size))
+        wide = problem.dtype == "float32" or self._block_d > 128
+        self._decode = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 64, 2, 3))
+        self._crowd = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 1, 3))
+        self._beside = decode_tiling or (Tiling(16, 32, 2, 2) if wide else Tiling(16, 32, 2, 3))
+        self._prefill = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(128, 128, 8, 3))
+        self._small = prefill_tiling or (Tiling(64, 32, 4, 2) if wide else Tiling(64, 64, 4, 2))
+        self._pdl = supports_pdl()
+        self.num_multiprocessors = _num_multiprocessors(device)
+        self._max_model_len = limits.max_model_len
+        self._max_decode_rows = (
+            MAX_DECODE_ROWS if problem.phase == "decode" else self._decode_rows(1)
+        )
+        num_slots = NUM_SLOTS[problem.phase]
+        self._partial = torch.empty((num_slots, self._block_d), dtype=torch.float32, device=device)
+        self._lse = torch.empty(num_slots, dtype=torch.float32, device=device)
+        num_counts = limits.max_num_rows * problem.num_kv_heads * (MERGED_PARTS + 1)
+        self._arrived = torch.zeros(num_counts, dtype=torch.int32, device=device)
+        self.shared = SharedPrefix(problem, limits, device, self._block_d)
+        self._first_layer: int | None = None  # the address of its keys
+        self._launch: _Launch | None = None
+        self._step: AttentionStep | None = None
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Decide the launch of a step from host-side numbers."""
+        self._step = step
+        self._first_layer = None
+        is_decode = self._decode_rows(step.max_num_query) <= self._max_decode_rows
+        self._launch = self._decode_launch(step) if is_decode else self._prefill_launch(step)
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
+        assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
+        assert self._step is not None and self._launch is not None, "forward before prepare"
+        if self._first_layer is None:
+            self._first_layer = k_cache.data_ptr()
+        shared = self._launch.shared
+        if (
+            shared is not None
+        ):  # first: where nothing is shared it leaves at once, and the other runs beside it
+            if k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any
+                self.shared.find(self._step, shared)
+            self.shared.attend(self._step, shared, q, k_cache, v_cache)
+        self._attend(self._step, self._launch, q, k_cache, v_cache, out)
+
+    def _decode_launch(self, step: AttentionStep) -> _Launch:
+        block_m = self._decode_rows(step.max_num_query)
+        programs = step.num_rows * self._problem.num_kv_heads
+        room = self._lse.shape[0] // (programs * block_m)
+        may_share = (
+            self._options.shared_prefix and step.shares_prefix and step.max_num_query == 1 and room
+        )
+        shared = self.shared.launch(step.num_rows) if may_share else None
+        tiling = replace(
+            self._decode_tiling(programs, step, is_shared=shared is not None), block_m=block_m
+        )
+        if programs >= FULL * self.num_multiprocessors:
+            least, splits = (
+                LONG_SPLIT,
+                -(-step.max_seq_len // LONG_SPLIT),
+            )  # a part that is empty takes time too
+        else:
+            least, splits = MIN_SPLIT, WANTED * self.num_multiprocessors // programs
+        most = min(MAX_SPLITS, -(-self._max_model_len // least), room, self._options.max_splits)
+        splits = max(1, min(splits, most))
+        return _Launch(step.num_rows, splits, least, True, tiling, shared)
+
+    def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
+        """Return the tiling that was measured to be fastest for so many programs, but for its rows."""
+        crowd = programs // self.num_multiprocessors
+        if crowd >= SHARING_CROWD:
+            return self._crowd
+        if is_shared or crowd < CROWD:
+            return self._decode
+        return self._beside if step.is_beside else self._crowd
+
+    def _prefill_launch(self, step: AttentionStep) -> _Launch:
+        tiling = self._small if step.num_tokens <= SMALL_STEP else self._prefill
+        num_tiles = step.num_tokens // (tiling.block_m // self._num_groups) + step.num_rows
+        return _Launch(num_tiles, 1, 0, False, tiling, None)
+
+    def _decode_rows(self, num_query: int) -> int:
+        """Return the rows of a tile that holds all queries of a row."""
+        return max(self._decode.block_m, triton.next_power_of_2(num_query * self._num_groups))
+
+    def _attend(
+        self,
+        step: AttentionStep,
+        launch: _Launch,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+    ) -> None:
+        problem, tiling, shared = self._problem, launch.tiling, self.shared
+        attend[(launch.num_tiles, problem.num_kv_heads, launch.num_splits)](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            self._partial,
+            self._lse,
+            self._arrived,
+            shared.partial,
+            shared.lse,
+            shared.found,
+            step.query_start,
+            step.seq_lens,
+            step.block_table,
+            step.num_rows,
+            launch.num_splits,
+            launch.shared.num_shared_splits if launch.shared else 0,
+            launch.least,
+            problem.window or 0,
+            problem.scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            out.stride(0),
+            out.stride(1),
+            *k_cache.stride()[:3],
+            step.block_table.stride(0),
+            G=self._num_groups,
+            D=problem.head_size,
+            BLOCK_D=self._block_d,
+            BLOCK_SIZE=problem.block_size,
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            SPLIT=launch.is_merged,
+            ONE_TILE=launch.one_tile,
+            HAS_WINDOW=problem.window is not None,
+            PRECISION="ieee" if problem.dtype == "float32" else "tf32",
+            SHARED=launch.shared is not None,
+            SHARED_BLOCK_N=SHARED_BLOCK_N,
+            PDL=self._pdl,
+            MEMBERS=MERGED_HEADS,
+            PARTS=MERGED_PARTS,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            launch_pdl=self._pdl,
+        )
+
+
+def attention(
+    problem: AttentionProblem,
+    limits: AttentionLimits,
+    device: torch.device,
+    options: AttentionOptions = DEFAULTS,
+) -> TritonAttention:
+    """Build the Triton backend (an AttentionFactory)."""
+    backend = TritonAttention(problem, limits, device, options=options)
+    precompile.compile_for(_attend_to_blanks, copy(backend), problem, limits)
+    return backend
+
+
+def _attend_to_blanks(
+    backend: TritonAttention, problem: AttentionProblem, limits: AttentionLimits
+) -> None:
+    """Launch on blank tensors every form that the steps of a start launch."""
+    num_heads, num_kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_size
+    k_cache, v_cache = precompile.blank(
+        problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size
+    ).unbind(1)
+    most = min(limits.max_num_rows, limits.max_num_tokens)
+    short = min(LONG_SPLIT, limits.max_model_len)
+    bounds = ((True, limits.max_model_len), (False, short))
+    edges = (
+        -(-each * backend.num_multiprocessors // num_kv_heads)
+        for each in (FULL, CROWD, SHARING_CROWD)
+    )
+    some = sorted({min(num_rows, most) for num_rows in (1, 2, 4, 8, 16, 17, *edges, most)})
+    steps = _num_queries(problem.phase, some, limits.max_num_tokens)
+    for counts, (shares, longest), is_beside in product(steps, bounds, (False, True)):
+        starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
+        q = precompile.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[
+            :, :num_heads
+        ]
+        backend.prepare(
+            AttentionStep(
+                num_rows,
+                starts[-1],
+                max(counts),
+                longest,
+                precompile.blank("int32", num_rows + 1),
+                precompile.blank("int32", num_rows),
+                precompile.blank("int32", num_rows, limits.max_num_blocks),
+                starts,
+                None,
+                shares,
+                is_beside,
+            )
+        )
+        backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
+
+
+def _num_queries(phase: str, some: Sequence[int], max_tokens_in_pool: int) -> Iterator[list[int]]:
+    """Yield the query tokens of each row, of steps of `some` rows that differ in what is launched."""
+    for num_rows in some:
+        yield [1] * num_rows
+    if phase == "prefill":
+        yield from (
+            [min(num_tokens, max_tokens_in_pool)] for num_tokens in (SMALL_STEP, max_tokens_in_pool)
+        )
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return FALLBACK_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

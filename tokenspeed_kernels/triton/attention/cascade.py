@@ -1,0 +1,300 @@
+"""Attention of decode rows to the keys that all of them share, read once for all rows.
+
+Rows share keys where their block tables lead with the same blocks (a system prompt of many requests). The
+length is found on the device, once a pass over the layers, so a captured graph finds that of each replay; rows
+then attend to the rest by themselves. Known as cascade attention (Ye et al., 2024) and Hydragen (Juravsky et al.,
+2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.attention.kernel import _attend_keys, _fit_keys, _share
+from tokenspeed_kernels.triton.pdl import supports_pdl
+
+MIN_ROWS = (
+    9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
+)
+MIN_KEYS = 256  # that must be shared, no fewer than a step's `shares_prefix` is about
+MERGED_PARTS = (
+    8  # results that a program merges at once: no more splits of the shared keys are made
+)
+MAX_SLOTS = 65536  # results of one query head of a row from one split
+LOG2_E = 1.4426950408889634
+MAX_BLOCK_M = 64  # query heads of a tile, those of several rows
+BLOCK_N = 32  # keys of a step
+FIND_ROWS, FIND_COLUMNS = 32, 256  # of the block table, compared at once
+NOWHERE = tl.constexpr(2**30)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLaunch:
+    """How rows of a launch attend to shared keys: tiles of rows, and splits of the keys."""
+
+    num_rows: int
+    block_m: int
+    num_tiles: int
+    num_shared_splits: int
+
+
+class SharedPrefix:
+    """The shared keys of a step's decode rows, and what the rows got from them.
+
+    `found` int32 [2] holds the number of shared keys, a multiple of BLOCK_N, and a row that has them;
+    `partial` float32 [S * H * splits, D] and `lse` what each query head got from each split of them.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device, block_d: int
+    ) -> None:
+        """Allocate for any launch."""
+        self._problem, self._block_d = problem, block_d
+        self._num_groups = problem.num_heads // problem.num_kv_heads
+        self._pdl = supports_pdl()
+        wide = problem.dtype == "float32" or block_d > 128
+        self._max_block_m = max(
+            MAX_BLOCK_M // 2 if wide else MAX_BLOCK_M, triton.next_power_of_2(self._num_groups)
+        )
+        self._num_stages = 2 if wide else 5
+        self._is_possible = (
+            problem.phase == "decode"
+            and problem.window is None
+            and limits.max_num_rows >= MIN_ROWS
+            and limits.max_model_len > MIN_KEYS
+        )
+        num_heads = limits.max_num_rows * problem.num_heads
+        num_slots = (
+            max(num_heads, min(MERGED_PARTS * num_heads, MAX_SLOTS)) if self._is_possible else 1
+        )
+        self.found = torch.zeros(2, dtype=torch.int32, device=device)
+        self.partial = torch.empty((num_slots, block_d), dtype=torch.float32, device=device)
+        self.lse = torch.empty(num_slots, dtype=torch.float32, device=device)
+
+    def launch(self, num_rows: int) -> SharedLaunch | None:
+        """Return the launch for a step of rows of one query token, or None where sharing cannot pay."""
+        if not self._is_possible or num_rows < MIN_ROWS:
+            return None
+        block_m = min(
+            self._max_block_m, max(16, triton.next_power_of_2(num_rows * self._num_groups))
+        )
+        num_tiles = -(-num_rows // (block_m // self._num_groups))
+        room = self.lse.shape[0] // (num_rows * self._problem.num_heads)
+        return SharedLaunch(num_rows, block_m, num_tiles, min(room, MERGED_PARTS))
+
+    def find(self, step: AttentionStep, launch: SharedLaunch) -> None:
+        """Fill `found` from the step's block table."""
+        find_shared[(1,)](
+            step.seq_lens,
+            step.block_table,
+            self.found,
+            launch.num_rows,
+            step.block_table.stride(0),
+            MIN_ROWS=MIN_ROWS,
+            MIN_KEYS=MIN_KEYS,
+            BLOCK_SIZE=self._problem.block_size,
+            BLOCK_N=BLOCK_N,
+            ROWS=FIND_ROWS,
+            COLUMNS=FIND_COLUMNS,
+            num_warps=8,
+        )
+
+    def attend(
+        self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        """Fill `partial` and `lse` for one layer, if keys are shared; the first that a layer launches."""
+        problem = self._problem
+        attend_shared[(launch.num_shared_splits, problem.num_kv_heads, launch.num_tiles)](
+            q,
+            k_cache,
+            v_cache,
+            self.partial,
+            self.lse,
+            self.found,
+            step.query_start,
+            step.seq_lens,
+            step.block_table,
+            launch.num_rows,
+            launch.num_shared_splits,
+            problem.scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            *k_cache.stride()[:3],
+            step.block_table.stride(0),
+            G=self._num_groups,
+            K=problem.num_kv_heads,
+            D=problem.head_size,
+            BLOCK_D=self._block_d,
+            BLOCK_SIZE=problem.block_size,
+            BLOCK_M=launch.block_m,
+            BLOCK_N=BLOCK_N,
+            PRECISION="ieee" if problem.dtype == "float32" else "tf32",
+            PDL=self._pdl,
+            num_warps=4,
+            num_stages=self._num_stages,
+            launch_pdl=self._pdl,
+        )
+
+
+@precompile.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"]
+)
+def find_shared(
+    seq_lens_ptr,
+    table_ptr,
+    found_ptr,
+    num_rows,
+    table_stride,
+    MIN_ROWS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program: store the number of keys that all rows of a length above 0 share, and the first such row.
+
+    Each row keeps one key at least to itself. Leaves at the first columns that differ.
+    """
+    member = tl.arange(0, ROWS)
+    num_real = tl.zeros([], dtype=tl.int32)
+    least = tl.zeros([], dtype=tl.int32) + NOWHERE
+    lead = tl.zeros([], dtype=tl.int32) + NOWHERE
+    for first_row in range(0, num_rows, ROWS):
+        row = first_row + member
+        seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+        num_real += tl.sum((seq_len > 0).to(tl.int32), axis=0)
+        least = tl.minimum(least, tl.min(tl.where(seq_len > 0, seq_len - 1, NOWHERE), axis=0))
+        lead = tl.minimum(lead, tl.min(tl.where(seq_len > 0, row, NOWHERE), axis=0))
+    shared = tl.zeros([], dtype=tl.int32)
+    if (num_real >= MIN_ROWS) & (least >= MIN_KEYS):
+        num_columns = least // BLOCK_SIZE
+        agreed = tl.zeros([], dtype=tl.int32)
+        first = tl.zeros([], dtype=tl.int32)
+        while first < num_columns:
+            column = first + tl.arange(0, COLUMNS)
+            inside = column < num_columns
+            expected = tl.load(
+                table_ptr + lead.to(tl.int64) * table_stride + column, mask=inside, other=0
+            )
+            differs = tl.zeros([COLUMNS], dtype=tl.int32)
+            for first_row in range(0, num_rows, ROWS):
+                row = first_row + member
+                real = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0) > 0
+                cell = table_ptr + row.to(tl.int64)[:, None] * table_stride + column[None, :]
+                mask = real[:, None] & inside[None, :]
+                block = tl.load(cell, mask=mask, other=0)
+                wrong = (block != expected[None, :]) & mask
+                differs = tl.maximum(differs, tl.max(wrong.to(tl.int32), axis=0))
+            end = tl.min(tl.where((differs > 0) | (column >= num_columns), column, NOWHERE), axis=0)
+            agreed = tl.minimum(end, first + COLUMNS)
+            first = tl.where(end < first + COLUMNS, num_columns, first + COLUMNS)
+        shared = agreed * BLOCK_SIZE // BLOCK_N * BLOCK_N
+        shared = tl.where(shared >= MIN_KEYS, shared, 0)
+    tl.store(found_ptr, shared)
+    tl.store(found_ptr + 1, lead)
+
+
+@precompile.jit(
+    do_not_specialize=["num_rows", "num_shared_splits"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "table_ptr"],
+)
+def attend_shared(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    partial_ptr,
+    lse_ptr,
+    found_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_rows,
+    num_shared_splits,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    stride_b,
+    stride_s,
+    stride_h,
+    table_stride,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (splits, key heads, tiles of rows): the query heads of a key head, of many rows, in one tile.
+
+    Leaves at once where nothing is shared. Splits beyond the shared keys are not written. PDL: see `attend`.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    shared = tl.load(found_ptr)
+    if shared > 0:
+        split = tl.program_id(0)
+        kv_head = tl.program_id(1)
+        lead = tl.load(found_ptr + 1)
+        member = tl.arange(0, BLOCK_M)
+        row = tl.program_id(2) * (BLOCK_M // G) + member // G
+        head = kv_head * G + member % G
+        inside = (member < BLOCK_M // G * G) & (row < num_rows)
+        used = inside & (tl.load(seq_lens_ptr + row, mask=inside, other=0) > 0)
+        slot = (row * (G * K) + head).to(tl.int64) * num_shared_splits + split
+        share = _share(shared, num_shared_splits, 0, BLOCK_N)
+        start = split * share
+        stop = tl.minimum(shared, start + share)
+        is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # not a tile of padding rows
+        if (start < stop) & is_needed:
+            token = tl.load(query_start_ptr + row, mask=inside, other=0).to(tl.int64)
+            column = tl.arange(0, BLOCK_D)
+            q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
+            q = tl.load(
+                q_ptrs[:, None] + column[None, :],
+                mask=inside[:, None] & (column < D)[None, :],
+                other=0.0,
+            )
+            q = _fit_keys(q, k_ptr.dtype.element_ty)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+            highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+            total = tl.zeros([BLOCK_M], dtype=tl.float32)
+            acc, highest, total = _attend_keys(
+                acc,
+                highest,
+                total,
+                q,
+                row,
+                start,
+                stop,
+                k_ptr + kv_head * stride_h,
+                v_ptr + kv_head * stride_h,
+                table_ptr + lead.to(tl.int64) * table_stride,
+                stride_b,
+                stride_s,
+                0,
+                log2_scale,
+                D,
+                BLOCK_D,
+                BLOCK_SIZE,
+                BLOCK_N,
+                False,
+                False,
+                PRECISION,
+            )
+            acc = acc / total[:, None]
+            mask = used[:, None] & (column < D)[None, :]
+            tl.store(partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=mask)
+            tl.store(lse_ptr + slot, highest + tl.log2(total), mask=used)

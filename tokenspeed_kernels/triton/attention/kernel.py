@@ -1,0 +1,472 @@
+"""Triton code of paged attention: tiles of query tokens against blocks of keys, split and merged if needed.
+
+The query heads that share a key head stand together in the rows of a tile, so each key is read once for all
+of them. Softmax is online (Milakov and Gimelshein, 2018); splits of the keys are merged by their
+log-sum-exps, as in FlashDecoding (Dao et al., 2023), by the program that finishes last. Scores are in base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenspeed_kernels.triton import precompile
+
+
+@triton.jit
+def _fit_keys(q, key_dtype: tl.constexpr):
+    """Cast queries to what keys are raised to: float16 holds e4m3 exactly, one instruction for two."""
+    if key_dtype == tl.float8e4nv:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return q
+
+
+@triton.jit
+def _attend_keys(
+    acc,
+    highest,
+    total,
+    q,
+    position,
+    start,
+    stop,
+    k_base,
+    v_base,
+    table,
+    stride_b,
+    stride_s,
+    window,
+    log2_scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to keys [start, stop), masking by position only if MASKED; position [BLOCK_M]."""
+    column = tl.arange(0, BLOCK_D)
+    for first in tl.range(start, stop, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        if MASKED:
+            inside = key < stop
+            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            mask = inside[:, None] & (column < D)[None, :]
+        else:
+            block = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+            mask = (column < D)[None, :] & (key >= 0)[:, None]
+        offset = block * stride_b + (key % BLOCK_SIZE) * stride_s
+        k_ptrs = k_base + offset
+        v_ptrs = v_base + offset
+        if MASKED or D < BLOCK_D:
+            k = tl.load(k_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+        else:
+            k = tl.load(k_ptrs[:, None] + column[None, :])
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        if MASKED:
+            seen = (key[None, :] <= position[:, None]) & inside[None, :]
+            if HAS_WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * log2_scale)
+        if MASKED:
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        else:
+            base = new_highest
+        p = tl.exp2(scores * log2_scale - base[:, None])
+        keep = tl.exp2(highest - base)
+        total = total * keep + tl.sum(p, axis=1)
+        if MASKED or D < BLOCK_D:
+            v = tl.load(v_ptrs[:, None] + column[None, :], mask=mask, other=0.0)
+        else:
+            v = tl.load(v_ptrs[:, None] + column[None, :])
+        acc = acc * keep[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        highest = new_highest
+    return acc, highest, total
+
+
+@triton.jit
+def _first_key(first_query, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return the first key, rounded down, that a query position sees."""
+    if HAS_WINDOW:
+        return tl.maximum(first_query - window + 1, 0) // BLOCK_N * BLOCK_N
+    return tl.zeros([], dtype=tl.int32)
+
+
+@triton.jit
+def _share(num_keys, num_splits, least, BLOCK_N: tl.constexpr):
+    """Return the keys that one split takes: whole steps, and no fewer than `least`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits) * BLOCK_N, least)
+
+
+@triton.jit
+def _merge_parts(
+    partial_ptr,
+    lse_ptr,
+    origin,
+    stride,
+    num_parts,
+    place,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge up to PARTS parts of some query heads, which stand at origin + place + part * stride.
+
+    Returns what the heads got from all of them [heads, BLOCK_D], and its log-sum-exp.
+    """
+    part = tl.arange(0, PARTS)
+    is_one = part < num_parts
+    cell = part[:, None] * stride + place[None, :]
+    # `.cg` reads where the writes of other multiprocessors are.
+    lse = tl.load(
+        lse_ptr + origin + cell, mask=is_one[:, None], other=float("-inf"), cache_modifier=".cg"
+    )
+    cells = (
+        partial_ptr
+        + origin * BLOCK_D
+        + (cell[:, :, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :])
+    )
+    partial = tl.load(cells, mask=is_one[:, None, None], other=0.0, cache_modifier=".cg")
+    highest = tl.max(lse, axis=0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(lse - base[None, :])
+    total = tl.sum(weight, axis=0)
+    acc = tl.sum(partial * weight[:, :, None], axis=0) / tl.where(total == 0.0, 1.0, total)[:, None]
+    return acc, tl.where(total == 0.0, float("-inf"), base + tl.log2(total))
+
+
+@triton.jit
+def _merge_group(
+    partial_ptr,
+    lse_ptr,
+    origin,
+    num_parts,
+    num_members,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge parts of a tile of query heads into the place of the first of them."""
+    for first in range(0, num_members, MEMBERS):
+        member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
+        acc, lse = _merge_parts(
+            partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_D, PARTS
+        )
+        tl.debug_barrier()  # all threads have read what is overwritten
+        cells = (
+            partial_ptr
+            + origin * BLOCK_D
+            + member[:, None] * BLOCK_D
+            + tl.arange(0, BLOCK_D)[None, :]
+        )
+        tl.store(cells, acc)
+        tl.store(lse_ptr + origin + member, lse)
+
+
+@triton.jit
+def _merge(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    origin,
+    stride,
+    num_parts,
+    shared_partial_ptr,
+    shared_lse_ptr,
+    num_shared_splits,
+    num_shared,
+    row,
+    kv_head,
+    start_token,
+    num_members,
+    out_stride_t,
+    out_stride_h,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Store what the query heads of a tile got from its parts and from `num_shared` shared splits."""
+    column = tl.arange(0, BLOCK_D)
+    for first in range(0, num_members, MEMBERS):
+        member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
+        head = kv_head * G + member % G
+        acc, lse = _merge_parts(
+            partial_ptr, lse_ptr, origin, stride, num_parts, member, BLOCK_D, PARTS
+        )
+        if num_shared > 0:
+            shared_origin = (
+                (row * tl.num_programs(1) + kv_head).to(tl.int64) * G * num_shared_splits
+            )
+            shared_acc, shared_lse = _merge_parts(
+                shared_partial_ptr,
+                shared_lse_ptr,
+                shared_origin,
+                1,
+                num_shared,
+                member * num_shared_splits,
+                BLOCK_D,
+                PARTS,
+            )
+            highest = tl.maximum(lse, shared_lse)
+            weight = tl.exp2(lse - highest)
+            shared_weight = tl.exp2(shared_lse - highest)
+            acc = acc * weight[:, None] + shared_acc * shared_weight[:, None]
+            acc = acc / (weight + shared_weight)[:, None]
+        token = (start_token + member // G).to(tl.int64)
+        out_ptrs = (out_ptr + token * out_stride_t + head * out_stride_h)[:, None] + column[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < D)[None, :])
+
+
+_VARYING = ["num_rows", "num_splits", "num_shared_splits", "least", "window"]
+_INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
+
+
+@precompile.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDICES)
+def attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrived_ptr,
+    shared_partial_ptr,
+    shared_lse_ptr,
+    found_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    num_rows,
+    num_splits,
+    num_shared_splits,
+    least,
+    window,
+    log2_scale,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    stride_b,
+    stride_s,
+    stride_h,
+    table_stride,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
+
+    Row i's tiles start at query_start[i] // TOKENS + i; the few surplus tiles leave at once. k and v have the same
+    strides. With SPLIT, which ONE_TILE must go with, a row is cut into up to `num_splits` parts of no fewer than
+    `least` keys. Unless the row is one part, results go to `partial` and `lse`, a program's own slice of each, and
+    programs count in `arrived`, all zeros before and after: the last one of PARTS neighbours merges theirs, the
+    last of those all. With SHARED the first `found[0]` keys are left out: their results are in `shared_partial`
+    when the launch ahead ends. PDL: it starts before the kernel ahead has ended, and so may the one behind it
+    (see `early`). With SHARED that ahead is the launch for shared keys, which has waited for all that this reads
+    and leaves alone what this writes: it is waited for last, or where its results are merged.
+    """
+    if PDL:
+        if not SHARED:
+            gdc_wait()
+        gdc_launch_dependents()
+    TOKENS: tl.constexpr = BLOCK_M // G
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if ONE_TILE:
+        row = tl.program_id(0)
+        tile = 0
+    else:
+        wanted = (
+            tl.num_programs(0) - 1 - tl.program_id(0)
+        )  # later tiles see more keys: heavy ones first
+        num_tokens = tl.load(query_start_ptr + num_rows)
+        row = tl.minimum(tl.maximum(wanted - num_tokens // TOKENS, 0), num_rows - 1)
+        is_padding = tl.load(query_start_ptr + row) == num_tokens  # rows without queries come last
+        high = tl.where(is_padding, row + 1, tl.minimum(num_rows, wanted + 1))
+        while high - row > 1:
+            middle = (row + high) // 2
+            if tl.load(query_start_ptr + middle) // TOKENS + middle <= wanted:
+                row = middle
+            else:
+                high = middle
+        tile = wanted - (tl.load(query_start_ptr + row) // TOKENS + row)
+    start_token = tl.load(query_start_ptr + row)
+    num_queries = tl.load(query_start_ptr + row + 1) - start_token
+    seq_len = tl.load(seq_lens_ptr + row)
+    first_query = tile * TOKENS
+    stop = seq_len - num_queries + tl.minimum(first_query + TOKENS, num_queries)
+    start = _first_key(seq_len - num_queries + first_query, window, BLOCK_N, HAS_WINDOW)
+    is_whole = True
+    shared = 0
+    if SHARED:
+        shared = tl.where(seq_len > 0, tl.load(found_ptr), 0)
+        start = shared
+    if SPLIT:
+        share = _share(stop - start, num_splits, least, BLOCK_N)
+        num_parts = tl.cdiv(stop - start, share)
+        is_whole = (num_parts <= 1) & (shared == 0)
+        start += split * share
+        stop = tl.minimum(stop, start + share)
+    if (first_query < num_queries) & ((split == 0) | (start < stop)):
+        member = tl.arange(0, BLOCK_M)
+        query = first_query + member // G
+        head = kv_head * G + member % G
+        used = (member < TOKENS * G) & (query < num_queries)
+        position = seq_len - num_queries + query
+        column = tl.arange(0, BLOCK_D)
+        q_mask = used[:, None] & (column < D)[None, :]
+        token = (start_token + query).to(tl.int64)
+        q_ptrs = q_ptr + token * q_stride_t + head * q_stride_h
+        q = tl.load(q_ptrs[:, None] + column[None, :], mask=q_mask, other=0.0)
+        q = _fit_keys(q, k_ptr.dtype.element_ty)
+
+        unmasked = start
+        if not HAS_WINDOW:
+            whole = tl.minimum(stop, seq_len - num_queries + first_query + 1) - start
+            unmasked = start + tl.maximum(whole, 0) // BLOCK_N * BLOCK_N
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        k_base = k_ptr + kv_head * stride_h
+        v_base = v_ptr + kv_head * stride_h
+        table = table_ptr + row.to(tl.int64) * table_stride
+        if not HAS_WINDOW:
+            acc, highest, total = _attend_keys(
+                acc,
+                highest,
+                total,
+                q,
+                position,
+                start,
+                unmasked,
+                k_base,
+                v_base,
+                table,
+                stride_b,
+                stride_s,
+                window,
+                log2_scale,
+                D,
+                BLOCK_D,
+                BLOCK_SIZE,
+                BLOCK_N,
+                False,
+                False,
+                PRECISION,
+            )
+        acc, highest, total = _attend_keys(
+            acc,
+            highest,
+            total,
+            q,
+            position,
+            unmasked,
+            stop,
+            k_base,
+            v_base,
+            table,
+            stride_b,
+            stride_s,
+            window,
+            log2_scale,
+            D,
+            BLOCK_D,
+            BLOCK_SIZE,
+            BLOCK_N,
+            True,
+            HAS_WINDOW,
+            PRECISION,
+        )
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if is_whole:
+            out_ptrs = out_ptr + token * out_stride_t + head * out_stride_h
+            tl.store(
+                out_ptrs[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=q_mask
+            )
+        elif SPLIT:
+            pair = tl.program_id(0) * tl.num_programs(1) + kv_head
+            origin = pair.to(tl.int64) * num_splits * BLOCK_M
+            slot = origin + split * BLOCK_M + member
+            tl.store(
+                partial_ptr + slot[:, None] * BLOCK_D + column[None, :], acc, mask=used[:, None]
+            )
+            lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
+            tl.store(lse_ptr + slot, lse, mask=used)
+            tl.debug_barrier()  # all of the program's stores come before its count
+            arrived_ptr += pair * (PARTS + 1)
+            group = split // PARTS
+            num_groups = tl.cdiv(num_parts, PARTS)
+            count = tl.minimum(num_parts - group * PARTS, PARTS)
+            if tl.atomic_add(arrived_ptr + group, 1, sem="acq_rel") == count - 1:
+                tl.store(arrived_ptr + group, 0)
+                stride = BLOCK_M
+                is_last = True
+                if num_groups > 1:
+                    _merge_group(
+                        partial_ptr,
+                        lse_ptr,
+                        origin + group * PARTS * BLOCK_M,
+                        count,
+                        num_queries * G,
+                        BLOCK_M,
+                        BLOCK_D,
+                        MEMBERS,
+                        PARTS,
+                    )
+                    tl.debug_barrier()
+                    is_last = tl.atomic_add(arrived_ptr + PARTS, 1, sem="acq_rel") == num_groups - 1
+                    count = num_groups
+                    stride = PARTS * BLOCK_M
+                if is_last:
+                    tl.store(arrived_ptr + PARTS, 0)
+                    num_shared = 0
+                    if SHARED:
+                        if PDL:
+                            gdc_wait()  # for the shared splits
+                        num_shared = tl.cdiv(
+                            shared, _share(shared, num_shared_splits, 0, SHARED_BLOCK_N)
+                        )
+                    _merge(
+                        out_ptr,
+                        partial_ptr,
+                        lse_ptr,
+                        origin,
+                        stride,
+                        count,
+                        shared_partial_ptr,
+                        shared_lse_ptr,
+                        num_shared_splits,
+                        num_shared,
+                        row,
+                        kv_head,
+                        start_token,
+                        num_queries * G,
+                        out_stride_t,
+                        out_stride_h,
+                        G,
+                        D,
+                        BLOCK_D,
+                        MEMBERS,
+                        PARTS,
+                    )
+    if PDL and SHARED:
+        gdc_wait()  # so that the kernel behind, which waits for this one alone, finds the results of both

@@ -1,0 +1,94 @@
+"""Writing keys and values into the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import precompile
+
+
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr):
+    """Cast; what is beyond e4m3 becomes its largest number."""
+    if dtype == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    return x.to(dtype)
+
+
+@precompile.jit(do_not_specialize_on_alignment=["slots_ptr"])
+def _write_kv(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    k_cache_stride_b,
+    k_cache_stride_s,
+    k_cache_stride_h,
+    v_cache_stride_b,
+    v_cache_stride_s,
+    v_cache_stride_h,
+    BLOCK_SIZE: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        head = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
+        column = tl.arange(0, BLOCK_D)[None, :]
+        mask = (head < K) & (column < D)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        k = tl.load(k_ptr + token * k_stride_t + head * k_stride_h + column, mask=mask)
+        v = tl.load(v_ptr + token * v_stride_t + head * v_stride_h + column, mask=mask)
+        k_to = k_cache_ptr + block * k_cache_stride_b + offset * k_cache_stride_s
+        v_to = v_cache_ptr + block * v_cache_stride_b + offset * v_cache_stride_s
+        k_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
+        v_dtype: tl.constexpr = v_cache_ptr.dtype.element_ty
+        tl.store(k_to + head * k_cache_stride_h + column, _narrowed(k, k_dtype), mask=mask)
+        tl.store(v_to + head * v_cache_stride_h + column, _narrowed(v, v_dtype), mask=mask)
+
+
+def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
+    """Return `write(k [T, K, D], v, k_cache [B, block_size, K, D], v_cache, slots [T]) -> None`."""
+    num_heads, head_size = problem["num_kv_heads"], problem["head_size"]
+    block_d = triton.next_power_of_2(head_size)
+    block_k = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_d))
+
+    def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        if k.shape[0] == 0:
+            return
+        _write_kv[(k.shape[0], triton.cdiv(num_heads, block_k))](
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slots,
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            BLOCK_SIZE=problem["block_size"],
+            K=num_heads,
+            D=head_size,
+            BLOCK_K=block_k,
+            BLOCK_D=block_d,
+        )
+
+    heads = precompile.blank(problem["dtype"], 2, 3 * num_heads, head_size)[:, :num_heads]
+    cache = precompile.blank(problem["kv_dtype"], 2, 2, problem["block_size"], num_heads, head_size)
+    precompile.compile_for(write, heads, heads, *cache.unbind(1), precompile.blank("int64", 2))
+    return write

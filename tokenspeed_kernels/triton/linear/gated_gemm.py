@@ -1,0 +1,102 @@
+"""A gated linear map of many rows in one kernel: the product's two halves meet before they are written.
+
+Persistent programs walk the tiles in groups that share operands in the L2 cache, and fetch them with the tensor
+memory accelerator: the matmul of Triton's tutorial 09, with both halves of the weight in one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.pdl import supports_pdl
+
+BLOCK_T, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 16
+NUM_WARPS, NUM_STAGES = 8, 3
+MIN_ROWS = 2048  # fewer do not fill the device's last wave of tiles of this size
+
+
+@precompile.jit(do_not_specialize=["T"])
+def _gated(
+    x_desc,
+    weight_desc,
+    y_desc,
+    T,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    dtype: tl.constexpr = y_desc.dtype
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_t = tl.cdiv(T, BLOCK_T)
+    for tile in tl.range(tl.program_id(0), tiles_t * TILES_N, NUM_PROGRAMS, flatten=True):
+        first = tile // (GROUP * TILES_N) * GROUP
+        rows = min(tiles_t - first, GROUP)
+        t = (first + tile % (GROUP * TILES_N) % rows) * BLOCK_T
+        n = tile % (GROUP * TILES_N) // rows * BLOCK_N
+        both = tl.zeros((BLOCK_T, 2 * BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            weight = weight_desc.load([0, n, k]).reshape(2 * BLOCK_N, BLOCK_K)
+            both = tl.dot(x_desc.load([t, k]), weight.T, both)
+        gate, up = tl.split(tl.permute(tl.reshape(both, (BLOCK_T, 2, BLOCK_N)), (0, 2, 1)))
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        y_desc.store([t, n], (activated * up).to(dtype))
+
+
+def can_gate(problem: Problem) -> bool:
+    """Say whether the device and the sizes are such that `gated_linear` can compute a problem."""
+    fits = (
+        problem["in_size"] % 8 == 0
+        and problem["out_size"] % 8 == 0
+        and problem["dtype"] in ("bfloat16", "float16")
+    )
+    return (
+        fits and supports_pdl()
+    )  # devices that launch early have the tensor memory accelerator too
+
+
+def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `apply(x [T, I], weight [2O, I]) -> y [T, O]`, silu of the first half of the product times the second.
+
+    In bfloat16 or float16, on devices of compute capability 9.0 and higher; I and O are multiples of 8, T is not 0.
+    Halves and activation are rounded as if each were written.
+    """
+    in_size, out_size = problem["in_size"], problem["out_size"]
+    num_programs = (
+        torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+    )
+
+    def apply(x: Tensor, weight: Tensor) -> Tensor:
+        y = x.new_empty((x.shape[0], out_size))
+        _gated[(num_programs,)](
+            TensorDescriptor.from_tensor(x, [BLOCK_T, BLOCK_K]),
+            TensorDescriptor.from_tensor(weight.view(2, out_size, in_size), [2, BLOCK_N, BLOCK_K]),
+            TensorDescriptor.from_tensor(y, [BLOCK_T, BLOCK_N]),
+            x.shape[0],
+            N=out_size,
+            K=in_size,
+            BLOCK_T=BLOCK_T,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K,
+            GROUP=GROUP,
+            NUM_PROGRAMS=num_programs,
+            num_warps=NUM_WARPS,
+            num_stages=NUM_STAGES,
+        )
+        return y
+
+    blank = partial(precompile.blank, problem["dtype"])
+    precompile.compile_for(apply, blank(MIN_ROWS, in_size), blank(2 * out_size, in_size))
+    return apply

@@ -1,0 +1,55 @@
+"""Linear maps behind addition and norm, for any number of rows: torch's product between Triton's other kernels.
+
+Where rows are many, one kernel of our own is both halves of a gated product and the gating.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fused_linear import AddNormLinear
+from tokenspeed_kernels.triton.activation.silu_mul import silu_mul
+from tokenspeed_kernels.triton.linear.gated_gemm import MIN_ROWS, can_gate, gated_linear
+from tokenspeed_kernels.triton.norm.rms_norm import sum_rms_norm
+
+
+def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [O, I], bias) -> (y [T, O], x + residual)`."""
+    norm = sum_rms_norm({"size": problem["in_size"], "dtype": problem["dtype"]})
+
+    def apply(
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = norm(x, residual, norm_weight, eps)
+        return functional.linear(normed, weight, bias), total
+
+    return apply
+
+
+def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
+    norm = sum_rms_norm({"size": problem["in_size"], "dtype": problem["dtype"]})
+    gate = silu_mul({"size": problem["out_size"], "dtype": problem["dtype"]})
+    of_many = gated_linear(problem) if can_gate(problem) else None
+
+    def apply(
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = norm(x, residual, norm_weight, eps)
+        if of_many is not None and bias is None and x.shape[0] >= MIN_ROWS:
+            return of_many(normed, weight), total
+        return gate(functional.linear(normed, weight, bias)), total
+
+    return apply

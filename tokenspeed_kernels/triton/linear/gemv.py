@@ -1,0 +1,147 @@
+"""Matrix products with one row, alone and fused with the addition and norm before them and the gating behind them.
+
+They are bound by reading the weight once, which general libraries do at half the bandwidth where it is small. With
+any other number of rows these run torch's product, between the Triton kernels of norm and activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.reference.fused_linear import AddNormLinear
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.linear import gemm
+from tokenspeed_kernels.triton.linear.gemv_kernel import one_row
+from tokenspeed_kernels.triton.pdl import supports_pdl
+
+PER_THREAD = 64  # elements of the weight: eight loads of 16 bytes in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows of the weight that a program takes whole (pairs of them where the product is gated), and its warps."""
+
+    block_n: int
+    num_warps: int
+
+
+def one_row_tiling(in_size: int, *, gated: bool = False) -> Tiling:
+    """Return four rows of the weight, two where four would not fit eight warps, 64 elements a thread where it can."""
+    length = triton.next_power_of_2(in_size)
+    num_rows = 4 if length <= 4096 else 2
+    num_warps = min(8, max(1, num_rows * length // (32 * PER_THREAD)))
+    return Tiling(num_rows // 2 if gated else num_rows, num_warps)
+
+
+def linear(problem: Problem) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Return `linear(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]`."""
+    in_size, out_size = problem["in_size"], problem["out_size"]
+    tiling, pdl = one_row_tiling(in_size), supports_pdl()
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] != 1:
+            return functional.linear(x, weight, bias)
+        y = x.new_empty((1, out_size))
+        multiply(x, weight, bias, y, tiling, pdl=pdl)
+        return y
+
+    blank = partial(precompile.blank, problem["dtype"])
+    precompile.compile_for(product, blank(1, in_size), blank(out_size, in_size), None)
+    return product
+
+
+def add_rms_norm_linear(problem: Problem) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [O, I], bias) -> (y [T, O], x + residual)`."""
+    return _normed(problem, gemm.add_rms_norm_linear(problem), gated=False)
+
+
+def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
+    """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
+    return _normed(problem, gemm.add_rms_norm_linear_silu_mul(problem), gated=True)
+
+
+def _normed(problem: Problem, parts: AddNormLinear, *, gated: bool) -> AddNormLinear:
+    in_size, out_size = problem["in_size"], problem["out_size"]
+    tiling, pdl = one_row_tiling(in_size, gated=gated), supports_pdl()
+
+    def apply(
+        x: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if x.shape[0] != 1:
+            return parts(x, residual, norm_weight, eps, weight, bias)
+        before = Before(residual, x.new_empty(x.shape), norm_weight, eps)
+        y = x.new_empty((1, out_size))
+        multiply(x, weight, bias, y, tiling, before=before, gated=gated, pdl=pdl)
+        return y, before.total
+
+    blank = partial(precompile.blank, problem["dtype"])
+    row, weight = blank(1, in_size), blank(2 * out_size if gated else out_size, in_size)
+    precompile.compile_for(apply, row, row, blank(in_size), 0.0, weight, None)
+    return apply
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Before:
+    """What comes before a product: x + residual, which is written to `total`, normalised and multiplied by a weight."""
+
+    residual: Tensor
+    total: Tensor
+    weight: Tensor
+    eps: float
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    tiling: Tiling,
+    *,
+    weight_scale: Tensor | None = None,
+    before: Before | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Write to y [1, O] the product of x [1, I] and weight [O or 2O, I], with what is before and after it.
+
+    Last dimensions are contiguous. A weight with scales, float32 [O or 2O, 1], is e4m3, and x is quantised likewise.
+    With `early` the kernel is launched before the one ahead of it has ended.
+    """
+    in_size, out_size = x.shape[1], y.shape[1]
+    added = (
+        (None, None, None, 0.0)
+        if before is None
+        else (before.residual, before.total, before.weight, before.eps)
+    )
+    one_row[(triton.cdiv(out_size, tiling.block_n),)](
+        x,
+        *added,
+        weight,
+        weight_scale,
+        bias,
+        y,
+        weight.stride(0),
+        out_size,
+        K=in_size,
+        NORM=before is not None,
+        GATED=gated,
+        QUANTIZED=weight_scale is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=triton.next_power_of_2(in_size),
+        PDL=pdl,
+        num_warps=tiling.num_warps,
+        launch_pdl=pdl,
+    )

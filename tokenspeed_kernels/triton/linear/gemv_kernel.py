@@ -1,0 +1,93 @@
+"""The Triton kernel of a matrix product with one row, alone or behind the addition and norm that precede it."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.quantize.fp8_per_token import LARGEST, scale_of_row
+
+
+@precompile.jit
+def one_row(
+    x_ptr,
+    residual_ptr,
+    sum_ptr,
+    norm_ptr,
+    eps,
+    w_ptr,
+    w_scale_ptr,
+    b_ptr,
+    y_ptr,
+    w_stride,
+    N,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Take BLOCK_N whole rows of the weight into registers at once, and multiply by the row on the plain cores.
+
+    NORM: the row multiplied is x + residual, rounded, which goes to sum_ptr, then normalised by its root mean square
+    and multiplied by a weight. Each program does so: the row is small, and the weights are on their way meanwhile.
+    GATED: the weight is two stacked halves, and the result is silu of the first times the second.
+    QUANTIZED: rows of the weight are e4m3 with a scale each, and the row multiplied is quantised likewise.
+    What the parts of these round is rounded here too, so that one row gets the tokens that it gets among others.
+    PDL: weights, which no kernel writes, are fetched while the kernel ahead is still running (see `early`).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < N
+    feature = tl.arange(0, BLOCK_K)
+    within = feature < K
+    mask = inside[:, None] & within[None, :]
+    at = column[:, None].to(tl.int64) * w_stride + feature[None, :]
+    w = tl.load(w_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        up = tl.load(
+            w_ptr + tl.cast(N, tl.int64) * w_stride + at,
+            mask=mask,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+    if QUANTIZED:
+        w_scale = tl.load(w_scale_ptr + column, mask=inside, other=0.0)
+        if GATED:
+            up_scale = tl.load(w_scale_ptr + N + column, mask=inside, other=0.0)
+    if NORM:
+        norm = tl.load(norm_ptr + feature, mask=within, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + feature, mask=within, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    if NORM:
+        residual = tl.load(residual_ptr + feature, mask=within, other=0.0)
+        total = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        if tl.program_id(0) == 0:
+            tl.store(sum_ptr + feature, total, mask=within)
+        wide = total.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / K + eps)
+        x = ((wide * scale).to(dtype).to(tl.float32) * norm.to(tl.float32)).to(dtype)
+    x = x.to(tl.float32)
+    if QUANTIZED:
+        x_scale = scale_of_row(x)
+        x = tl.minimum(tl.maximum(x / x_scale, -LARGEST), LARGEST).to(tl.float8e4nv).to(tl.float32)
+    y = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+    if QUANTIZED:
+        y = y * w_scale * x_scale
+    if HAS_BIAS:
+        y += tl.load(b_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        factor = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
+        if QUANTIZED:
+            factor = factor * up_scale * x_scale
+        if HAS_BIAS:
+            factor += tl.load(b_ptr + N + column, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(dtype).to(tl.float32)
+        y = (y / (1.0 + tl.exp(-y))).to(dtype).to(tl.float32) * factor.to(dtype).to(tl.float32)
+    tl.store(y_ptr + column, y.to(dtype), mask=inside)

@@ -1,0 +1,190 @@
+"""Mixture of experts: routing in one launch, and grouped matrix products over tokens sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.moe import kernel
+
+Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+SMALL_SORT = 4096  # token-expert pairs that one program sorts
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Pairs and columns of a tile in the two products, features of a step, warps and loads in flight."""
+
+    block_m: int
+    up_columns: int
+    down_columns: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+TILINGS = (  # the most pairs of an expert, on average, that each is for; figures in benchmarks/LOG.md
+    (8.0, Tiling(16, 32, 64, 128, 4, 3)),
+    (24.0, Tiling(32, 64, 128, 128, 4, 3)),
+    (64.0, Tiling(64, 64, 128, 64, 4, 3)),
+    (float("inf"), Tiling(128, 128, 256, 64, 8, 3)),
+)
+
+
+def tiling_for(pairs_per_expert: float) -> Tiling:
+    """Return the tiling by how many tokens an expert gets on average: reading weights, or computing, counts."""
+    return next(tiling for most, tiling in TILINGS if pairs_per_expert <= most)
+
+
+def moe_route(problem: Problem) -> Route:
+    """Return `route(logits [T, E], top_k, renormalize) -> (weights float32 [T, k], ids int32 [T, k])`."""
+    num_experts: int = problem["num_experts"]
+
+    def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        num_tokens = logits.shape[0]
+        weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+        ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+        if num_tokens:
+            kernel.route[(num_tokens,)](
+                logits,
+                weights,
+                ids,
+                logits.stride(0),
+                E=num_experts,
+                BLOCK_E=triton.next_power_of_2(num_experts),
+                TOP_K=top_k,
+                BLOCK_K=triton.next_power_of_2(top_k),
+                RENORMALIZE=renormalize,
+                num_warps=1,
+            )
+        return weights, ids
+
+    precompile.compile_for(
+        route, precompile.blank(problem["dtype"], 1, num_experts), problem["top_k"], True
+    )
+    return route
+
+
+def moe_experts(problem: Problem) -> Experts:
+    """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
+
+    Pairs of token and expert are sorted by expert on the device; grids are bounds, so graphs may replay it.
+    The order of pairs within an expert does not touch the result: each is its own row of the products.
+    """
+    num_experts, top_k = problem["num_experts"], problem["top_k"]
+    size, inner = problem["hidden_size"], problem["intermediate_size"]
+    precision = "ieee" if problem["dtype"] == "float32" else "tf32"
+
+    def experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        num_pairs = ids.numel()
+        if num_pairs == 0:
+            return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+        pairs, counts = sort_by_expert(ids, num_experts)
+        tiling = tiling_for(num_pairs / num_experts)
+        num_tiles = num_pairs // tiling.block_m + min(num_experts, num_pairs)
+        block_k = min(tiling.block_k, 64) if precision == "ieee" else tiling.block_k
+        tile = {
+            "E": num_experts,
+            "BLOCK_E": triton.next_power_of_2(num_experts),
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_K": block_k,
+            "PRECISION": precision,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
+        hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+        kernel.gate_up[(triton.cdiv(inner, tiling.up_columns), num_tiles)](
+            x,
+            gate_up,
+            hidden,
+            pairs,
+            counts,
+            x.stride(0),
+            gate_up.stride(0),
+            gate_up.stride(1),
+            TOP_K=top_k,
+            N=inner,
+            K=size,
+            BLOCK_N=tiling.up_columns,
+            **tile,
+        )
+        scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
+        kernel.down[(triton.cdiv(size, tiling.down_columns), num_tiles)](
+            hidden,
+            down,
+            scaled,
+            pairs,
+            counts,
+            weights,
+            down.stride(0),
+            down.stride(1),
+            N=size,
+            K=inner,
+            BLOCK_N=tiling.down_columns,
+            **tile,
+        )
+        return add_up(scaled, top_k)
+
+    blank = partial(precompile.blank, problem["dtype"])
+    weights = blank(num_experts, 2 * inner, size), blank(num_experts, size, inner)
+    for num_tokens, *choice in blank_choices(problem, [most for most, _ in TILINGS[:-1]]):
+        precompile.compile_for(experts, blank(num_tokens, size), *weights, *choice)
+    return experts
+
+
+def blank_choices(
+    problem: Problem, averages: Iterable[float]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield one token, as many as give an expert each average of pairs, and many more; and their weights and ids."""
+    num_experts, top_k = problem["num_experts"], problem["top_k"]
+    for num_tokens in (
+        1,
+        *(int(each) * num_experts // top_k for each in averages),
+        SMALL_SORT * num_experts,
+    ):
+        yield (
+            num_tokens,
+            precompile.blank("float32", num_tokens, top_k),
+            precompile.blank("int32", num_tokens, top_k),
+        )
+
+
+def add_up(scaled: Tensor, top_k: int) -> Tensor:
+    """Return y [T, N], the sum of each token's pairs [T * k, N], always in the same order."""
+    num_tokens, size = scaled.shape[0] // top_k, scaled.shape[1]
+    y = torch.empty((num_tokens, size), dtype=scaled.dtype, device=scaled.device)
+    block = min(1024, triton.next_power_of_2(size))
+    kernel.add_pairs[(num_tokens, triton.cdiv(size, block))](
+        scaled, y, TOP_K=top_k, N=size, BLOCK=block
+    )
+    return y
+
+
+def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs (indices into flattened ids) sorted by expert, int32 [pairs], and counts int32 [E]."""
+    num_pairs = ids.numel()
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    block_e = triton.next_power_of_2(num_experts)
+    if num_pairs <= SMALL_SORT:
+        counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+        block = 512 if num_pairs <= 512 else SMALL_SORT
+        kernel.sort_small[(1,)](
+            ids, pairs, counts, num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=block
+        )
+        return pairs, counts
+    tally = torch.zeros((2, num_experts), dtype=torch.int32, device=ids.device)
+    grid = (triton.cdiv(num_pairs, 1024),)
+    kernel.count[grid](ids, tally[0], num_pairs, BLOCK=1024)
+    kernel.place[grid](
+        ids, pairs, tally[0], tally[1], num_pairs, E=num_experts, BLOCK_E=block_e, BLOCK=1024
+    )
+    return pairs, tally[0]

@@ -1,0 +1,233 @@
+"""Mixture of experts in eight bits (e4m3), a scale for each row: grouped products over tokens sorted by expert.
+
+As in `linear_fp8` the weight is the side of many rows and an expert's few tokens are the narrow one. The scale of what
+gate and up give is known only when a whole row is there, so that is quantised by a launch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_core.api import Problem
+from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.moe.experts import add_up, blank_choices, sort_by_expert
+from tokenspeed_kernels.triton.moe.kernel import find_tile
+from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
+
+MAX_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
+
+ExpertsFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Rows of the weight and pairs in a tile, features of a step, warps and loads in flight."""
+
+    block_n: int
+    block_t: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+TILINGS = (  # the most pairs of an expert, on average, that each is for
+    (8.0, Tiling(64, 16, 128, 4, 4)),
+    (24.0, Tiling(64, 32, 128, 4, 4)),
+    (64.0, Tiling(64, 64, 128, 4, 3)),
+    (float("inf"), Tiling(128, 128, 128, 8, 3)),
+)
+
+
+@precompile.jit
+def _gate_up(
+    x_ptr,
+    x_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    hidden_ptr,
+    pairs_ptr,
+    counts_ptr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
+):
+    """Grid (tiles of N, tiles of pairs): hidden [pairs, N] = silu(gate @ x) * (up @ x), in sorted order."""
+    expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
+    if expert < E:
+        place = first + tl.arange(0, BLOCK_T)
+        used = place < end
+        token = (tl.load(pairs_ptr + place, mask=used, other=0) // TOP_K).to(tl.int64)
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = expert.to(tl.int64) * (2 * N) + tl.minimum(column, N - 1)
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + token[None, :] * K + k[:, None]
+        gate_ptrs = w_ptr + row[:, None] * K + k[None, :]
+        up_ptrs = gate_ptrs + N * K
+        gate = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                x = tl.load(x_ptrs + start, mask=used[None, :], other=0.0)
+                gate_w, up_w = tl.load(gate_ptrs + start), tl.load(up_ptrs + start)
+            else:
+                inside = k < K - start
+                x = tl.load(x_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0)
+                gate_w = tl.load(gate_ptrs + start, mask=inside[None, :], other=0.0)
+                up_w = tl.load(up_ptrs + start, mask=inside[None, :], other=0.0)
+            gate = tl.dot(gate_w, x, gate, max_num_imprecise_acc=MAX_INEXACT)
+            up = tl.dot(up_w, x, up, max_num_imprecise_acc=MAX_INEXACT)
+        x_scale = tl.load(x_scale_ptr + token)[None, :]
+        gate *= x_scale * tl.load(w_scale_ptr + row)[:, None]
+        up *= x_scale * tl.load(w_scale_ptr + row + N)[:, None]
+        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        hidden_ptrs = hidden_ptr + place.to(tl.int64)[None, :] * N + column[:, None]
+        tl.store(
+            hidden_ptrs,
+            hidden.to(hidden_ptr.dtype.element_ty),
+            mask=used[None, :] & (column < N)[:, None],
+        )
+
+
+@precompile.jit
+def _down(
+    hidden_ptr,
+    hidden_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    scaled_ptr,
+    pairs_ptr,
+    counts_ptr,
+    weights_ptr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MAX_INEXACT: tl.constexpr,
+):
+    """Grid (tiles of N, tiles of pairs): scaled [pairs, N] = weight * down @ hidden, at the pairs' own places."""
+    expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
+    if expert < E:
+        place = first + tl.arange(0, BLOCK_T)
+        used = place < end
+        at = tl.where(used, place, first).to(tl.int64)
+        pair = tl.load(pairs_ptr + at).to(tl.int64)
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = expert.to(tl.int64) * N + tl.minimum(column, N - 1)
+        k = tl.arange(0, BLOCK_K)
+        hidden_ptrs = hidden_ptr + at[None, :] * K + k[:, None]
+        w_ptrs = w_ptr + row[:, None] * K + k[None, :]
+        total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                hidden, w = (
+                    tl.load(hidden_ptrs + start, mask=used[None, :], other=0.0),
+                    tl.load(w_ptrs + start),
+                )
+            else:
+                inside = k < K - start
+                hidden = tl.load(
+                    hidden_ptrs + start, mask=used[None, :] & inside[:, None], other=0.0
+                )
+                w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0)
+            total = tl.dot(w, hidden, total, max_num_imprecise_acc=MAX_INEXACT)
+        total *= tl.load(w_scale_ptr + row)[:, None]
+        total *= (tl.load(hidden_scale_ptr + at) * tl.load(weights_ptr + pair))[None, :]
+        scaled_ptrs = scaled_ptr + pair[None, :] * N + column[:, None]
+        tl.store(
+            scaled_ptrs,
+            total.to(scaled_ptr.dtype.element_ty),
+            mask=used[None, :] & (column < N)[:, None],
+        )
+
+
+def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
+    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, as the contract says.
+
+    x may be strided on T; everything else is contiguous. Grids are bounds, so graphs may replay it.
+    """
+    num_experts, top_k = problem["num_experts"], problem["top_k"]
+    size, inner = problem["hidden_size"], problem["intermediate_size"]
+    quantize_tokens = quantize_fp8({**problem, "size": size})
+    quantize_hidden = quantize_fp8({**problem, "size": inner})
+
+    def experts(
+        x: Tensor,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+    ) -> Tensor:
+        num_pairs = ids.numel()
+        if num_pairs == 0:
+            return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
+        pairs, counts = sort_by_expert(ids, num_experts)
+        tiling = next(each for most, each in TILINGS if num_pairs / num_experts <= most)
+        num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
+        tile = {
+            "E": num_experts,
+            "BLOCK_E": triton.next_power_of_2(num_experts),
+            "BLOCK_N": tiling.block_n,
+            "BLOCK_T": tiling.block_t,
+            "BLOCK_K": tiling.block_k,
+            "MAX_INEXACT": MAX_INEXACT,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
+        hidden = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+        _gate_up[(triton.cdiv(inner, tiling.block_n), num_tiles)](
+            *quantize_tokens(x),
+            gate_up,
+            gate_up_scale,
+            hidden,
+            pairs,
+            counts,
+            TOP_K=top_k,
+            N=inner,
+            K=size,
+            **tile,
+        )
+        scaled = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
+        _down[(triton.cdiv(size, tiling.block_n), num_tiles)](
+            *quantize_hidden(hidden),
+            down,
+            down_scale,
+            scaled,
+            pairs,
+            counts,
+            weights,
+            N=size,
+            K=inner,
+            **tile,
+        )
+        return add_up(scaled, top_k)
+
+    codes, scales = partial(precompile.blank, "float8_e4m3fn"), partial(precompile.blank, "float32")
+    weights = (
+        codes(num_experts, 2 * inner, size),
+        scales(num_experts, 2 * inner, 1),
+        codes(num_experts, size, inner),
+        scales(num_experts, size, 1),
+    )
+    for num_tokens, *choice in blank_choices(problem, [most for most, _ in TILINGS[:-1]]):
+        precompile.compile_for(
+            experts, precompile.blank(problem["dtype"], num_tokens, size), *weights, *choice
+        )
+    return experts

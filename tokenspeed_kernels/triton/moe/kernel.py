@@ -1,0 +1,215 @@
+"""Triton code of mixture of experts. A *pair* is a token and one of its experts: token * k + j."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernels.triton import precompile
+
+
+@precompile.jit
+def route(
+    logits_ptr,
+    weights_ptr,
+    ids_ptr,
+    stride,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """Softmax over a token's experts, then the likeliest TOP_K one after another."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)
+    logits = tl.load(logits_ptr + row * stride + expert, mask=expert < E, other=float("-inf")).to(
+        tl.float32
+    )
+    p = tl.exp(logits - tl.max(logits, axis=0))
+    p = p / tl.sum(p, axis=0)
+    left = tl.where(expert < E, p, -1.0)
+    rank = tl.arange(0, BLOCK_K)
+    weights = tl.zeros([BLOCK_K], dtype=tl.float32)
+    ids = tl.zeros([BLOCK_K], dtype=tl.int32)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(left, axis=0)
+        chosen = tl.min(
+            tl.where(left == best, expert, E - 1), axis=0
+        )  # a NaN row stays within the experts
+        weights = tl.where(rank == j, best, weights)
+        ids = tl.where(rank == j, chosen, ids)
+        left = tl.where(expert == chosen, -1.0, left)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, axis=0)
+    tl.store(weights_ptr + row * TOP_K + rank, weights, mask=rank < TOP_K)
+    tl.store(ids_ptr + row * TOP_K + rank, ids, mask=rank < TOP_K)
+
+
+@precompile.jit(do_not_specialize=["num_pairs"])
+def sort_small(
+    ids_ptr,
+    pairs_ptr,
+    counts_ptr,
+    num_pairs,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sort up to BLOCK pairs by expert in one program, stably, and count the pairs of each expert."""
+    index = tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + index, mask=index < num_pairs, other=BLOCK_E)
+    ordered = tl.sort(ids * BLOCK + index)
+    tl.store(pairs_ptr + index, ordered % BLOCK, mask=index < num_pairs)
+    expert = tl.arange(0, BLOCK_E)
+    counts = tl.histogram(tl.minimum(ids, BLOCK_E - 1), BLOCK_E, mask=index < num_pairs)
+    tl.store(counts_ptr + expert, counts, mask=expert < E)
+
+
+@precompile.jit(do_not_specialize=["num_pairs"])
+def count(ids_ptr, counts_ptr, num_pairs, BLOCK: tl.constexpr):
+    """Add the pairs of each expert to counts."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_pairs
+    tl.atomic_add(counts_ptr + tl.load(ids_ptr + index, mask=mask, other=0), 1, mask=mask)
+
+
+@precompile.jit(do_not_specialize=["num_pairs"])
+def place(
+    ids_ptr,
+    pairs_ptr,
+    counts_ptr,
+    cursors_ptr,
+    num_pairs,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Put each pair into its expert's run, in any order within the run."""
+    expert = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_pairs
+    ids = tl.load(ids_ptr + index, mask=mask, other=0)
+    rank = tl.atomic_add(cursors_ptr + ids, 1, mask=mask)
+    tl.store(pairs_ptr + tl.gather(starts, ids, 0) + rank, index, mask=mask)
+
+
+@triton.jit
+def find_tile(counts_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the expert of a tile, the first of its places in the sorted pairs, and the end of the run."""
+    expert = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
+    tiles = tl.cdiv(counts, BLOCK_M)
+    ends = tl.cumsum(tiles, axis=0)
+    chosen = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    mine = expert == chosen
+    begin = tl.sum(tl.where(mine, tl.cumsum(counts, axis=0) - counts, 0), axis=0)
+    count = tl.sum(tl.where(mine, counts, 0), axis=0)
+    first = begin + (tile - tl.sum(tl.where(mine, ends - tiles, 0), axis=0)) * BLOCK_M
+    return chosen, first, begin + count
+
+
+@precompile.jit
+def gate_up(
+    x_ptr,
+    w_ptr,
+    hidden_ptr,
+    pairs_ptr,
+    counts_ptr,
+    x_stride,
+    w_stride_e,
+    w_stride_n,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (columns of N, tiles): hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order."""
+    expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    if expert < E:
+        place = first + tl.arange(0, BLOCK_M)
+        used = place < end
+        token = (tl.load(pairs_ptr + place, mask=used, other=0) // TOP_K).to(tl.int64)
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.where(column < N, column, 0).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + token[:, None] * x_stride + k[None, :]
+        gate_ptrs = (
+            w_ptr + expert.to(tl.int64) * w_stride_e + row[None, :] * w_stride_n + k[:, None]
+        )
+        up_ptrs = gate_ptrs + N * w_stride_n
+        gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            inside = k < K - start
+            x = tl.load(x_ptrs + start, mask=used[:, None] & inside[None, :], other=0.0)
+            gate_w = tl.load(gate_ptrs + start, mask=inside[:, None], other=0.0)
+            up_w = tl.load(up_ptrs + start, mask=inside[:, None], other=0.0)
+            gate = tl.dot(x, gate_w, gate, input_precision=PRECISION)
+            up = tl.dot(x, up_w, up, input_precision=PRECISION)
+        dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+        activated = (gate / (1.0 + tl.exp(-gate))) * up
+        at = hidden_ptr + place.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(at, activated.to(dtype), mask=used[:, None] & (column < N)[None, :])
+
+
+@precompile.jit
+def down(
+    hidden_ptr,
+    w_ptr,
+    scaled_ptr,
+    pairs_ptr,
+    counts_ptr,
+    weights_ptr,
+    w_stride_e,
+    w_stride_n,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (columns of N, tiles): scaled [pairs, N] = weight * hidden @ down, at the pairs' own places."""
+    expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
+    if expert < E:
+        place = first + tl.arange(0, BLOCK_M)
+        used = place < end
+        pair = tl.load(pairs_ptr + place, mask=used, other=0).to(tl.int64)
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.where(column < N, column, 0).to(tl.int64)
+        k = tl.arange(0, BLOCK_K)
+        hidden_ptrs = hidden_ptr + place.to(tl.int64)[:, None] * K + k[None, :]
+        w_ptrs = w_ptr + expert.to(tl.int64) * w_stride_e + row[None, :] * w_stride_n + k[:, None]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            inside = k < K - start
+            hidden = tl.load(hidden_ptrs + start, mask=used[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_ptrs + start, mask=inside[:, None], other=0.0)
+            acc = tl.dot(hidden, w, acc, input_precision=PRECISION)
+        acc = acc * tl.load(weights_ptr + pair, mask=used, other=0.0)[:, None]
+        at = scaled_ptr + pair[:, None] * N + column[None, :]
+        tl.store(
+            at, acc.to(scaled_ptr.dtype.element_ty), mask=used[:, None] & (column < N)[None, :]
+        )
+
+
+@precompile.jit
+def add_pairs(scaled_ptr, y_ptr, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (tokens, columns): y [T, N], the sum of a token's pairs, always in the same order."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for j in tl.static_range(TOP_K):
+        at = scaled_ptr + (token * TOP_K + j) * N + column
+        total += tl.load(at, mask=column < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * N + column, total.to(y_ptr.dtype.element_ty), mask=column < N)
