@@ -186,7 +186,7 @@ def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_z
 
 
 @pytest.mark.parametrize("programs", [128, 114, 78, 7])
-def test_tiles_between_attention_cover_every_feature_whatever_the_number_of_multiprocessors(
+def test_fused_block_tiles_cover_every_feature(
     programs: int,
 ) -> None:
     from tokenspeed_kernels.triton.fused.fused_block import tiling
