@@ -43,6 +43,8 @@ INVARIANT = {"features": frozenset({"batch_invariant"})}
 SMALL = {"head_sizes": (16,), "block_sizes": (8,), "kv_dtypes": ("float32", "bfloat16")}
 AGREES = "test_it_agrees_with_the_reference_in_poisoned_memory"
 CELLS = "test_every_declared_cell_runs"
+LARGE = "test_large_steps_agree_with_the_reference"
+MANY = "test_many_rows_agree_with_the_reference"
 EDGES = "test_what_it_leaves_open_is_computed_at_its_edges"
 BOUNDS = "test_one_value_beyond_each_bound_is_refused"
 ROWS = "test_rows_do_not_depend_on_each_other_where_it_claims_so"
@@ -217,6 +219,50 @@ class HasAScaleOfItsOwn(TorchAttention):
         super().__init__(replace(problem, scale=problem.head_size**-0.5), *others)
 
 
+def stops_after(num_keys: int) -> type[TorchAttention]:
+    """Return a backend that ignores keys beyond the first `num_keys` of a row."""
+
+    class StopsEarly(TorchAttention):
+        def prepare(self, step: AttentionStep) -> None:
+            is_long = step.seq_lens > num_keys
+            lens = torch.where(is_long, torch.full_like(step.seq_lens, num_keys), step.seq_lens)
+            super().prepare(replace(step, seq_lens=lens, host_seq_lens=tuple(lens.tolist())))
+
+    return StopsEarly
+
+
+def wrong_when(is_wrong: Callable[[AttentionStep], bool]) -> type[TorchAttention]:
+    """Return a backend that doubles its output in some steps."""
+
+    class Wrong(TorchAttention):
+        def prepare(self, step: AttentionStep) -> None:
+            super().prepare(step)
+            self.factor = 2 if is_wrong(step) else 1
+
+        def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+            super().forward(q, k_cache, v_cache, out)
+            out *= self.factor
+
+    return Wrong
+
+
+def widest_chunk(step: AttentionStep) -> int:
+    return int((step.query_start[1:] - step.query_start[:-1]).max())
+
+
+def has_chunk_after(step: AttentionStep, num_context: int) -> bool:
+    num_query = step.query_start[1:] - step.query_start[:-1]
+    return bool(((num_query > 300) & (step.seq_lens - num_query > num_context)).any())
+
+
+class OverflowsInSoftmax(TorchAttention):
+    """Computes the softmax without subtracting the maximum."""
+
+    def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        super().forward(q, k_cache, v_cache, out)
+        out[q.float().norm(dim=-1).max(dim=-1).values > 100] = float("inf")
+
+
 class ServesOneLayer(TorchAttention):
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         super().forward(q, k_cache, v_cache, out)
@@ -331,6 +377,25 @@ LIES: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
     ("attention", WritesTheCache, SMALL, AGREES, "it wrote into k_cache"),
     ("attention", ClearsTheTable, SMALL, AGREES, "it wrote into block_table"),
     ("attention", IgnoresTheBlockSize, {"block_sizes": (16, 32)}, CELLS, "'block_size': 32"),
+    ("attention", stops_after(1024), SMALL, LARGE, "long contexts"),
+    ("attention", stops_after(2048), SMALL, LARGE, "long contexts"),
+    ("attention", stops_after(8192), SMALL, LARGE, "long contexts"),
+    ("attention", stops_after(32_768), SMALL, LARGE, "long contexts"),
+    ("attention", wrong_when(lambda step: widest_chunk(step) >= 512), SMALL, LARGE, "wide chunks"),
+    ("attention", wrong_when(lambda step: has_chunk_after(step, 256)), SMALL, LARGE, "wide chunks"),
+    ("attention", wrong_when(lambda step: 64 <= step.num_rows < 256), SMALL, LARGE, "70 rows"),
+    ("attention", wrong_when(lambda step: step.num_rows >= 256), SMALL, LARGE, "300 rows"),
+    ("attention", bounded(block_size=lambda size: size < 256), {}, EDGES, "'block_size': 256"),
+    ("attention", bounded(num_heads=lambda num: num < 64), {}, EDGES, "'num_heads': 64"),
+    (
+        "attention",
+        wrong_when(lambda step: int(step.block_table.max()) >= 4096),
+        SMALL,
+        LARGE,
+        "long contexts|high block ids",
+    ),
+    ("attention", OverflowsInSoftmax, SMALL, LARGE, "large scores"),
+    ("silu_mul", always(lambda x: right(x) * (1 + (len(x) > 256))), {}, MANY, "300 rows"),
     ("attention", ServesOneLayer, SMALL, AGREES, "beside another"),
     (
         "silu_mul",
@@ -426,8 +491,8 @@ def test_who_tells_the_truth_is_asked_the_same_and_passes(
     suite: Suite, op: str, factory: Any, capability: dict[str, Any]
 ) -> None:
     mine = suite(op, factory, **capability)
-    for question in (AGREES, CELLS, EDGES, BOUNDS, ROWS, GRAPHS):
-        with nullcontext() if question not in (ROWS, GRAPHS) else suppress(SkipTest):
+    for question in (AGREES, CELLS, LARGE, MANY, EDGES, BOUNDS, ROWS, GRAPHS):
+        with nullcontext() if question not in (LARGE, MANY, ROWS, GRAPHS) else suppress(SkipTest):
             getattr(mine, question)()
 
 

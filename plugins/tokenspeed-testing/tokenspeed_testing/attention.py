@@ -32,6 +32,7 @@ __all__ = [
     "attends_once",
     "attention_problems",
     "check_attention",
+    "compare",
     "ignores_other_rows",
     "limits_of",
     "make_scene",
@@ -134,7 +135,7 @@ def attends(kernel: AttentionKernel, problem: AttentionProblem, scene: Scene, ro
     assert not found[: sum(rows.num_queries)].isnan().any(), (
         f"{problem}, {rows}: NaN, or unwritten rows"
     )
-    _agree(f"{problem}, {rows}", problem, found[:num_real], scene.expected[:num_real])
+    compare(f"{problem}, {rows}", problem, found[:num_real], scene.expected[:num_real])
 
 
 def serves_layers_and_steps(
@@ -167,7 +168,7 @@ def serves_layers_and_steps(
         for out, (layer, _) in zip(found, step, strict=True):
             kernel.forward(layer.q, layer.k_cache, layer.v_cache, out)
         for out, (_, alone) in zip(found, step, strict=True):
-            _agree(
+            compare(
                 f"{problem}: a layer of one of several steps, beside another", problem, out, alone
             )
 
@@ -232,7 +233,8 @@ def _unwritten(q: Tensor) -> Tensor:
     return torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
 
 
-def _agree(case: str, problem: AttentionProblem, found: Tensor, expected: Tensor) -> None:
+def compare(case: str, problem: AttentionProblem, found: Tensor, expected: Tensor) -> None:
+    """Raise AssertionError naming the case where two outputs differ by more than the tolerance."""
     tolerance = common_ops()["attention"].tolerance(problem.dtype)
     torch.testing.assert_close(
         found.float(),

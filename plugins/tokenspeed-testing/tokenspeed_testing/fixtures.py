@@ -28,7 +28,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scene:
-    """A step with its tensors, and what attention over it should be (float32 [T, H, D])."""
+    """A step with its tensors, and the expected output (float32 [T, H, D])."""
 
     step: AttentionStep
     q: Tensor
@@ -44,21 +44,31 @@ def make_scene(
     *,
     seed: int,
     max_len: int | None = None,
+    first_block: int = 0,
+    query_scale: float = 1.0,
+    last_value: float = 0.0,
 ) -> Scene:
-    """Build a step whose blocks are scattered; memory that no step wrote is NaN, table entries past a row -1."""
+    """Build a step over scattered blocks.
+
+    Memory that no token wrote is NaN, and table entries after a row's last block are -1. Block ids
+    start at `first_block`. Queries are normal numbers times `query_scale`.
+    `last_value` is added to the values in the last block of each row, so that a kernel that stops
+    early is wrong by more than the tolerance.
+    """
     generator = torch.Generator().manual_seed(seed)
     size, num_rows = problem.block_size, len(rows.seq_lens)
     longest = max(rows.seq_lens) if max_len is None else max_len
     num_blocks = -(-longest // size) + 1
     dtype, kv_dtype = getattr(torch, problem.dtype), getattr(torch, problem.kv_dtype)
-    pool = num_rows * num_blocks + 1
+    num_used = num_rows * num_blocks + 1
+    pool = first_block + num_used
     arena = torch.full(
         (pool, NUM_LAYERS, 2, size, problem.num_kv_heads, problem.head_size),
         float("nan"),
         dtype=kv_dtype,
     )
     table = torch.full((num_rows, num_blocks), -1, dtype=torch.int32)
-    order = iter(torch.randperm(pool, generator=generator).tolist())
+    order = iter((first_block + torch.randperm(num_used, generator=generator)).tolist())
     for row, length in enumerate(rows.seq_lens):
         for index, first in enumerate(range(0, length, size)):
             if row and first + size <= rows.num_shared:
@@ -66,15 +76,18 @@ def make_scene(
                 continue
             table[row, index] = block = next(order)
             filled = arena[block, NUM_LAYERS - 1, :, : min(size, length - first)]
-            filled.copy_(torch.randn(filled.shape, generator=generator))
+            random = torch.randn(filled.shape, generator=generator)
+            if first + size >= length:
+                random[1] += last_value
+            filled.copy_(random)
     starts = (0, *accumulate(rows.num_queries))
     # q is cut from a wider tensor, as a projection of q, k and v together gives it
     wide = torch.randn(
         (starts[-1], problem.num_heads + 2 * problem.num_kv_heads, problem.head_size),
         generator=generator,
-    ).to(dtype)
-    wide_arena = arena.float()  # torch indexes no eight-bit floats
-    caches = wide_arena[:, NUM_LAYERS - 1, 0], wide_arena[:, NUM_LAYERS - 1, 1]
+    )
+    wide = (wide * query_scale).to(dtype)
+    caches = arena[:, NUM_LAYERS - 1, 0], arena[:, NUM_LAYERS - 1, 1]
     expected = formula(wide[:, : problem.num_heads], *caches, starts, rows.seq_lens, table, problem)
     moved = arena.to(device)
     step = AttentionStep(
@@ -117,19 +130,31 @@ def formula(
     table: Tensor,
     problem: AttentionProblem,
 ) -> Tensor:
-    """Attend token by token in float32, as the definition has it; rows of length 0 are left NaN."""
+    """Compute attention in float32 by its definition, row by row; rows of length 0 are left NaN."""
     out = torch.full(q.shape, float("nan"))
     num_groups = problem.num_heads // problem.num_kv_heads
     for row, (start, stop) in enumerate(pairwise(starts)):
-        if seq_lens[row] == 0:
+        length = seq_lens[row]
+        if length == 0 or start == stop:
             continue
-        for token in range(start, stop):
-            position = seq_lens[row] - stop + token
-            first = 0 if problem.window is None else max(0, position - problem.window + 1)
-            key = torch.arange(first, position + 1)
-            blocks, offsets = table[row, key // problem.block_size].long(), key % problem.block_size
-            k = k_cache[blocks, offsets].float().repeat_interleave(num_groups, dim=1)
-            v = v_cache[blocks, offsets].float().repeat_interleave(num_groups, dim=1)
-            scores = torch.einsum("hd,lhd->hl", q[token].float(), k) * problem.scale
-            out[token] = torch.einsum("hl,lhd->hd", scores.softmax(dim=-1), v)
+        blocks = table[row, : -(-length // problem.block_size)].long()
+        k = _keys(k_cache, blocks, length).repeat_interleave(num_groups, dim=1)
+        v = _keys(v_cache, blocks, length).repeat_interleave(num_groups, dim=1)
+        position = torch.arange(length - (stop - start), length)[:, None]
+        key = torch.arange(length)
+        is_hidden = key > position
+        if problem.window is not None:
+            is_hidden |= key <= position - problem.window
+        scores = torch.einsum("thd,lhd->htl", q[start:stop].float(), k) * problem.scale
+        probabilities = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+        out[start:stop] = torch.einsum("htl,lhd->thd", probabilities, v)
     return out
+
+
+def _keys(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """Return the first `length` keys or values of a row, float32 [L, K, D]."""
+    if cache.dtype.itemsize == 1:  # PyTorch cannot index 8-bit floats
+        found = cache.view(torch.uint8)[blocks].view(cache.dtype)
+    else:
+        found = cache[blocks]
+    return found.flatten(0, 1)[:length].float()

@@ -19,12 +19,14 @@ from tokenspeed_testing import attention as of_attention
 from tokenspeed_testing import conformance
 from tokenspeed_testing.boundaries import edges
 from tokenspeed_testing.cases import NotRun, beyond, cells
+from tokenspeed_testing.large_steps import check_large_steps
 from tokenspeed_testing.replays import replays
 from tokenspeed_testing.selection import DOES_NOT_LOAD, Asked
 from tokenspeed_testing.shapes import contract_of
 
 _PREFILL = of_attention.Rows((1, 9, 4), (30, 9, 21))
 _DECODE = of_attention.Rows((1, 1, 1), (33, 7, 16))
+_LARGE_NUM_ROWS = (300, 2100)
 _FEW = 3  # rows of the small run that each cell gets
 _MANY = (33, 130)  # rows of the runs in which each is to have the bits that it has alone
 
@@ -54,6 +56,26 @@ class KernelConformance:
             )
             for problem in problems:
                 self._computes(problem, device, "declares")
+
+    def test_large_steps_agree_with_the_reference(self) -> None:
+        """Long contexts, wide chunks, many rows, high block ids and large scores."""
+        if self.spec.op != "attention":
+            raise SkipTest("the op is not attention")
+        for device in self._devices():
+            assert check_large_steps(self.spec, device), "the spec declares no problem of the kit"
+
+    def test_many_rows_agree_with_the_reference(self) -> None:
+        """More rows than a small test has, for ops with independent rows."""
+        contract = self._contract()
+        if not contract.rows or {"max_rows", "min_rows"} & set(contract.axes):
+            raise SkipTest("the op has no unbounded number of rows")
+        for device in self._devices():
+            problem = next(cells(self.spec, contract, pairs_only=True))
+            kernel = self.spec.factory()(problem)
+            for num_rows in _LARGE_NUM_ROWS:
+                conformance.agrees_with_reference(
+                    kernel, contract, problem, num_rows, device, strided=False
+                )
 
     def test_what_it_leaves_open_is_computed_at_its_edges(self) -> None:
         """What a spec does not bound it claims: sizes of one, odd and large ones, any scale, a cache of eight bits."""
