@@ -77,7 +77,7 @@ class PolicyConformance:
         """A policy is a pure function; its columns are read-only."""
         for view, limits in views():
             first, second = self._decide(view, limits), self._decide(view, limits)
-            assert np.array_equal(first.num_query, second.num_query)
+            assert np.array_equal(first.num_query_tokens, second.num_query_tokens)
             assert np.array_equal(first.victims, second.victims)
 
     def test_an_admission_fits_the_room_and_one_alone_is_never_refused(self) -> None:
