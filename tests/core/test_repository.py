@@ -259,20 +259,6 @@ def test_requirements_list_every_distribution() -> None:
     assert listed == {str(folder.relative_to(ROOT)) for folder in DISTRIBUTIONS}
 
 
-def test_the_name_of_a_kinds_contract_is_made_in_one_place() -> None:
-    sources = [
-        path
-        for folder in ("tokenspeed_core", "plugins", "docs")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    makers = [
-        path
-        for path in sources
-        if re.search(r"\bkind \{.*\} \[api\{", path.read_text(encoding="utf-8"))
-    ]
-    assert makers == [ROOT / "tokenspeed_core" / "plugins" / "deprecations.py"]
-
-
 def test_modules_that_are_named_by_data_are_imported_in_one_place() -> None:
     core = [path for path in python_files(ROOT / "tokenspeed_core") if "testing" not in path.parts]
     ways = re.compile(

@@ -20,7 +20,6 @@ from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.local import LocalRunner, build
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers that stand beside the tests
-sys.path.append(str(Path(__file__).parents[2] / "docs"))  # and what makes the pages
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -6,9 +6,7 @@ import importlib
 import json
 import signal
 import sys
-import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +15,10 @@ import pytest
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api.step import StepPlan
-from tokenspeed_core.config import Config
-from tokenspeed_core.config.build import rebuild
 from tokenspeed_core.engine.requests import BadRequestError
 from tokenspeed_core.errors import CapacityError, PluginError, SelectionError, TokenSpeedError
 from tokenspeed_core.kernels.select import Selector
-from tokenspeed_core.plugins import Catalog, deprecations
+from tokenspeed_core.plugins import Catalog
 
 FEW = SamplingParams(temperature=0, max_tokens=4)
 
@@ -293,61 +289,3 @@ def test_a_backend_that_is_not_installed_is_refused_wherever_it_stands_in_a_list
         PluginError, match=r"no kernels.attention named 'nonsense'; installed: .*torch"
     ):
         LLM(attention_backend=names)
-
-
-def called_by(run: Callable[[], object]) -> dict[types.CodeType, dict[str, Any]]:
-    """Return our functions that a call called, each with the names of its module."""
-    called: dict[types.CodeType, dict[str, Any]] = {}
-
-    def note(frame: types.FrameType, event: str, argument: object) -> None:
-        if frame.f_globals.get("__name__", "").startswith("tokenspeed"):
-            called.setdefault(frame.f_code, frame.f_globals)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return called
-
-
-def warners(called: Mapping[types.CodeType, Mapping[str, Any]]) -> list[str]:
-    """Return those that may warn of what is deprecated, also where this call did not come by."""
-    warning = (deprecations.warn, warnings.warn, warnings)
-    return [
-        code.co_qualname
-        for code, names in called.items()
-        if any(names.get(name) is each for name in code.co_names for each in warning)
-    ]
-
-
-def test_what_a_step_calls_cannot_warn(llm: LLM) -> None:
-    many = SamplingParams(
-        max_tokens=6,
-        n=2,
-        seed=3,
-        temperature=0.7,
-        top_k=5,
-        top_p=0.9,
-        min_p=0.01,
-        repetition_penalty=1.1,
-        logprobs=2,
-        presence_penalty=0.1,
-        stop=["%"],
-    )
-    called = called_by(lambda: llm.generate(["12 + 34 =", "a " * 90], [FEW, many]))
-    steps = {
-        "Engine.step",
-        "Scheduler.plan",
-        "LocalRunner.forward",
-        "LocalRunner.sample",
-        "LocalRunner.collect",
-    }
-    assert steps <= {code.co_qualname for code in called}
-    assert len(called) > 100
-    assert warners(called) == []
-    assert warners(called_by(lambda: rebuild(Config(), {"port": 1}, "plugin acme"))) == [
-        "build",
-        "warn",
-    ]

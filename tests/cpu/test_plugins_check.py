@@ -156,10 +156,6 @@ def test_a_plugin_of_one_file_is_read(package: Any, tmp_path: Path) -> None:
             "acme.run is tokenspeed_core.kv_cache.pool",
         ),
         (
-            "import tokenspeed_core.api as it\nrun = vars(it)['war' + 'n']",
-            "acme.run is tokenspeed_core.plugins.deprecations.warn",
-        ),
-        (
             "import tokenspeed_testing.cases as it\nrun = it.problem_refusals",
             "acme.run is tokenspeed_core.kernels.select.problem_refusals",
         ),

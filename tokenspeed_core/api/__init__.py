@@ -1,13 +1,10 @@
-"""All that a plugin may import of the core (besides `commands` and `testing`), and what its `api` covers.
+"""The contracts between the core and its plugins.
 
-Stable: docs/contract.json holds every signature here, of what `tokenspeed_core` itself lists, of the hooks and of the
-ops, beside `API_VERSION`. An addition raises its minor; whatever would break a plugin raises its major, and the `api`
-of the kinds that it concerns.
+Plugins import the core only through this package and `tokenspeed_core.commands`. The number in an
+entry point's extra (`[api1]`) refers to these contracts.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
 
 from tokenspeed_core.api.attention import (
     AttentionFactory,
@@ -46,12 +43,8 @@ from tokenspeed_core.api.models import (
 from tokenspeed_core.api.ops import DOTS, OpContract, Problem, Tolerance
 from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyEvent, ReplyParser
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
-from tokenspeed_core.plugins.deprecations import DEPRECATED, warn
-
-API_VERSION = "1.19"
 
 __all__ = [
-    "API_VERSION",
     "DOTS",
     "AttentionCall",
     "AttentionFactory",
@@ -95,12 +88,3 @@ __all__ = [
     "WeightReader",
     "hookimpl",
 ]
-
-if not TYPE_CHECKING:  # with a __getattr__, type checkers would let every misspelt name pass
-
-    def __getattr__(name: str) -> Any:
-        """Return what is deprecated and stands here as `_name`, and warn whoever asks for it."""
-        if (old := f"{__name__}.{name}") not in DEPRECATED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warn(old)
-        return globals()[f"_{name}"]

@@ -12,7 +12,6 @@ from tokenspeed_core.config.describe import as_written
 from tokenspeed_core.config.flag_aliases import refuse_foreign
 from tokenspeed_core.config.schema import Config, choices, flag, narrowed
 from tokenspeed_core.errors import ConfigError, suggest
-from tokenspeed_core.plugins.deprecations import warn
 
 PYTHON = "Python"
 _RULES = {  # in words, by the types of pydantic's errors
@@ -39,8 +38,6 @@ def build(values: Mapping[str, tuple[Any, str]]) -> Config:
     for name, (_, origin) in values.items():
         if name not in Config.model_fields:
             raise ConfigError(unknown(name, origin))
-        if origin not in ("default", "auto"):
-            warn(f"flag {flag(name)}", origin)
     try:
         config = Config.model_validate({name: value for name, (value, _) in values.items()})
     except ValidationError as error:

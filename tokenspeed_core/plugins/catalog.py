@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from tokenspeed_core import __version__
 from tokenspeed_core.errors import PluginError, describe_error, printable, suggest
-from tokenspeed_core.plugins.deprecations import contract, warn
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX, UNUSED, kind_of
 from tokenspeed_core.plugins.metadata import read_entries
@@ -155,7 +154,6 @@ class Catalog:
         if entry.distribution not in {reader.distribution for reader in self.entries("locks")}:
             self._pins()
         if entry not in self._loaded and entry not in self._failures:
-            warn(contract(entry.kind, entry.api), f"{entry.distribution} {entry.version}")
             try:
                 self._loaded[entry] = _import(entry, expected)
             except (

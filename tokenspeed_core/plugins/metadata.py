@@ -25,7 +25,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.tags import sys_tags
 
 from tokenspeed_core.errors import PluginError, describe_error
-from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Entry, Status
 from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
 from tokenspeed_core.plugins.selection import DEFAULTS, Selection, normalise
@@ -160,7 +159,7 @@ def _misfit(entry: Entry, core_version: str) -> str:
         )
     if entry.api is None:
         return f"names no api; its author writes `{entry.value} [api{kind.api}]`"
-    if entry.api != kind.api and contract(entry.kind, entry.api) not in DEPRECATED:
+    if entry.api != kind.api:
         which = (
             "upgrade tokenspeed-core" if entry.api > kind.api else f"upgrade {entry.distribution}"
         )

@@ -1,9 +1,7 @@
-"""Shared layers of decoder families: a public API for plugins, versioned by `LAYERS_API`.
+"""Shared layers of decoder families: a public API for plugins.
 
 A layer is a plain object that holds tensors and bound kernels. It is built from a `BuildContext`, called
 with activations, and lists its `slots` (weights) and `boundaries` (placements).
-
-Provisional: docs/contract.json holds every signature; whatever changes one raises `LAYERS_API`.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ from tokenspeed_models.layers.norm import RMSNorm
 from tokenspeed_models.layers.parts import build_of_part
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 
-LAYERS_API = 7
-
 __all__ = [
-    "LAYERS_API",
     "MLP",
     "Attention",
     "CausalLM",

@@ -1,13 +1,8 @@
-"""The ops that this distribution brings, and the methods that use them. Imports no tensor library.
-
-docs/contract.json holds what each op says; whatever changes that raises `OPS_API`.
-"""
+"""The ops that this distribution brings, and the methods that use them. Imports no tensor library."""
 
 from __future__ import annotations
 
 from tokenspeed_core.api import DOTS, OpContract, Quantization, Tolerance
-
-OPS_API = 2
 
 _REFERENCE, _INPUTS = (
     "tokenspeed_kernels_blackwell.linear.reference",

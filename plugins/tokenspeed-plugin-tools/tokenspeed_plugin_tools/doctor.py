@@ -38,7 +38,6 @@ def doctor(
     found += findings.of_status(
         entry for entry in _worst(everything, chosen) if entry.distribution not in gone
     )
-    found += findings.of_deprecations(each for each in installed if each.name not in gone)
     unlocked = findings.of_lock(chosen)
     found += unlocked
     if not unlocked:

@@ -11,10 +11,10 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from tokenspeed_testing.distribution import build_misfit, deprecated_uses
+from tokenspeed_testing.distribution import build_misfit
 
 from tokenspeed_core import __version__
-from tokenspeed_core.commands import DEPRECATED, Entry, Selection, Status, normalise
+from tokenspeed_core.commands import Entry, Selection, Status, normalise
 from tokenspeed_plugin_tools.installed import GROUP, Finding, Installed
 from tokenspeed_plugin_tools.lock import mismatches
 from tokenspeed_plugin_tools.lock_file import LockError, read_lock
@@ -142,18 +142,6 @@ def of_status(entries: Iterable[Entry]) -> Iterator[Finding]:
                 "nothing: a newer core may use it",
                 is_note=True,
             )
-
-
-def of_deprecations(installed: Iterable[Installed]) -> Iterator[Finding]:
-    """Yield what a distribution uses that this core will not have for long; imports nothing."""
-    for each in {each.name: each for each in installed}.values() if DEPRECATED else ():
-        try:
-            uses = deprecated_uses(each.name)
-        except (AssertionError, ImportError, OSError, SyntaxError, ValueError):
-            continue  # what keeps its sources from being read is a finding of its own
-        for use in uses:
-            mend = f"pip install --upgrade {each.name}, or tell its author"
-            yield Finding(each.name, each.version, use, mend, is_note=True)
 
 
 def of_lock(entries: Sequence[Entry]) -> list[Finding]:

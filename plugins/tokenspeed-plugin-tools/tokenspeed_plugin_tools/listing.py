@@ -17,7 +17,7 @@ from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.errors import ToolsError
 from tokenspeed_plugin_tools.installed import with_unreadable
 from tokenspeed_plugin_tools.layout import GAP, aligned, folded, printable
-from tokenspeed_plugin_tools.origins import notice, record_of, unread_range, where_from
+from tokenspeed_plugin_tools.origins import record_of, unread_range, where_from
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
 
@@ -130,7 +130,7 @@ def _reasons(groups: Iterable[list[Entry]]) -> Iterator[str]:
         told = [
             (
                 f"{name} {group[0].kind} ({', '.join(each.name for each in group)})",
-                group[0].reason or notice(group[0]) or unread_range(group[0]),
+                group[0].reason or unread_range(group[0]),
             )
             for group in parts
         ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from tokenspeed_core.commands import DEFAULTS, DEPRECATED, Entry, contract, normalise
+from tokenspeed_core.commands import DEFAULTS, Entry, normalise
 
 # What TokenSpeed publishes, by exact name: strangers publish under the prefix too. Only the default ones of these stay
 # without plugins.
@@ -31,12 +31,6 @@ def where_from(entry: Entry) -> str:
     """Return the ORIGIN of a table: who published it, if it is a default, and how it came here unless from an index."""
     who = publisher(entry.distribution) + " (default)" * (entry.distribution in DEFAULTS)
     return who if entry.origin == "installed" else f"{who}, {entry.origin}"
-
-
-def notice(entry: Entry) -> str:
-    """Return which contract an entry follows that this core will not take for long, "" for none."""
-    old = contract(entry.kind, entry.api)
-    return f"{old} {DEPRECATED[old]}" if old in DEPRECATED else ""
 
 
 def unread_range(entry: Entry) -> str:
@@ -63,7 +57,6 @@ def record_of(entry: Entry) -> dict[str, Any]:
         **asdict(entry),
         "publisher": publisher(entry.distribution),
         "is_default": entry.distribution in DEFAULTS,
-        "deprecated": notice(entry),
         "unread_range": unread_range(entry),
         "is_editable": entry.origin.startswith("editable "),
     }

@@ -10,13 +10,11 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import ClassVar
 
 import tokenspeed_core
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.deprecations import DEPRECATED, contract
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.metadata import check_build
 from tokenspeed_core.plugins.selection import Selection, normalise
@@ -122,11 +120,6 @@ class DistributionConformance:
         held = json.loads(done.stdout.splitlines()[-1])
         assert not held, f"not public, so they may change without notice: {'; '.join(held)}"
 
-    def test_what_it_uses_and_will_not_be_there_for_long_is_named(self) -> None:
-        """Contracts and names of the core that are deprecated: each warns with what replaces it, and none fails."""
-        for use in deprecated_uses(self.distribution):
-            warnings.warn(use, FutureWarning, stacklevel=1)
-
     def test_its_entries_load(self) -> None:
         """What each entry names exists, and is what its kind needs, as a KernelSpec is for kernels."""
         everything = Catalog.discover(Selection(), check=False).all()
@@ -142,23 +135,6 @@ class DistributionConformance:
         assert not failed, "\n".join(told)
 
 
-def deprecated_uses(distribution: str) -> list[str]:
-    """Return the uses of what is deprecated that an installed distribution's metadata and imports show; none runs."""
-    entries = entries_of(distribution)
-    named = {entry: contract(entry.kind, entry.api) for entry in entries}
-    uses = [
-        f"{entry.name}: {old} {DEPRECATED[old]}"
-        for entry, old in named.items()
-        if old in DEPRECATED
-    ]
-    uses += [
-        f"{path.name}:{line}: {name} {DEPRECATED[name]}"
-        for path, line, name in core_uses(distribution)
-        if name in DEPRECATED
-    ]
-    return list(dict.fromkeys(uses))
-
-
 def build_misfit(distribution: str) -> str:
     """Return what compiled code of a distribution was built for that is not here, "" where it may be loaded."""
     try:
@@ -169,7 +145,7 @@ def build_misfit(distribution: str) -> str:
 
 
 def core_range(version: str = tokenspeed_core.__version__) -> str:
-    """Return the range that a package made for a core declares: what is deprecated lives for two minors."""
+    """Return the range of tokenspeed-core that a new plugin declares: this minor version and the next."""
     major, minor = version.split(".")[:2]
     return f"tokenspeed-core>={major}.{minor},<{major}.{int(minor) + 2}"
 

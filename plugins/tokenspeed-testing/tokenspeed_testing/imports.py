@@ -14,7 +14,6 @@ import inspect
 import json
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -145,10 +144,8 @@ def _load(entries: Sequence[Entry]) -> None:
 
 
 def _public_values() -> Iterator[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is deprecated, and public
-        for loaded in map(import_module, (CORE, *_LISTING)):
-            yield from (getattr(loaded, name) for name in loaded.__all__)
+    for loaded in map(import_module, (CORE, *_LISTING)):
+        yield from (getattr(loaded, name) for name in loaded.__all__)
 
 
 def _origin(value: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import traceback
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,15 +52,7 @@ def verdicts(distribution: str) -> Iterator[Verdict]:
             asked = Verdict(subject, question, "running")
             yield asked
             start = time.monotonic()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                answer = _ask(suite, name)
-            told = (
-                text
-                for each in caught
-                if " is deprecated since tokenspeed-core " in (text := str(each.message))
-            )
-            answer["detail"] = "\n".join(filter(None, [answer.get("detail"), *dict.fromkeys(told)]))
+            answer = _ask(suite, name)
             yield replace(asked, **answer, seconds=round(time.monotonic() - start, 2))
 
 
