@@ -83,7 +83,8 @@ class LLM(AbstractContextManager["LLM"]):
         )
         catalog = discover(asked)
         hooks = Hooks.load(catalog)
-        with hooks.adjusted(asked) as config, StartProgress() as progress:
+        config = hooks.adjust_config(asked)
+        with StartProgress() as progress:
             resolved = resolve(config, catalog)
             checkpoint = resolved.checkpoint
             self._defaults = Defaults.of(checkpoint.generation, checkpoint.info.eos_token_ids)

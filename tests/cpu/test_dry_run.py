@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,10 +11,9 @@ from tokenspeed_demo.score import CHECKPOINT
 from tokenspeed_server.serve import run
 
 from tokenspeed_core import llm
-from tokenspeed_core.api import hookimpl
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import dry_run, plan_kernels
-from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError, TokenSpeedError
+from tokenspeed_core.engine.factory import dry_run
+from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 
 
 def start_llm(config: Config) -> None:
@@ -89,43 +86,3 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_loaded(
     )
     with pytest.raises(CheckpointError, match="--tokenizer /nope: no such directory"):
         llm.LLM(device="cpu", tokenizer="/nope")
-
-
-@pytest.mark.parametrize(
-    ("start", "setting", "value", "said"),
-    [
-        (dry_run, "max_model_len", 10**6, "--max-model-len 1000000: demo was made for "),
-        (dry_run, "tool_call_parser", "nope", "no tool_parsers named 'nope'; "),
-        (plan_kernels, "max_model_len", 10**6, "--max-model-len 1000000: demo was made for "),
-        (run, "tool_call_parser", "nope", "no tool_parsers named 'nope'; "),
-        (
-            lambda config: llm.LLM(device="cpu"),
-            "quantization",
-            "nope",
-            "no quantization named 'nope'; ",
-        ),
-    ],
-)
-def test_whatever_starts_names_the_plugin_that_set_what_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    start: Callable[[Config], Any],
-    setting: str,
-    value: object,
-    said: str,
-) -> None:
-    info = tmp_path / "wishing-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wishing\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[tokenspeed.hooks]\nwishes = wishing_hooks [api1]\n")
-    module = ModuleType("wishing_hooks")
-    module.adjust_config = hookimpl(lambda config: {setting: value})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wishing_hooks", module)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(TokenSpeedError) as caught:
-        start(Config(device="cpu", port=0))
-    blame = f"; plugin wishing:wishes set --{setting.replace('_', '-')}: give your own, or "
-    assert str(caught.value).startswith(said)
-    assert str(caught.value).endswith(
-        f"{blame}TOKENSPEED_PLUGINS=-wishing:hooks goes without its changes"
-    )

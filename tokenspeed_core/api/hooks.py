@@ -1,6 +1,6 @@
-"""All the behaviour that a plugin may add: a module of `tokenspeed.hooks` marks any of these as `hookimpl`.
+"""The hooks: functions that a module of the group `tokenspeed.hooks` may implement with `@hookimpl`.
 
-No hook is called per token, and none on a step's way to the device.
+No hook is called per token or between planning a step and launching it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ hookimpl = pluggy.HookimplMarker("tokenspeed")
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request that ended. `finish_reason` is "stop", "tool_calls", "length", "abort" or "error"; times in seconds."""
+    """A finished request. Times are in seconds.
+
+    `finish_reason` is "stop", "tool_calls", "length", "abort" or "error". `time_to_first_token` is None
+    if no token was produced.
+    """
 
     request_id: str
     num_prompt_tokens: int
@@ -33,7 +37,11 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step that was collected. `duration`: seconds since its launch, or since the step before it was over."""
+    """A finished step of the engine.
+
+    `duration` is in seconds, since the launch of this step or the end of the previous one, whichever is
+    later.
+    """
 
     step_id: int
     num_rows: int
@@ -44,19 +52,22 @@ class StepRecord:
 
 @hookspec
 def adjust_config(config: Config) -> Mapping[str, Any] | None:
-    """Return settings to change before the configuration freezes. What the user set stays; so do the plugins used."""
+    """Return settings to change before the configuration freezes.
+
+    Settings that the user set, and those that select plugins, cannot be changed.
+    """
 
 
 @hookspec
 def observe_request(record: RequestRecord) -> None:
-    """Take note of a request that ended. Called in the API worker that answered it."""
+    """Receive a finished request. Called in the API worker that answered it."""
 
 
 @hookspec
 def observe_step(record: StepRecord) -> None:
-    """Take note of a step. Called in the engine process, after the next step was launched."""
+    """Receive a finished step. Called in the engine process, after the next step was launched."""
 
 
 @hookspec
 def add_middleware(app: Any) -> Any:
-    """Return an ASGI app that wraps the server's own (`app`), or None to leave it. Called in each API worker."""
+    """Return an ASGI app that wraps `app`, or None for no change. Called in each API worker at start."""

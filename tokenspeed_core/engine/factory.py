@@ -230,20 +230,20 @@ def _prepare_for_torch() -> None:
 def dry_run(config: Config) -> str:
     """Resolve everything and load nothing; return the report for people."""
     catalog = discover(config)
-    with Hooks.load(catalog).adjusted(config) as adjusted:
-        resolved = resolve(
-            adjusted.resolved(api_workers=num_workers(adjusted)), catalog, with_weights=False
-        )
-        _prepare_for_torch()
-        from tokenspeed_core.worker.local import plan_only
-        from tokenspeed_core.worker.platform import resolve_device
+    adjusted = Hooks.load(catalog).adjust_config(config)
+    resolved = resolve(
+        adjusted.resolved(api_workers=num_workers(adjusted)), catalog, with_weights=False
+    )
+    _prepare_for_torch()
+    from tokenspeed_core.worker.local import plan_only
+    from tokenspeed_core.worker.platform import resolve_device
 
-        config, checkpoint, info = resolved.config, resolved.checkpoint, resolved.checkpoint.info
-        weights = choose_format(checkpoint.files, config.load_format, catalog)
-        text = _describe_text(config, checkpoint)
-        find_parsers(config, catalog)
-        plan, memory = plan_only(resolved, catalog)
-        is_cpu = resolve_device(config.device).type == "cpu"
+    config, checkpoint, info = resolved.config, resolved.checkpoint, resolved.checkpoint.info
+    weights = choose_format(checkpoint.files, config.load_format, catalog)
+    text = _describe_text(config, checkpoint)
+    find_parsers(config, catalog)
+    plan, memory = plan_only(resolved, catalog)
+    is_cpu = resolve_device(config.device).type == "cpu"
     unused = unused_settings(config, is_cpu=is_cpu)
     changed = []
     for name in type(config).model_fields:
@@ -276,12 +276,12 @@ def plan_kernels(
     Raises as `resolve` does, and SelectionError.
     """
     catalog = discover(config)
-    with Hooks.load(catalog).adjusted(config) as adjusted:
-        resolved = resolve(adjusted, catalog, with_weights=False)
-        _prepare_for_torch()
-        from tokenspeed_core.worker.assemble import plan_for
+    adjusted = Hooks.load(catalog).adjust_config(config)
+    resolved = resolve(adjusted, catalog, with_weights=False)
+    _prepare_for_torch()
+    from tokenspeed_core.worker.assemble import plan_for
 
-        return catalog, plan_for(resolved, catalog, platform)
+    return catalog, plan_for(resolved, catalog, platform)
 
 
 def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:

@@ -1,10 +1,11 @@
-"""Calls the hooks of the installed plugins, each apart, so that one's failure is not another's."""
+"""Loads and calls the hooks of installed plugins. A plugin that fails does not affect the others."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -14,48 +15,53 @@ import pluggy
 from tokenspeed_core.api import hooks as hookspecs
 from tokenspeed_core.api.hooks import RequestRecord, StepRecord
 from tokenspeed_core.config.build import rebuild
-from tokenspeed_core.config.schema import Config, flag, metadata
-from tokenspeed_core.errors import PluginError, TokenSpeedError
+from tokenspeed_core.config.schema import Config, flag
+from tokenspeed_core.errors import PluginError, describe_error
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_core.plugins.selection import Selection
+from tokenspeed_core.plugins.selection import VARIABLE
 
-_DECIDED = (
-    "no_plugins",
-    "plugins_lock",
-    "strict_plugins",
-)  # which plugins are used, before any of them is asked
+# These settings decide which plugins are loaded, so plugins cannot change them.
+_PLUGIN_SETTINGS = ("no_plugins", "plugins_lock", "strict_plugins")
 logger = logging.getLogger("tokenspeed.plugins")
 
 
-class Hooks:
-    """The hook modules of one process, in the catalog's order, each with a plugin manager of its own.
+@dataclass(frozen=True, slots=True)
+class _Plugin:
+    manager: pluggy.PluginManager
+    is_required: bool
 
-    One that misbehaves is switched off, with its traceback in the log; `strict`, it ends the start.
+
+class Hooks:
+    """The hook modules of one process, in the catalog's order.
+
+    Each module has its own plugin manager. A module that raises is logged and switched off. At start,
+    a required one (named or locked by the user, or any with --strict-plugins) raises PluginError.
     """
 
-    def __init__(self, *, strict: bool = False) -> None:
-        self._strict = strict
-        self._managers: dict[str, pluggy.PluginManager] = {}
+    def __init__(self) -> None:
+        self._plugins: dict[str, _Plugin] = {}
 
     @classmethod
     def load(cls, catalog: Catalog) -> Hooks:
-        """Import the modules of `tokenspeed.hooks`. Raises PluginError as `Catalog.load` does.
+        """Import the modules of the group `tokenspeed.hooks`.
 
-        A module with a hook that does not exist is left out as one whose import fails is.
+        A module with an unknown hook is left out like one that fails to import. Raises PluginError as
+        `Catalog.load` does.
         """
-        hooks = cls(strict=catalog.is_strict)
+        hooks = cls()
         for entry in catalog.entries("hooks"):
             module = catalog.load(entry, ModuleType)
             if module is None:
                 continue
+            name = f"{entry.distribution}:{entry.name}"
             try:
-                hooks.register(module, f"{entry.distribution}:{entry.name}")
+                hooks.register(module, name, is_required=catalog.is_required(entry))
             except PluginError as error:
                 catalog.reject(entry, str(error))
         return hooks
 
-    def register(self, module: object, name: str) -> None:
-        """Add an object with hook implementations. Raises PluginError for a hook that does not exist."""
+    def register(self, module: object, name: str, *, is_required: bool = False) -> None:
+        """Add an object with hook implementations. Raises PluginError for an unknown hook."""
         manager = pluggy.PluginManager("tokenspeed")
         manager.add_hookspecs(hookspecs)
         try:
@@ -63,97 +69,74 @@ class Hooks:
             manager.check_pending()
         except pluggy.PluginValidationError as error:
             raise PluginError(f"hooks of {name}: {error}") from error
-        self._managers[name] = manager
+        self._plugins[name] = _Plugin(manager, is_required)
 
     def observer(self, hook: str) -> Callable[[Any], None] | None:
-        """Return what tells the plugins of a record, None where nobody implements the hook: it need not be made."""
-        is_wanted = any(
-            getattr(manager.hook, hook).get_hookimpls() for manager in self._managers.values()
-        )
-        return partial(self._observe, hook) if is_wanted else None
+        """Return a function that passes a record to every plugin, or None if no plugin implements the hook."""
+        for plugin in self._plugins.values():
+            if getattr(plugin.manager.hook, hook).get_hookimpls():
+                return partial(self._observe, hook)
+        return None
 
-    @contextmanager
-    def adjusted(self, config: Config) -> Iterator[Config]:
-        """Give the configuration with the plugins' changes to what the user left open, for what is done with it.
+    def adjust_config(self, config: Config) -> Config:
+        """Return the configuration with the changes of all plugins to settings that the user did not set.
 
-        Of a plugin that fails, or whose change is out of bounds, nothing is taken. Raises PluginError
-        instead under --strict-plugins. An error about a setting that a plugin changed says that it did.
+        If a plugin fails or sets an invalid value, none of its changes are used. Raises PluginError if
+        that plugin is required.
         """
-        for name, manager in list(self._managers.items()):
-            adjusted = config
-            with self._apart(name, "adjust_config", is_start=True):
-                for changes in manager.hook.adjust_config(config=config):
+        for name, plugin in list(self._plugins.items()):
+            with self._isolated(name, "adjust_config", is_start=True):
+                adjusted = config
+                for changes in plugin.manager.hook.adjust_config(config=config):
                     adjusted = _apply(adjusted, name, changes)
                 config = adjusted
-        try:
-            yield config
-        except TokenSpeedError as error:
-            said = str(error)
-            for name in type(config).model_fields:
-                by, words = config.origin(name), {word.strip("`:;,()") for word in said.split()}
-                if (
-                    by.startswith("plugin ")
-                    and by not in said
-                    and words & {flag(name), metadata(name)["kind"]}
-                ):
-                    out = Selection.read().without(
-                        f"{by.removeprefix('plugin ').partition(':')[0]}:hooks"
-                    )
-                    error.args = (
-                        f"{error}; {by} set {flag(name)}: give your own, or {out} goes without its changes",
-                    )
-            raise
+        return config
 
     def add_middleware(self, app: Any) -> Any:
-        """Return the server's ASGI app in the wrappings of the plugins, without those that fail.
+        """Return the server's ASGI app wrapped by the plugins' middleware.
 
-        Raises PluginError instead under --strict-plugins.
+        Middleware that fails is left out. Raises PluginError if its plugin is required.
         """
-        for name, manager in list(self._managers.items()):
-            with self._apart(name, "add_middleware", is_start=True):
-                for wrapped in manager.hook.add_middleware(app=app):
+        for name, plugin in list(self._plugins.items()):
+            with self._isolated(name, "add_middleware", is_start=True):
+                for wrapped in plugin.manager.hook.add_middleware(app=app):
                     if not callable(wrapped):
-                        raise TypeError(f"a {type(wrapped).__name__} is no ASGI app")
+                        raise TypeError(f"expected an ASGI app, found a {type(wrapped).__name__}")
                     app = wrapped
         return app
 
     def _observe(self, hook: str, record: RequestRecord | StepRecord) -> None:
-        for name, manager in list(self._managers.items()):
-            with self._apart(name, hook):
-                getattr(manager.hook, hook)(record=record)
+        for name, plugin in list(self._plugins.items()):
+            with self._isolated(name, hook):
+                getattr(plugin.manager.hook, hook)(record=record)
 
     @contextmanager
-    def _apart(self, name: str, hook: str, *, is_start: bool = False) -> Iterator[None]:
-        """Log what fails of a plugin, and forget the plugin. Raises PluginError instead at a start that is strict."""
+    def _isolated(self, name: str, hook: str, *, is_start: bool = False) -> Iterator[None]:
+        """Log an exception and switch the plugin off, or raise PluginError if it is required at start."""
         try:
             yield
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # plugin code may raise anything, and must not harm what calls it
-            if is_start and self._strict:
-                what = f"{type(error).__name__}: {error}; --strict-plugins ends the start for it"
-                raise PluginError(f"hooks of {name} failed in {hook}: {what}") from error
-            logger.error(
-                "hooks of %s failed in %s and are switched off", name, hook, exc_info=error
-            )
-            del self._managers[name]
+        except (Exception, SystemExit) as error:
+            if is_start and self._plugins[name].is_required:
+                distribution = name.partition(":")[0]
+                raise PluginError(
+                    f"hook {hook} of {name} failed: {describe_error(error)}. "
+                    f"Fix the plugin, or disable its hooks with {VARIABLE}=-{distribution}:hooks."
+                ) from error
+            logger.error("hook %s of %s failed; its hooks are off", hook, name, exc_info=error)
+            del self._plugins[name]
 
 
 def _apply(config: Config, name: str, changes: Any) -> Config:
     allowed = {}
     for setting, value in dict(changes).items():
-        if setting in _DECIDED:
-            raise PluginError(
-                f"{setting} says which plugins are used, so none can change it: a user has to"
-            )
-        if config.origin(setting) in ("default", "auto"):
+        if setting in _PLUGIN_SETTINGS:
+            raise PluginError(f"plugins cannot change {flag(setting)}")
+        origin = config.origin(setting)
+        if origin in ("default", "auto"):
             allowed[setting] = value
         else:
-            logger.warning(
-                "plugin %s would change %s, which %s sets: left",
-                name,
-                setting,
-                config.origin(setting),
-            )
-    return rebuild(config, allowed, f"plugin {name}")
+            logger.warning("plugin %s: %s stays as set by %s", name, flag(setting), origin)
+    adjusted = rebuild(config, allowed, f"plugin {name}")
+    for setting in allowed:
+        logger.info("plugin %s set %s", name, flag(setting))
+    return adjusted

@@ -43,7 +43,8 @@ def run(config: Config) -> int:
     """
     catalog = discover(config)
     hooks = Hooks.load(catalog)
-    with hooks.adjusted(config) as config, ExitStack() as opened:
+    config = hooks.adjust_config(config)
+    with ExitStack() as opened:
         logging.getLogger().setLevel(config.log_level.upper())
         bound, *others = map(
             opened.enter_context, listen(config.host, config.port, num_workers(config))
