@@ -1,5 +1,4 @@
-"""TokenSpeed's shared layers, weight maps and load formats, and the Llama and Qwen families.
+"""TokenSpeed's shared layers, weight loading, and the Llama and Qwen families.
 
-What plugins may build on: `tokenspeed_models.config`, `.describe`, `.layers`, `.placement`, `.weights` and
-`.testing`.
+Plugins may import `tokenspeed_models.config`, `.describe`, `.layers`, `.sharding`, `.weights` and `.testing`.
 """

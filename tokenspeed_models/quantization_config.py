@@ -43,7 +43,7 @@ def read_quantization(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def kept_whole(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def ignored_modules(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """Return which linear maps, by their names there, a checkpoint that is stored quantised keeps whole.
 
     Raises ValueError on a regular expression that is none.

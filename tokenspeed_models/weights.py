@@ -1,6 +1,6 @@
-"""The weight map: which tensor of a checkpoint fills which part of which parameter, and how it would be cut.
+"""The weight map: which tensor of a checkpoint fills which part of which parameter, and how it is sharded.
 
-Loading streams: one tensor is looked up, checked, copied and dropped before the next is read.
+Loading streams: each tensor is looked up, checked, copied and dropped before the next one is read.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-_READABLE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-# Tables that old checkpoints store and every model computes for itself; scales of an fp8 KV cache, which is chosen
-# by --kv-cache-dtype and not by the checkpoint.
-_UNREAD = ("rotary_emb.inv_freq", "k_scale", "v_scale")
-_MAX_NAMES = 12  # beyond this many, an error names patterns with their counts
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+# Old checkpoints store the rotary table, which models compute. Scales of an FP8 KV cache are read elsewhere, if
+# --kv-cache-dtype asks for that cache.
+_IGNORED = ("rotary_emb.inv_freq", "k_scale", "v_scale")
+_MAX_NAMES = 12  # longer lists are grouped into patterns in error messages
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How a weight is cut over a process group.
+    """How a weight is sharded over a process group.
 
-    `axis` is the axis of the checkpoint's tensor. Where it counts whole heads, `num_heads` says how many;
-    fewer heads than processes means that neighbouring processes hold copies of one head.
+    `axis` is the axis of the checkpoint's tensor. If it consists of whole heads, `num_heads` is their number; with
+    fewer heads than processes, neighbouring processes hold copies of the same head.
     """
 
     axis: int
@@ -32,11 +32,11 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packing:
-    """How a weight gets into a parameter that holds it in another form: `store` takes it, in `dtype`, on the device.
+class OnlineQuantization:
+    """Quantises a weight while it is loaded: `store` takes it on the device, in `dtype`.
 
-    A checkpoint may hold the weight in that form already, the type of its slot's target. Then it is copied, and
-    `scale`, which belongs to it alone, is filled from the tensor called `scale_name`.
+    A checkpoint may also hold the weight already quantised, in the dtype of the slot's target. Then it is copied, and
+    the tensor called `scale_name` is copied to `scale`.
     """
 
     dtype: torch.dtype
@@ -49,10 +49,10 @@ class Packing:
 class WeightSlot:
     """One tensor of a checkpoint and the view of a parameter that it fills; both have the same shape.
 
-    `shard` None means that every process holds the whole. `kind` is "matrix", "bias", "norm", or "codes" and "scale"
-    of a weight that must come quantised. A slot that `replaces` others is another form of them: a checkpoint holds
-    either it or them. Without a `packing` the tensor is copied, or given to `take` where there is one; `settle` is
-    called once all tensors are read, for whatever slots have it.
+    `shard` is None if every process holds the whole tensor. `kind` is "matrix", "bias", "norm", or "quantized" and
+    "scale" for a weight that the checkpoint must hold quantised. A slot that `replaces` others holds the same weights
+    in another form: a checkpoint has either that slot or the others. `on_load` takes the tensor instead of a copy to
+    the target. `on_complete` is called after all tensors were read.
     """
 
     name: str
@@ -60,127 +60,129 @@ class WeightSlot:
     shard: Shard | None
     kind: str = "matrix"
     replaces: tuple[str, ...] = ()
-    packing: Packing | None = None
-    take: Callable[[torch.Tensor], None] | None = None
-    settle: Callable[[], None] | None = None
+    quantization: OnlineQuantization | None = None
+    on_load: Callable[[torch.Tensor], None] | None = None
+    on_complete: Callable[[], None] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which the tensor is taken."""
-        return self.target.dtype if self.packing is None else self.packing.dtype
+        """The dtype of an unquantised tensor for this slot."""
+        return self.target.dtype if self.quantization is None else self.quantization.dtype
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Put a tensor of the slot's shape in its place, whatever its device and float type."""
-        if self.take is not None:
-            self.take(tensor)
-        elif self.packing is None or tensor.dtype == self.target.dtype:
+        """Store a tensor of the slot's shape, on any device and in any float dtype."""
+        if self.on_load is not None:
+            self.on_load(tensor)
+        elif self.quantization is None or tensor.dtype == self.target.dtype:
             self.target.copy_(tensor)
         else:
-            self.packing.store(tensor.to(self.target.device, self.packing.dtype))
+            self.quantization.store(tensor.to(self.target.device, self.quantization.dtype))
 
-    def complaint(self, tensor: torch.Tensor) -> str:
-        """Return what is wrong with a tensor for this slot, or "". A single scale may come with or without an axis."""
-        shape, needed = tensor.shape, self.target.shape
-        if shape != needed and not (self.kind == "scale" and shape.numel() == needed.numel() == 1):
-            return f"{self.name} has shape {list(shape)} and needs {list(needed)}"
-        if tensor.dtype == self.target.dtype or (
-            tensor.dtype in _READABLE and self.dtype in _READABLE
-        ):
+    def mismatch(self, tensor: torch.Tensor) -> str:
+        """Return why a tensor does not fit the slot, or "". A scale of one value may have any number of axes."""
+        shape, expected = tensor.shape, self.target.shape
+        is_single_scale = self.kind == "scale" and shape.numel() == expected.numel() == 1
+        if shape != expected and not is_single_scale:
+            return _wrong_shape(self.name, tensor, self.target)
+        if tensor.dtype == self.target.dtype:
             return ""
-        if self.dtype in _READABLE:
-            return f"{self.name} is {tensor.dtype}; only unquantised weights are supported"
-        return f"{self.name} is {tensor.dtype} and needs {self.target.dtype}"
+        if self.dtype not in _FLOATS:
+            return f"{self.name} is {tensor.dtype}, expected {self.target.dtype}"
+        if tensor.dtype not in _FLOATS:
+            return f"{self.name} is {tensor.dtype}, expected an unquantized weight"
+        return ""
+
+
+def _wrong_shape(name: str, tensor: torch.Tensor, target: torch.Tensor) -> str:
+    return f"{name} has shape {list(tensor.shape)}, expected {list(target.shape)}"
 
 
 @dataclass(slots=True)
-class _Faults:
-    """What a load found wrong so far."""
+class _LoadErrors:
+    """What is wrong with a checkpoint's weights, collected while they are read."""
 
     missing: list[str] = field(default_factory=list)
-    surplus: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
 
     def message(self) -> str:
-        """Return all faults in one line, empty if there are none."""
+        """Return all errors in one line, or ""."""
         kinds = (
             ("missing", self.missing),
-            ("not expected", self.surplus),
+            ("unexpected", self.unexpected),
             ("given twice", self.repeated),
         )
-        parts = [f"{kind}: {', '.join(_listing(names))}" for kind, names in kinds if names]
-        if self.misshapen:
-            parts.append("; ".join(_listing(self.misshapen)))
+        parts = [f"{kind}: {', '.join(_grouped(names))}" for kind, names in kinds if names]
+        if self.mismatches:
+            parts.append("; ".join(_grouped(self.mismatches)))
         return "; ".join(parts)
 
 
 class _Scales:
-    """The scales of weights that a checkpoint holds packed: each such weight has one, and no other has."""
+    """Checks that each weight that comes quantised has a scale, and that no other weight has one."""
 
-    def __init__(self, packings: Mapping[str, Packing]) -> None:
-        self._packings = packings
+    def __init__(self, quantizations: Mapping[str, OnlineQuantization]) -> None:
+        self._quantizations = quantizations
         self._needed: dict[str, None] = {}
         self._given: dict[str, None] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._packings
+        return name in self._quantizations
 
-    def need(self, packing: Packing) -> None:
-        """Note that a weight came packed."""
-        self._needed[packing.scale_name] = None
+    def need(self, quantization: OnlineQuantization) -> None:
+        """Record that a weight came quantised."""
+        self._needed[quantization.scale_name] = None
 
-    def fill(self, name: str, tensor: torch.Tensor, faults: _Faults) -> None:
-        """Copy a scale to its place, or note what is wrong with it. Of one a row, the last axis may be left out."""
+    def fill(self, name: str, tensor: torch.Tensor, errors: _LoadErrors) -> None:
+        """Copy a scale, or record why it does not fit. Per-channel scales may lack the last axis."""
         if name in self._given:
-            faults.repeated.append(name)
+            errors.repeated.append(name)
             return
         self._given[name] = None
-        target = self._packings[name].scale
-        if tensor.shape != target.shape and not (
-            target.shape[1] == 1 and tensor.shape == target.shape[:1]
-        ):
-            shapes = f"{list(tensor.shape)} and needs {list(target.shape)}"
-            faults.misshapen.append(f"{name} has shape {shapes}")
-        elif target.dtype not in _READABLE and tensor.dtype != target.dtype:
-            faults.misshapen.append(f"{name} is {tensor.dtype} and needs {target.dtype}")
-        elif target.dtype in _READABLE and tensor.dtype not in _READABLE:
-            faults.misshapen.append(
-                f"{name} is {tensor.dtype}; only scales of 16 bits or more are supported"
+        target = self._quantizations[name].scale
+        is_flat = target.shape[1] == 1 and tensor.shape == target.shape[:1]
+        if tensor.shape != target.shape and not is_flat:
+            errors.mismatches.append(_wrong_shape(name, tensor, target))
+        elif target.dtype not in _FLOATS and tensor.dtype != target.dtype:
+            errors.mismatches.append(f"{name} is {tensor.dtype}, expected {target.dtype}")
+        elif target.dtype in _FLOATS and tensor.dtype not in _FLOATS:
+            errors.mismatches.append(
+                f"{name} is {tensor.dtype}, expected a float of 16 or more bits"
             )
         else:
             target.copy_(tensor.view(target.shape))
 
     def missing(self) -> list[str]:
-        """Return the scales that packed weights lack."""
+        """Return the scales that quantised weights lack."""
         return [name for name in self._needed if name not in self._given]
 
-    def surplus(self) -> list[str]:
-        """Return the scales of weights that came whole, and so have new ones."""
+    def unexpected(self) -> list[str]:
+        """Return the scales of weights that came unquantised."""
         return [name for name in self._given if name not in self._needed]
 
 
 class WeightMap:
-    """All slots of a model, by checkpoint name.
+    """All slots of a model by checkpoint name.
 
-    `ignored` are names that may stand in a checkpoint without being read. Raises ValueError on two slots
-    of one name.
+    Tensors in `ignored` may occur in a checkpoint and are not read. Raises ValueError if two slots have one name.
     """
 
     def __init__(self, slots: Iterable[WeightSlot], ignored: Iterable[str] = ()) -> None:
         self._slots: dict[str, WeightSlot] = {}
-        self._ignored = (*_UNREAD, *ignored)
+        self._ignored = (*_IGNORED, *ignored)
         for slot in slots:
             if slot.name in self._slots:
                 raise ValueError(f"the weight map has two slots for {slot.name}")
             self._slots[slot.name] = slot
-        self._packings = {
-            slot.packing.scale_name: slot.packing
+        self._quantizations = {
+            slot.quantization.scale_name: slot.quantization
             for slot in self._slots.values()
-            if slot.packing is not None
+            if slot.quantization is not None
         }
 
     def __iter__(self) -> Iterator[WeightSlot]:
-        """Iterate over the slots of one complete checkpoint, without other forms of the same weights."""
+        """Iterate over the slots of one complete checkpoint, without alternative forms of the same weights."""
         return (slot for slot in self._slots.values() if not slot.replaces)
 
     def _is_ignored(self, name: str) -> bool:
@@ -188,49 +190,50 @@ class WeightMap:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors into their slots, casting to the parameter's dtype.
+        """Copy tensors into their slots, converted to the parameter's dtype.
 
-        Raises ValueError naming every missing, surplus, repeated or misshapen weight, after reading all.
+        Reads all tensors, then raises ValueError if any is missing, unexpected, given twice, or of the wrong shape or
+        dtype. The message names all of them.
         """
         pending = {slot.name: None for slot in self}
-        faults, seen, scales = _Faults(), set(), _Scales(self._packings)
+        errors, seen, scales = _LoadErrors(), set(), _Scales(self._quantizations)
         for name, tensor in weights:
             slot = self._slots.get(name)
             if slot is None:
                 if name in scales:
-                    scales.fill(name, tensor, faults)
+                    scales.fill(name, tensor, errors)
                 elif not self._is_ignored(name):
-                    faults.surplus.append(name)
+                    errors.unexpected.append(name)
                 continue
             filled = slot.replaces or (name,)
             if name in seen or any(part not in pending for part in filled):
-                faults.repeated.append(name)
+                errors.repeated.append(name)
                 continue
             seen.add(name)
             for part in filled:
                 del pending[part]
-            is_packed = slot.packing is not None and tensor.dtype == slot.target.dtype
-            if slot.packing is not None and is_packed:
-                scales.need(slot.packing)
-            complaint = slot.complaint(tensor)
-            if complaint:
-                faults.misshapen.append(complaint)
+            if slot.quantization is not None and tensor.dtype == slot.target.dtype:
+                scales.need(slot.quantization)
+            mismatch = slot.mismatch(tensor)
+            if mismatch:
+                errors.mismatches.append(mismatch)
             else:
                 slot.fill(tensor)
-        faults.missing.extend([*pending, *scales.missing()])
-        faults.surplus.extend(scales.surplus())
-        message = faults.message()
+        errors.missing.extend([*pending, *scales.missing()])
+        errors.unexpected.extend(scales.unexpected())
+        message = errors.message()
         if message:
             raise ValueError(
-                f"the checkpoint's weights are not those its config.json describes; {message}; correct config.json, "
-                "or copy or download the checkpoint again"
+                f"the checkpoint's weights do not match its config.json: {message}. Correct config.json, or copy or "
+                "download the checkpoint again."
             )
-        for settle in dict.fromkeys(slot.settle for slot in self if slot.settle is not None):
-            settle()
+        for on_complete in dict.fromkeys(slot.on_complete for slot in self):
+            if on_complete is not None:
+                on_complete()
 
 
-def _listing(names: list[str]) -> list[str]:
-    """Return the names, or where they are many, their patterns (numbers as *) with counts."""
+def _grouped(names: list[str]) -> list[str]:
+    """Return the names; group many of them into patterns with counts, such as "layers.*.weight (28 of them)"."""
     if len(names) <= _MAX_NAMES:
         return names
     counts: dict[str, int] = {}

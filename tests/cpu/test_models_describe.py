@@ -173,7 +173,7 @@ def test_what_cannot_be_served_is_named_by_its_key(
 
 def test_descriptors_and_descriptions_import_no_tensor_library() -> None:
     script = (
-        "import sys, tokenspeed_models.families, tokenspeed_models.describe, tokenspeed_models.placement\n"
+        "import sys, tokenspeed_models.descriptors, tokenspeed_models.describe, tokenspeed_models.sharding\n"
         "import tokenspeed_models_mistral, tokenspeed_models_mistral.describe\n"
         "print(sorted({'torch', 'numpy', 'transformers', 'safetensors'} & set(sys.modules)))"
     )

@@ -15,7 +15,7 @@ PUBLIC = {
     "tokenspeed_models.config",
     "tokenspeed_models.describe",
     "tokenspeed_models.layers",
-    "tokenspeed_models.placement",
+    "tokenspeed_models.sharding",
     "tokenspeed_models.weights",
     "tokenspeed_models.testing",
 }

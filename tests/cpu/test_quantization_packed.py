@@ -35,7 +35,7 @@ from tokenspeed_core.engine.factory import dry_run, plan_kernels
 from tokenspeed_core.errors import CheckpointError, ConfigError
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_kernels.contracts import FP8_METHOD
-from tokenspeed_models.families import LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from tokenspeed_models.descriptors import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from tokenspeed_models.layers import Linear, Projection
 from tokenspeed_models.loading.safetensors import read_safetensors
 from tokenspeed_models.testing import DenseBuild, sequence_logits
@@ -78,8 +78,12 @@ def values(form: str, linear: Linear) -> Tensor:
     assert linear.scale is not None
     if form == "mxfp8":
         return mxfp8_values(linear.weight, linear.scale)
-    assert linear.packed is not None and linear.packed.over_all is not None
-    return nvfp4_values(linear.weight, linear.scale) * linear.packed.over_all.weights
+    assert linear.quantized_weight is not None
+    assert linear.quantized_weight.tensor_scales is not None
+    return (
+        nvfp4_values(linear.weight, linear.scale)
+        * linear.quantized_weight.tensor_scales.weight_scales
+    )
 
 
 def load(spec: ModelSpec, folder: Path, build: DenseBuild) -> Any:
@@ -129,11 +133,12 @@ def test_activations_take_the_widest_factor_and_products_that_of_both() -> None:
     )
     given, _ = stored_layer("nvfp4")
     WeightMap(linear.slots("p.")).load(given.items())
-    assert linear.packed is not None and linear.packed.over_all is not None
-    over_all = linear.packed.over_all
-    torch.testing.assert_close(over_all.activations, torch.tensor([5 / 2688]))
+    assert linear.quantized_weight is not None
+    assert linear.quantized_weight.tensor_scales is not None
+    scales = linear.quantized_weight.tensor_scales
+    torch.testing.assert_close(scales.input_scale, torch.tensor([5 / 2688]))
     weight = 1 / given["p.a.weight_global_scale"]
-    torch.testing.assert_close(over_all.products, over_all.activations * weight)
+    torch.testing.assert_close(scales.output_scales, scales.input_scale * weight)
 
 
 def test_projections_may_have_factors_of_their_own() -> None:
@@ -315,7 +320,7 @@ def test_a_part_of_which_some_is_kept_whole_ends_the_start_by_name(tmp_path: Pat
     )
     config = Config.from_keywords(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
     with pytest.raises(
-        CheckpointError, match=r"keeps model.layers.1.self_attn.o_proj whole and quantises .*q_proj"
+        CheckpointError, match=r"ignores model.layers.1.self_attn.o_proj but quantizes .*q_proj"
     ):
         dry_run(config)
 
@@ -435,42 +440,42 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
-        ("mxfp8", lambda given: given.pop("p.b.weight_scale"), "missing: p.b.weight_scale;"),
+        ("mxfp8", lambda given: given.pop("p.b.weight_scale"), "missing: p.b.weight_scale"),
         (
             "mxfp8",
             changed("p.a.weight_scale", lambda scale: scale.float()),
-            "p.a.weight_scale is torch.float32 and needs torch.uint8",
+            "p.a.weight_scale is torch.float32, expected torch.uint8",
         ),
         (
             "mxfp8",
             changed("p.a.weight", lambda codes: codes[:, :64]),
-            r"p.a.weight has shape \[24, 64\] and needs",
+            r"p.a.weight has shape \[24, 64\], expected",
         ),
-        ("nvfp4", lambda given: given.pop("p.b.input_global_scale"), "missing: p.b.input_scale;"),
+        ("nvfp4", lambda given: given.pop("p.b.input_global_scale"), "missing: p.b.input_scale"),
         (
             "nvfp4",
             changed("p.a.weight_scale", lambda scale: scale.float()),
-            "p.a.weight_scale is torch.float32 and needs torch.float8_e4m3fn",
+            "p.a.weight_scale is torch.float32, expected torch.float8_e4m3fn",
         ),
         (
             "nvfp4",
             changed("p.a.weight_packed", lambda codes: codes.view(torch.int8)),
-            "p.a.weight_packed is torch.int8 and needs torch.uint8",
+            "p.a.weight_packed is torch.int8, expected torch.uint8",
         ),
         (
             "nvfp4",
             changed("p.b.weight_global_scale", lambda scale: torch.tensor([float("nan")])),
-            "p.b.weight_global_scale is nan, and must be above zero and finite",
+            "p.b.weight_global_scale is nan",
         ),
         (
             "nvfp4",
             changed("p.b.input_global_scale", lambda scale: 0 * scale),
-            "p.b.input_global_scale is inf, and must be above zero and finite",
+            "p.b.input_global_scale is inf",
         ),
         (
             "nvfp4",
             changed("p.b.input_global_scale", lambda scale: scale.repeat(2)),
-            r"p.b.input_global_scale has shape \[2\] and needs \[1\]",
+            r"p.b.input_global_scale has shape \[2\], expected \[1\]",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -490,7 +495,7 @@ def test_what_is_wrong_with_a_stored_weight_is_said_by_name(
 def test_codes_in_a_checkpoint_that_says_nothing_of_them_are_refused() -> None:
     given, _ = stored_layer("nvfp4")
     whole = Linear(DenseBuild(), 128, (Projection("a", 24, None), Projection("b", 8, None)))
-    with pytest.raises(ValueError, match=r"p.a.weight has shape \[24, 64\] and needs \[24, 128\]"):
+    with pytest.raises(ValueError, match=r"p.a.weight has shape \[24, 64\], expected \[24, 128\]"):
         WeightMap(whole.slots("p.")).load(by_modelopt(given).items())
     packed = Linear(
         QuantizedBuild(FP8_METHOD), 128, (Projection("a", 24, None), Projection("b", 8, None))

@@ -1,7 +1,7 @@
 """Shared layers of decoder families: a public API for plugins.
 
-A layer is a plain object that holds tensors and bound kernels. It is built from a `BuildContext`, called
-with activations, and lists its `slots` (weights) and `boundaries` (placements).
+A layer is a plain object that holds tensors and bound kernels. It is built from a `BuildContext`, called with
+activations, and lists its weights (`slots`) and the sharding of its input and output (`sharding`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from tokenspeed_models.layers.attention import Attention
 from tokenspeed_models.layers.decoder import CausalLM, DecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
+from tokenspeed_models.layers.ignored_modules import build_for_module
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.layers.parts import build_of_part
 from tokenspeed_models.layers.rotary import inverse_frequencies, rotary_table
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "OutputHead",
     "Projection",
     "RMSNorm",
-    "build_of_part",
+    "build_for_module",
     "inverse_frequencies",
     "rotary_table",
 ]

@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions, over a cache that the runner provides."""
+"""Grouped-query attention with rotary positions, over a KV cache that the worker provides."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tokenspeed_core.api import BuildContext, Rotation
 from tokenspeed_models.describe import window_group
 from tokenspeed_models.layers.linear import Linear, Projection
 from tokenspeed_models.layers.norm import NormedLinear, RMSNorm
-from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
+from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class Attention:
-    """Projects queries, keys and values in one matrix product, rotates, attends and projects back.
+    """Projects queries, keys and values in one GEMM, rotates, attends and projects the result.
 
-    `cos_sin` is the table of `rotary_table`, shared by layers. `qk_norm_eps` set means that the heads of
-    queries and keys are normalised before they are rotated. `window` is in tokens, the query's own included.
+    `cos_sin` is the table of `rotary_table`, shared by all layers. If `qk_norm_eps` is set, the heads of queries and
+    keys are normalised before the rotation. `window` is the number of tokens that a query sees, itself included.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Attention:
             bias=out_bias,
         )
         self.cos_sin = cos_sin
-        self._norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        self._qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if qk_norm_eps is not None:
             q_weight, k_weight = torch.empty(2, head_size, dtype=build.dtype, device=build.device)
-            self._norm = (q_weight, k_weight, qk_norm_eps)
+            self._qk_norm = (q_weight, k_weight, qk_norm_eps)
         self._split = [num_heads, num_kv_heads, num_kv_heads]
         self._heads = (sum(self._split), head_size)
         self._attend = build.attention(
@@ -75,25 +75,30 @@ class Attention:
     def project(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, [T, out], of x + residual [T, hidden], normalised; and that sum.
+        """Return queries, keys and values [T, out] for the normalised x + residual [T, hidden], and that sum.
 
-        Without a residual x is the sum; it may be written over the residual.
+        Without a residual the sum is x. The sum may overwrite the residual.
         """
-        return (self.qkv(norm(x)), x) if residual is None else self._normed_qkv(norm, x, residual)
+        if residual is None:
+            return self.qkv(norm(x)), x
+        return self._normed_qkv(norm, x, residual)
 
     def attend(self, qkv: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return what the heads see, [T, heads * head_size], for what `project` gave, at int64 positions [T]."""
+        """Return the attention of all heads [T, heads * head_size] for `qkv` [T, out] at int64 positions [T]."""
         q, k, v = qkv.view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
-        return self._attend(q, k, v, *(self._norm or ()), positions, self.cos_sin, False).flatten(1)
+        qk_norm = self._qk_norm or ()
+        return self._attend(q, k, v, *qk_norm, positions, self.cos_sin, False).flatten(1)
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """List the weights of the projections, and of the norms of queries and keys."""
+        """List the weights of the projections, and those of the query and key norms."""
         yield from self.qkv.slots(prefix)
         yield from self.out.slots(prefix)
-        for name, weight in zip(("q_norm", "k_norm"), (self._norm or ())[:2], strict=False):
-            yield WeightSlot(f"{prefix}{name}.weight", weight, None, "norm")
+        if self._qk_norm is not None:
+            q_weight, k_weight, _ = self._qk_norm
+            yield WeightSlot(f"{prefix}q_norm.weight", q_weight, None, "norm")
+            yield WeightSlot(f"{prefix}k_norm.weight", k_weight, None, "norm")
 
-    def boundaries(self, prefix: str) -> Iterator[Boundary]:
-        """Heads are cut over the attention group; the result is a sum."""
-        yield Boundary(f"{prefix}qkv", "attn", Replicated(), Sharded("heads"))
-        yield Boundary(f"{prefix}out", "attn", Sharded("heads"), Partial())
+    def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
+        """Heads are sharded over the attention group; the output is a partial sum."""
+        yield ShardingSpec(f"{prefix}qkv", "attn", Replicated(), Sharded("heads"))
+        yield ShardingSpec(f"{prefix}out", "attn", Sharded("heads"), Partial())

@@ -12,8 +12,8 @@ from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.mlp import MLP
 from tokenspeed_models.layers.moe import MoE
 from tokenspeed_models.layers.norm import RMSNorm
-from tokenspeed_models.layers.packed import dtype_name
-from tokenspeed_models.placement import Boundary
+from tokenspeed_models.layers.ops import dtype_name
+from tokenspeed_models.sharding import ShardingSpec
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
 FEW_ROWS = 64  # so many rows are bound by reading weights and by the waits between kernels; one has its own kernels
@@ -53,12 +53,12 @@ class DecoderLayer:
         yield from self.post_norm.slots(f"{prefix}post_attention_layernorm")
         yield from self.mlp.slots(f"{prefix}mlp.")
 
-    def boundaries(self, prefix: str) -> Iterator[Boundary]:
+    def sharding(self, prefix: str) -> Iterator[ShardingSpec]:
         """List the placements in the order of computation."""
-        yield from self.input_norm.boundaries(f"{prefix}input_norm", "attn")
-        yield from self.attention.boundaries(f"{prefix}attention.")
-        yield from self.post_norm.boundaries(f"{prefix}post_norm", "attn")
-        yield from self.mlp.boundaries(f"{prefix}mlp.")
+        yield from self.input_norm.sharding(f"{prefix}input_norm", "attn")
+        yield from self.attention.sharding(f"{prefix}attention.")
+        yield from self.post_norm.sharding(f"{prefix}post_norm", "attn")
+        yield from self.mlp.sharding(f"{prefix}mlp.")
 
 
 class BetweenAttention:
@@ -74,7 +74,7 @@ class BetweenAttention:
         self._many: Fused | None = None
         if isinstance(mlp, MLP) and layer.post_norm.eps == after.input_norm.eps:
             maps = (out, mlp.gate_up, mlp.down, qkv)
-            if all(each.packed is None and each.bias is None for each in maps):
+            if all(each.quantized_weight is None and each.bias is None for each in maps):
                 sizes = {
                     "in_size": out.in_size,
                     "hidden_size": out.out_size,
@@ -176,10 +176,10 @@ class CausalLM:
             slots.extend(layer.slots(f"model.layers.{index}."))
         return WeightMap(slots, ignored=("lm_head.weight",) if self.head.is_tied else ())
 
-    def boundaries(self) -> Iterator[Boundary]:
-        """List the placements of activations at module boundaries, in the order of computation."""
-        yield from self.embedding.boundaries("embedding")
+    def sharding(self) -> Iterator[ShardingSpec]:
+        """List the placements of activations at module sharding, in the order of computation."""
+        yield from self.embedding.sharding("embedding")
         for index, layer in enumerate(self.layers):
-            yield from layer.boundaries(f"layers.{index}.")
-        yield from self.norm.boundaries("norm", "attn")
-        yield from self.head.boundaries("head")
+            yield from layer.sharding(f"layers.{index}.")
+        yield from self.norm.sharding("norm", "attn")
+        yield from self.head.sharding("head")

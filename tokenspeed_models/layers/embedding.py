@@ -1,4 +1,4 @@
-"""Token embedding and output head, whose weights may be one."""
+"""Token embedding and output head, which may share one weight."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.packed import dtype_name
-from tokenspeed_models.placement import Boundary, Partial, Replicated, Sharded
+from tokenspeed_models.layers.ops import dtype_name
+from tokenspeed_models.sharding import Partial, Replicated, Sharded, ShardingSpec
 from tokenspeed_models.weights import Shard, WeightSlot
 
 
 class Embedding:
-    """Looks up a row per token id. Over several processes each holds a part of the vocabulary."""
+    """The token embedding. The vocabulary is sharded over the processes of the attention group."""
 
     def __init__(self, build: BuildContext, vocab_size: int, hidden_size: int) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=build.dtype, device=build.device)
@@ -27,13 +27,13 @@ class Embedding:
         """List the weight."""
         yield WeightSlot(f"{name}.weight", self.weight, Shard(0, "attn"))
 
-    def boundaries(self, name: str) -> Iterator[Boundary]:
-        """Take all ids, give zeros for the ids of other processes."""
-        yield Boundary(name, "attn", Replicated(), Partial())
+    def sharding(self, name: str) -> Iterator[ShardingSpec]:
+        """The input is replicated; the output is a partial sum, zero for ids of other processes."""
+        yield ShardingSpec(name, "attn", Replicated(), Partial())
 
 
 class OutputHead:
-    """Maps hidden states to logits, with a weight of its own or the embedding's."""
+    """Maps hidden states to logits, with its own weight or that of the embedding."""
 
     def __init__(
         self, build: BuildContext, vocab_size: int, hidden_size: int, tied_to: Embedding | None
@@ -58,7 +58,7 @@ class OutputHead:
         if not self.is_tied:
             yield WeightSlot(f"{name}.weight", self.weight, Shard(0, "attn"))
 
-    def boundaries(self, name: str) -> Iterator[Boundary]:
-        """Take whole rows, give a part of the vocabulary; then sampling takes it whole."""
-        yield Boundary(name, "attn", Replicated(), Sharded("vocab"))
-        yield Boundary("sampling", "attn", Replicated(), Replicated())
+    def sharding(self, name: str) -> Iterator[ShardingSpec]:
+        """The output is sharded on the vocabulary; sampling needs it replicated."""
+        yield ShardingSpec(name, "attn", Replicated(), Sharded("vocab"))
+        yield ShardingSpec("sampling", "attn", Replicated(), Replicated())

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone or fused with the addition before it and the linear map behind it."""
+"""RMS normalisation, alone or fused with the residual addition before it and the linear layer after it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.layers.linear import Activation, Linear, fused_op
-from tokenspeed_models.layers.packed import dtype_name
-from tokenspeed_models.placement import Boundary, Replicated
+from tokenspeed_models.layers.linear import Activation, Linear
+from tokenspeed_models.layers.ops import dtype_name, quantized_op
+from tokenspeed_models.sharding import Replicated, ShardingSpec
 from tokenspeed_models.weights import WeightSlot
 
 
 class RMSNorm:
-    """Normalises the last axis by its root mean square and scales it by a weight (arXiv:1910.07467)."""
+    """Divides the last axis by its root mean square and multiplies it by a weight (arXiv:1910.07467)."""
 
     def __init__(self, build: BuildContext, size: int, eps: float) -> None:
         self.weight = torch.empty(size, dtype=build.dtype, device=build.device)
@@ -22,9 +22,9 @@ class RMSNorm:
         dtype = dtype_name(build.dtype)
         self._norm = build.op("rms_norm", size=size, dtype=dtype)
         self._add_norm = build.op("add_rms_norm", size=size, dtype=dtype)
-        fused = fused_op(build, "add_rms_norm")
-        self._quantize_norm = (
-            None if fused == "add_rms_norm" else build.op(fused, size=size, dtype=dtype)
+        quantized = quantized_op(build, "add_rms_norm")
+        self._add_norm_quantize = (
+            None if quantized == "add_rms_norm" else build.op(quantized, size=size, dtype=dtype)
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,40 +33,43 @@ class RMSNorm:
         return result
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x [T, size] to the residual in place; return the sum normalised, and the residual."""
+        """Add x [T, size] to the residual in place; return the normalised sum and the residual."""
         result: tuple[torch.Tensor, torch.Tensor] = self._add_norm(
             x, residual, self.weight, self.eps
         )
         return result
 
-    def add_before_linear(
+    def add_quantize(
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[Activation, torch.Tensor]:
-        """As `add`, for linear maps alone: what they take comes quantised where the method has a fused op for that."""
-        if self._quantize_norm is None:
+        """Like `add`, but quantise the normalised sum too if the quantization method has an op for that."""
+        if self._add_norm_quantize is None:
             return self.add(x, residual)
-        y, scale, residual = self._quantize_norm(x, residual, self.weight, self.eps)
+        y, scale, residual = self._add_norm_quantize(x, residual, self.weight, self.eps)
         return (y, scale), residual
 
     def slots(self, name: str) -> Iterator[WeightSlot]:
         """List the weight."""
         yield WeightSlot(f"{name}.weight", self.weight, None, "norm")
 
-    def boundaries(self, name: str, group: str) -> Iterator[Boundary]:
-        """Take and give whole tensors: a row is normalised in one place."""
-        yield Boundary(name, group, Replicated(), Replicated())
+    def sharding(self, name: str, group: str) -> Iterator[ShardingSpec]:
+        """Input and output are replicated, since a row is normalised as a whole."""
+        yield ShardingSpec(name, group, Replicated(), Replicated())
 
 
 class NormedLinear:
-    """A linear map of the residual stream, normalised; if it is gated, silu of its first half times its second.
+    """Residual addition, RMS norm and a linear layer; with `is_gated` also silu(first half) * second half.
 
-    One op does all of it, unless the map is quantised: then its method's op or parts do, and a gate is the caller's.
+    One op computes everything. With quantization this needs a fused op of the method; without one, the norm and the
+    linear layer run one after the other and the caller applies the gate.
     """
 
     def __init__(self, build: BuildContext, linear: Linear, *, is_gated: bool = False) -> None:
         out_size, self._linear = linear.out_size, linear
-        op = fused_op(build, "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear")
-        is_whole = build.quantization is None or op in build.quantization.fused.values()
+        op = quantized_op(
+            build, "add_rms_norm_linear_silu_mul" if is_gated else "add_rms_norm_linear"
+        )
+        is_fused = build.quantization is None or op in build.quantization.fused.values()
         self._fused = (
             build.op(
                 op,
@@ -74,20 +77,20 @@ class NormedLinear:
                 out_size=out_size // 2 if is_gated else out_size,
                 dtype=dtype_name(build.dtype),
             )
-            if is_whole
+            if is_fused
             else None
         )
 
     def __call__(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the map [T, out] of the normalised sum of x and residual [T, in], and the sum.
+        """Return the output [T, out] for the normalised x + residual [T, in], and that sum.
 
-        The residual may be overwritten by the sum.
+        The sum may overwrite the residual.
         """
         if self._fused is None:
-            normalized, residual = norm.add_before_linear(x, residual)
-            return self._linear(normalized), residual
+            normed, residual = norm.add_quantize(x, residual)
+            return self._linear(normed), residual
         result: tuple[torch.Tensor, torch.Tensor] = self._fused(
             x, residual, norm.weight, norm.eps, *self._linear.operands
         )

@@ -49,7 +49,7 @@ def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
         return torch.zeros_like(slot.target)
     if slot.kind == "scale":
         return torch.full_like(slot.target, _FACTOR if slot.target.dtype == torch.float32 else 1.0)
-    if slot.kind == "codes":
+    if slot.kind == "quantized":
         return torch.randint(
             0,
             256,

@@ -11,7 +11,7 @@ from tokenspeed_models.layers import (
     Attention,
     CausalLM,
     DecoderLayer,
-    build_of_part,
+    build_for_module,
     rotary_table,
 )
 from tokenspeed_models_mistral.describe import read_mistral
@@ -29,7 +29,7 @@ class MistralForCausalLM(CausalLM):
                 c.hidden_size,
                 c.norm_eps,
                 Attention(
-                    build_of_part(build, config, layer, "self_attn"),
+                    build_for_module(build, config, layer, "self_attn"),
                     layer=layer,
                     hidden_size=c.hidden_size,
                     num_heads=c.num_heads,
@@ -38,7 +38,11 @@ class MistralForCausalLM(CausalLM):
                     cos_sin=cos_sin,
                     window=c.windows[layer],
                 ),
-                MLP(build_of_part(build, config, layer, "mlp"), c.hidden_size, c.intermediate_size),
+                MLP(
+                    build_for_module(build, config, layer, "mlp"),
+                    c.hidden_size,
+                    c.intermediate_size,
+                ),
             )
             for layer in build.each_layer(c.num_layers)
         ]

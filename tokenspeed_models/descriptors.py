@@ -1,4 +1,4 @@
-"""The descriptors behind this distribution's entry points. Imports no tensor library."""
+"""The descriptors that the entry points name. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from tokenspeed_core.api import LoadFormat, ModelSpec
 LLAMA = ModelSpec(
     architecture="LlamaForCausalLM",
     describe="tokenspeed_models.describe:describe_llama",
-    load="tokenspeed_models.llama:LlamaForCausalLM",
+    load="tokenspeed_models.families.llama:LlamaForCausalLM",
 )
 QWEN2 = ModelSpec(
     architecture="Qwen2ForCausalLM",
     describe="tokenspeed_models.describe:describe_qwen2",
-    load="tokenspeed_models.qwen2:Qwen2ForCausalLM",
+    load="tokenspeed_models.families.qwen2:Qwen2ForCausalLM",
 )
 QWEN3 = ModelSpec(
     architecture="Qwen3ForCausalLM",
     describe="tokenspeed_models.describe:describe_qwen3",
-    load="tokenspeed_models.qwen3:Qwen3ForCausalLM",
+    load="tokenspeed_models.families.qwen3:Qwen3ForCausalLM",
 )
 QWEN3_MOE = ModelSpec(
     architecture="Qwen3MoeForCausalLM",
     describe="tokenspeed_models.describe:describe_qwen3_moe",
-    load="tokenspeed_models.qwen3_moe:Qwen3MoeForCausalLM",
+    load="tokenspeed_models.families.qwen3_moe:Qwen3MoeForCausalLM",
 )
 
 SAFETENSORS = LoadFormat(
@@ -30,10 +30,11 @@ SAFETENSORS = LoadFormat(
     load="tokenspeed_models.loading.safetensors:read_safetensors",
     detect=("*.safetensors", "*.safetensors.index.json"),
 )
+# These files are pickles. They are read with weights_only=True, and only if the user names the format.
 PT = LoadFormat(
     name="pt",
     load="tokenspeed_models.loading.pt:read_pt",
     detect=("pytorch_model*.bin", "pytorch_model*.bin.index.json", "*.pt", "*.pth"),
-    by_name_only=True,  # they are pickles: nobody's are opened unasked, though only tensors are let out
+    by_name_only=True,
 )
 DUMMY = LoadFormat(name="dummy", load="tokenspeed_models.loading.dummy:read_dummy", detect=())

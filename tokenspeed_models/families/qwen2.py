@@ -12,7 +12,7 @@ from tokenspeed_models.layers import (
     Attention,
     CausalLM,
     DecoderLayer,
-    build_of_part,
+    build_for_module,
     rotary_table,
 )
 
@@ -29,7 +29,7 @@ class Qwen2ForCausalLM(CausalLM):
                 c.hidden_size,
                 c.norm_eps,
                 Attention(
-                    build_of_part(build, config, layer, "self_attn"),
+                    build_for_module(build, config, layer, "self_attn"),
                     layer=layer,
                     hidden_size=c.hidden_size,
                     num_heads=c.num_heads,
@@ -39,7 +39,11 @@ class Qwen2ForCausalLM(CausalLM):
                     qkv_bias=True,
                     window=c.windows[layer],
                 ),
-                MLP(build_of_part(build, config, layer, "mlp"), c.hidden_size, c.intermediate_size),
+                MLP(
+                    build_for_module(build, config, layer, "mlp"),
+                    c.hidden_size,
+                    c.intermediate_size,
+                ),
             )
             for layer in build.each_layer(c.num_layers)
         ]

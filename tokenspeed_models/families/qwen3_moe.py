@@ -14,7 +14,7 @@ from tokenspeed_models.layers import (
     CausalLM,
     DecoderLayer,
     MoE,
-    build_of_part,
+    build_for_module,
     rotary_table,
 )
 
@@ -31,7 +31,7 @@ class Qwen3MoeForCausalLM(CausalLM):
                 c.hidden_size,
                 c.norm_eps,
                 Attention(
-                    build_of_part(build, config, layer, "self_attn"),
+                    build_for_module(build, config, layer, "self_attn"),
                     layer=layer,
                     hidden_size=c.hidden_size,
                     num_heads=c.num_heads,
@@ -60,8 +60,10 @@ class Qwen3MoeForCausalLM(CausalLM):
 def _mlp(c: DecoderConfig, layer: int, build: BuildContext, config: Mapping[str, Any]) -> MLP | MoE:
     """Return a layer's experts, or its MLP where the configuration keeps it dense."""
     if c.moe is None or layer not in c.moe.layers:
-        return MLP(build_of_part(build, config, layer, "mlp"), c.hidden_size, c.intermediate_size)
-    part = build_of_part(build, config, layer, "mlp", num_experts=c.moe.num_experts)
+        return MLP(
+            build_for_module(build, config, layer, "mlp"), c.hidden_size, c.intermediate_size
+        )
+    part = build_for_module(build, config, layer, "mlp", num_experts=c.moe.num_experts)
     return MoE(
         part,
         c.hidden_size,

@@ -1,4 +1,4 @@
-"""Parts of a quantised checkpoint that it keeps whole: attention, or the MLP or experts, of some or all layers."""
+"""Modules that a quantised checkpoint keeps unquantised: the attention or the MLP of some or all layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tokenspeed_core.api import AttentionCall, BuildContext, Quantization
-from tokenspeed_models.quantization_config import kept_whole
+from tokenspeed_models.quantization_config import ignored_modules
 
 _PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -14,8 +14,8 @@ _PROJECTIONS = {
 }
 
 
-class WholeBuild:
-    """A build that gives what another gives, and quantises nothing."""
+class UnquantizedBuild:
+    """A `BuildContext` like another one, but without quantization."""
 
     def __init__(self, build: BuildContext) -> None:
         self._build = build
@@ -23,7 +23,7 @@ class WholeBuild:
         self.quantization: Quantization | None = None
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
-        """Yield the layers from 0."""
+        """Yield the layer indices."""
         return self._build.each_layer(num_layers)
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ class WholeBuild:
         return self._build.op(op, **problem)
 
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
-        """Return the selected kernel of a fused op."""
+        """Return the selected kernel of a fused op, or None."""
         return self._build.fused(op, **problem)
 
     def attention(self, **layer: Any) -> AttentionCall:
@@ -39,28 +39,28 @@ class WholeBuild:
         return self._build.attention(**layer)
 
 
-def build_of_part(
-    build: BuildContext, config: Mapping[str, Any], layer: int, part: str, *, num_experts: int = 0
+def build_for_module(
+    build: BuildContext, config: Mapping[str, Any], layer: int, module: str, *, num_experts: int = 0
 ) -> BuildContext:
-    """Return what to build "self_attn" or "mlp" of a layer with: `build`, or one that keeps all of the part whole.
+    """Return the context to build a layer's "self_attn" or "mlp" with: without quantization if it is ignored.
 
-    Raises ValueError where a checkpoint, by its `config`, quantises some of a part's linear maps and keeps others.
+    Raises ValueError if the checkpoint's `config` quantises only some of the module's linear layers.
     """
     if build.quantization is None:
         return build
     experts = [f"experts.{expert}." for expert in range(num_experts)] or [""]
     names = [
-        f"model.layers.{layer}.{part}.{expert}{name}"
+        f"model.layers.{layer}.{module}.{expert}{name}"
         for expert in experts
-        for name in _PROJECTIONS[part]
+        for name in _PROJECTIONS[module]
     ]
-    whole = kept_whole(config, names)
-    if not whole:
+    ignored = ignored_modules(config, names)
+    if not ignored:
         return build
-    if len(whole) == len(names):
-        return WholeBuild(build)
-    rest = next(name for name in names if name not in whole)
+    if len(ignored) == len(names):
+        return UnquantizedBuild(build)
+    quantized = next(name for name in names if name not in ignored)
     raise ValueError(
-        f"config.json: quantization_config keeps {whole[0]} whole and quantises {rest}; served are checkpoints that "
-        f"quantise all linear maps of a layer's {part} or none; quantise the model again so"
+        f"config.json: quantization_config ignores {ignored[0]} but quantizes {quantized}. All linear layers of a "
+        f"layer's {module} must be quantized, or none. Quantize the model again with one choice for the whole {module}."
     )

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: grouped-query attention with rotary positions, a gated MLP, optional biases."""
+"""Qwen3: queries and keys are normalised per head before they are rotated; windows in upper layers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenspeed_core.api import BuildContext
-from tokenspeed_models.describe import read_llama
+from tokenspeed_models.describe import read_qwen3
 from tokenspeed_models.layers import (
     MLP,
     Attention,
     CausalLM,
     DecoderLayer,
-    build_of_part,
+    build_for_module,
     rotary_table,
 )
 
 
-class LlamaForCausalLM(CausalLM):
-    """The family of `LlamaForCausalLM` checkpoints."""
+class Qwen3ForCausalLM(CausalLM):
+    """The family of `Qwen3ForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
-        c = read_llama(config)
+        c = read_qwen3(config)
         cos_sin = rotary_table(c.rope, build.device)
         layers = [
             DecoderLayer(
@@ -29,7 +29,7 @@ class LlamaForCausalLM(CausalLM):
                 c.hidden_size,
                 c.norm_eps,
                 Attention(
-                    build_of_part(build, config, layer, "self_attn"),
+                    build_for_module(build, config, layer, "self_attn"),
                     layer=layer,
                     hidden_size=c.hidden_size,
                     num_heads=c.num_heads,
@@ -38,12 +38,13 @@ class LlamaForCausalLM(CausalLM):
                     cos_sin=cos_sin,
                     qkv_bias=c.qkv_bias,
                     out_bias=c.out_bias,
+                    qk_norm_eps=c.norm_eps,
+                    window=c.windows[layer],
                 ),
                 MLP(
-                    build_of_part(build, config, layer, "mlp"),
+                    build_for_module(build, config, layer, "mlp"),
                     c.hidden_size,
                     c.intermediate_size,
-                    bias=c.mlp_bias,
                 ),
             )
             for layer in build.each_layer(c.num_layers)

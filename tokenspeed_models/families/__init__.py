@@ -1,0 +1,1 @@
+"""The model families of this distribution, one module per architecture."""
