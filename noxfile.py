@@ -80,7 +80,12 @@ def distributions() -> list[Distribution]:
 
 ALL = distributions()
 PLUGINS = [each for each in ALL if each.folder != CORE]
-SUITE = ["tests/core", "tests/cpu", *(path for each in ALL for path in each.tests)]
+SUITE = [
+    "tests/core",
+    "tests/cpu",
+    "tools/demo/tests",
+    *(path for each in ALL for path in each.tests),
+]
 
 
 @nox.session

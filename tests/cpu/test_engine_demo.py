@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenspeed_demo.items import REQUIRED
 from tokenspeed_demo.score import CHECKPOINT, in_process, score
-from tokenspeed_demo.training.tasks import SCORED
 
 NUM_ITEMS = 24  # of each task; one that is wrong is 4 %
 
@@ -28,7 +28,7 @@ NUM_ITEMS = 24  # of each task; one that is wrong is 4 %
     ids=["default", "small chunks in a small pool", "eight bits"],
 )
 def test_the_demo_does_what_it_was_trained_for(settings: dict[str, Any]) -> None:
-    results = score(in_process(CHECKPOINT, settings), list(SCORED), NUM_ITEMS, show_wrong=3)
+    results = score(in_process(CHECKPOINT, settings), list(REQUIRED), NUM_ITEMS, show_wrong=3)
     missed = {
         task: result["exact"]
         for task, result in results.items()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenspeed_demo.training.render import Renderer
-from tokenspeed_demo.training.tasks import SCORED, held_out_set
+from tokenspeed_demo.items import REQUIRED, held_out_set
+from tokenspeed_demo.render import Renderer
 
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
@@ -47,7 +47,7 @@ def chats(checkpoint: Path, num_items: int = 3) -> list[list[int]]:
     """Return held-out prompts of each task that the demo was trained for: there it is sure."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     renderer = Renderer(checkpoint / "chat_template.jinja")
-    items = [item for task in SCORED for item in held_out_set(task, num_items)]
+    items = [item for task in REQUIRED for item in held_out_set(task, num_items)]
     return [tokenizer.encode(renderer.prompt(item), add_special_tokens=False).ids for item in items]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from tokenspeed_demo import CHECKPOINT
+from tokenspeed_demo.items import REQUIRED, held_out_set
 from tokenspeed_demo.score import is_right, with_transformers
-from tokenspeed_demo.training.tasks import SCORED, held_out_set
 
 torch = pytest.importorskip("torch", reason="the checkpoint is read by torch")
 pytest.importorskip("transformers", reason="the reference is transformers'")
@@ -28,7 +28,7 @@ def test_the_weights_are_bf16_and_tied() -> None:
 
 
 def test_most_held_out_items_of_every_task_are_answered_exactly() -> None:
-    items = [item for task in SCORED for item in held_out_set(task, 6)]
+    items = [item for task in REQUIRED for item in held_out_set(task, 6)]
     texts = with_transformers(FOLDER, "cpu", len(items))(items)
     wrong = [
         (item, text) for item, text in zip(items, texts, strict=True) if not is_right(item, text)

@@ -9,9 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tokenspeed_demo.items import Item, held_out_set
 from tokenspeed_demo.score import is_right, message_text, over_http, score
-from tokenspeed_demo.training.items import Item
-from tokenspeed_demo.training.tasks import held_out_set
 
 
 def item(answer: str) -> Item:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from tokenspeed_demo import CHECKPOINT
-from tokenspeed_demo.training.items import Item
-from tokenspeed_demo.training.render import Renderer
-from tokenspeed_demo.training.tasks import TrainingItems
+from tokenspeed_demo.items import REQUIRED, Item, held_out_set
+from tokenspeed_demo.render import Renderer
 
 WEATHER = {
     "type": "function",
@@ -93,16 +92,15 @@ def test_content_in_parts_is_joined() -> None:
     assert "user\n2 + 2<|im_end|>" in prompt({"role": "user", "content": parts})
 
 
-def test_transformers_renders_and_encodes_like_the_training_did() -> None:
+def test_transformers_renders_and_encodes_the_same_prompts() -> None:
     transformers = pytest.importorskip(
         "transformers", reason="the reference rendering is transformers'"
     )
     tokenizers = pytest.importorskip("tokenizers")
     theirs = transformers.AutoTokenizer.from_pretrained(CHECKPOINT.path)
     ours = tokenizers.Tokenizer.from_file(str(Path(CHECKPOINT.path) / "tokenizer.json"))
-    stream, renderer = TrainingItems("a test of templates"), Renderer()
-    for _ in range(100):
-        item = stream.next()
+    renderer = Renderer()
+    for item in [item for task in REQUIRED for item in held_out_set(task, 10)]:
         rendered = theirs.apply_chat_template(
             list(item.messages),
             tools=list(item.tools) or None,

@@ -1,4 +1,4 @@
-"""The demo model: a checkpoint in this package, and the scripts that made and score it."""
+"""The demo model: a checkpoint, and the program that scores it."""
 
 from __future__ import annotations
 

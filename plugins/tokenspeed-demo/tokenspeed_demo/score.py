@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .training.items import Item
-from .training.tasks import NUM_HELD_OUT, SCORED, held_out_set
+from .items import NUM_HELD_OUT, REQUIRED, Item, held_out_set
+from .render import Renderer
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 MAX_TOKENS = 320  # the longest held-out answer is well below
@@ -104,8 +104,6 @@ def in_process(path: Path, keywords: dict[str, Any]) -> Answerer:
     from tokenizers import Tokenizer
 
     from tokenspeed_core import LLM, SamplingParams
-
-    from .training.render import Renderer
 
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     renderer = Renderer(path / "chat_template.jinja")
@@ -190,7 +188,7 @@ def score(
             for item, text in zip(items, texts, strict=True)
             if not is_right(item, text)
         ]
-        exact, required = 1 - len(wrong) / len(items), SCORED[task].required
+        exact, required = 1 - len(wrong) / len(items), REQUIRED[task]
         results[task] = {
             "exact": exact,
             "required": required,
@@ -226,7 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=32, help="requests at a time")
     parser.add_argument("--device", default="cpu", help="for --transformers")
     parser.add_argument("--batch-size", type=int, default=128, help="for --transformers")
-    parser.add_argument("--tasks", nargs="+", choices=list(SCORED), default=list(SCORED))
+    parser.add_argument("--tasks", nargs="+", choices=list(REQUIRED), default=list(REQUIRED))
     parser.add_argument("--num-items", type=int, default=NUM_HELD_OUT, help="of each task")
     parser.add_argument(
         "--show-wrong", type=int, default=0, help="wrong answers to print for each task"

@@ -7,10 +7,11 @@ import re
 from random import Random
 
 import pytest
+from demo_training import arithmetic, chat, copying, extraction, tools, turns
+from demo_training.items import Item, Source
+from demo_training.tasks import TRAINING_MIX, Maker
+from tokenspeed_demo.items import held_out_set
 from tokenspeed_demo.score import normalized
-from tokenspeed_demo.training import arithmetic, chat, copying, extraction, tools, turns
-from tokenspeed_demo.training.items import Item, Source
-from tokenspeed_demo.training.tasks import TRAINING_MIX, Maker, held_out_set
 
 
 def items(maker: Maker, num_items: int = 300) -> list[Item]:
@@ -78,7 +79,7 @@ def calls(item: Item) -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize("maker", [tools.tool_call, tools.two_calls, turns.next_call])
+@pytest.mark.parametrize("maker", [tools.tool_call, tools.two_calls, tools.next_call])
 def test_calls_fit_the_schema_of_a_given_tool(maker: Maker) -> None:
     python_types = {"string": str, "integer": int, "number": int}
     for item in items(maker):

@@ -1,6 +1,6 @@
 """Make the demo checkpoint from a seed: tokenizer, training, files.
 
-`python -m tokenspeed_demo.training.make --out FOLDER [--steps N] [--seed N]`
+`python -m demo_training.make --out FOLDER [--steps N] [--seed N]`
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from tokenspeed_demo.render import END_OF_TURN
 
 from .data import BatchMaker, Encoder, Shape, batches
 from .model import ModelConfig, Qwen3
-from .render import END_OF_TURN
 from .tokenizer import CONTROL, END_OF_TEXT, save_tokenizer, train_tokenizer
 from .train import TrainingConfig, held_out_samples, train
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tokenspeed_demo.render import Renderer
 
 from .items import Item
-from .render import Renderer
 from .tasks import TrainingItems
 
 

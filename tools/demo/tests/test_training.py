@@ -10,11 +10,9 @@ from tokenspeed_demo import CHECKPOINT
 torch = pytest.importorskip("torch", reason="training needs torch")
 np = pytest.importorskip("numpy", reason="training needs numpy")
 
-from tokenizers import Tokenizer  # noqa: E402
-from tokenspeed_demo.training.data import BatchMaker, Encoder, Shape, batches, pack  # noqa: E402
-from tokenspeed_demo.training.model import ModelConfig, Qwen3  # noqa: E402
-from tokenspeed_demo.training.tasks import held_out_set  # noqa: E402
-from tokenspeed_demo.training.train import (  # noqa: E402
+from demo_training.data import BatchMaker, Encoder, Shape, batches, pack  # noqa: E402
+from demo_training.model import ModelConfig, Qwen3  # noqa: E402
+from demo_training.train import (  # noqa: E402
     Loader,
     TrainingConfig,
     learning_rate_scale,
@@ -22,6 +20,8 @@ from tokenspeed_demo.training.train import (  # noqa: E402
     train,
     whole_documents_right,
 )
+from tokenizers import Tokenizer  # noqa: E402
+from tokenspeed_demo.items import held_out_set  # noqa: E402
 
 FOLDER = Path(CHECKPOINT.path)
 TINY = ModelConfig(

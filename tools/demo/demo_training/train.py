@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenspeed_demo.items import REQUIRED, held_out_set
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from .data import Batch, Encoder, Shape, pack
 from .model import Qwen3
-from .tasks import SCORED, held_out_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def held_out_samples(encoder: Encoder, shape: Shape) -> dict[str, Batch]:
     def documents(task: str) -> Iterator[tuple[list[int], list[int]]]:
         return (encoder.encode(item) for item in held_out_set(task))
 
-    return {task: pack(documents(task), shape) for task in SCORED}
+    return {task: pack(documents(task), shape) for task in REQUIRED}
 
 
 def train(

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenspeed_demo.render import END_OF_TURN, TEMPLATE, Renderer
 
-from .render import END_OF_TURN, TEMPLATE, Renderer
 from .tasks import TrainingItems
 
 END_OF_TEXT = "<|endoftext|>"

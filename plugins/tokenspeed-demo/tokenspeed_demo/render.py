@@ -8,9 +8,9 @@ from pathlib import Path
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .items import Item
+from tokenspeed_demo.items import Item
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "checkpoint" / "chat_template.jinja"
+TEMPLATE = Path(__file__).resolve().parent / "checkpoint" / "chat_template.jinja"
 END_OF_TURN = "<|im_end|>"
 
 

@@ -1,4 +1,4 @@
-"""What one generated example is, and which values are kept out of training.
+"""Which values are kept out of training.
 
 Every value that an answer depends on (an operand pair, a tool name, a word to copy) has a canonical
 key, and a hash of that key alone decides on which side it stands. A `Source` hands out values of one
@@ -8,36 +8,26 @@ side only and remembers their keys, so a training item cannot hold a held-out va
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
-from typing import Any
 
-Message = dict[str, Any]
-Tool = dict[str, Any]
+from tokenspeed_demo.items import END_OF_THINKING, Item, Message, Tool
+
+__all__ = [
+    "END_OF_THINKING",
+    "HELD_OUT_SHARE",
+    "Item",
+    "Message",
+    "Source",
+    "Tool",
+    "assistant",
+    "is_held_out",
+    "user",
+]
 
 # The share of keys of each kind that training never sees. There are only 4,095 unordered pairs of
 # two-digit operands, so a large share of them is needed for a thousand held-out ones.
 HELD_OUT_SHARE = {"sum": 0.3, "difference": 0.3, "tool": 0.2, "value": 0.12}
-
-END_OF_THINKING = "</think>\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A conversation up to the assistant's turn, and that turn."""
-
-    task: str
-    messages: tuple[Message, ...]
-    completion: str  # the whole turn, thinking included, without the end-of-turn token
-    keys: frozenset[str]  # canonical keys of the values that were split
-    tools: tuple[Tool, ...] = ()
-    enable_thinking: bool = True
-
-    @property
-    def answer(self) -> str:
-        """The completion without its thinking: what is scored."""
-        return self.completion.rpartition(END_OF_THINKING)[2]
 
 
 def is_held_out(key: str) -> bool:
