@@ -74,7 +74,7 @@ class FakeEngine:
         time.sleep(self.config.get("start_seconds", 0))
         while not os.path.exists(self.config.get("starts_after", self.config["log"])):
             time.sleep(0.02)
-        next_pulse = 0.0
+        next_pulse, num_told = 0.0, 0
         while not (self.is_draining and not self.sequences):
             wait = self.config.get("step_seconds", 0.0) if self.sequences else 0.2
             descriptors = [int(socket.getsockopt(zmq.FD)) for socket in self.sockets]
@@ -86,9 +86,12 @@ class FakeEngine:
                 while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     self.take(socket, to_engine.unpack(socket.recv()))
             self.step()
-            if time.monotonic() > next_pulse:
+            if time.monotonic() > next_pulse or len(self.sequences) != num_told:
                 next_pulse = time.monotonic() + 0.2
                 self.send_all(Heartbeat(self.num_steps, len(self.sequences), 0, self.is_draining))
+                if len(self.sequences) != num_told:
+                    num_told = len(self.sequences)
+                    self.note(f"heartbeat {num_told}")
         self.note("drained")
 
     def send_all(self, message: Any) -> None:
