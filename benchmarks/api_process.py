@@ -20,9 +20,9 @@ from socket import socket as Socket
 import numpy as np
 import psutil
 import zmq
-from tokenspeed_bench.client import PrefillBudget, run
+from tokenspeed_bench.client import LoadOptions, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.figures import of_records
+from tokenspeed_bench.metrics import of_records
 from tokenspeed_bench.shapes import write
 from tokenspeed_bench.traffic import Traffic, load
 from tokenspeed_server.lifecycle import Launch, serve
@@ -122,7 +122,7 @@ def be_worker(folder: str, arguments: list[str]) -> int:
 
 
 def measure(
-    traffic: Traffic, pace: PrefillBudget, step_seconds: float, num_workers: int, folder: Path
+    traffic: Traffic, pace: LoadOptions, step_seconds: float, num_workers: int, folder: Path
 ) -> int:
     """Run the server and a load; print the figures."""
     command = [
@@ -186,7 +186,7 @@ def main() -> int:
     parser.add_argument("--api-workers", type=int, default=1)
     given = parser.parse_args()
     traffic = load(given.requests, given.in_len, given.out_len, is_fixed=False)
-    pace = PrefillBudget(given.users, None, given.procs)
+    pace = LoadOptions(given.users, None, given.procs)
     with tempfile.TemporaryDirectory() as folder:
         model = write("qwen3-0.6b", Path(folder))
         return measure(traffic, pace, given.step_ms / 1e3, given.api_workers, model)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed_bench import result as results
-from tokenspeed_bench.client import PrefillBudget
+from tokenspeed_bench.client import LoadOptions
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.online import Load, Online, measure
 from tokenspeed_bench.server import started
@@ -38,7 +38,7 @@ def main() -> None:
         users, requests = map(int, words.split("x"))
         lengths = (128, 128) if users == 1 else (256, 128)
         loads.append(
-            Load(load(requests, *lengths, options.fixed), PrefillBudget(users, None, options.procs))
+            Load(load(requests, *lengths, options.fixed), LoadOptions(users, None, options.procs))
         )
     result = results.new("serve", options.shape, options.shape, {"flags": options.flags})
 

@@ -10,17 +10,17 @@ import pytest
 from misbehaving import STREAM, Exchange, good, serving
 from tokenspeed_bench import online
 from tokenspeed_bench import result as results
-from tokenspeed_bench.canned import client_cost
-from tokenspeed_bench.client import Answers, PrefillBudget, run
+from tokenspeed_bench.client import Answers, LoadOptions, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.figures import Record
+from tokenspeed_bench.metrics import Record
+from tokenspeed_bench.mock_server import client_cost
 from tokenspeed_bench.traffic import AgentShape, Session, Turn, agents, load
 
-ONE = PrefillBudget(1, None, 1)
+ONE = LoadOptions(1, None, 1)
 
 
 def ask(
-    url: str, num: int = 1, pace: PrefillBudget = ONE, timeout: float = 20.0, out_len: int = 4
+    url: str, num: int = 1, pace: LoadOptions = ONE, timeout: float = 20.0, out_len: int = 4
 ) -> Answers:
     return run(
         Target(url, "m", "secret", timeout), load(num, 10, out_len, is_fixed=True).sessions, pace
@@ -29,7 +29,7 @@ def ask(
 
 def test_every_request_is_answered_and_counted() -> None:
     with serving(good) as fake:
-        answers = ask(fake.url, num=10, pace=PrefillBudget(3, None, 2))
+        answers = ask(fake.url, num=10, pace=LoadOptions(3, None, 2))
     assert answers.failures == []
     assert len(answers.records) == 10
     for record in answers.records:
@@ -188,7 +188,7 @@ def test_a_stream_without_a_token_is_no_answer() -> None:
 
 
 def test_nobody_there_fails_every_request_and_hangs_none() -> None:
-    answers = ask("http://127.0.0.1:9", num=4, pace=PrefillBudget(2, None, 2))
+    answers = ask("http://127.0.0.1:9", num=4, pace=LoadOptions(2, None, 2))
     assert len(answers.failures) == 4
     assert all("no connection to http://127.0.0.1:9" in failure for failure in answers.failures)
 
@@ -219,7 +219,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
         await good(exchange)
 
     with serving(answers_none_before_the_last) as fake:
-        answers = ask(fake.url, num=12, pace=PrefillBudget(1, 60.0, 2))
+        answers = ask(fake.url, num=12, pace=LoadOptions(1, 60.0, 2))
     assert (len(answers.records), answers.failures) == (12, [])
 
 
@@ -233,7 +233,7 @@ def test_the_salt_is_sent_only_where_there_is_one() -> None:
 
 
 def test_the_clients_own_cost_is_that_of_a_beat() -> None:
-    cost = client_cost(PrefillBudget(4, None, 2))
+    cost = client_cost(LoadOptions(4, None, 2))
     assert cost["users"] == 4
     assert cost["itl_p99_ms"] >= 4.0
     assert 100 < cost["events_per_s"] <= 4 / 0.005 * 1.05
@@ -261,7 +261,7 @@ def test_a_client_process_that_dies_costs_only_its_own_requests(
     fatal = load(4, 10, 4, is_fixed=True).sessions[1].ids
     monkeypatch.setattr(Target, "body", body)
     with serving(good) as fake:
-        answers = ask(fake.url, num=4, pace=PrefillBudget(2, None, 2))
+        answers = ask(fake.url, num=4, pace=LoadOptions(2, None, 2))
     assert len(answers.records) == 2
     assert answers.failures == ["a client process ended with 7"]
 

@@ -21,17 +21,17 @@ import pytest
 from misbehaving import STREAM, Exchange, good, serving
 from tokenspeed_bench import client, connection, online
 from tokenspeed_bench import result as results
-from tokenspeed_bench.canned import client_cost
-from tokenspeed_bench.client import Answers, PrefillBudget, run
+from tokenspeed_bench.client import Answers, LoadOptions, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.endings import heard, running
-from tokenspeed_bench.figures import of_records
+from tokenspeed_bench.metrics import of_records
+from tokenspeed_bench.mock_server import client_cost
+from tokenspeed_bench.signals import heard, running
 from tokenspeed_bench.traffic import load
 
-ONE = PrefillBudget(1, None, 1)
+ONE = LoadOptions(1, None, 1)
 
 
-def ask(url: str, num: int, pace: PrefillBudget = ONE) -> Answers:
+def ask(url: str, num: int, pace: LoadOptions = ONE) -> Answers:
     return run(Target(url, "m"), load(num, 10, 4, is_fixed=True).sessions, pace)
 
 
@@ -49,7 +49,7 @@ def killed(clients, shared, total, *others):
     os.kill(os.getpid(), signal.SIGKILL)
 
 client._gather = killed
-client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, client.PrefillBudget(4, None, 1))
+client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, client.LoadOptions(4, None, 1))
 """
 
 
@@ -90,7 +90,7 @@ def test_ctrl_c_keeps_what_was_answered() -> None:
 
     with serving(mostly_hangs) as fake:
         begin = time.monotonic()
-        answers = ask(fake.url, num=8, pace=PrefillBudget(2, None, 2))
+        answers = ask(fake.url, num=8, pace=LoadOptions(2, None, 2))
     assert answers.is_interrupted
     assert len(answers.records) == 3
     assert time.monotonic() - begin < 15
@@ -105,7 +105,7 @@ def test_ctrl_c_while_it_says_how_far_it_is_leaves_no_client() -> None:
         answers = run(
             target,
             sessions,
-            PrefillBudget(2, None, 2),
+            LoadOptions(2, None, 2),
             lambda done, total: signal.raise_signal(signal.SIGINT),
         )
     assert answers.is_interrupted
@@ -124,7 +124,7 @@ def test_an_end_before_the_clients_have_begun_is_no_failure(
 
     monkeypatch.setattr(client, "running", told_to_end)
     with serving(good) as fake, heard():
-        answers = ask(fake.url, num=4000, pace=PrefillBudget(2, None, 2))
+        answers = ask(fake.url, num=4000, pace=LoadOptions(2, None, 2))
     assert answers.is_interrupted
     assert len(answers.records) < 4000
     assert answers.failures == []
@@ -217,7 +217,7 @@ def test_a_report_that_fails_leaves_no_client() -> None:
 def test_ctrl_c_while_the_client_alone_is_measured_keeps_the_load_and_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def told_to_end(pace: PrefillBudget) -> dict[str, Any]:
+    def told_to_end(pace: LoadOptions) -> dict[str, Any]:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         return client_cost(pace)
 

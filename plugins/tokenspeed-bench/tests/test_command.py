@@ -14,7 +14,7 @@ import pytest
 from fake_llm import FakeLLM
 from misbehaving import Exchange, good, serving
 from tokenspeed_bench import result as results
-from tokenspeed_bench import rows, server, watched
+from tokenspeed_bench import server, targets
 from tokenspeed_bench.command import VERBS, bench
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.flags import keywords
@@ -400,7 +400,7 @@ def test_the_anchors_run_each_group_and_show_every_row_with_the_reason_where_it_
             "runs": [run, slow],
         }, 0
 
-    monkeypatch.setattr(rows, "measure_group", measure_group)
+    monkeypatch.setattr(targets, "measure_group", measure_group)
     path = tmp_path / "x.json"
     assert bench(["anchors", "--groups", "bf16,fp8", "--json", str(path)]) == 1
     said = capsys.readouterr().out
@@ -456,7 +456,7 @@ def test_rows_measured_elsewhere_are_said_to_be(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = {"kind": "offline", "shape": "qwen3-8b", "device": "CPU (2 threads)", "runs": []}
-    monkeypatch.setattr(rows, "measure_group", lambda *given: (part, 0))
+    monkeypatch.setattr(targets, "measure_group", lambda *given: (part, 0))
     monkeypatch.setattr(results, "_gpus", lambda: None)
     assert bench(["anchors", "--groups", "bf16"]) == 0
     captured = capsys.readouterr()
@@ -476,7 +476,7 @@ def test_anchors_are_one_picture_and_the_standard_output_is_the_jsons_alone(
         "json.dump(part, open(sys.argv[-1], 'w'))"
     )
     monkeypatch.setattr(
-        watched,
+        supervised,
         "start",
         lambda words, **more: subprocess.Popen(
             [sys.executable, "-c", child, *words],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from misbehaving import Exchange, good, serving
 from tokenspeed_bench import profiled
-from tokenspeed_bench.client import PrefillBudget, run
+from tokenspeed_bench.client import LoadOptions, run
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.online import Load
@@ -29,8 +29,8 @@ from tokenspeed_core.plugins.hooks import Hooks
 
 HOOKS = "tokenspeed_bench.hooks"
 LOADS = [
-    Load(load(8, 16, 64, True), PrefillBudget(4, None, 1)),
-    Load(load(1, 16, 8, True), PrefillBudget(1, None, 1)),
+    Load(load(8, 16, 64, True), LoadOptions(4, None, 1)),
+    Load(load(1, 16, 8, True), LoadOptions(1, None, 1)),
 ]
 
 
@@ -187,7 +187,7 @@ def test_a_load_ends_when_it_is_enough() -> None:
         answers = run(
             Target(fake.url, "m"),
             load(8, 10, 4, is_fixed=True).sessions,
-            PrefillBudget(1, None, 1),
+            LoadOptions(1, None, 1),
             is_enough=lambda: len(fake.exchanges) > 2,
         )
     assert (len(answers.records), answers.failures, answers.is_interrupted) == (2, [], False)

@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 from tokenspeed_bench import files
 from tokenspeed_bench import result as results
-from tokenspeed_bench.anchors import HTTP_LOADS, ROWS, rows_of
+from tokenspeed_bench.baselines import HTTP_LOADS, ROWS, rows_of
 from tokenspeed_bench.compare import compare
 from tokenspeed_bench.errors import BenchError
-from tokenspeed_bench.figures import Record, of_records, over_time
+from tokenspeed_bench.metrics import Record, of_records, over_time
 from tokenspeed_bench.plot import draw
 from tokenspeed_bench.table import of_run
 from tokenspeed_bench.traffic import load, of_workload

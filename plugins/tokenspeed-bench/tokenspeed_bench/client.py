@@ -20,8 +20,8 @@ from queue import Empty
 from typing import Any
 
 from tokenspeed_bench.connection import RequestFailed, Target, User
-from tokenspeed_bench.endings import left_to_the_parent, noted, running
-from tokenspeed_bench.figures import Record
+from tokenspeed_bench.metrics import Record
+from tokenspeed_bench.signals import left_to_the_parent, noted, running
 from tokenspeed_bench.traffic import Session
 
 SEED_OF_ARRIVALS = 7
@@ -31,7 +31,7 @@ PATIENCE = 10.0  # seconds that a client has to hand in what it measured
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillBudget:
+class LoadOptions:
     """How requests are sent: by `users` at once, or by sessions that arrive `rate` a second, from `procs` processes."""
 
     users: int
@@ -62,7 +62,7 @@ class _Shared:
 def run(
     target: Target,
     sessions: Sequence[Session],
-    pace: PrefillBudget,
+    pace: LoadOptions,
     report: Callable[[int, int], None] | None = None,
     is_enough: Callable[[], bool] | None = None,
 ) -> Answers:

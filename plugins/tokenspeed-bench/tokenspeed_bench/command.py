@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_bench.errors import BenchError
 
 if TYPE_CHECKING:
+    from tokenspeed_bench.console import Voice
     from tokenspeed_bench.online import Load
-    from tokenspeed_bench.telling import Voice
     from tokenspeed_bench.trace import Timeline
     from tokenspeed_bench.traffic import Traffic
 
@@ -66,17 +66,17 @@ def bench(words: Sequence[str]) -> int:
 
         parser_of(verb).print_help()
         return 0
-    from tokenspeed_bench import endings
+    from tokenspeed_bench import signals
 
-    with endings.heard():
+    with signals.heard():
         return _measure(verb, rest)
 
 
 def _measure(verb: str, words: Sequence[str]) -> int:
     if verb == "anchors":
-        from tokenspeed_bench import rows
+        from tokenspeed_bench import targets
 
-        return rows.measure(words)
+        return targets.measure(words)
     return _serve(words) if verb == "serve" else _offline(verb, words)
 
 
@@ -95,10 +95,10 @@ def _compare(words: Sequence[str]) -> int:
 def _offline(verb: str, words: Sequence[str]) -> int:
     from tokenspeed_bench import files, offline, options, trace
     from tokenspeed_bench import result as results
-    from tokenspeed_bench.endings import noted
+    from tokenspeed_bench.console import Voice
     from tokenspeed_bench.finish import finish, kept
     from tokenspeed_bench.flags import keywords
-    from tokenspeed_bench.telling import Voice
+    from tokenspeed_bench.signals import noted
 
     given, others = options.parse(verb, words)
     kinds = given.traffic.split(",") if verb == "all" else [verb]
@@ -143,11 +143,11 @@ def _serve(words: Sequence[str]) -> int:
     from tokenspeed_bench import files, online, options
     from tokenspeed_bench import result as results
     from tokenspeed_bench.connection import Target
-    from tokenspeed_bench.endings import noted
+    from tokenspeed_bench.console import Voice
     from tokenspeed_bench.finish import finish, kept
     from tokenspeed_bench.flags import keywords
     from tokenspeed_bench.server import Api, started
-    from tokenspeed_bench.telling import Voice
+    from tokenspeed_bench.signals import noted
 
     given, others = options.parse("serve", words)
     settings = keywords(others)

@@ -1,7 +1,7 @@
 """One user's HTTP connection: streamed completions over bare asyncio, a request at a time.
 
 It parses no JSON per token: it counts events and stamps their arrival, so that one process follows some 50,000
-events a second. `canned.py` shows what it costs.
+events a second. `mock_server.py` shows what it costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
-from tokenspeed_bench.figures import Record
+from tokenspeed_bench.metrics import Record
 
 LAST_CHUNK = b"0\r\n\r\n"
 EVENTS = (b"data: {", b"data:{")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed_bench import files
+from tokenspeed_bench.console import warn
 from tokenspeed_bench.errors import INTERRUPTED, BenchError
 from tokenspeed_bench.plot import draw
 from tokenspeed_bench.result import has_traffic
-from tokenspeed_bench.telling import warn
 from tokenspeed_core import TokenSpeedError
 
 UNWRITTEN, INCOMPLETE = 2, 1  # exit statuses

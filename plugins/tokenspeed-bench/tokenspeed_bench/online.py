@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenspeed_bench import result as results
-from tokenspeed_bench.canned import client_cost
-from tokenspeed_bench.client import PrefillBudget, run
+from tokenspeed_bench.client import LoadOptions, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.endings import noted
 from tokenspeed_bench.errors import BenchError
-from tokenspeed_bench.figures import first_turns_apart, of_records, over_time
+from tokenspeed_bench.metrics import first_turns_apart, of_records, over_time
+from tokenspeed_bench.mock_server import client_cost
 from tokenspeed_bench.offline import END_IDS, FIRST_LEN, NUM_FIRST
 from tokenspeed_bench.progress import Progress
+from tokenspeed_bench.signals import noted
 from tokenspeed_bench.traffic import Traffic, below, load
 
 FIRST_OUT_LEN = 8
@@ -31,7 +31,7 @@ class Load:
     """Some traffic and how it is sent."""
 
     traffic: Traffic
-    pace: PrefillBudget
+    pace: LoadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
     failures: list[str] = []
     for end_id in END_IDS:
         sessions = below(prompts, end_id).sessions
-        answers = run(target, sessions[:1], PrefillBudget(1, None, 1))
+        answers = run(target, sessions[:1], LoadOptions(1, None, 1))
         if answers.is_interrupted:
             raise KeyboardInterrupt
         if not answers.records:
@@ -133,7 +133,7 @@ def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
             if not answers.failures[0].startswith(("400", "422")):
                 break
             continue
-        rest = run(target, sessions[1:], PrefillBudget(1, None, 1))
+        rest = run(target, sessions[1:], LoadOptions(1, None, 1))
         if rest.is_interrupted:
             raise KeyboardInterrupt
         if not rest.records:

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from tokenspeed_bench.anchors import GROUPS, HTTP_LOADS
-from tokenspeed_bench.client import PrefillBudget
+from tokenspeed_bench.baselines import GROUPS, HTTP_LOADS
+from tokenspeed_bench.client import LoadOptions
 from tokenspeed_bench.errors import BenchError
-from tokenspeed_bench.figures import GOALS
 from tokenspeed_bench.flags import check_spelling
+from tokenspeed_bench.metrics import GOALS
 from tokenspeed_bench.online import Load
 from tokenspeed_bench.shapes import SHAPES
 from tokenspeed_bench.traffic import WORKLOADS, AgentShape, Traffic, agents, load, of_workload
@@ -316,7 +316,7 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     return [
         Load(
             load(requests, in_len, out_len, options.fixed),
-            PrefillBudget(users, rate, options.procs),
+            LoadOptions(users, rate, options.procs),
         )
         for users, requests, in_len, out_len in zip(
             full["users"], full["requests"], full["in_len"], full["out_len"], strict=True
@@ -336,4 +336,4 @@ def _load_of(options: argparse.Namespace, kind: str) -> Load:
         raise BenchError("--users: several numbers go with --traffic load only")
     traffic = traffic_of(kind, given)
     users = options.users[0] if options.users else len(traffic.sessions)
-    return Load(traffic, PrefillBudget(users, options.request_rate, options.procs))
+    return Load(traffic, LoadOptions(users, options.request_rate, options.procs))

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_bench.anchors import rows_of
+from tokenspeed_bench.baselines import rows_of
 
 SCHEMA = 1
 LIBRARIES = (

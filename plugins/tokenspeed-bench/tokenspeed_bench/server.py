@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import IO, Any
 
-from tokenspeed_bench import watched
+from tokenspeed_bench import supervised
 from tokenspeed_bench.connection import message_of
+from tokenspeed_bench.console import warn
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.progress import Progress
-from tokenspeed_bench.telling import warn
 
 MAX_SECONDS = 600.0  # from the command to /health
 PATIENCE = 60.0  # seconds that a server has to end
@@ -105,7 +105,7 @@ def started(
         tempfile.TemporaryFile() as log
     ):  # without a name: nothing is left of it, however this process ends
         begin = time.perf_counter()
-        server = watched.start(
+        server = supervised.start(
             words,
             stdout=log,
             stderr=subprocess.STDOUT,

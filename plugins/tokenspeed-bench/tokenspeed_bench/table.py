@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenspeed_bench.anchors import Row
+from tokenspeed_bench.baselines import Row
 
 Run = Mapping[str, Any]
 

@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_bench.errors import BenchError
-from tokenspeed_bench.figures import percentile
 from tokenspeed_bench.files import write
+from tokenspeed_bench.metrics import percentile
 from tokenspeed_bench.recorder import STEPS
 
 if TYPE_CHECKING:

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_bench import files, watched
+from tokenspeed_bench import files, supervised
 from tokenspeed_bench import result as results
-from tokenspeed_bench.anchors import DEVICE, GROUPS, ROWS, Row
-from tokenspeed_bench.endings import noted
+from tokenspeed_bench.baselines import DEVICE, GROUPS, ROWS, Row
+from tokenspeed_bench.console import Voice, warn
 from tokenspeed_bench.errors import INTERRUPTED, BenchError
 from tokenspeed_bench.finish import finish
 from tokenspeed_bench.options import parse
 from tokenspeed_bench.result import runs_of
+from tokenspeed_bench.signals import noted
 from tokenspeed_bench.table import of_rows
-from tokenspeed_bench.telling import Voice, warn
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("all", "--shape", "qwen3-8b"),
@@ -103,7 +103,7 @@ def measure_group(
     with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
         path = Path(folder, "result.json")
         environ = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
-        with watched.start(
+        with supervised.start(
             ["bench", *command, "--json", str(path)], env=environ, stdout=voice.stream
         ) as child:
             status = _wait(child)

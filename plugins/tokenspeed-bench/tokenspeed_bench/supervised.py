@@ -1,4 +1,4 @@
-"""A command of `tokenspeed` that ends with whoever started it: `python -m tokenspeed_bench.watched WORDS`.
+"""A command of `tokenspeed` that ends with whoever started it: `python -m tokenspeed_bench.supervised WORDS`.
 
 Its standard input is a pipe into which nothing is written. It closes when the starter ends, however that happens, and
 the command is then told to stop, as by SIGTERM.
@@ -21,7 +21,7 @@ PATIENCE = 90.0  # seconds that the command has to stop
 
 def start(words: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:
     """Start a command, with more of what Popen takes; it ends at the latest when this process does."""
-    command = [sys.executable, "-P", "-m", "tokenspeed_bench.watched", *words]
+    command = [sys.executable, "-P", "-m", "tokenspeed_bench.supervised", *words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, **more)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from misbehaving import Exchange, serving
-from tokenspeed_bench import watched
-from tokenspeed_bench.endings import ENDINGS, heard, noted
+from tokenspeed_bench import supervised
 from tokenspeed_bench.errors import INTERRUPTED
-from tokenspeed_bench.rows import _wait
 from tokenspeed_bench.server import _stop
+from tokenspeed_bench.signals import ENDINGS, heard, noted
+from tokenspeed_bench.targets import _wait
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_command_ends_when_the_pipe_to_its_starter_closes() -> None:
         await asyncio.sleep(60)
 
     with serving(hangs) as fake:
-        child = watched.start(["bench", "serve", "--url", fake.url])
+        child = supervised.start(["bench", "serve", "--url", fake.url])
         while not fake.exchanges:
             assert child.poll() is None
             time.sleep(0.05)

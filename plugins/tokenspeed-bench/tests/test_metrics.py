@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from tokenspeed_bench.figures import (
+from tokenspeed_bench.metrics import (
     Record,
     first_turns_apart,
     meets,

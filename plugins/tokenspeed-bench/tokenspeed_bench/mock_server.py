@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tokenspeed_bench.client import PrefillBudget, run
+from tokenspeed_bench.client import LoadOptions, run
 from tokenspeed_bench.connection import Target
-from tokenspeed_bench.endings import left_to_the_parent, running
-from tokenspeed_bench.figures import of_records
+from tokenspeed_bench.metrics import of_records
+from tokenspeed_bench.signals import left_to_the_parent, running
 from tokenspeed_bench.traffic import load
 
 BEAT = 5e-3  # seconds between a stream's events
@@ -138,7 +138,7 @@ def _await(port: int) -> None:
             return
 
 
-def client_cost(pace: PrefillBudget) -> dict[str, Any]:
+def client_cost(pace: LoadOptions) -> dict[str, Any]:
     """Return what the client sees of a server that costs next to nothing: as many users, one request each.
 
     Its gaps beyond the beat, and its events a second below users over the beat, are the client's and the machine's own.
@@ -147,7 +147,7 @@ def client_cost(pace: PrefillBudget) -> dict[str, Any]:
     users = min(pace.users, MAX_USERS)
     traffic = load(users, IN_LEN, OUT_LEN, is_fixed=True)
     with canned_server(max(1, min(pace.procs // 2, users)), BEAT) as url:
-        answers = run(Target(url, "m"), traffic.sessions, PrefillBudget(users, None, pace.procs))
+        answers = run(Target(url, "m"), traffic.sessions, LoadOptions(users, None, pace.procs))
     if answers.is_interrupted:
         raise KeyboardInterrupt
     figures = of_records(answers.records, {})
