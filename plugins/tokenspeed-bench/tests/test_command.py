@@ -14,7 +14,7 @@ import pytest
 from fake_llm import FakeLLM
 from misbehaving import Exchange, good, serving
 from tokenspeed_bench import result as results
-from tokenspeed_bench import server, targets
+from tokenspeed_bench import server, supervised, targets
 from tokenspeed_bench.command import VERBS, bench
 from tokenspeed_bench.errors import BenchError
 from tokenspeed_bench.flags import keywords
