@@ -169,7 +169,9 @@ def test_the_plugin_list_and_help_know_the_parsers() -> None:
     assert "reasoning_parsers" in listed
 
 
-@pytest.mark.parametrize("words", [("serve",), ("serve", "--dry-run", "--device", "cpu")])
+@pytest.mark.parametrize(
+    "words", [("serve", "--port", "0"), ("serve", "--dry-run", "--device", "cpu")]
+)
 def test_a_parser_that_is_mistyped_ends_the_start_with_the_nearest(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
