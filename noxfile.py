@@ -114,7 +114,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def interpreter(session: nox.Session) -> None:
     """Triton kernels under Triton's interpreter, which is chosen before a kernel is imported."""
-    pytest(session, ready(session), "tests/interpreter", TRITON_INTERPRET="1")
+    pytest(session, ready(session), "tests/interpreter", dist="worksteal", TRITON_INTERPRET="1")
 
 
 @nox.session
@@ -254,7 +254,12 @@ def outside(session: nox.Session, python: str, *arguments: str, num_workers: int
 
 
 def pytest(
-    session: nox.Session, python: str, *arguments: str, num_workers: int = WORKERS, **variables: str
+    session: nox.Session,
+    python: str,
+    *arguments: str,
+    num_workers: int = WORKERS,
+    dist: str = "loadfile",
+    **variables: str,
 ) -> None:
     """Run pytest in a few processes, without the developer's settings of TokenSpeed.
 
@@ -264,7 +269,7 @@ def pytest(
     # One thread each, and waiting threads sleep: the processes share the cores.
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     is_one = num_workers == 1 or session.posargs
-    spread = ["-n", str(num_workers), "--dist", "loadfile", "--no-loadscope-reorder"]
+    spread = ["-n", str(num_workers), "--dist", dist, "--no-loadscope-reorder"]
     run(
         session,
         *(python, "-P", "-m", "pytest", "-q", "--durations=25", "--durations-min=1"),

@@ -137,6 +137,7 @@ def of_exponents(codes: Tensor, exponents: Tensor) -> Tensor:
     return reference.nvfp4_values(codes, torch.exp2(exponents.view(torch.uint8).float() - 127))
 
 
+@pytest.mark.release
 def test_nvfp4_experts_conform_but_for_how_the_interpreter_reads_scales(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -37,7 +37,13 @@ def test_experts_conform_without_tokens_and_with() -> None:
     assert check(spec, CPU, num_rows=(0, 1, 9)) == 12
 
 
-@pytest.mark.parametrize("num_pairs", [*PAIRS, PAIRS[-1] + 2])
+@pytest.mark.parametrize(
+    "num_pairs",
+    [
+        *(pytest.param(num_pairs, marks=pytest.mark.release) for num_pairs in PAIRS),
+        PAIRS[-1] + 2,
+    ],
+)
 def test_every_tiling_gives_what_the_reference_gives(num_pairs: int) -> None:
     case = {
         "num_experts": 5,
