@@ -106,6 +106,18 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def types(session: nox.Session) -> None:
+    """Types alone."""
+    run(session, ready(session), "tools/check_types.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/ and check its links, as a test does too."""
+    run(session, ready(session), "-m", "mkdocs", "build", "--strict")
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Tests of the core, on the CPU, and of the plugins."""
     pytest(session, ready(session), *SUITE)
