@@ -16,9 +16,8 @@ def main() -> int:
     packages = [*core, *(folder / folder.name.replace("-", "_") for folder in plugins)]
     scripts = [ROOT / "tools", ROOT / "benchmarks"]
     # Scripts import their neighbours, packages what lies beside them.
-    neighbours = [
-        path.parent for folder in [*scripts, ROOT / "docs"] for path in folder.rglob("*.py")
-    ]
+    folders = {path.parent for folder in scripts for path in folder.rglob("*.py")}
+    neighbours = sorted(path for path in folders if not (path / "__init__.py").exists())
     bases = dict.fromkeys([ROOT, *plugins, *neighbours])
     os.environ["MYPYPATH"] = os.pathsep.join(map(str, bases))
     targets = [str(path.relative_to(ROOT)) for path in [*packages, *scripts]]
