@@ -217,26 +217,28 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _take(self, sequences: dict[int, _Output], outputs: Outputs) -> None:
         """Note what a step gave, and prepare results as far as they are known: the device works on the next step."""
-        for sequence_id, new, finish, num_cached, logprobs in outputs.each():
-            output = sequences[sequence_id]
+        for delta in outputs.each():
+            output = sequences[delta.sequence_id]
             if output.finish:
-                continue  # what came after a stop string
+                continue  # tokens after a stop string
             request = output.request
             if not request.token_ids:
                 request.token_ids = request.submit.prompt.tolist()
-            output.token_ids += new
-            if logprobs is not None:
-                output.logprobs += _entries(new, logprobs, request.params.logprobs or 0)
-            if finish:
-                output.finish = FinishReason(finish)
-            output.num_cached = output.num_cached or num_cached
+            output.token_ids += delta.token_ids
+            if delta.logprobs is not None:
+                num_top = request.params.logprobs or 0
+                output.logprobs += _entries(delta.token_ids, delta.logprobs, num_top)
+            if delta.finish:
+                output.finish = FinishReason(delta.finish)
+            output.num_cached = output.num_cached or delta.num_cached_tokens
             if output.assembler is not None:
-                output.text += output.assembler.feed(new, finish)
-                if output.assembler.finish_reason == "stop" and not finish:
+                output.text += output.assembler.feed(delta.token_ids, delta.finish)
+                if output.assembler.finish_reason == "stop" and not delta.finish:
                     output.finish = FinishReason.STOP
-                    self._engine.abort([sequence_id])
-            elif finish and self.tokenizer is not None:
-                output.text = self._assembler(request.params).feed(output.token_ids, finish)
+                    self._engine.abort([delta.sequence_id])
+            elif delta.finish and self.tokenizer is not None:
+                assembler = self._assembler(request.params)
+                output.text = assembler.feed(output.token_ids, delta.finish)
 
     def _result(self, request: _Request, sequences: dict[int, _Output]) -> RequestOutput:
         its = [sequences[request.submit.request_id + i] for i in range(request.submit.n)]

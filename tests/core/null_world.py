@@ -37,6 +37,7 @@ GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
     "full and state": (FULL, STATE),
     "state": (STATE,),
 }
+PLANS, LATE_INPUTS, RESULTS = Codec(StepPlan), Codec(LateInputs), Codec(StepResult)
 NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
@@ -74,15 +75,14 @@ class Replayed:
 
     def __init__(self, first: NullRunner, second: NullRunner) -> None:
         self.first, self.second = first, second
-        self.codec = Codec(StepPlan, LateInputs, StepResult)
 
     def forward(self, plan: StepPlan) -> None:
         self.first.forward(plan)
-        self.second.forward(self.codec.unpack(pack(plan)))
+        self.second.forward(PLANS.unpack(pack(plan)))
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
         self.first.sample(step_id, late)
-        self.second.sample(step_id, None if late is None else self.codec.unpack(pack(late)))
+        self.second.sample(step_id, None if late is None else LATE_INPUTS.unpack(pack(late)))
 
     def collect(self, step_id: int) -> StepResult:
         try:
@@ -91,7 +91,7 @@ class Replayed:
             with pytest.raises(StepFailed):
                 self.second.collect(step_id)
             raise
-        other = self.codec.unpack(pack(self.second.collect(step_id)))
+        other = RESULTS.unpack(pack(self.second.collect(step_id)))
         assert np.array_equal(result.token_ids, other.token_ids)
         assert np.array_equal(result.num_tokens, other.num_tokens)
         return result

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
-import msgpack
 import pytest
 import yaml
 from pydantic import ValidationError
@@ -319,7 +319,7 @@ def test_another_process_gets_the_same_configuration_and_its_origins() -> None:
         },
         {"TOKENSPEED_KV_CACHE_MEMORY": "2GB"},
     )
-    copy = Config.from_wire(msgpack.unpackb(msgpack.packb(config.to_wire())))
+    copy = Config.from_wire(json.loads(json.dumps(config.to_wire())))
     assert copy == config
     assert copy.origin("kv_cache_memory") == "TOKENSPEED_KV_CACHE_MEMORY"
 

@@ -1,4 +1,4 @@
-"""What passes between processes comes out as it went in, and whatever else arrives is a WireError and no more."""
+"""Messages survive the wire, and any other bytes raise WireError."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import Ext
 
 from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.messages import (
@@ -26,19 +27,21 @@ from tokenspeed_core.engine.messages import (
     Ready,
     Rejected,
     Submit,
+    WorkerReady,
     to_api,
     to_engine,
 )
-from tokenspeed_core.engine.wire import Codec, WireError, pack
+from tokenspeed_core.engine.wire import Codec, Message, WireError, pack
 
-steps = Codec(StepPlan, LateInputs, StepResult)
-KINDS: dict[type[Any], Codec] = {
-    **dict.fromkeys((Submit, Abort, Drain), to_engine),
+MESSAGES: dict[type[Any], Codec] = {
+    **dict.fromkeys((Submit, Abort, Drain, WorkerReady), to_engine),
     **dict.fromkeys((Outputs, Rejected, Heartbeat, Ready, Failed), to_api),
-    **dict.fromkeys((StepPlan, LateInputs, StepResult), steps),
 }
+# The records of a step are dataclasses, each with a codec of its own.
+KINDS = {**MESSAGES, **{kind: Codec(kind) for kind in (StepPlan, LateInputs, StepResult)}}
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-few = settings(max_examples=25)  # for each kind of message
+every_message = pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+few = settings(max_examples=25)  # for each kind
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
@@ -53,8 +56,20 @@ ELEMENTS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+class Flags(Message, frozen=True, tag="flags"):
+    """A message of these tests."""
+
+    flags: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def names(kind: Any) -> tuple[str, ...]:
+    if dataclasses.is_dataclass(kind):
+        return tuple(each.name for each in dataclasses.fields(kind))
+    return tuple(kind.__struct_fields__)
+
+
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Return a strategy for values of an annotation that the wire knows."""
+    """Return a strategy for values of an annotation that the wire supports."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is np.ndarray:
         dtype = np.dtype(typing.get_args(args[1])[0])
@@ -65,14 +80,12 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*(st.none() if arg is type(None) else values(arg) for arg in args))
     if origin is tuple:
         return st.lists(values(args[0]), max_size=3).map(tuple)
-    return messages(hint) if dataclasses.is_dataclass(hint) else SCALARS[hint]
+    return SCALARS[hint] if hint in SCALARS else messages(hint)
 
 
 def messages(kind: Any) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
-    return st.builds(
-        kind, **{each.name: values(hints[each.name]) for each in dataclasses.fields(kind)}
-    )
+    return st.builds(kind, **{name: values(hints[name]) for name in names(kind)})
 
 
 def plain(value: Any) -> Any:
@@ -81,16 +94,13 @@ def plain(value: Any) -> Any:
         return (value.dtype.name, value.tolist())
     if isinstance(value, tuple):
         return tuple(plain(item) for item in value)
-    if dataclasses.is_dataclass(value):
-        return (
-            type(value),
-            [plain(getattr(value, each.name)) for each in dataclasses.fields(value)],
-        )
+    if dataclasses.is_dataclass(value) or isinstance(value, msgspec.Struct):
+        return (type(value), [plain(getattr(value, name)) for name in names(type(value))])
     return (type(value), value)
 
 
-def refused_or_known(codec: Codec, data: bytes) -> None:
-    """Decode; anything but a message or a WireError fails the test."""
+def check_unpack(codec: Codec, data: bytes) -> None:
+    """Fail the test if decoding gives anything but a message or a WireError."""
     try:
         message = codec.unpack(data)
     except WireError:
@@ -98,54 +108,59 @@ def refused_or_known(codec: Codec, data: bytes) -> None:
     assert type(message) in KINDS
 
 
+def decoded(data: bytes) -> list[Any]:
+    """Return a packed message as `[tag, field, ...]`, columns as extensions."""
+    fields = msgspec.msgpack.decode(data)
+    assert isinstance(fields, list)
+    return fields
+
+
+encoded = msgspec.msgpack.encode
+
+
 @every_kind
 @few
 @given(data=st.data())
-def test_a_message_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject) -> None:
+def test_message_survives_round_trip(kind: type[Any], data: st.DataObject) -> None:
     message = data.draw(messages(kind))
     assert plain(KINDS[kind].unpack(pack(message))) == plain(message)
 
 
-def test_every_message_has_a_tag_of_its_own() -> None:
-    assert len({kind.tag for kind in KINDS}) == len(KINDS)
-
-
 @given(messages(Submit))
-def test_a_message_of_another_protocol_is_refused(message: Submit) -> None:
-    with pytest.raises(WireError, match=r"unknown message 'submit'"):
+def test_message_of_another_protocol_is_refused(message: Submit) -> None:
+    with pytest.raises(WireError, match="submit"):
         to_api.unpack(pack(message))
 
 
-@every_kind
+@every_message
 @few
 @given(data=st.data(), surplus=st.integers(-2, 2).filter(bool))
-def test_a_field_too_many_or_too_few_is_refused(
+def test_extra_and_missing_fields_are_refused(
     kind: type[Any], data: st.DataObject, surplus: int
 ) -> None:
     fields = decoded(pack(data.draw(messages(kind))))
-    if surplus < -len(fields) + 1:
+    num_required = len(fields) - len(kind.__struct_defaults__)
+    if surplus < 0 and not 1 <= len(fields) + surplus < num_required:
         return
     changed = [*fields, *[None] * surplus] if surplus > 0 else fields[:surplus]
-    with pytest.raises(WireError, match=f"{kind.__name__} takes {len(fields) - 1} fields"):
+    with pytest.raises(WireError):
         KINDS[kind].unpack(encoded(changed))
 
 
-@every_kind
+@every_message
 @few
 @given(data=st.data())
-def test_a_field_of_another_type_is_refused_by_name(kind: type[Any], data: st.DataObject) -> None:
-    names = [each.name for each in dataclasses.fields(kind)]
-    if not names:
-        return
+def test_field_of_another_type_is_refused(kind: type[Any], data: st.DataObject) -> None:
     fields = decoded(pack(data.draw(messages(kind))))
-    index = data.draw(st.integers(0, len(names) - 1))
-    fields[index + 1] = {"a": "map"}
-    with pytest.raises(WireError, match=f"{kind.__name__}.{names[index]}: expected|takes"):
+    if len(fields) == 1:
+        return
+    fields[data.draw(st.integers(1, len(fields) - 1))] = {"a": "map"}
+    with pytest.raises(WireError):
         KINDS[kind].unpack(encoded(fields))
 
 
 @pytest.mark.parametrize(
-    ("hint", "wrong"),
+    ("name", "wrong"),
     [
         ("request_id", True),
         ("request_id", 1.0),
@@ -153,69 +168,38 @@ def test_a_field_of_another_type_is_refused_by_name(kind: type[Any], data: st.Da
         ("temperature", "0"),
         ("cache_salt", b"salt"),
         ("prompt", [1, 2]),
-        ("prompt", msgpack.ExtType(2, bytes(8))),
+        ("prompt", Ext(2, bytes(8))),
         ("prompt", bytes(8)),
         ("seed", 0.5),
     ],
 )
-def test_nothing_is_converted_but_an_integer_to_a_float(hint: str, wrong: object) -> None:
-    names = [each.name for each in dataclasses.fields(Submit)]
-    submit = Submit(
-        1,
-        np.asarray([1, 2], np.int32),
-        1,
-        1,
-        1.0,
-        0,
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-        1.0,
-        None,
-        -1,
-        np.zeros(0, np.int32),
-        np.zeros(0, np.float32),
-        np.zeros(0, np.int32),
-        0,
-        "",
-    )
+@settings(max_examples=1)
+@given(submit=messages(Submit))
+def test_only_integers_convert_to_floats(submit: Submit, name: str, wrong: object) -> None:
     fields = decoded(pack(submit))
-    fields[names.index("temperature") + 1] = 1
+    fields[names(Submit).index("temperature") + 1] = 1
     assert type(to_engine.unpack(encoded(fields)).temperature) is float
-    fields[names.index(hint) + 1] = wrong
-    with pytest.raises(WireError, match=f"Submit.{hint}: expected"):
+    index = names(Submit).index(name) + 1
+    fields[index] = wrong
+    with pytest.raises(WireError, match=rf"\[{index}\]"):
         to_engine.unpack(encoded(fields))
 
 
 @pytest.mark.parametrize(
     ("code", "data"), [(0, bytes(7)), (1, bytes(4)), (6, bytes(4)), (127, b""), (-2, bytes(4))]
 )
-def test_a_column_that_is_cut_or_of_an_unknown_kind_is_refused(code: int, data: bytes) -> None:
-    head = b"\x92\xa5abort" + b"\xc7" + bytes([len(data), code % 256]) + data
-    with pytest.raises(
-        WireError, match=rf"unknown or cut column \(code {code}, {len(data)} bytes\)"
-    ):
-        to_engine.unpack(head)
+def test_truncated_or_unknown_column_is_refused(code: int, data: bytes) -> None:
+    message = b"\x92\xa5abort" + b"\xc7" + bytes([len(data), code % 256]) + data
+    with pytest.raises(WireError, match=rf"code {code}, {len(data)} bytes"):
+        to_engine.unpack(message)
 
 
-def test_a_column_of_booleans_holds_nothing_else() -> None:
-    flags = Codec(Flags)
-    assert flags.unpack(encoded(["flags", msgpack.ExtType(3, b"\0\1")])).flags.tolist() == [
-        False,
-        True,
-    ]
-    with pytest.raises(WireError, match="booleans"):
-        flags.unpack(encoded(["flags", msgpack.ExtType(3, b"\2")]))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Flags:
-    """A message of this test."""
-
-    tag: typing.ClassVar[str] = "flags"
-
-    flags: np.ndarray[Any, np.dtype[np.bool_]]
+def test_boolean_column_holds_only_booleans() -> None:
+    codec = Codec(Flags)
+    flags = codec.unpack(encoded(["flags", Ext(3, b"\0\1")])).flags
+    assert flags.tolist() == [False, True]
+    with pytest.raises(WireError, match="boolean"):
+        codec.unpack(encoded(["flags", Ext(3, b"\2")]))
 
 
 @pytest.mark.parametrize(
@@ -225,27 +209,25 @@ class Flags:
         np.zeros(2, np.float64),
         np.zeros(2, ">i4"),
         np.zeros(2, object),
-        {1, 2},
         object(),
     ],
 )
-def test_what_the_wire_does_not_carry_cannot_be_sent(wrong: Any) -> None:
+def test_unsupported_value_cannot_be_sent(wrong: Any) -> None:
     with pytest.raises(TypeError, match="cannot send"):
         pack(Flags(wrong))
 
 
-def test_a_column_need_not_lie_in_one_piece() -> None:
-    flags = Codec(Flags)
+def test_strided_column_can_be_sent() -> None:
     column = np.asarray([True, False, False, True])[::3]
-    assert flags.unpack(pack(Flags(column))).flags.tolist() == [True, True]
+    assert Codec(Flags).unpack(pack(Flags(column))).flags.tolist() == [True, True]
 
 
-def test_a_received_column_cannot_be_written() -> None:
+def test_received_column_is_read_only() -> None:
     message = to_engine.unpack(pack(Abort(np.asarray([1], np.int64))))
     assert not message.sequence_ids.flags.writeable
 
 
-# -- anything at all ------------------------------------------------------------------------------
+# -- arbitrary bytes ------------------------------------------------------------------------------
 
 leaves = st.one_of(
     st.none(),
@@ -254,53 +236,50 @@ leaves = st.one_of(
     st.floats(),
     st.text(max_size=8),
     st.binary(max_size=8),
-    st.builds(msgpack.ExtType, st.integers(0, 8), st.binary(max_size=16)),
-    st.sampled_from([kind.tag for kind in KINDS]),
+    st.builds(Ext, st.integers(0, 8), st.binary(max_size=16)),
+    st.sampled_from([kind.__struct_config__.tag for kind in MESSAGES]),
 )
 trees = st.recursive(
     leaves,
     lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=3),
 )
-codecs = st.sampled_from([to_engine, to_api, steps])
+codecs = st.sampled_from(list(KINDS.values()))
 
 
 @given(codecs, st.binary(max_size=200))
 @example(to_engine, b"")
 @example(to_engine, b"\x91\x90")  # the tag is a list
-@example(to_engine, b"\x81\x90\x01")  # the key of a map is a list
+@example(to_engine, b"\x81\x90\x01")  # a map with a list as its key
 @example(to_engine, b"\x91" * 500 + b"\xc0")  # deep
-@example(to_engine, b"\x91" * 100_000 + b"\xc0")  # too deep
-@example(to_engine, b"\xdd\xff\xff\xff\xff")  # a list of four thousand million
-@example(to_engine, b"\x91\xa2\xff\xfe")  # no UTF-8
-@example(to_engine, b"\x91\xc7\x05\xff12345")  # no time stamp
+@example(to_engine, b"\x92\xa5abort" + b"\x91" * 100_000 + b"\xc0")  # too deep
+@example(to_engine, b"\xdd\xff\xff\xff\xff")  # a list of 2**32 - 1
+@example(to_engine, b"\x92\xa5abort\xdd\xff\xff\xff\xff")
+@example(to_engine, b"\x91\xa2\xff\xfe")  # not UTF-8
+@example(to_engine, b"\x91\xc7\x05\xff12345")  # a bad time stamp
+@example(to_engine, b"\x92\xa5abort\xc7\x05\xff12345")
 @example(to_engine, b"\xa5drain")  # a tag without its list
 @example(to_engine, b"\x91\xa5drain\xc0")  # a message and a byte
-def test_no_bytes_raise_anything_but_a_wire_error(codec: Codec, data: bytes) -> None:
-    refused_or_known(codec, data)
+def test_arbitrary_bytes_raise_wire_error(codec: Codec, data: bytes) -> None:
+    check_unpack(codec, data)
 
 
 @given(codecs, trees)
-def test_no_values_raise_anything_but_a_wire_error(codec: Codec, tree: Any) -> None:
-    refused_or_known(codec, encoded(tree))
+def test_arbitrary_values_raise_wire_error(codec: Codec, tree: Any) -> None:
+    check_unpack(codec, encoded(tree))
 
 
-@given(codecs, st.sampled_from(list(KINDS)), st.lists(trees, max_size=20))
-def test_no_fields_behind_a_good_tag_raise_anything_but_a_wire_error(
-    codec: Codec,
-    kind: type[Any],
-    fields: list[Any],
-) -> None:
-    num = len(dataclasses.fields(kind))
-    refused_or_known(codec, encoded([kind.tag, *fields]))
-    refused_or_known(codec, encoded([kind.tag, *(fields + [None] * num)[:num]]))
+@given(st.sampled_from(list(MESSAGES)), st.lists(trees, max_size=20))
+def test_arbitrary_fields_raise_wire_error(kind: type[Any], fields: list[Any]) -> None:
+    num_fields = len(names(kind))
+    tag = kind.__struct_config__.tag
+    check_unpack(MESSAGES[kind], encoded([tag, *fields]))
+    check_unpack(MESSAGES[kind], encoded([tag, *(fields + [None] * num_fields)[:num_fields]]))
 
 
 @every_kind
 @few
 @given(data=st.data())
-def test_no_damage_to_a_message_raises_anything_but_a_wire_error(
-    kind: type[Any], data: st.DataObject
-) -> None:
+def test_damaged_message_raises_wire_error(kind: type[Any], data: st.DataObject) -> None:
     packed = bytearray(pack(data.draw(messages(kind))))
     at = data.draw(st.integers(0, len(packed) - 1))
     damage: Callable[[], None] = data.draw(
@@ -314,20 +293,7 @@ def test_no_damage_to_a_message_raises_anything_but_a_wire_error(
         )
     )
     damage()
-    refused_or_known(KINDS[kind], bytes(packed))
-
-
-def decoded(data: bytes) -> list[Any]:
-    """Return a packed message as `[tag, field, ...]`, columns as msgpack's extensions."""
-    fields = msgpack.unpackb(data, ext_hook=msgpack.ExtType, strict_map_key=False)
-    assert isinstance(fields, list)
-    return fields
-
-
-def encoded(value: Any) -> bytes:
-    data = msgpack.packb(value)
-    assert isinstance(data, bytes)
-    return data
+    check_unpack(KINDS[kind], bytes(packed))
 
 
 # -- nothing is unpickled -------------------------------------------------------------------------
@@ -349,13 +315,13 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
 def breaches(tree: ast.Module) -> list[str]:
-    """Return what a module does that could run code from a file or a message."""
+    """Return the operations of a module that could run code from a file or a message."""
     return [text for node in ast.walk(tree) if (text := breach(node))]
 
 
 def breach(node: ast.AST) -> str | None:
     if isinstance(node, ast.Import):
-        # The name of its error may be caught: `import pickle` alone unpickles nothing.
+        # `import pickle` alone unpickles nothing: code may catch its UnpicklingError.
         found = {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN - {"pickle"}
         return f"imports {found.pop()}" if found else None
     if isinstance(node, ast.ImportFrom):
@@ -390,7 +356,7 @@ def called(node: ast.Call) -> str | None:
 
 
 @pytest.mark.tree
-def test_no_package_of_ours_can_run_code_from_a_file_or_a_message() -> None:
+def test_no_module_can_run_code_from_data() -> None:
     assert len(SOURCES) > 100
     found = {str(path.relative_to(ROOT)): breaches(ast.parse(path.read_text())) for path in SOURCES}
     assert {path: each for path, each in found.items() if each} == {}
@@ -414,5 +380,5 @@ def test_no_package_of_ours_can_run_code_from_a_file_or_a_message() -> None:
         ),
     ],
 )
-def test_the_ban_finds_what_it_forbids(source: str, expected: list[str]) -> None:
+def test_check_finds_forbidden_calls(source: str, expected: list[str]) -> None:
     assert breaches(ast.parse(source)) == expected

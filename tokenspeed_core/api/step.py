@@ -7,7 +7,7 @@ live on the device and come back ragged. Every record here survives the wire (`t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -82,8 +82,6 @@ class StepPlan:
     the drafts there. A chunk row's query tokens are in `token_ids`, concatenated in row order.
     """
 
-    tag: ClassVar[str] = "step"
-
     step_id: int
     num_decodes: int
     slots: I32  # [S] the device-side place of each row's sequence
@@ -119,8 +117,6 @@ class LateInputs:
     int32 words, `[len(rows) * positions * words]` flat.
     """
 
-    tag: ClassVar[str] = "late"
-
     rows: I32
     num_positions: int
     mask: I32
@@ -145,8 +141,6 @@ class StepLogprobs:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step gave: `num_tokens[i]` tokens for row i (0 where it sampled nothing), concatenated."""
-
-    tag: ClassVar[str] = "result"
 
     step_id: int
     num_tokens: I32

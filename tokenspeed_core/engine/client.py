@@ -199,23 +199,24 @@ class EngineClient:
 
     def _hand_out(self, outputs: Outputs) -> None:
         """Give each sequence its tokens; abort those that their readers ended."""
-        sinks, ended = self._sinks, []
-        for sequence_id, token_ids, finish, num_cached, logprobs in outputs.each():
-            sink = sinks.get(sequence_id)
+        ended = []
+        for delta in outputs.each():
+            sink = self._sinks.get(delta.sequence_id)
             if sink is None:
                 continue
             try:
-                is_over = sink.take(token_ids, finish, num_cached, logprobs)
-            except (
-                Exception
-            ) as error:  # a fault in one request's text must not end the other requests of the step
+                is_over = sink.take(
+                    delta.token_ids, delta.finish, delta.num_cached_tokens, delta.logprobs
+                )
+            except Exception as error:
+                # Turning tokens into text may fail for one request. The others of the step go on.
                 log.exception("a request failed while its tokens were turned into text: %s", error)
                 sink.fail(RequestFailedError("internal", "the request failed; see the server log"))
                 is_over = True
-            if finish != FinishReason.NOT:
-                del sinks[sequence_id]
+            if delta.finish != FinishReason.NOT:
+                del self._sinks[delta.sequence_id]
             elif is_over:
-                ended.append(sequence_id)
+                ended.append(delta.sequence_id)
         if ended:
             self.abort(ended)
 

@@ -1,8 +1,9 @@
-"""The start of our own child processes, which must not outlive their parent, however it ends."""
+"""Subprocesses that end when their parent ends, however it ends."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import select
 import signal
 import sys
@@ -10,29 +11,29 @@ from collections.abc import Sequence
 from signal import Signals
 from typing import Any
 
-import msgpack
-
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(by: Signals) -> None:
-    """Have the kernel send this process `by` when its parent ends. Without effect where the system is not Linux."""
+    """Ask the kernel to send this process the signal `by` when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def attach_to_parent(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Return what the parent tells through the pipe of this number, and the pipe, which is closed when it must end.
+    """Return the settings that the parent sent, one line of JSON, and the pipe that they came through.
 
-    Ends the process where the parent is gone.
+    The first argument is the number of the pipe. The parent holds its other end open, so the pipe is at
+    its end when this process must end. Exits if the parent is gone already.
     """
     pipe = int(arguments[0])
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the first process, which drains this one
-    end_with_parent(signal.SIGKILL)  # also where it cannot look at the pipe: loading, or stuck
-    with open(pipe, "rb", buffering=0, closefd=False) as file:
-        told: dict[str, Any] = next(msgpack.Unpacker(file), {})
-    if select.select([pipe], [], [], 0)[0]:  # it ended before the kernel was asked to say so
-        sys.exit()
-    return told, pipe
+    # Ctrl-C goes to the whole process group. The parent handles it, and drains this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # For the times when this process does not read the pipe: it loads a model, or hangs.
+    end_with_parent(signal.SIGKILL)
+    with open(pipe, "rb", closefd=False) as file:
+        line = file.readline()
+    if not line.endswith(b"\n") or select.select([pipe], [], [], 0)[0]:
+        sys.exit()  # the parent died before the kernel was asked to report it
+    settings: dict[str, Any] = json.loads(line)
+    return settings, pipe

@@ -27,7 +27,7 @@ LIBRARIES = (
     "pydantic",
     "uvicorn",
     "pyzmq",
-    "msgpack",
+    "msgspec",
     "pluggy",
     "typer",
 )

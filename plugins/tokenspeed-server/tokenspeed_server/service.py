@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -169,7 +169,7 @@ class Service:
         for position, prompt in enumerate(job.prompts):
             try:
                 submit = build_submit(
-                    0,
+                    self.link.take_ids(params.n),
                     self._with_default_length(params, body, len(prompt)),
                     prompt,
                     serving.limits,
@@ -183,7 +183,7 @@ class Service:
                 raise BadRequestError(
                     f"prompt[{position}]: {error}", error.param, error.code
                 ) from error
-            submits.append(replace(submit, request_id=self.link.take_ids(params.n)))
+            submits.append(submit)
         usage = Usage(sum(map(len, job.prompts)), 0, 0 if options.reports_cached_tokens else None)
         num_logprobs = -1 if params.logprobs is None else params.logprobs
         wants_ids = serving.text.tokenizer is None

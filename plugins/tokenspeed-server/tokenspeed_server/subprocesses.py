@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -14,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgpack
 
 from tokenspeed_core.commands.serving import CapacityError
 
@@ -77,8 +76,7 @@ async def start(program: Program, **told: Any) -> Child:
     Its listener is closed here: nobody else would take the connections that the system gives it.
     """
     listen_fds = [] if program.listener is None else [program.listener.fileno()]
-    data = msgpack.packb({**program.told, **told, "listen_fds": listen_fds})
-    assert isinstance(data, bytes)
+    data = json.dumps({**program.told, **told, "listen_fds": listen_fds}).encode() + b"\n"
     theirs, ours = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
