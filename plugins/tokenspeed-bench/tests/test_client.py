@@ -74,7 +74,7 @@ def test_an_event_has_the_time_at_which_it_came() -> None:
     assert record.sent < record.events[0] < record.events[1] < record.done
 
 
-def test_marks_without_a_blank_count_too_and_usage_may_ride_on_the_last_token() -> None:
+def test_events_without_space_and_usage_on_last_event_count() -> None:
     async def terse(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
         exchange.chunk(b'data:{"choices":[{"text":"a"}]}\n\n' * 2)
@@ -105,7 +105,7 @@ def test_a_stream_that_ends_by_closing_is_an_answer() -> None:
     assert [record.num_tokens for record in answers.records] == [4, 4]
 
 
-def test_an_error_in_the_stream_fails_the_request_with_its_message_and_the_next_one_runs() -> None:
+def test_stream_error_fails_only_its_request() -> None:
     async def breaks(exchange: Exchange) -> None:
         if exchange.number:
             return await good(exchange)
@@ -122,7 +122,7 @@ def test_an_error_in_the_stream_fails_the_request_with_its_message_and_the_next_
     assert len(answers.records) == 1
 
 
-def test_a_refusal_fails_the_request_with_its_status_and_message() -> None:
+def test_http_error_fails_the_request() -> None:
     async def refuses(exchange: Exchange) -> None:
         exchange.refuse("429 Too Many Requests", "the queue is full")
 
@@ -143,7 +143,7 @@ def test_a_connection_that_closes_early_fails_the_request() -> None:
         assert ask(fake.url).failures == ["the server closed the connection after 2 events"]
 
 
-def test_a_server_that_says_nothing_and_closes_is_named_so() -> None:
+def test_closed_connection_without_answer_is_reported() -> None:
     async def closes(exchange: Exchange) -> None:
         exchange.writer.close()
 
@@ -151,7 +151,7 @@ def test_a_server_that_says_nothing_and_closes_is_named_so() -> None:
         assert ask(fake.url).failures == ["the server closed the connection without an answer"]
 
 
-def test_an_idle_connection_that_the_server_gave_up_costs_no_request() -> None:
+def test_closed_idle_connection_is_reopened() -> None:
     async def once_each(exchange: Exchange) -> None:
         await good(exchange)
         await exchange.writer.drain()
@@ -165,7 +165,7 @@ def test_an_idle_connection_that_the_server_gave_up_costs_no_request() -> None:
     assert [record.turn for record in answers.records] == [0, 1, 2]
 
 
-def test_a_server_that_hangs_is_given_up_after_the_timeout() -> None:
+def test_hanging_server_times_out() -> None:
     async def hangs(exchange: Exchange) -> None:
         exchange.writer.write(STREAM)
         await exchange.tokens(1)
@@ -174,7 +174,8 @@ def test_a_server_that_hangs_is_given_up_after_the_timeout() -> None:
     begin = time.monotonic()
     with serving(hangs) as fake:
         answers = ask(fake.url, timeout=0.5)
-    assert answers.failures == ["no end after 0.5 s; 1 events came"]
+    assert len(answers.failures) == 1
+    assert "0.5 s" in answers.failures[0]
     assert time.monotonic() - begin < 20
 
 
@@ -193,7 +194,7 @@ def test_nobody_there_fails_every_request_and_hangs_none() -> None:
     assert all("no connection to http://127.0.0.1:9" in failure for failure in answers.failures)
 
 
-def test_a_failed_turn_ends_its_session_and_the_rest_counts_as_failed() -> None:
+def test_failed_turn_ends_its_session() -> None:
     async def fails_at_the_second(exchange: Exchange) -> None:
         if len(exchange.body["prompt"]) > 50:
             exchange.refuse("400 Bad Request", "too long")
@@ -248,7 +249,7 @@ def test_a_servers_path_is_kept(path: str) -> None:
     )
 
 
-def test_a_client_process_that_dies_costs_only_its_own_requests(
+def test_dead_client_loses_only_its_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = Target.body

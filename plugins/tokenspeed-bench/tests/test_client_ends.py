@@ -25,7 +25,7 @@ from tokenspeed_bench.client import Answers, LoadOptions, run
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.metrics import of_records
 from tokenspeed_bench.mock_server import client_cost
-from tokenspeed_bench.signals import heard, running
+from tokenspeed_bench.signals import child_processes, terminate_as_interrupt
 from tokenspeed_bench.traffic import load
 
 ONE = LoadOptions(1, None, 1)
@@ -53,7 +53,7 @@ client.run(Target(sys.argv[1], "m"), load(200, 10, 60, is_fixed=True).sessions, 
 """
 
 
-def test_clients_end_whose_bench_is_killed_before_it_took_what_they_measured(
+def test_clients_end_when_the_parent_is_killed(
     tmp_path: Path,
 ) -> None:
     async def at_once(exchange: Exchange) -> None:
@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_what_was_answered() -> None:
     assert time.monotonic() - begin < 15
 
 
-def test_ctrl_c_while_it_says_how_far_it_is_leaves_no_client() -> None:
+def test_ctrl_c_during_progress_leaves_no_client() -> None:
     async def hangs(exchange: Exchange) -> None:
         await asyncio.sleep(60)
 
@@ -113,17 +113,17 @@ def test_ctrl_c_while_it_says_how_far_it_is_leaves_no_client() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_before_the_clients_have_begun_is_no_failure(
+def test_interrupt_before_clients_start_is_no_failure(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def told_to_end(clients: Sequence[ForkProcess]) -> Iterator[None]:
-        with running(clients):
+        with child_processes(clients):
             signal.raise_signal(number)
             yield
 
-    monkeypatch.setattr(client, "running", told_to_end)
-    with serving(good) as fake, heard():
+    monkeypatch.setattr(client, "child_processes", told_to_end)
+    with serving(good) as fake, terminate_as_interrupt():
         answers = ask(fake.url, num=4000, pace=LoadOptions(2, None, 2))
     assert answers.is_interrupted
     assert len(answers.records) < 4000
@@ -144,7 +144,7 @@ def test_an_end_while_the_clients_are_killed_is_heard(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_end_after_the_last_answer_keeps_the_whole_load_and_sends_no_other(
+def test_interrupt_after_last_answer_keeps_the_load(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told_to_end(*given: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def test_an_end_after_the_last_answer_keeps_the_whole_load_and_sends_no_other(
     plan = online.Online(
         [online.Load(load(2, 10, 2, is_fixed=True), ONE)] * 2, measures_client=False
     )
-    with serving(good) as fake, heard():
+    with serving(good) as fake, terminate_as_interrupt():
         online.measure(Target(fake.url, "m"), plan, result, lambda run: None)
     assert [run["traffic"]["name"] for run in result["runs"]] == ["first", "load"]
     assert result["runs"][-1]["figures"]["answered"] == 2
@@ -164,7 +164,7 @@ def test_an_end_after_the_last_answer_keeps_the_whole_load_and_sends_no_other(
     assert "is_part" not in result["runs"][-1]
 
 
-def test_a_client_that_hands_in_nothing_in_time_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def stands_still(*given: Any) -> None:
         time.sleep(60)
 
@@ -176,7 +176,7 @@ def test_a_client_that_hands_in_nothing_in_time_is_told_of(monkeypatch: pytest.M
     assert answers.failures == ["a client process handed in nothing within 0 s"]
 
 
-def test_a_user_who_is_told_to_end_as_an_answer_comes_asks_no_more(
+def test_cancelled_user_sends_no_further_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Answered:
@@ -214,7 +214,7 @@ def test_a_report_that_fails_leaves_no_client() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_ctrl_c_while_the_client_alone_is_measured_keeps_the_load_and_ends(
+def test_ctrl_c_during_client_measurement_keeps_the_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def told_to_end(pace: LoadOptions) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def test_ctrl_c_while_the_client_alone_is_measured_keeps_the_load_and_ends(
 
 
 @pytest.mark.parametrize("number", [0, 4])
-def test_ctrl_c_during_the_first_requests_says_nothing_of_failures(number: int) -> None:
+def test_ctrl_c_during_first_requests_reports_no_failures(number: int) -> None:
     async def ended(exchange: Exchange) -> None:
         if exchange.number >= number:
             os.kill(os.getpid(), signal.SIGINT)

@@ -57,11 +57,11 @@ def test_figures_are_those_of_known_times() -> None:
     assert figures["event_share"] == 1.0
 
 
-def test_tokens_that_share_an_event_lower_the_share_of_events() -> None:
+def test_shared_events_lower_the_event_share() -> None:
     assert of_records([Record(0.0, [0.1, 0.2], 4, 0.2)], {})["event_share"] == 0.5
 
 
-def test_cached_tokens_are_left_out_where_a_server_does_not_report_them() -> None:
+def test_unreported_cached_tokens_are_omitted() -> None:
     assert "cached_tokens" not in of_records([record(0.0, 0.1, 0.01, 3, num_prompt=5)], {})
     assert "prompt_tokens" not in of_records([record(0.0, 0.1, 0.01, 3)], {})
 
@@ -94,18 +94,18 @@ def test_a_request_without_an_answer_keeps_no_goal() -> None:
     assert figures["good_per_s"] == pytest.approx(3 / 0.2)
 
 
-def test_a_long_pause_in_an_answer_breaks_its_goal_for_gaps() -> None:
+def test_long_gap_misses_the_itl_goal() -> None:
     assert not meets(Record(0.0, [0.1, 0.11, 1.0], 3, 1.0), {"itl": 100.0})
 
 
-def test_first_turns_are_told_from_later_ones_where_there_are_any() -> None:
+def test_first_and_later_turns_are_separate() -> None:
     first, later = record(0.0, 1.0, 0.01, 3), record(5.0, 0.1, 0.01, 3, turn=1)
     apart = first_turns_apart([first, later])
     assert (apart["ttft_first_turn_p50_ms"], apart["ttft_later_turn_p50_ms"]) == (1000.0, 100.0)
     assert first_turns_apart([first]) == {}
 
 
-def test_a_run_over_time_has_every_event_and_gap_in_its_bin() -> None:
+def test_time_bins_hold_every_event_and_gap() -> None:
     series = over_time([record(0.0, 0.1, 0.01, 91)])
     assert sum(series["events_per_s"]) * series["bin_s"] == pytest.approx(91, rel=0.02)
     assert series["itl_p50_ms"][0] is None

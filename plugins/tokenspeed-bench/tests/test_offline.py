@@ -31,7 +31,7 @@ def measured(
     return result, refused
 
 
-def test_a_result_has_the_start_and_each_traffic_with_its_repeats() -> None:
+def test_result_holds_start_and_repeats() -> None:
     llm = FakeLLM()
     result, refused = measured(llm, "latency", "agentic")
     assert refused == []
@@ -55,7 +55,7 @@ def test_the_prefix_cache_is_reset_before_every_repeat() -> None:
     assert llm.resets == [before, before + 2]
 
 
-def test_the_kernel_plan_and_its_backends_are_in_the_result() -> None:
+def test_result_holds_kernel_plan_and_backends() -> None:
     result, _ = measured(FakeLLM(), "latency")
     assert result["backends"] == {"attention": ["fake", "other"]}
     assert result["device"] == "FAKE GPU"
@@ -68,7 +68,7 @@ def test_a_slow_first_request_shows() -> None:
     assert result["runs"][0]["figures"]["first_request_ms"] >= 100
 
 
-def test_a_small_vocabulary_gets_smaller_ids_and_the_result_says_so() -> None:
+def test_small_vocabulary_folds_ids() -> None:
     result, _ = measured(FakeLLM(vocab_size=2_000), "latency")
     assert result["runs"][1]["traffic"]["end_id"] == 1_500
 
@@ -78,9 +78,7 @@ def test_a_vocabulary_too_small_for_any_traffic_is_refused() -> None:
         measured(FakeLLM(vocab_size=50), "latency")
 
 
-def test_traffic_that_does_not_fit_the_context_is_left_out_with_the_reason_and_the_rest_runs() -> (
-    None
-):
+def test_traffic_beyond_the_context_is_skipped() -> None:
     result = results.new("offline", "fake", None, {})
     traffics = [of_workload("prefill", num_requests=1, in_len=500, out_len=1), *short("latency")]
     refused = measure(lambda: FakeLLM(longest=200), Offline(traffics, 1), result, lambda run: None)
@@ -89,7 +87,7 @@ def test_traffic_that_does_not_fit_the_context_is_left_out_with_the_reason_and_t
     assert [run["traffic"]["name"] for run in result["runs"]] == ["start", "latency"]
 
 
-def test_a_model_without_room_for_a_first_prompt_is_refused() -> None:
+def test_model_with_tiny_context_is_refused() -> None:
     with pytest.raises(BenchError, match="takes no prompt of 128 tokens"):
         measured(FakeLLM(longest=100), "latency")
 
@@ -103,7 +101,7 @@ def test_ctrl_c_keeps_the_repeats_that_ended() -> None:
     assert llm.is_shut_down
 
 
-def test_a_trace_is_taken_of_one_more_run_of_each_traffic() -> None:
+def test_each_traffic_is_traced_once_more() -> None:
     llm = FakeLLM()
     traced: list[tuple[str, int]] = []
 

@@ -58,7 +58,7 @@ def steps(recorder: Recorder, num: int, first: int = 0) -> None:
         )
 
 
-def test_an_engine_is_observed_only_where_the_environment_names_a_folder(
+def test_hook_exists_only_with_the_variable(
     hooks: Hooks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert hooks.observer("observe_step") is None
@@ -66,7 +66,7 @@ def test_an_engine_is_observed_only_where_the_environment_names_a_folder(
     assert loaded().observer("observe_step") is not None
 
 
-def test_the_recorder_lets_steps_go_by_and_names_those_that_it_records(tmp_path: Path) -> None:
+def test_recorder_skips_then_names_steps(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     recorder, order = Recorder(tmp_path), Order("trace.json", 3, 4)
     steps(recorder, 5)
@@ -105,7 +105,7 @@ def test_an_order_ends_the_recording_of_the_one_before(tmp_path: Path) -> None:
     assert not first.is_answered(tmp_path)
 
 
-def test_what_fails_in_the_engine_is_told_and_the_engine_goes_on(tmp_path: Path) -> None:
+def test_recorder_error_does_not_stop_the_engine(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     recorder, order = Recorder(tmp_path), Order("trace.json", 1, 2)
     order.trace(tmp_path).mkdir()
@@ -114,7 +114,7 @@ def test_what_fails_in_the_engine_is_told_and_the_engine_goes_on(tmp_path: Path)
     assert "Is a directory" in order.failure(tmp_path).read_text()
 
 
-def test_a_trace_that_was_cut_short_is_said_to_be(tmp_path: Path) -> None:
+def test_truncated_trace_is_reported(tmp_path: Path) -> None:
     part = tmp_path / "part.json"
     part.write_text('{"traceEvents": [{"ph": "X", "na')
     with pytest.raises(
@@ -134,9 +134,7 @@ def test_a_trace_that_was_cut_short_is_said_to_be(tmp_path: Path) -> None:
         (("--traffic", "prefill"), (1, 1)),
     ],
 )
-def test_fewer_steps_go_by_and_are_recorded_where_a_load_is_short(
-    words: tuple[str, ...], expected: tuple[int, int]
-) -> None:
+def test_short_load_has_a_smaller_window(words: tuple[str, ...], expected: tuple[int, int]) -> None:
     fixed = [] if "--traffic" in words else ["--fixed"]
     (one,) = loads_of(parse("serve", [*words, *fixed])[0])
     assert window(one) == expected
@@ -163,7 +161,7 @@ def entry(**more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("plugins", "said"),
     [
-        (None, "has no hooks of tokenspeed-bench"),
+        (None, "hooks of tokenspeed-bench"),
         ([entry(kind="commands")], "pip install --force-reinstall --no-deps tokenspeed-bench"),
         (
             [entry(status="disabled", reason="left out by X")],
@@ -171,7 +169,7 @@ def entry(**more: str) -> dict[str, str]:
         ),
     ],
 )
-def test_a_server_without_the_recorder_is_refused_with_the_reason(plugins: Any, said: str) -> None:
+def test_server_without_recorder_is_refused(plugins: Any, said: str) -> None:
     with pytest.raises(BenchError, match=said):
         check_recorder(plugins)
     check_recorder([entry(kind="commands"), entry()])
@@ -193,7 +191,7 @@ def test_a_load_ends_when_it_is_enough() -> None:
     assert (len(answers.records), answers.failures, answers.is_interrupted) == (2, [], False)
 
 
-def test_a_server_that_does_not_start_is_why_there_is_no_profile(tmp_path: Path) -> None:
+def test_failed_server_start_is_reported(tmp_path: Path) -> None:
     (problem,) = take(
         ["--max-num-sex", "3"],
         None,
@@ -207,9 +205,9 @@ def test_a_server_that_does_not_start_is_why_there_is_no_profile(tmp_path: Path)
 @pytest.mark.parametrize(
     ("answer", "failure", "said"),
     [
-        (good, None, "no step was told to the hooks of tokenspeed-bench"),
-        (good, "", "torch recorded none: is there room on the disk?"),
-        (good, "RuntimeError: no counters", "torch recorded none: RuntimeError: no counters"),
+        (good, None, "hooks of tokenspeed-bench"),
+        (good, "", "room on the disk"),
+        (good, "RuntimeError: no counters", "RuntimeError: no counters"),
         ("refuses", None, "the load failed: 500 Oops: the device is gone"),
     ],
 )
@@ -228,7 +226,7 @@ def test_a_load_without_a_trace_has_the_reason(
         profiled._record(Target(fake.url, "m", salt="s"), LOADS[1], "load", "/y/x.json", tmp_path)
 
 
-def test_a_load_that_is_too_short_is_said_to_be(tmp_path: Path) -> None:
+def test_too_short_load_is_reported(tmp_path: Path) -> None:
     def takes() -> None:
         while not (tmp_path / "order.json").exists():
             pass
@@ -238,7 +236,7 @@ def test_a_load_that_is_too_short_is_said_to_be(tmp_path: Path) -> None:
     taker.start()
     with (
         serving(good) as fake,
-        pytest.raises(BenchError, match=r"over in fewer than 7 steps; more requests or longer"),
+        pytest.raises(BenchError, match="fewer than 7 steps"),
     ):
         profiled._record(Target(fake.url, "m", salt="s"), LOADS[1], "load", "/y/x.json", tmp_path)
     taker.join()

@@ -32,7 +32,7 @@ def said(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_shows_each_state_in_place_and_nothing_in_the_end(
+def test_terminal_progress_is_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert said(Terminal(), monkeypatch) == "".join(
@@ -40,7 +40,7 @@ def test_a_terminal_shows_each_state_in_place_and_nothing_in_the_end(
     )
 
 
-def test_elsewhere_the_first_state_is_a_line_and_then_one_now_and_then(
+def test_log_progress_is_occasional_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert said(io.StringIO(), monkeypatch) == "... 0\n... 2\n"

@@ -12,9 +12,7 @@ from tokenspeed_core.text.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_shapes_tokens_are_words_that_decode_as_bytes_as_their_families_do(
-    shape: str, tmp_path: Path
-) -> None:
+def test_shape_tokens_decode_as_words(shape: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(shape, tmp_path))
     ids = [5, 151_000, 7]
     assert tokenizer.decode(ids) == " w5 w151000 w7"

@@ -17,7 +17,7 @@ from misbehaving import Exchange, serving
 from tokenspeed_bench import supervised
 from tokenspeed_bench.errors import INTERRUPTED
 from tokenspeed_bench.server import _stop
-from tokenspeed_bench.signals import ENDINGS, heard, noted
+from tokenspeed_bench.signals import ENDINGS, deferred_interrupts, terminate_as_interrupt
 from tokenspeed_bench.targets import _wait
 
 
@@ -32,11 +32,11 @@ def nothing_ignored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_ignored")
 @pytest.mark.parametrize("number", ENDINGS)
-def test_an_end_is_a_ctrl_c_once_and_then_nothing_until_the_block_is_over(
+def test_second_signal_is_ignored(
     number: signal.Signals,
 ) -> None:
     before = [signal.getsignal(each) for each in ENDINGS]
-    with heard():
+    with terminate_as_interrupt():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         for each in ENDINGS:
@@ -48,7 +48,7 @@ def test_an_end_goes_where_a_ctrl_c_goes() -> None:
     come: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: come.append(number))
     try:
-        with heard():
+        with terminate_as_interrupt():
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -61,7 +61,7 @@ def test_an_end_goes_where_a_ctrl_c_goes() -> None:
 def test_an_end_that_is_noted_breaks_nothing_off(number: signal.Signals, handler: Any) -> None:
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with heard(), noted() as has_come:
+        with terminate_as_interrupt(), deferred_interrupts() as has_come:
             assert not has_come()
             signal.raise_signal(number)
             assert has_come()
@@ -76,7 +76,7 @@ def test_a_ctrl_c_is_noted_unless_it_is_ignored() -> None:
     try:
         for handler in (signal.default_int_handler, signal.SIG_IGN):
             signal.signal(signal.SIGINT, handler)
-            with noted() as has_come:
+            with deferred_interrupts() as has_come:
                 signal.raise_signal(signal.SIGINT)
                 assert has_come() is (handler is signal.default_int_handler)
     finally:
@@ -84,8 +84,8 @@ def test_a_ctrl_c_is_noted_unless_it_is_ignored() -> None:
 
 
 def test_blocks_within_each_other_share_their_notes() -> None:
-    with noted() as has_come:
-        with noted() as has_come_within:
+    with deferred_interrupts() as has_come:
+        with deferred_interrupts() as has_come_within:
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert has_come()
@@ -112,22 +112,22 @@ def test_a_ctrl_c_while_a_server_ends_kills_it(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_ignored_as_under_nohup_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with heard():
+        with terminate_as_interrupt():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_group_of_anchors_is_told_of_an_end_that_it_did_not_hear() -> None:
+def test_group_gets_the_signal_it_missed() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    with heard():
+    with terminate_as_interrupt():
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         assert _wait(child) == INTERRUPTED
     assert child.returncode == -signal.SIGTERM
 
 
-def test_a_command_ends_when_the_pipe_to_its_starter_closes() -> None:
+def test_command_ends_with_its_parent() -> None:
     async def hangs(exchange: Exchange) -> None:
         await asyncio.sleep(60)
 

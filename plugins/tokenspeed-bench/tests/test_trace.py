@@ -48,13 +48,13 @@ def test_busy_share_and_gaps_are_those_of_known_kernels() -> None:
     assert text.index("100.0 µs") < text.index("5.0 µs"), "the longest gap is named first"
 
 
-def test_without_a_device_the_operators_of_the_cpu_are_read() -> None:
+def test_cpu_trace_uses_operators() -> None:
     timeline = read([event for event in EVENTS if event.get("cat") != "kernel"])
     assert timeline.where == "operators on the CPU"
     assert timeline.busy == timeline.span == 1000.0
 
 
-def test_the_track_has_a_bar_for_each_launch_and_gap() -> None:
+def test_track_has_launches_and_gaps() -> None:
     bars = [event for event in _track(EVENTS, read(EVENTS)) if event["ph"] == "X"]
     assert all(bar["pid"] == OUR_TRACK for bar in bars)
     assert [(bar["tid"], bar["ts"], bar["dur"]) for bar in bars] == [
@@ -66,10 +66,10 @@ def test_the_track_has_a_bar_for_each_launch_and_gap() -> None:
     ]
 
 
-def test_traces_of_several_kinds_of_traffic_have_names_of_their_own() -> None:
+def test_trace_files_are_named_by_traffic() -> None:
     assert named("/x/trace.json", "latency") == "/x/trace-latency.json"
 
 
 def test_a_trace_without_work_is_refused() -> None:
-    with pytest.raises(BenchError, match="no work"):
+    with pytest.raises(BenchError, match="empty"):
         read([])

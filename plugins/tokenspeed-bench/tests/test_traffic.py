@@ -91,7 +91,7 @@ def test_agents_are_by_default_what_coding_agents_send() -> None:
     assert pauses[len(pauses) // 2] < 5 < 30 < pauses[-1], "most are a tool's, some a person's"
 
 
-def test_half_the_pause_scale_halves_the_pauses_and_changes_no_token() -> None:
+def test_pause_scale_changes_only_pauses() -> None:
     whole, half = (agents(AgentShape(2, 50, 10, 5, 3, pause_scale=scale)) for scale in (1.0, 0.5))
     for a, b in zip(whole.sessions, half.sessions, strict=True):
         assert a.ids == b.ids
@@ -99,7 +99,7 @@ def test_half_the_pause_scale_halves_the_pauses_and_changes_no_token() -> None:
 
 
 @pytest.mark.parametrize("end", [200, 1_500, 30_000])
-def test_ids_are_folded_below_the_end_of_a_small_vocabulary_and_the_traffic_says_so(
+def test_folded_ids_are_recorded(
     end: int,
 ) -> None:
     folded = below(load(4, 50, 5, is_fixed=False), end)
@@ -121,6 +121,6 @@ def test_a_large_vocabulary_changes_nothing() -> None:
     }
 
 
-def test_no_request_asks_for_nothing_however_short_its_answer_is_to_be() -> None:
+def test_every_request_asks_for_a_token() -> None:
     turns = [turn for session in load(50, 1, 1, is_fixed=False).sessions for turn in session.turns]
     assert {(turn.end, turn.out_len) for turn in turns} == {(1, 1)}

@@ -1,1 +1,3 @@
-"""The command `tokenspeed bench`: seeded traffic, in process or over HTTP, and results that can be compared."""
+"""The command `tokenspeed bench`: seeded traffic in process or over HTTP, and comparison of
+results.
+"""

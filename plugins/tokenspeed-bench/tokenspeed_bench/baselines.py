@@ -1,9 +1,10 @@
-"""What the best peer reaches on one H200, what we must and aim to reach, and the floor, by row.
+"""Targets on one H200: vLLM's figure, our minimum and goal, and the lower bound, per row.
 
-Peer: vLLM 0.26.0, torch 2.11.0+cu130, dummy weights, greedy, the same traffic, best of 3 (2026-11-20). Floors: bytes
-over 4.5 TB/s or flops over 804 TFLOP/s (bf16) and 1,500 (fp8), ceilings measured on that GPU. Throughput is bf16's
-2.3 s of prompts, faster by those two, and 256 steps of 1.9 ms for weights and 5.4 for keys and values; 64 users are 64
-prompts of 0.28 ms and 128 steps of 0.79, which read the weights in 0.27 and a context of 320.
+vLLM 0.26.0, torch 2.11.0+cu130, dummy weights, greedy, the same traffic, best of 3 (2026-11-20).
+Lower bounds are bytes over 4.5 TB/s or FLOPs over 804 TFLOP/s (BF16) and 1,500 TFLOP/s (FP8), rates
+measured on that GPU. The BF16 throughput bound is 2.3 s of prefill plus 256 steps of 1.9 ms for
+weights and 5.4 ms for the KV cache. The bound for 64 users is 64 prompts of 0.28 ms plus 128 steps
+of 0.79 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ START = {"name": "start"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the tables. `metric` names the figure of a run; of rates more is better, of times less."""
+    """A row of the tables. `metric` names a figure of a run; for rates more is better, for times
+    less.
+    """
 
     group: str
     kind: str
@@ -35,24 +38,26 @@ class Row:
     quantization: str | None = None
 
     def is_rate(self) -> bool:
-        """Say whether more is better."""
+        """Return whether more is better."""
         return self.metric.endswith("_per_s")
 
     def name(self) -> str:
-        """Return what a person calls the row."""
+        """Return the row's display name."""
         who = "" if self.users is None else f" {self.users} user" + "s" * (self.users != 1)
         form = f" {self.quantization}" if self.quantization else ""
         what = "" if self.traffic["name"] == "load" else f" {self.traffic['name']}"
         return f"{self.shape}{form}{who}{what}"
 
     def ratio(self, value: float) -> float | None:
-        """Return how many times the floor a value is, 1 being the best there can be; None without a floor."""
+        """Return the value as a multiple of the lower bound (1 is optimal), or None without a
+        bound.
+        """
         if self.floor is None or value <= 0:
             return None
         return round(self.floor / value if self.is_rate() else value / self.floor, 3)
 
     def verdict(self, value: float) -> str:
-        """Return whether a value reaches what it must, or what it aims at."""
+        """Return "aim", "must" or "MISSED", or "" for a row without targets."""
 
         def reaches(goal: float | None) -> bool:
             return goal is not None and (value >= goal if self.is_rate() else value <= goal)
@@ -129,7 +134,7 @@ HTTP_LOADS = {
 
 
 def rows_of(result: Mapping[str, Any], run: Mapping[str, Any]) -> Sequence[Row]:
-    """Return the rows that a run of a result is measured by: same shape, weights, traffic and kind of device."""
+    """Return the rows that match a run: same shape, quantization, traffic and device."""
     if DEVICE not in str(result.get("device", "")):
         return ()
     quantization = result.get("settings", {}).get("quantization")

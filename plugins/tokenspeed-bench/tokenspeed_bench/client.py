@@ -1,7 +1,7 @@
-"""Loads an OpenAI-compatible server with streamed completions from several processes.
+"""Load generator: streamed completions against an OpenAI-compatible server, from several processes.
 
-The loop is closed unless there is a rate: each user sends its next request when its last one is done. With a rate,
-sessions arrive by a seeded Poisson process, whatever the server does.
+Without a rate the loop is closed: each user sends its next request when its last one is done. With
+a rate, sessions arrive by a seeded Poisson process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenspeed_bench.connection import RequestFailed, Target, User
 from tokenspeed_bench.metrics import Record
-from tokenspeed_bench.signals import left_to_the_parent, noted, running
+from tokenspeed_bench.signals import child_processes, deferred_interrupts, ignore_signals
 from tokenspeed_bench.traffic import Session
 
 SEED_OF_ARRIVALS = 7
@@ -32,7 +32,9 @@ PATIENCE = 10.0  # seconds that a client has to hand in what it measured
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How requests are sent: by `users` at once, or by sessions that arrive `rate` a second, from `procs` processes."""
+    """How requests are sent: by `users` at once, or `rate` sessions per second, from `procs`
+    processes.
+    """
 
     users: int
     rate: float | None = None
@@ -41,7 +43,7 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class Answers:
-    """What came of a load. `failures` are messages, one for each request without an answer."""
+    """The result of a load. `failures` has one message per failed request."""
 
     records: list[Record] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -50,7 +52,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the client processes and their parent share."""
+    """State shared by the client processes and their parent."""
 
     go: Event
     stop: Event
@@ -66,9 +68,10 @@ def run(
     report: Callable[[int, int], None] | None = None,
     is_enough: Callable[[], bool] | None = None,
 ) -> Answers:
-    """Send the sessions and return what came of them; Ctrl-C, or a true `is_enough()`, returns what came so far.
+    """Send the sessions and return the answers.
 
-    `report(done, total)` hears how far it is. No client process is left, however this ends.
+    Ctrl-C, or `is_enough()` returning true, stops early and returns the answers so far.
+    `report(done, total)` is called with the progress. No client process survives the call.
     """
     context = multiprocessing.get_context("fork")
     shared = _Shared(
@@ -91,7 +94,7 @@ def run(
         for i in range(num_procs)
     ]
     total = sum(len(session.turns) for session in sessions)
-    with noted() as is_told_to_end, running(clients):
+    with deferred_interrupts() as is_told_to_end, child_processes(clients):
         time.sleep(START_SECONDS)
         shared.go.set()
         answers = _gather(
@@ -106,7 +109,7 @@ def run(
 
 
 def _arrivals(num: int, rate: float | None) -> list[float | None]:
-    """Return when each session begins, in seconds; None: when a user is free."""
+    """Return the start time of each session in seconds, or None to start when a user is free."""
     if rate is None:
         return [None] * num
     rng, now = random.Random(SEED_OF_ARRIVALS), 0.0
@@ -124,7 +127,7 @@ def _gather(
     report: Callable[[int, int], None],
     is_enough: Callable[[], bool],
 ) -> Answers:
-    """Wait for every client's part."""
+    """Collect the answers of every client process."""
     answers, num_parts, deadline = Answers(), 0, float("inf")
     while (
         num_late := len(clients)
@@ -161,8 +164,8 @@ def _client(
     num_users: int,
     shared: _Shared,
 ) -> None:
-    """Run one client process, until the parent has taken what it measured and kills it."""
-    left_to_the_parent()  # which asks for what was measured
+    """Run one client process until the parent has its answers and kills it."""
+    ignore_signals()  # which asks for what was measured
     shared.out.cancel_join_thread()  # which would wait for ever on a parent that was killed, and hold its server's pipe
     shared.out.put(asyncio.run(_until_stopped(target, sessions, arrivals, num_users, shared)))
     while os.getppid() == shared.parent:
@@ -211,7 +214,7 @@ async def _until_stopped(
 
 
 def _requests(target: Target, session: Session) -> list[tuple[float, bytes]]:
-    """Return a session's requests as they go over the wire, each with the pause before it."""
+    """Return the request bodies of a session, each with the pause before it."""
     words = [str(token).encode() for token in session.ids]
     head = target.head()
     bodies = [
@@ -224,7 +227,7 @@ def _requests(target: Target, session: Session) -> list[tuple[float, bytes]]:
 async def _talk(
     user: User, requests: Sequence[tuple[float, bytes]], answers: Answers, num_done: Any
 ) -> None:
-    """Take a session's turns. One that fails ends it: its history has a hole."""
+    """Run the turns of a session. A failed turn ends it, because its history is incomplete."""
     for turn, (pause, data) in enumerate(requests):
         if pause:
             await asyncio.sleep(pause)

@@ -1,4 +1,4 @@
-"""`tokenspeed bench`: which subcommand, and what it prints."""
+"""The subcommands of `tokenspeed bench` and what they print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_bench.errors import BenchError
 
 if TYPE_CHECKING:
-    from tokenspeed_bench.console import Voice
+    from tokenspeed_bench.console import Console
     from tokenspeed_bench.online import Load
     from tokenspeed_bench.trace import Timeline
     from tokenspeed_bench.traffic import Traffic
@@ -48,7 +48,7 @@ VERBS = (
 
 
 def bench(words: Sequence[str]) -> int:
-    """Run a subcommand; return the exit status: 1 where something was left out or failed, 130 after Ctrl-C."""
+    """Run a subcommand. Return 0, 1 if something was skipped or failed, or 130 after Ctrl-C."""
     if not words or words[0] in ("--help", "-h", "help"):
         print(HELP, end="")
         return 0
@@ -68,7 +68,7 @@ def bench(words: Sequence[str]) -> int:
         return 0
     from tokenspeed_bench import signals
 
-    with signals.heard():
+    with signals.terminate_as_interrupt():
         return _measure(verb, rest)
 
 
@@ -95,10 +95,10 @@ def _compare(words: Sequence[str]) -> int:
 def _offline(verb: str, words: Sequence[str]) -> int:
     from tokenspeed_bench import files, offline, options, trace
     from tokenspeed_bench import result as results
-    from tokenspeed_bench.console import Voice
-    from tokenspeed_bench.finish import finish, kept
+    from tokenspeed_bench.console import Console
+    from tokenspeed_bench.finish import finish, keep_partial_result
     from tokenspeed_bench.flags import keywords
-    from tokenspeed_bench.signals import noted
+    from tokenspeed_bench.signals import deferred_interrupts
 
     given, others = options.parse(verb, words)
     kinds = given.traffic.split(",") if verb == "all" else [verb]
@@ -106,13 +106,13 @@ def _offline(verb: str, words: Sequence[str]) -> int:
     settings = keywords(others)
     profile: str | None = getattr(given, "profile", None)
     files.check_writable(given.json, given.plot, profile)
-    voice = Voice(given.json)
+    console = Console(given.json)
 
     def record(name: str, work: Callable[[], object]) -> None:
         assert profile is not None
         path = profile if len(traffics) == 1 else trace.named(profile, name)
         timeline = trace.record(work, path)
-        voice.say(f"profile of {name}: {path}\n{timeline.text()}")
+        console.say(f"profile of {name}: {path}\n{timeline.text()}")
 
     if "config" in settings:
         raise BenchError("--config: goes with `tokenspeed bench serve`; in process give settings")
@@ -127,14 +127,14 @@ def _offline(verb: str, words: Sequence[str]) -> int:
 
             return LLM(model, **settings)
 
-        with kept(result, problems):
+        with keep_partial_result(result, problems):
             plan = offline.Offline(traffics, given.repeats)
             problems += offline.measure(
-                make, plan, result, _teller(voice), record if profile else None
+                make, plan, result, _teller(console), record if profile else None
             )
-    with noted():
-        _say_where(result, voice)
-        return finish(result, given.json, given.plot, problems, has_failed=voice.is_lost)
+    with deferred_interrupts():
+        _say_where(result, console)
+        return finish(result, given.json, given.plot, problems, has_failed=console.is_lost)
 
 
 def _serve(words: Sequence[str]) -> int:
@@ -143,11 +143,11 @@ def _serve(words: Sequence[str]) -> int:
     from tokenspeed_bench import files, online, options
     from tokenspeed_bench import result as results
     from tokenspeed_bench.connection import Target
-    from tokenspeed_bench.console import Voice
-    from tokenspeed_bench.finish import finish, kept
+    from tokenspeed_bench.console import Console
+    from tokenspeed_bench.finish import finish, keep_partial_result
     from tokenspeed_bench.flags import keywords
     from tokenspeed_bench.server import Api, started
-    from tokenspeed_bench.signals import noted
+    from tokenspeed_bench.signals import deferred_interrupts
 
     given, others = options.parse("serve", words)
     settings = keywords(others)
@@ -155,7 +155,7 @@ def _serve(words: Sequence[str]) -> int:
     model_name = _the_model(given, settings.get("model")) or given.shape or "demo"
     _check_server(given, settings)
     files.check_writable(given.json, given.plot, given.profile)
-    voice = Voice(given.json)
+    console = Console(given.json)
     key = given.api_key or os.environ.get("TOKENSPEED_API_KEY")
     result = results.new("serve", model_name, given.shape, settings)
 
@@ -171,11 +171,11 @@ def _serve(words: Sequence[str]) -> int:
             results.add_plan(result, report["kernel_plan"])
             result["plugins"] = report.get("plugins")
         if seconds is not None:
-            _teller(voice)(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2)}))
-        online.measure(Target(api.url, name, key, given.timeout), plan, result, _teller(voice))
+            _teller(console)(results.add_run(result, {"name": "start"}, {"s": round(seconds, 2)}))
+        online.measure(Target(api.url, name, key, given.timeout), plan, result, _teller(console))
 
     problems: list[str] = []
-    with kept(result, problems):
+    with keep_partial_result(result, problems):
         if given.url:
             measure(Api(given.url, key), None)
         else:
@@ -191,27 +191,29 @@ def _serve(words: Sequence[str]) -> int:
                 with started(arguments, key) as (api, seconds):
                     measure(api, seconds)
                 if given.profile and not result["is_interrupted"]:
-                    problems += _profile(arguments, key, given, loads, result, voice)
-    with noted():
-        _say_where(result, voice)
+                    problems += _profile(arguments, key, given, loads, result, console)
+    with deferred_interrupts():
+        _say_where(result, console)
         failed = any(run.get("failures") for run in result["runs"])
-        return finish(result, given.json, given.plot, problems, has_failed=failed or voice.is_lost)
+        return finish(
+            result, given.json, given.plot, problems, has_failed=failed or console.is_lost
+        )
 
 
 def _check_server(given: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse what does not go with a server of the user's, or with one of ours. Raises BenchError."""
+    """Reject options that do not apply to the chosen server. Raises BenchError."""
     if given.url and (given.model or given.shape or settings):
         raise BenchError(
-            "--url takes a server as it runs: MODEL, --shape and flags of serve go without it"
+            "--url measures a running server; leave out MODEL, --shape and flags of serve"
         )
     if given.url and given.profile:
         raise BenchError(
-            "--profile: the recorder is in the engine's process, so only a server that bench starts has "
-            "it; leave --url out, and give the model and flags of that server"
+            "--profile needs a server that bench starts. "
+            "Leave out --url, and give the model and its flags."
         )
     for name in {"host", "port"} & settings.keys():
         raise BenchError(
-            f"--{name}: bench starts a server on a free port; --url takes one of yours"
+            f"--{name}: bench starts its own server on a free port; use --url for a running one"
         )
 
 
@@ -221,13 +223,13 @@ def _profile(
     given: Any,
     loads: Sequence[Load],
     result: Mapping[str, Any],
-    voice: Voice,
+    console: Console,
 ) -> list[str]:
-    """Profile the loads on a server of their own; return why one has no trace."""
+    """Profile the loads on a separate server; return a message for each load without a trace."""
     from tokenspeed_bench import profiled
 
     def tell(name: str, path: str, timeline: Timeline) -> None:
-        voice.say(f"profile of {name}: {path}\n{timeline.text()}")
+        console.say(f"profile of {name}: {path}\n{timeline.text()}")
 
     try:
         profiled.check_recorder(result.get("plugins"))
@@ -239,7 +241,9 @@ def _profile(
 
 
 def _the_model(given: Any, flag: str | None) -> str | None:
-    """Return the model that was named, first of all or with --model. Raises BenchError where both or a shape were."""
+    """Return the model given as argument or by --model. Raises BenchError if both or a shape are
+    given.
+    """
     if flag is not None and (given.model or given.shape):
         raise BenchError(
             f"--model {flag}: the model was given too, as {given.model or given.shape}; give one"
@@ -249,7 +253,7 @@ def _the_model(given: Any, flag: str | None) -> str | None:
 
 @contextmanager
 def _model(given: Any, longest: int) -> Iterator[str | None]:
-    """Yield what names the model: what was typed, or a shape's folder that is there for the block."""
+    """Yield the model: the given name, or a temporary directory with the given shape."""
     if given.shape is None:
         yield given.model
         return
@@ -266,16 +270,16 @@ def _longest(traffic: Traffic) -> int:
     return max(turn.end + turn.out_len for session in traffic.sessions for turn in session.turns)
 
 
-def _teller(voice: Voice) -> Callable[[Mapping[str, Any]], None]:
+def _teller(console: Console) -> Callable[[Mapping[str, Any]], None]:
     from tokenspeed_bench.table import of_run
 
-    return lambda run: voice.say(of_run(run))
+    return lambda run: console.say(of_run(run))
 
 
-def _say_where(result: Mapping[str, Any], voice: Voice) -> None:
-    """Say what all that was measured ran on."""
+def _say_where(result: Mapping[str, Any], console: Console) -> None:
+    """Print the device and the kernels that ran."""
     if result["runs"]:
         used = "; ".join(
             f"{family} {', '.join(names)}" for family, names in (result["backends"] or {}).items()
         )
-        voice.say(f"on {result['device'] or 'an unknown device'}, kernels: {used or 'unknown'}")
+        console.say(f"on {result['device'] or 'an unknown device'}, kernels: {used or 'unknown'}")

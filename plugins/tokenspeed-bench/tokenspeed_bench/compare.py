@@ -1,4 +1,4 @@
-"""Compares two results: figure by figure, with the change, and what else differs between them."""
+"""Comparison of two results: each figure with its change, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Run = Mapping[str, Any]
 
 
 def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
-    """Return the comparison in words. Raises BenchError where the results have no traffic in common."""
+    """Return the comparison as text. Raises BenchError if the results have no traffic in common."""
     first, second = dict(_keyed(before)), dict(_keyed(after))
     common = [key for key in first if key in second]
     if not any(is_traffic(first[key]) for key in common):
@@ -72,7 +72,7 @@ def compare(before: Result, after: Result, names: tuple[str, str]) -> str:
 
 
 def _keyed(result: Result) -> Iterator[tuple[str, Run]]:
-    """Yield the runs by what must be equal to compare them; equal ones are told apart by their number."""
+    """Yield the runs with the key that must be equal for a comparison; equal keys get a number."""
     seen: dict[str, int] = {}
     for part, run in runs_of(result):
         if run.get("is_part"):
@@ -125,7 +125,7 @@ def _word(metric: str, old: float, new: float) -> str:
 
 
 def _differences(before: Result, after: Result) -> Iterator[str]:
-    """Yield a line for each fact that differs, versions one by one."""
+    """Yield a line for each setting and version that differs."""
     pairs = [(fact, before.get(fact), after.get(fact)) for fact in FACTS]
     old, new = before.get("versions", {}), after.get("versions", {})
     pairs += [(name, old.get(name), new.get(name)) for name in sorted({*old, *new})]

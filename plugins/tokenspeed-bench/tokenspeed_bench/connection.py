@@ -1,7 +1,7 @@
-"""One user's HTTP connection: streamed completions over bare asyncio, a request at a time.
+"""The HTTP connection of one simulated user: streamed completions over bare asyncio.
 
-It parses no JSON per token: it counts events and stamps their arrival, so that one process follows some 50,000
-events a second. `mock_server.py` shows what it costs.
+It parses no JSON per token. It counts events and records their arrival times, so that one process
+can follow about 50,000 events per second. `mock_server.py` measures the cost of the client itself.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MAX_OF_A_REFUSAL = 2000
 
 
 class RequestFailed(Exception):
-    """A request without an answer; the message says what the server did."""
+    """A request without an answer. The message says what the server did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server: its address without `/v1`, the model to name, the bearer key, and how long a request may take.
+    """A server: URL without `/v1`, model name, bearer key, and timeout per request.
 
-    Requests share cached prefixes with equal `salt` only; None sends none, as OpenAI's API has no such field.
+    Requests share cached prefixes only with equal `salt`. None sends no salt.
     """
 
     url: str
@@ -49,11 +49,11 @@ class Target:
     salt: str | None = None
 
     def parts(self) -> SplitResult:
-        """Return the parts of the address."""
+        """Return the parts of the URL."""
         return urlsplit(self.url)
 
     def head(self) -> bytes:
-        """Return a request's head, up to the number of its body's bytes."""
+        """Return the request head, with a placeholder for the content length."""
         key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         parts = self.parts()
         return (
@@ -62,7 +62,7 @@ class Target:
         ).encode() + b"%d\r\n\r\n"
 
     def body(self, prompt: bytes, out_len: int) -> bytes:
-        """Return the body that asks for `out_len` tokens after a prompt, given as the JSON of its ids."""
+        """Return a request body for `out_len` tokens after a prompt, given as JSON token ids."""
         wishes = json.dumps(
             {
                 "model": self.model,
@@ -79,7 +79,7 @@ class Target:
 
 @dataclass(eq=False)
 class Wire(asyncio.Protocol):
-    """A connection; `answer` is what its request waits for."""
+    """A connection. `answer` is the future of the current request."""
 
     transport: asyncio.Transport | None = None
     answer: asyncio.Future[Record] | None = None
@@ -95,11 +95,11 @@ class Wire(asyncio.Protocol):
         self.transport = transport
 
     def is_open(self) -> bool:
-        """Say whether another request can be sent."""
+        """Return whether another request can be sent."""
         return self.transport is not None and not self.transport.is_closing()
 
     def has_heard(self) -> bool:
-        """Say whether anything of the answer came."""
+        """Return whether any part of the answer arrived."""
         return self.is_stream or bool(self.head)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -119,7 +119,7 @@ class Wire(asyncio.Protocol):
             )
 
     def ask(self, data: bytes) -> asyncio.Future[Record]:
-        """Send a request and return its answer to come."""
+        """Send a request and return the future of its answer."""
         assert self.transport is not None
         self.answer = asyncio.get_running_loop().create_future()
         self.head, self.tail, self.events, self.is_stream = b"", b"", [], False
@@ -144,7 +144,7 @@ class Wire(asyncio.Protocol):
             self._end(now)
 
     def _read_status(self, data: bytes) -> bytes:
-        """Take in the answer's head; return what follows a good one."""
+        """Read the response head. Return the bytes after it if the status is 200."""
         self.head += data
         head, separator, body = self.head.partition(b"\r\n\r\n")
         if not separator:
@@ -202,14 +202,14 @@ async def connect(target: Target) -> Wire:
 
 
 class User:
-    """Sends requests one after another, over one connection as long as that lives."""
+    """Sends requests one after another and reuses the connection."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._wire: Wire | None = None
 
     async def ask(self, data: bytes) -> Record:
-        """Return what came of a request. Raises RequestFailed."""
+        """Send a request and return its record. Raises RequestFailed."""
         wire = (
             self._wire
             if self._wire is not None and self._wire.is_open()
@@ -223,8 +223,8 @@ class User:
                 return await wire.ask(data)
         except TimeoutError as error:
             self.close()
-            so_far = f"{len(wire.events)} events came" if wire.events else "nothing came"
-            raise RequestFailed(f"no end after {self._target.timeout:g} s; {so_far}") from error
+            so_far = f"received {len(wire.events)} events" if wire.events else "received nothing"
+            raise RequestFailed(f"timeout after {self._target.timeout:g} s; {so_far}") from error
         except RequestFailed:
             self.close()
             if wire.num_asked == 1 or wire.has_heard():
@@ -232,14 +232,14 @@ class User:
         return await self.ask(data)  # the server had closed a connection that was idle
 
     def close(self) -> None:
-        """Give the connection up, and with it what is still asked."""
+        """Close the connection and abandon the current request."""
         if self._wire is not None and self._wire.transport is not None:
             self._wire.transport.close()
         self._wire = None
 
 
 def message_of(answer: object) -> str | None:
-    """Return the message of an answer that is an error in OpenAI's shape, None where it has another."""
+    """Return the message of an error in OpenAI's format, or None."""
     error = answer.get("error") if isinstance(answer, Mapping) else None
     message = error.get("message") if isinstance(error, Mapping) else error
     return str(message) if message else None

@@ -1,4 +1,4 @@
-"""What people are told while a measurement goes on; nobody who listens costs no figures."""
+"""Console output of a measurement. A closed terminal or a full disk does not lose figures."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from tokenspeed_bench.errors import BenchError
 
 
 def warn(text: str) -> None:
-    """Say on stderr what is wrong, if anybody is there: a terminal may be closed, a disk full."""
+    """Print a warning to stderr. Errors while writing are ignored."""
     with suppress(OSError):
         print(f"tokenspeed: {text}", file=sys.stderr, flush=True)
 
 
-class Voice:
-    """Says on the standard output, or on stderr where that takes the JSON, what was measured.
+class Console:
+    """Prints results to stdout, or to stderr if stdout takes the JSON.
 
-    `stream` is which of them. `is_lost`: it could not be said, and the measurement went on for the JSON file.
+    `stream` is the chosen stream. `is_lost` is true if it failed and the measurement continued for
+    the JSON file.
     """
 
     def __init__(self, json_path: str | None) -> None:
@@ -26,7 +27,9 @@ class Voice:
         self.is_lost = False
 
     def say(self, text: str) -> None:
-        """Say something. Raises BenchError or BrokenPipeError where nobody hears it and no file takes the result."""
+        """Print a text. Raises BenchError or BrokenPipeError if that fails and no file takes the
+        result.
+        """
         if self.is_lost:
             return
         try:

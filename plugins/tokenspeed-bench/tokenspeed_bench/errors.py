@@ -1,4 +1,4 @@
-"""What `tokenspeed bench` refuses."""
+"""Errors of `tokenspeed bench`."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ INTERRUPTED = 130  # the exit status after a Ctrl-C
 
 
 class BenchError(TokenSpeedError):
-    """A measurement that cannot be made, or results that cannot be compared; the message says what to do."""
+    """A measurement that cannot run, or results that cannot be compared."""

@@ -1,4 +1,4 @@
-"""The files of a measurement: looked at before it, written whole or not at all, and read back."""
+"""Reading and writing result files. Files are checked early and written atomically."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tokenspeed_bench.result import SCHEMA
 
 
 def check_writable(*paths: str | None) -> None:
-    """Refuse a file that cannot be written, before an hour is measured for it. Raises BenchError."""
+    """Check before a measurement that its files can be written. Raises BenchError."""
     for path in paths:
         if path is None or path == "-":
             continue
         target = _target(path)
         if not target.parent.is_dir():
             raise BenchError(
-                f"{path}: there is no folder {target.parent}; make it, or name another file"
+                f"{path}: the directory {target.parent} does not exist. Create it or choose another file."
             )
         wanted = ([target] if target.exists() else []) + (
             [] if _is_special(target) else [target.parent]
         )
         if target.is_dir() or not all(os.access(each, os.W_OK) for each in wanted):
-            raise BenchError(f"{path}: cannot be written; name another file")
+            raise BenchError(f"{path}: not writable. Choose another file.")
 
 
 def write(path: str, text: str) -> None:
-    """Write a file whole or not at all: until then, and where it fails, what it held stays. Raises BenchError."""
+    """Write a file atomically; on failure the old content stays. Raises BenchError."""
     target = _target(path)
     part = target if _is_special(target) else target.with_name(f".{target.name}.part")
     try:
@@ -48,7 +48,7 @@ def write(path: str, text: str) -> None:
 
 
 def write_result(result: Mapping[str, Any], path: str) -> None:
-    """Write a result as JSON; "-" is the standard output. Raises BenchError."""
+    """Write a result as JSON; "-" is stdout. Raises BenchError."""
     text = json.dumps(result, ensure_ascii=False) + "\n"
     if path != "-":
         write(path, text)
@@ -62,7 +62,7 @@ def write_result(result: Mapping[str, Any], path: str) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read a result. Raises BenchError where it is none, or of another schema."""
+    """Read a result. Raises BenchError if the file is not a result of this schema."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -71,32 +71,32 @@ def read(path: str) -> dict[str, Any]:
         raise BenchError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict) or "schema" not in data or not {"runs", "results"} & data.keys():
         raise BenchError(
-            f"{path}: no result of `tokenspeed bench`; `tokenspeed bench ... --json FILE` writes one"
+            f"{path}: not a result of `tokenspeed bench`. Write one with `tokenspeed bench ... --json FILE`."
         )
     if data["schema"] != SCHEMA:
         raise BenchError(
-            f"{path}: has schema {data['schema']}, and this version reads {SCHEMA}; measure again"
+            f"{path}: has schema {data['schema']}, but this version reads {SCHEMA}. Measure again."
         )
     for flaw in _flaws(data):
-        raise BenchError(f"{path}: a broken result, {flaw}; measure again")
+        raise BenchError(f"{path}: malformed result: {flaw}. Measure again.")
     return data
 
 
 def _flaws(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a result has not that every reader of it takes for granted."""
+    """Yield what is missing or malformed in a result."""
     parts = data.get("results", [data])
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        yield "results is no list of results"
+        yield "results is not a list of results"
         return
     for part in parts:
         if not isinstance(part.get("kind"), str) or not isinstance(part.get("runs"), list):
-            yield "it has no kind with a list of runs"
+            yield "kind or runs is missing"
             return
         for i, run in enumerate(part["runs"]):
             if not _is_run(run):
-                yield f"runs[{i}] has no traffic of a name with figures that are numbers"
+                yield f"runs[{i}] lacks a traffic name or numeric figures"
     if not isinstance(data.get("versions", {}), dict):
-        yield "versions is no mapping"
+        yield "versions is not a mapping"
 
 
 def _is_run(run: object) -> bool:
@@ -117,5 +117,7 @@ def _target(path: str) -> Path:
 
 
 def _is_special(target: Path) -> bool:
-    """Say whether there is something that is no file, such as a pipe: it is written to, never replaced."""
+    """Return whether the path is something other than a file, such as a pipe, which is never
+    replaced.
+    """
     return target.exists() and not target.is_file()

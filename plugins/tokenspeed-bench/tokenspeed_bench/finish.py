@@ -1,4 +1,4 @@
-"""The end of a measurement: writes what was asked for, says what is missing, and decides the exit status."""
+"""The end of a measurement: write the files, print the problems, choose the exit status."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ UNWRITTEN, INCOMPLETE = 2, 1  # exit statuses
 
 
 @contextmanager
-def kept(result: dict[str, Any], problems: list[str]) -> Iterator[None]:
-    """Note what ends the block too early, Ctrl-C among it, so that what was measured before can be written.
+def keep_partial_result(result: dict[str, Any], problems: list[str]) -> Iterator[None]:
+    """Catch Ctrl-C and errors in the block, so that the runs measured so far can be written.
 
-    Raises TokenSpeedError where nothing was.
+    Raises TokenSpeedError if nothing was measured.
     """
     try:
         yield
@@ -42,31 +42,31 @@ def finish(
     *,
     has_failed: bool,
 ) -> int:
-    """Write the files, say the problems, and return the exit status.
+    """Write the files, print the problems, and return the exit status.
 
-    It is 2 where a file could not be written, and 1 after a problem or where a part failed. A result without traffic
-    replaces no file.
+    The status is 2 if a file could not be written, 130 after Ctrl-C, 1 after a problem, else 0. A
+    result without traffic replaces no file.
     """
     for each in problems:
         warn(each)
     is_empty, is_whole = not has_traffic(result), True
     if json_path is not None:
         if is_empty and json_path != "-" and Path(json_path).exists():
-            warn(f"{json_path}: left as it was, for no traffic was measured")
+            warn(f"{json_path}: unchanged, because no traffic was measured")
         else:
             is_whole &= _wrote(partial(files.write_result, result, json_path))
     if plot is not None:
         if is_empty:
-            warn(f"{plot}: not drawn, for no traffic was measured")
+            warn(f"{plot}: not drawn, because no traffic was measured")
         else:
             is_whole &= _wrote(partial(files.write, plot, draw(result)))
     if not is_whole:
         return UNWRITTEN
     if result["is_interrupted"]:
         warn(
-            "broken off before any traffic was measured"
+            "interrupted before any traffic was measured"
             if is_empty
-            else "broken off; what was measured is kept"
+            else "interrupted; the results so far are kept"
         )
         return INTERRUPTED
     return INCOMPLETE if problems or has_failed else 0

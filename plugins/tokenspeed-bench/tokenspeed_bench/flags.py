@@ -1,4 +1,4 @@
-"""The flags of `tokenspeed serve` on a command line of ours: passed on, or made keywords of `LLM`."""
+"""Flags of `tokenspeed serve` on the bench command line, as keywords of `LLM`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ REPEATED = {"kernel_backend", "backend_option"}  # flags of pairs, which one tex
 
 
 def keywords(words: Sequence[str]) -> dict[str, Any]:
-    """Return keywords for flags: `--max-num-seqs 8` is `max_num_seqs="8"`, a flag without a value is true.
+    """Return keywords for flags: `--max-num-seqs 8` becomes `max_num_seqs="8"`.
 
-    `--no-enable-x` is `enable_x=False`, `--attention-backend.decode a` adds to a mapping, a pair to other pairs. Raises
-    BenchError for a word that belongs to no flag and for a flag given twice.
+    A flag without a value is true, `--no-enable-x` is `enable_x=False`, and `--attention-
+    backend.decode a` adds to a mapping. Raises BenchError for a stray word and for a flag given
+    twice.
     """
     found: dict[str, Any] = {}
     at = 0
@@ -26,7 +27,7 @@ def keywords(words: Sequence[str]) -> dict[str, Any]:
         at += 1
         if not flag.startswith("--"):
             raise BenchError(
-                f"{flag}: belongs to no flag; the model stands first, as in `bench latency MODEL --flag`"
+                f"{flag}: unexpected argument. Put the model first: `bench latency MODEL --flag`."
             )
         given: Any = value if equals else True
         if (
@@ -61,7 +62,7 @@ def _put(found: dict[str, Any], name: str, value: Any, flag: str) -> None:
 
 
 def check_spelling(words: Iterable[str], own: Sequence[str], command: str) -> None:
-    """Refuse a flag that is nearly one of the command's own: as a flag of serve it would be explained wrongly."""
+    """Reject a flag that is nearly one of the command's own options. Raises BenchError."""
     for word in words:
         flag = word.partition("=")[0]
         near = get_close_matches(flag, own, n=1, cutoff=0.85) if flag.startswith("--") else []

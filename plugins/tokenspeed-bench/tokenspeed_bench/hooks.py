@@ -1,7 +1,7 @@
-"""The hooks of tokenspeed-bench: the recorder of a server that `bench serve --profile` started, in all others nothing.
+"""The hook that records steps for `bench serve --profile`.
 
-An engine makes a record of each step as soon as one hook observes them. So there is a hook only where the environment
-names the recorder's folder, and every other engine steps as if this module were not installed.
+An engine builds a record for each step as soon as one hook observes steps. The hook therefore
+exists only if the environment names the recorder's folder.
 """
 
 from __future__ import annotations

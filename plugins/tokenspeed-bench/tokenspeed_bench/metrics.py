@@ -1,4 +1,4 @@
-"""What is made of measured requests: percentiles, rates, goodput, and how they went over time."""
+"""Metrics of measured requests: percentiles, rates, goodput, and series over time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ GOALS = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One answered request; times in seconds of one clock. `events`: when each event with text arrived.
+    """One answered request. Times are seconds of one clock; `events` are arrival times of text
+    events.
 
-    `num_prompt` and `num_cached` are the server's, None where it does not report them. `turn` is the request's place
-    in its session.
+    `num_prompt` and `num_cached` come from the server, or are None. `turn` is the position in the
+    session.
     """
 
     sent: float
@@ -29,7 +30,7 @@ class Record:
     turn: int = 0
 
     def first(self) -> float:
-        """Return the seconds to the first token."""
+        """Return the time to first token in seconds."""
         return self.events[0] - self.sent
 
     def gaps(self) -> list[float]:
@@ -38,7 +39,9 @@ class Record:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted values, linear between neighbours. Raises ValueError where there are none."""
+    """Return a percentile of sorted values by linear interpolation. Raises ValueError without
+    values.
+    """
     if not ordered:
         raise ValueError("no values to take a percentile of")
     at = (len(ordered) - 1) * percent / 100
@@ -48,7 +51,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Return percentiles, mean and maximum of seconds, in milliseconds; nothing where there are none."""
+    """Return percentiles, mean and maximum in milliseconds, or nothing without values."""
     if not seconds:
         return {}
     ordered = sorted(seconds)
@@ -60,7 +63,7 @@ def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
 def of_records(
     records: Sequence[Record], goals: Mapping[str, float], num_failed: int = 0
 ) -> dict[str, Any]:
-    """Return a run's figures; a request that failed kept no goal. Raises ValueError where nothing was answered."""
+    """Return the metrics of a run. Raises ValueError if nothing was answered."""
     if not records:
         raise ValueError("no request was answered")
     seconds = max(r.done for r in records) - min(r.sent for r in records)
@@ -90,7 +93,7 @@ def of_records(
 
 
 def meets(record: Record, goals: Mapping[str, float]) -> bool:
-    """Say whether a request kept all goals, in milliseconds; its "itl" is the 99th percentile of its gaps."""
+    """Return whether a request met all goals in milliseconds. "itl" is the p99 of its own gaps."""
     if not record.events:
         return False
     gaps = sorted(record.gaps())
@@ -104,12 +107,12 @@ def meets(record: Record, goals: Mapping[str, float]) -> bool:
 
 
 def _per_token(record: Record) -> float:
-    """Return the seconds a token after the first."""
+    """Return the seconds per token after the first."""
     return (record.events[-1] - record.events[0]) / max(1, record.num_tokens - 1)
 
 
 def _prompts(records: Sequence[Record]) -> dict[str, int]:
-    """Return prompt tokens, those computed and those found in the cache apart where the server tells."""
+    """Return the numbers of computed and cached prompt tokens, if the server reports them."""
     prompts = [r.num_prompt for r in records if r.num_prompt is not None]
     if len(prompts) < len(records):
         return {}
@@ -121,7 +124,7 @@ def _prompts(records: Sequence[Record]) -> dict[str, int]:
 
 
 def first_turns_apart(records: Sequence[Record]) -> dict[str, Any]:
-    """Return first-token times of sessions' first turns and of the later ones; nothing where all are first."""
+    """Return first-token times separately for first and later turns of sessions."""
     spoken = [r for r in records if r.events]
     later = [r.first() for r in spoken if r.turn]
     if not later:
@@ -132,7 +135,7 @@ def first_turns_apart(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def over_time(records: Sequence[Record]) -> dict[str, Any]:
-    """Return tokens a second and gaps in equal bins of time, and when requests were sent with their first token."""
+    """Return token rates and gaps in equal time bins, and first-token times by send time."""
     begin, end = min(r.sent for r in records), max(r.done for r in records)
     width = max(1e-9, (end - begin) / NUM_BINS)
     counts, gaps = [0] * NUM_BINS, [list[float]() for _ in range(NUM_BINS)]

@@ -1,4 +1,4 @@
-"""A server that streams canned events on a fixed beat: what the client itself costs."""
+"""A server that streams canned events at a fixed rate, to measure the client itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from tokenspeed_bench.client import LoadOptions, run
 from tokenspeed_bench.connection import Target
 from tokenspeed_bench.metrics import of_records
-from tokenspeed_bench.signals import left_to_the_parent, running
+from tokenspeed_bench.signals import child_processes, ignore_signals
 from tokenspeed_bench.traffic import load
 
 BEAT = 5e-3  # seconds between a stream's events
@@ -33,7 +33,7 @@ LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
 def chunk(data: bytes) -> bytes:
-    """Return data as a chunk of HTTP/1.1."""
+    """Return data as an HTTP/1.1 chunk."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -47,7 +47,7 @@ def ending(num_tokens: int) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection; while it has a request, it is among the live ones."""
+    """A client's connection. It is in `live` while it has a request."""
 
     def __init__(self, live: set[Connection]) -> None:
         self.live = live
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
         self.live.add(self)
 
     def beat(self) -> None:
-        """Send one event, and the end after the last."""
+        """Send one event, and the end of the stream after the last one."""
         self.num_left -= 1
         if self.num_left:
             self.transport.write(ONE_EVENT)
@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(listening: socket.socket, seconds: float, parent: int) -> None:
-    """Serve until the parent kills this process or ends, an event to every live connection each beat."""
+    """Send an event to every live connection at a fixed interval, until the parent process ends."""
     live: set[Connection] = set()
     await asyncio.get_running_loop().create_server(lambda: Connection(live), sock=listening)
     due = time.perf_counter()
@@ -95,7 +95,7 @@ async def serve(listening: socket.socket, seconds: float, parent: int) -> None:
 
 
 def bind(port: int) -> socket.socket:
-    """Return a socket on a port that several processes share; 0 takes a free one."""
+    """Return a socket on a port that several processes share; port 0 takes a free one."""
     # asyncio turns Nagle's delay off only for sockets that say they are TCP
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -104,15 +104,15 @@ def bind(port: int) -> socket.socket:
 
 
 def _process(port: int, seconds: float, parent: int) -> None:
-    left_to_the_parent()
+    ignore_signals()
     listening = bind(port)
     listening.listen(1024)
     asyncio.run(serve(listening, seconds, parent))
 
 
 @contextmanager
-def canned_server(num_procs: int, seconds: float) -> Iterator[str]:
-    """Run a server whose streams get an event each so many seconds; yield its address."""
+def mock_server(num_procs: int, seconds: float) -> Iterator[str]:
+    """Run a server that sends an event per stream every `seconds`; yield its URL."""
     context = multiprocessing.get_context("fork")
     with bind(0) as reserved:
         port: int = reserved.getsockname()[1]
@@ -120,7 +120,7 @@ def canned_server(num_procs: int, seconds: float) -> Iterator[str]:
             context.Process(target=_process, args=(port, seconds, os.getpid()), daemon=True)
             for _ in range(num_procs)
         ]
-        with running(servers):
+        with child_processes(servers):
             _await(port)
             yield f"http://127.0.0.1:{port}"
 
@@ -139,14 +139,14 @@ def _await(port: int) -> None:
 
 
 def client_cost(pace: LoadOptions) -> dict[str, Any]:
-    """Return what the client sees of a server that costs next to nothing: as many users, one request each.
+    """Return the event rate and gaps that the client measures against the mock server.
 
-    Its gaps beyond the beat, and its events a second below users over the beat, are the client's and the machine's own.
-    Ctrl-C raises KeyboardInterrupt.
+    The difference to the fixed interval is the cost of the client and the machine. Ctrl-C raises
+    KeyboardInterrupt.
     """
     users = min(pace.users, MAX_USERS)
     traffic = load(users, IN_LEN, OUT_LEN, is_fixed=True)
-    with canned_server(max(1, min(pace.procs // 2, users)), BEAT) as url:
+    with mock_server(max(1, min(pace.procs // 2, users)), BEAT) as url:
         answers = run(Target(url, "m"), traffic.sessions, LoadOptions(users, None, pace.procs))
     if answers.is_interrupted:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Measures `LLM` in process: seeded waves of prompts, the prefix cache forgotten before every repeat."""
+"""Measurement of `LLM` in process. The prefix cache is reset before every repeat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Run = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What is used of `LLM`."""
+    """The methods of `LLM` that the measurement uses."""
 
     kernel_plan: Any
 
@@ -39,7 +39,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """What to measure: some traffic, each so many times."""
+    """What to measure: traffics, and the number of repeats."""
 
     traffics: Sequence[Traffic]
     repeats: int = 3
@@ -52,9 +52,10 @@ def measure(
     tell: Callable[[Run], None],
     trace: Callable[[str, Callable[[], object]], None] | None = None,
 ) -> list[str]:
-    """Construct an engine, run everything and add it to `result`; return why traffic or its trace was left out.
+    """Create an engine, run everything and add it to `result`.
 
-    `tell` hears of each run. `trace` is given each traffic, by name, to run once more. Ctrl-C keeps what was measured.
+    Returns messages for skipped traffic and traces. `tell` is called with each run. `trace` is
+    called with each traffic, by name, to run once more. Ctrl-C keeps the runs measured so far.
     """
     begin = time.perf_counter()
     engine = make()
@@ -92,7 +93,7 @@ def measure(
 def _repeat(
     engine: Engine, traffic: Traffic, num: int, result: dict[str, Any], tell: Callable[[Run], None]
 ) -> None:
-    """Run some traffic so many times and add the run, with fewer repeats after a Ctrl-C."""
+    """Run a traffic repeatedly and add the run; Ctrl-C reduces the number of repeats."""
     done: list[Mapping[str, Any]] = []
     with Progress() as progress:
         try:
@@ -108,7 +109,7 @@ def _repeat(
 
 
 def best(repeats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the fastest repeat, as the peers' were taken."""
+    """Return the metrics of the fastest repeat."""
     figures = dict(min(repeats, key=lambda each: float(each["s"])))
     seconds = figures["s"]
     return figures | {
@@ -143,9 +144,10 @@ def once(engine: Engine, traffic: Traffic) -> dict[str, Any]:
 
 
 def first_tokens(engine: Engine) -> tuple[int, dict[str, float]]:
-    """Time the first request after construction and the like of it; return the end of the ids too.
+    """Time the first request after construction and several after it. Also return the end of the
+    usable ids.
 
-    Raises BenchError where the vocabulary is too small for any traffic.
+    Raises BenchError if the vocabulary is too small.
     """
     prompts = load(NUM_FIRST, FIRST_LEN, 1, is_fixed=True)
     for end_id in END_IDS:

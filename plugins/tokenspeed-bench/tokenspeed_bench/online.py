@@ -1,4 +1,4 @@
-"""Measures a server over HTTP: one load after another, each streamed by several client processes."""
+"""Measurement of a server over HTTP, one load after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenspeed_bench.metrics import first_turns_apart, of_records, over_time
 from tokenspeed_bench.mock_server import client_cost
 from tokenspeed_bench.offline import END_IDS, FIRST_LEN, NUM_FIRST
 from tokenspeed_bench.progress import Progress
-from tokenspeed_bench.signals import noted
+from tokenspeed_bench.signals import deferred_interrupts
 from tokenspeed_bench.traffic import Traffic, below, load
 
 FIRST_OUT_LEN = 8
@@ -28,7 +28,7 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Some traffic and how it is sent."""
+    """A traffic and how it is sent."""
 
     traffic: Traffic
     pace: LoadOptions
@@ -36,10 +36,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """What to measure. `goals` are milliseconds by name, `measures_client`: beside each load, what the client costs.
+    """What to measure. `goals` are milliseconds by name. `measures_client` also measures the
+    client.
 
-    `salts`: the server takes a salt of the prefix cache, so every load starts from an empty one; otherwise a load may
-    find prompts of the one before, as its cached tokens show.
+    With `salts`, every load starts with an empty prefix cache, by a salt of its own.
     """
 
     loads: Sequence[Load]
@@ -51,13 +51,14 @@ class Online:
 def measure(
     target: Target, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
 ) -> None:
-    """Run every load and add it to `result`; `tell` hears of each. Ctrl-C keeps what was measured.
+    """Run every load and add it to `result`; `tell` is called with each run. Ctrl-C keeps the runs
+    so far.
 
-    Raises BenchError where nothing at all was answered.
+    Raises BenchError if no request was answered.
     """
     salt = f"bench-{time.time_ns()}" if plan.salts else None
     try:
-        with noted() as is_told_to_end:
+        with deferred_interrupts() as is_told_to_end:
             end_id, first = first_tokens(replace(target, salt=salt))
             tell(results.add_run(result, {"name": "first"}, first))
             for i, each in enumerate(plan.loads):
@@ -74,7 +75,7 @@ def measure(
 def _send(
     target: Target, each: Load, plan: Online, result: dict[str, Any], tell: Callable[[Run], None]
 ) -> None:
-    """Send a load and add its run to `result`. Raises BenchError where nothing was answered."""
+    """Run a load and add its run to `result`. Raises BenchError if no request was answered."""
     pace, name, client = each.pace, each.traffic.name, {}
     num_requests = sum(len(session.turns) for session in each.traffic.sessions)
     with Progress() as progress:
@@ -117,9 +118,10 @@ def _send(
 
 
 def first_tokens(target: Target) -> tuple[int, dict[str, float]]:
-    """Time the first request that a server gets and the like of it; return the end of the ids that it takes too.
+    """Time the first request of a server and several after it. Also return the end of the usable
+    ids.
 
-    Raises BenchError where it answers none. Ctrl-C raises KeyboardInterrupt.
+    Raises BenchError if it answers none. Ctrl-C raises KeyboardInterrupt.
     """
     prompts = load(NUM_FIRST, FIRST_LEN, FIRST_OUT_LEN, is_fixed=True)
     failures: list[str] = []
@@ -156,7 +158,7 @@ def _different(failures: Sequence[str]) -> dict[str, int]:
 
 
 def most_common(failures: Sequence[str]) -> str:
-    """Return the failures that most requests met, in words."""
+    """Return the most common failures as text."""
     counts = sorted(_different(failures).items(), key=lambda item: -item[1])[:MAX_MESSAGES]
     return "; ".join(
         f"{message} ({count} times)" if count > 1 else message for message, count in counts

@@ -1,4 +1,4 @@
-"""The options of `tokenspeed bench`: parsed by hand-kept parsers, turned into traffic and pace."""
+"""Command-line options of `tokenspeed bench`, converted to traffic and load options."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ TEXTS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises BenchError where argparse would end the process."""
+    """An argument parser that raises BenchError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise BenchError(f"{message}; `{self.prog} --help` shows the options")
 
 
 def whole(text: str) -> int:
-    """Read a number of things, at least 1."""
+    """Parse an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
@@ -62,12 +62,12 @@ def whole(text: str) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    """Read `64` or `1,64,256`."""
+    """Parse `64` or `1,64,256`."""
     return [whole(part) for part in text.split(",")]
 
 
 def positive(text: str) -> float:
-    """Read a number above 0."""
+    """Parse a number above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
@@ -75,11 +75,11 @@ def positive(text: str) -> float:
 
 
 def goal(text: str) -> tuple[str, float]:
-    """Read a goal such as `ttft:200`, in milliseconds."""
+    """Parse a goal in milliseconds, such as `ttft:200`."""
     name, colon, value = text.partition(":")
     if name not in GOALS or not colon:
         raise argparse.ArgumentTypeError(
-            f"{text}: a goal is NAME:MILLISECONDS with one of {', '.join(GOALS)}"
+            f"{text}: must be NAME:MILLISECONDS with one of {', '.join(GOALS)}"
         )
     return name, positive(value)
 
@@ -93,17 +93,17 @@ def parser_of(verb: str) -> Parser:
     usage = f"tokenspeed bench {verb} [MODEL] [OPTIONS] [any flag of tokenspeed serve]"
     parser = Parser(prog=f"tokenspeed bench {verb}", usage=usage, allow_abbrev=False)
     files = parser.add_argument_group("files")
-    files.add_argument("--json", metavar="FILE", help="write the result; - is the standard output")
-    files.add_argument("--plot", metavar="FILE", help="draw the result as SVG")
+    files.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout")
+    files.add_argument("--plot", metavar="FILE", help="plot the result as SVG")
     if verb != "anchors":
         parser.add_argument(
             "--shape",
             choices=sorted(SHAPES),
-            help="dummy weights of a known model, in place of MODEL",
+            help="use dummy weights of a known model instead of MODEL",
         )
     if verb in OFFLINE or verb in ("all", "anchors"):
         parser.add_argument(
-            "--repeats", type=whole, default=3, help="runs, of which the best is taken (3)"
+            "--repeats", type=whole, default=3, help="number of runs; the best one counts (3)"
         )
     if verb in OFFLINE or verb == "all":
         files.add_argument(
@@ -121,11 +121,9 @@ def parser_of(verb: str) -> Parser:
             "load's number and users in its name",
         )
     if verb == "anchors":
-        files.add_argument(
-            "--profiles", metavar="FOLDER", help="write Chrome traces of what the rows measure"
-        )
+        files.add_argument("--profiles", metavar="FOLDER", help="write Chrome traces of all groups")
         parser.add_argument(
-            "--groups", default="bf16,fp8,http", help=f"rows to measure, of {','.join(GROUPS)}"
+            "--groups", default="bf16,fp8,http", help=f"groups to measure, from {','.join(GROUPS)}"
         )
     if verb == "all":
         parser.add_argument(
@@ -155,28 +153,26 @@ def _flag(name: str) -> str:
 
 
 def _add_serving(parser: Parser) -> None:
+    parser.add_argument("--url", help="measure a running server; default: start one for MODEL")
     parser.add_argument(
-        "--url", help="a server that runs; none: one is started for MODEL with the flags of serve"
+        "--model-name", metavar="NAME", help="model name to request; default: the first one listed"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="bearer key; default: $TOKENSPEED_API_KEY")
+    parser.add_argument(
+        "--traffic", choices=("load", *OFFLINE), default="load", help="kind of traffic (load)"
     )
     parser.add_argument(
-        "--model-name", metavar="NAME", help="what the server calls the model; none: its first"
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="bearer key; none: $TOKENSPEED_API_KEY")
-    parser.add_argument(
-        "--traffic", choices=("load", *OFFLINE), default="load", help="what is sent (load)"
+        "--users", type=numbers, metavar="N[,N...]", help="concurrent users; one load per number"
     )
     parser.add_argument(
-        "--users", type=numbers, metavar="N[,N...]", help="who send at once, a load for each number"
+        "--request-rate", type=positive, metavar="X", help="arrivals per second instead of users"
     )
     parser.add_argument(
-        "--request-rate", type=positive, metavar="X", help="arrivals a second, in place of users"
+        "--fixed", action="store_true", help="use equal lengths; by default they vary by half"
     )
+    parser.add_argument("--procs", type=whole, default=8, help="number of client processes (8)")
     parser.add_argument(
-        "--fixed", action="store_true", help="all lengths equal; else they vary by half"
-    )
-    parser.add_argument("--procs", type=whole, default=8, help="client processes (8)")
-    parser.add_argument(
-        "--timeout", type=positive, default=600.0, help="seconds that a request may take (600)"
+        "--timeout", type=positive, default=600.0, help="timeout per request in seconds (600)"
     )
     parser.add_argument(
         "--goodput",
@@ -184,15 +180,17 @@ def _add_serving(parser: Parser) -> None:
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help=f"what a good request keeps: {', '.join(GOALS)}, in milliseconds",
+        help=f"goals of a good request: {', '.join(GOALS)}, in milliseconds",
     )
     parser.add_argument(
-        "--no-client-cost", action="store_true", help="do not measure what the client alone costs"
+        "--no-client-cost", action="store_true", help="do not measure the client itself"
     )
 
 
 def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return a subcommand's options, the model among them, and the flags of serve. Raises BenchError."""
+    """Return a subcommand's options, including the model, and the flags of serve. Raises
+    BenchError.
+    """
     parser = parser_of(verb)
     given = list(words)
     model = given.pop(0) if given and not given[0].startswith("-") else None
@@ -202,7 +200,7 @@ def parse(verb: str, words: Sequence[str]) -> tuple[argparse.Namespace, list[str
     check_spelling(others, _flags_of(verb), parser.prog)
     options.model = model
     if model is not None and getattr(options, "shape", None):
-        raise BenchError(f"--shape {options.shape}: the model was given too, as {model}; give one")
+        raise BenchError(f"--shape {options.shape}: also given as {model}; give only one")
     return options, others
 
 
@@ -212,23 +210,21 @@ def _flags_of(verb: str) -> list[str]:
 
 
 def _check_flag(flag: str, verb: str) -> None:
-    """Refuse what is no flag of serve, and would be explained as one that is mistyped. Raises BenchError."""
+    """Reject a flag of another subcommand with a specific message. Raises BenchError."""
     if flag == "--dry-run":
-        raise BenchError(
-            "--dry-run: would measure nothing; `tokenspeed serve --dry-run` shows what would run"
-        )
+        raise BenchError("--dry-run: not available here; use `tokenspeed serve --dry-run`")
     name = flag.removeprefix("--").replace("-", "_")
     if flag.startswith("--") and name in NUMBERS and verb in OFFLINE:
         raise _no_such(name, verb)
     takers = [each for each in (*OFFLINE, "all", "serve", "anchors") if flag in _flags_of(each)]
     if takers and flag not in SERVES_TOO:
         raise BenchError(
-            f"{flag}: no option of `tokenspeed bench {verb}`, but of {', '.join(takers)}"
+            f"{flag}: not an option of `tokenspeed bench {verb}`; it belongs to {', '.join(takers)}"
         )
 
 
 def traffic_of(kind: str, given: Mapping[str, int | float]) -> Traffic:
-    """Return a kind of traffic with the numbers that were given, by option. Raises BenchError."""
+    """Return the traffic of a kind with the given numbers, by option. Raises BenchError."""
     named = {}
     for option, value in given.items():
         if kind not in NUMBERS[option]:
@@ -241,11 +237,11 @@ def traffic_of(kind: str, given: Mapping[str, int | float]) -> Traffic:
 
 def _no_such(option: str, kind: str) -> BenchError:
     takes = ", ".join(_flag(name) for name, names in NUMBERS.items() if kind in names)
-    return BenchError(f"{_flag(option)}: {kind} has no such number; it takes {takes}")
+    return BenchError(f"{_flag(option)}: does not apply to {kind}, which takes {takes}")
 
 
 def agent_shape(named: Mapping[str, Any]) -> AgentShape:
-    """Return the shape of agents with some of its numbers given. Raises BenchError where they contradict."""
+    """Return the agents' parameters. Raises BenchError if they contradict each other."""
     numbers_given = dict(named)
     turns = numbers_given.pop("turns", None)
     if turns is not None:
@@ -261,16 +257,18 @@ def agent_shape(named: Mapping[str, Any]) -> AgentShape:
 
 
 def given_numbers(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the counts and lengths that were typed."""
+    """Return the counts and lengths given on the command line."""
     return {name: value for name in NUMBERS if (value := getattr(options, name, None)) is not None}
 
 
 def traffics_of(options: argparse.Namespace, kinds: Sequence[str]) -> list[Traffic]:
-    """Return the traffic of an offline measurement; of several kinds each takes the numbers that it has."""
+    """Return the traffics of an offline measurement. With several kinds, each takes its own
+    options.
+    """
     given = given_numbers(options)
     for kind in kinds:
         if kind not in OFFLINE:
-            raise BenchError(f"--traffic {kind}: there is {', '.join(OFFLINE)}")
+            raise BenchError(f"--traffic {kind}: unknown; available: {', '.join(OFFLINE)}")
     if len(kinds) == 1:
         return [traffic_of(kinds[0], given)]
     return [
@@ -280,15 +278,15 @@ def traffics_of(options: argparse.Namespace, kinds: Sequence[str]) -> list[Traff
 
 
 def loads_of(options: argparse.Namespace) -> list[Load]:
-    """Return the loads of an online measurement. Raises BenchError where lists do not pair."""
+    """Return the loads of an online measurement. Raises BenchError if list lengths differ."""
     rate = options.request_rate
     if rate is not None and options.users:
-        raise BenchError("--request-rate sends whatever the number of users: leave --users out")
+        raise BenchError("--request-rate and --users exclude each other")
     if options.traffic != "load":
         return [_load_of(options, options.traffic)]
     wrong = [name for name in given_numbers(options) if "load" not in NUMBERS[name]]
     if wrong:
-        raise BenchError(f"{_flag(wrong[0])}: load has no such number; --traffic agents has")
+        raise BenchError(f"{_flag(wrong[0])}: does not apply to load; use --traffic agents")
     typed = {
         "users": options.users,
         "requests": options.requests,
@@ -308,7 +306,7 @@ def loads_of(options: argparse.Namespace) -> list[Load]:
     for name, values in lists.items():
         if len(values) not in (1, count):
             raise BenchError(
-                f"{name}: {len(values)} numbers where another option has {count}; give one, or as many"
+                f"{name}: {len(values)} numbers, but another option has {count}; give 1 or {count}"
             )
     full = {
         name: list(values) * (count if len(values) == 1 else 1) for name, values in lists.items()
@@ -328,12 +326,12 @@ def _load_of(options: argparse.Namespace, kind: str) -> Load:
     given = {}
     for name, value in given_numbers(options).items():
         if isinstance(value, list) and len(value) > 1:
-            raise BenchError(f"{_flag(name)}: several numbers go with --traffic load only")
+            raise BenchError(f"{_flag(name)}: several numbers need --traffic load")
         given[name] = value[0] if isinstance(value, list) else value
     if options.fixed:
-        raise BenchError(f"--fixed: the lengths of {kind} are what they are")
+        raise BenchError(f"--fixed: not available for {kind}, whose lengths are fixed")
     if options.users and len(options.users) > 1:
-        raise BenchError("--users: several numbers go with --traffic load only")
+        raise BenchError("--users: several numbers need --traffic load")
     traffic = traffic_of(kind, given)
     users = options.users[0] if options.users else len(traffic.sessions)
     return Load(traffic, LoadOptions(users, options.request_rate, options.procs))

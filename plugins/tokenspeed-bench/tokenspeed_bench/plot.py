@@ -1,4 +1,4 @@
-"""Draws a result as SVG, by hand: first tokens and gaps over time, rates, percentiles, repeats."""
+"""Plots of a result as SVG: first tokens and gaps over time, rates, percentiles, repeats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points with a name; None breaks a line. `shape` is "line", "dots" or "bars"."""
+    """A named series. None breaks a line. `shape` is "line", "dots" or "bars"."""
 
     name: str
     points: Sequence[Point | None]
@@ -37,7 +37,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves over common axes. `ticks` name places on the first axis, where it is no number."""
+    """Curves with common axes. `ticks` names positions on the x axis."""
 
     title: str
     x_label: str
@@ -47,10 +47,10 @@ class Panel:
 
 
 def draw(result: Mapping[str, Any]) -> str:
-    """Return a result's picture. Raises BenchError where it holds nothing to draw."""
+    """Return the plot of a result. Raises BenchError if there is nothing to plot."""
     rows = list(_rows(result))
     if not rows:
-        raise BenchError("there is nothing to plot: no traffic was measured")
+        raise BenchError("nothing to plot: no traffic was measured")
     width, height = WIDTH * max(map(len, rows)), HEAD + HEIGHT * len(rows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -68,7 +68,7 @@ def draw(result: Mapping[str, Any]) -> str:
 
 
 def _rows(result: Mapping[str, Any]) -> Iterator[list[Panel]]:
-    """Yield the panels of each row: a load has one to itself, repeats share one."""
+    """Yield the panels of each row: one row per load, several repeats in a row."""
     shared: list[Panel] = []
     for part, run in runs_of(result):
         panels = list(_panels(run, f"{part['group']} " if "group" in part else ""))

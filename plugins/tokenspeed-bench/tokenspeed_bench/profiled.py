@@ -1,4 +1,4 @@
-"""Profiles a server that is started for it: each load is sent once more, until some of its steps are recorded."""
+"""Profiles of a server: each load is sent again until some of its steps are recorded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Tell = Callable[[str, str, Timeline], None]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What to profile: loads, into which file, and how long a request may take, in seconds.
+    """The loads to profile, the output file, and the timeout per request in seconds.
 
-    Several loads, which are of users and of no rate, have a file each with their number and users in its name.
+    With several loads, each file name contains the load's number and users.
     """
 
     loads: Sequence[Load]
@@ -40,7 +40,7 @@ class Profile:
     timeout: float
 
     def each(self) -> Iterable[tuple[str, str, Load]]:
-        """Yield each load with what people call it and the file of its trace."""
+        """Yield the name, trace file and load of each profile."""
         for number, load in enumerate(self.loads, 1):
             pace = load.pace
             who = people(pace.users) if pace.rate is None else f"{pace.rate:g} arriving a second"
@@ -54,7 +54,7 @@ class Profile:
 
 
 def check_recorder(plugins: object) -> None:
-    """Refuse a server whose list of plugins lacks our hooks in use. Raises BenchError, which says why."""
+    """Check that the server loads our hooks. Raises BenchError with the reason."""
     entries = (
         [each for each in plugins if isinstance(each, Mapping)] if isinstance(plugins, list) else []
     )
@@ -67,15 +67,16 @@ def check_recorder(plugins: object) -> None:
                 f"the hooks of {US}, which record the steps, {why}; `tokenspeed plugins list` shows them"
             )
     raise BenchError(
-        f"the server has no hooks of {US}, which record the steps; install it anew: pip install "
+        f"the server does not load the hooks of {US}. Reinstall it: pip install "
         f"--force-reinstall --no-deps {US}"
     )
 
 
 def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell) -> list[str]:
-    """Start a server, send each load and write its trace; return why a load has none.
+    """Start a server, send each load and write its trace; return messages for loads without a
+    trace.
 
-    `tell` hears of each: its name, file and timeline. Ctrl-C raises KeyboardInterrupt.
+    `tell` is called with the name, file and timeline of each. Ctrl-C raises KeyboardInterrupt.
     """
     problems: list[str] = []
     try:
@@ -101,12 +102,14 @@ def take(arguments: Sequence[str], key: str | None, profile: Profile, tell: Tell
 
 
 def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> Timeline:
-    """Send a load until its trace is there, and write that. Raises BenchError where there is none."""
+    """Send a load until its trace is recorded, and write the trace. Raises BenchError if there is
+    none.
+    """
     order = Order(Path(path).name, *window(load))
     try:
         order.put(folder)
     except OSError as error:
-        raise BenchError(f"{path}: nothing can be written beside it: {error.strerror}") from error
+        raise BenchError(f"{path}: the directory is not writable: {error.strerror}") from error
     with Progress() as progress:
         answers = run(
             replace(target, salt=f"{target.salt}-{path}"),
@@ -121,21 +124,21 @@ def _record(target: Target, load: Load, name: str, path: str, folder: Path) -> T
         return finished(order.trace(folder), path)
     if order.failure(folder).exists():
         why = order.failure(folder).read_text(encoding="utf-8")
-        raise BenchError(f"torch recorded none: {why or 'is there room on the disk?'}")
+        raise BenchError(f"torch recorded no trace: {why or 'is there room on the disk?'}")
     if answers.failures:
         raise BenchError(f"the load failed: {most_common(answers.failures)}")
     if not order.is_taken(folder):
-        raise BenchError(f"no step was told to the hooks of {US}; the server's log may say why")
+        raise BenchError(f"the hooks of {US} saw no step; see the server log")
     raise BenchError(
-        f"the load was over in fewer than {1 + order.wait + order.steps} steps; more requests or longer "
-        "answers (--requests, --output-len) make it long enough"
+        f"the load had fewer than {1 + order.wait + order.steps} steps. Use more requests or longer "
+        "answers (--requests, --output-len)."
     )
 
 
 def window(load: Load) -> tuple[int, int]:
-    """Return how many of a load's steps are to go by before some are recorded, and how many are.
+    """Return how many steps to skip and how many to record.
 
-    Together they are three quarters of the steps that a load has at least, where that is not next to none.
+    Together they are three quarters of the minimum number of steps of the load.
     """
     answers = [[turn.out_len for turn in session.turns] for session in load.traffic.sessions]
     least = max(sum(each) for each in answers)

@@ -1,4 +1,4 @@
-"""How far a measurement is: in place on a terminal, elsewhere in a line now and then."""
+"""Progress display: in place on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SPARSE = 30.0  # seconds between lines where stderr is no terminal
 
 
 class Progress:
-    """Shows `say(text)` on stderr; a context manager.
+    """Shows progress on stderr; a context manager.
 
-    On a terminal each text replaces the one before and the last is wiped. Elsewhere the first is a line, and from then
-    on the first after so many seconds.
+    On a terminal each text replaces the one before, and the last is erased. Elsewhere a line is
+    printed at the start and every 30 seconds.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Progress:
         self._due = 0.0
 
     def say(self, text: str) -> None:
-        """Say how far it is."""
+        """Show the current progress."""
         if self._is_terminal:
             self._write(CLEAR + text)
         elif time.monotonic() >= self._due:

@@ -1,6 +1,6 @@
-"""Records steps of an engine with torch's profiler, in the engine's own process and thread, when ordered to.
+"""Records engine steps with PyTorch's profiler, in the engine's process, on request.
 
-Orders come from another process, as a file in a folder that both know; so do the answers.
+Requests and answers are files in a folder that both processes know.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ WARM_UP = 4  # steps for which torch's profiler runs and keeps nothing, for what
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Let `wait` steps go by, at least 1, record so many, and export the trace as `name`."""
+    """A request to skip `wait` steps (at least 1), record `steps` steps, and export the trace as
+    `name`.
+    """
 
     name: str
     wait: int
     steps: int
 
     def put(self, folder: Path) -> None:
-        """Hand the order to the recorder of a folder. Raises OSError."""
+        """Write the order for the recorder of a folder. Raises OSError."""
         part = folder / "order.part"
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
         part.replace(_order(folder))
 
     def is_taken(self, folder: Path) -> bool:
-        """Say whether the recorder has read it."""
+        """Return whether the recorder has read it."""
         return not _order(folder).exists()
 
     def trace(self, folder: Path) -> Path:
-        """Return where the trace is when it is whole."""
+        """Return the path of the finished trace."""
         return folder / self.name
 
     def failure(self, folder: Path) -> Path:
-        """Return where the reason is when there will be no trace."""
+        """Return the path of the error message if there is no trace."""
         return folder / f"{self.name}.failure"
 
     def is_answered(self, folder: Path) -> bool:
-        """Say whether more steps change nothing."""
+        """Return whether the trace or the error exists."""
         return self.trace(folder).exists() or self.failure(folder).exists()
 
 
 class Recorder:
-    """Waits for orders at each step. A new one ends the recording of the one before."""
+    """Polls for orders at each step. A new order ends the current recording."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +63,7 @@ class Recorder:
         self._steps: dict[str, str] = {}
 
     def observer(self) -> Callable[[StepRecord], None]:
-        """Return the function to call with each step's record; it takes marks, as a bound method does not."""
+        """Return `observe` as a plain function, which can carry pluggy's marker."""
 
         def observe_step(record: StepRecord) -> None:
             self.observe(record)
@@ -69,7 +71,7 @@ class Recorder:
         return observe_step
 
     def observe(self, record: StepRecord) -> None:
-        """Take note of a step that is over. What fails is written down for whoever ordered; the engine goes on."""
+        """Handle a finished step. Errors are written to a file; the engine continues."""
         try:
             order = self._next_order()
             if order is not None:

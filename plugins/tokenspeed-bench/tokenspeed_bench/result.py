@@ -1,4 +1,4 @@
-"""A result: one JSON object with everything that one must know to trust and repeat its figures."""
+"""A result: one JSON object with the figures and everything needed to repeat them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECONDS_TO_ASK = 10  # for the programs that know the device and the commit
 
 
 def new(kind: str, model: str, shape: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result without runs. `kind` is "offline" or "serve"; `settings` are the flags that were given."""
+    """Return a result without runs. `kind` is "offline" or "serve"; `settings` are the given flags."""
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -59,7 +59,7 @@ def new(kind: str, model: str, shape: str | None, settings: Mapping[str, Any]) -
 
 
 def add_plan(result: dict[str, Any], plan: Mapping[str, Any]) -> None:
-    """Record a kernel plan, and the backends in use by op family; a fused op whose parts run has none of its own."""
+    """Add a kernel plan, and the backends in use by op family."""
     backends: dict[str, list[str]] = {}
     for op in plan["ops"]:
         names = backends.setdefault(op["family"], [])
@@ -72,7 +72,7 @@ def add_plan(result: dict[str, Any], plan: Mapping[str, Any]) -> None:
 def add_run(
     result: dict[str, Any], traffic: Mapping[str, Any], figures: Mapping[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """Add a run and return it, with the floors that are known for it."""
+    """Add a run with its known lower bounds, and return it."""
     run: dict[str, Any] = {"traffic": dict(traffic), "figures": dict(figures), **more}
     run["floors"] = {
         row.metric: {"floor": round(row.floor, 3), "ratio": row.ratio(figures[row.metric])}
@@ -84,24 +84,24 @@ def add_run(
 
 
 def runs_of(result: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield every run with the result that it is in; a result of `anchors` holds others."""
+    """Yield every run with the result that contains it; a result of `anchors` contains others."""
     for part in result.get("results", (result,)):
         for run in part["runs"]:
             yield part, run
 
 
 def is_traffic(run: Mapping[str, Any]) -> bool:
-    """Say whether a run is more than the start and first request, which all results have."""
+    """Return whether a run is traffic, not the start or the first request."""
     return run["traffic"]["name"] not in ("start", "first")
 
 
 def has_traffic(result: Mapping[str, Any]) -> bool:
-    """Say whether any traffic was measured."""
+    """Return whether any traffic was measured."""
     return any(is_traffic(run) for _, run in runs_of(result))
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of our distributions and all other plugins, and of the libraries that matter."""
+    """Return the versions of Python, our distributions, other plugins, and relevant libraries."""
     found = {"python": platform.python_version()}
     for distribution in importlib.metadata.distributions():
         name = str(distribution.metadata["Name"]).lower().replace("_", "-")
@@ -112,7 +112,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    """Return how many CPUs of what name there are, and the system."""
+    """Return the number and name of the CPUs, and the operating system."""
     model = platform.machine()
     cpus = Path("/proc/cpuinfo")
     if cpus.is_file():
@@ -125,7 +125,7 @@ def machine() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that steer TokenSpeed, the key left out."""
+    """Return the environment variables that affect TokenSpeed, without the key."""
     secrets = {f"TOKENSPEED_{name.upper()}" for name in SECRETS}
     return {
         name: value
@@ -135,7 +135,7 @@ def _environment() -> dict[str, str]:
 
 
 def _gpus() -> str | None:
-    """Return the GPUs that the driver names, None where there is no driver."""
+    """Return the GPUs that the driver reports, or None without a driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     said = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
@@ -149,7 +149,7 @@ def _gpus() -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout that this code lies in, "+" after it where files were changed."""
+    """Return the commit of the checkout, with "+" if files were changed."""
     folder = str(Path(__file__).parent)
     commit = _ask("git", "-C", folder, "rev-parse", "--short", "HEAD")
     tracked = commit and _ask("git", "-C", folder, "ls-files", "--error-unmatch", __file__)
@@ -171,7 +171,7 @@ def _ask(*command: str) -> str | None:
 
 
 def _without_key(words: list[str]) -> list[str]:
-    """Return the words of a command, the key masked."""
+    """Return a command line with the API key masked."""
     masked, hides = [], False
     for word in words:
         masked.append(

@@ -1,4 +1,4 @@
-"""The server that is measured: one that runs, or one started for the measurement."""
+"""The measured server: a running one, or one started for the measurement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUR_POLL = '"GET /health '
 
 
 class Api:
-    """The routes of an OpenAI-compatible server that are asked once."""
+    """The non-streaming routes of an OpenAI-compatible server."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         with_scheme = url if "://" in url else f"http://{url}"
@@ -55,11 +55,11 @@ class Api:
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise BenchError(
-                f"{self.url}{path}: {reason}; is a server there? `tokenspeed serve` starts one"
+                f"{self.url}{path}: {reason}. Is the server running? Start one with `tokenspeed serve`."
             ) from error
 
     def model(self) -> str:
-        """Return the name of the first model served. Raises BenchError."""
+        """Return the name of the first served model. Raises BenchError."""
         answer = self.get("/v1/models")
         data = answer.get("data") if isinstance(answer, dict) else None
         if (
@@ -68,11 +68,11 @@ class Api:
             or not isinstance(data[0], dict)
             or "id" not in data[0]
         ):
-            raise BenchError(f"{self.url}/v1/models names no model; name one with --model-name")
+            raise BenchError(f"{self.url}/v1/models lists no model; use --model-name")
         return str(data[0]["id"])
 
     def report(self) -> dict[str, Any]:
-        """Return what a TokenSpeed server says of its plugins and kernels; nothing from another server."""
+        """Return the plugins and kernels of a TokenSpeed server; empty for another server."""
         try:
             answer = self.get("/v1/plugins")
         except BenchError:
@@ -80,7 +80,7 @@ class Api:
         return answer if isinstance(answer, dict) else {}
 
     def is_healthy(self) -> bool:
-        """Say whether `/health` answers with 200."""
+        """Return whether `/health` answers with 200."""
         try:
             with self._direct.open(f"{self.url}/health", timeout=5):
                 return True
@@ -92,11 +92,11 @@ class Api:
 def started(
     arguments: Sequence[str], key: str | None, environ: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Api, float]]:
-    """Start `tokenspeed serve` on a free port; yield it and the seconds to `/health`; stop it at the end.
+    """Start `tokenspeed serve` on a free port; yield it and the seconds until `/health`; stop it at
+    the end.
 
-    `environ` is added to this process' environment.
-
-    Raises BenchError, with the last of what the server said, when it ends or is not healthy in time.
+    `environ` is added to the environment. Raises BenchError with the server's last lines if it
+    exits or does not become healthy in time.
     """
     api = Api(f"http://127.0.0.1:{_free_port()}", key)
     words = ["serve", *arguments, "--port", api.url.rpartition(":")[2]]
@@ -132,9 +132,9 @@ def _await(server: subprocess.Popen[bytes], api: Api, log: IO[bytes]) -> None:
                 raise BenchError(f"the server {_ended(server, log)}")
             if seconds > MAX_SECONDS:
                 raise BenchError(
-                    f"the server is not healthy after {MAX_SECONDS:g} s; it said:\n{_last_lines(log)}"
+                    f"the server did not become healthy in {MAX_SECONDS:g} s. Its output:\n{_last_lines(log)}"
                 )
-            progress.say(f"the server starts: {seconds:.0f} s of at most {MAX_SECONDS:.0f}")
+            progress.say(f"starting the server: {seconds:.0f} of at most {MAX_SECONDS:.0f} s")
             time.sleep(POLL)
 
 

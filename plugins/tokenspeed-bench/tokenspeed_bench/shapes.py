@@ -1,4 +1,4 @@
-"""The model shapes that are measured: published configurations, without weights, with a word-level tokenizer."""
+"""Model shapes: published configurations without weights, with a word-level tokenizer."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(name: str, parent: Path, longest: int | None = None) -> Path:
-    """Write a shape's directory, tokenizer included, and return it. Raises KeyError for an unknown name.
+    """Write the directory of a shape, including a tokenizer, and return it. Raises KeyError for an
+    unknown name.
 
-    `longest`: tokens of the longest sequence, where the shape's own length is not enough (weights do not depend on it).
+    `longest` raises the maximum sequence length in tokens; the weights do not depend on it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

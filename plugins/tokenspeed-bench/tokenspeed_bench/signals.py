@@ -1,4 +1,4 @@
-"""How a measurement ends before its time: with what was measured kept, and what was started stopped."""
+"""Early ends of a measurement: keep the results and stop the child processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # of a service manager, and of a term
 
 
 @contextmanager
-def heard() -> Iterator[None]:
-    """Have the first SIGTERM or SIGHUP of the block do what Ctrl-C does, and the later ones nothing.
+def terminate_as_interrupt() -> Iterator[None]:
+    """Treat the first SIGTERM or SIGHUP in the block like Ctrl-C, and ignore later ones.
 
-    It raises KeyboardInterrupt, with the signal in it unless others handle Ctrl-C. One that is ignored, as SIGHUP is
-    under nohup, stays so. Without effect on other threads than the main one.
+    It raises KeyboardInterrupt, or calls the current SIGINT handler. A signal that is ignored, such
+    as SIGHUP under nohup, stays ignored. It has no effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,12 +50,11 @@ def heard() -> Iterator[None]:
 
 
 @contextmanager
-def noted() -> Iterator[Callable[[], bool]]:
-    """Note a Ctrl-C while the block runs, and what `heard` makes one; neither breaks it off.
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Record Ctrl-C in the block instead of raising it.
 
-    Yields a call that says whether one came, to be asked after the block too; a block within another shares its notes.
-    A Ctrl-C that is ignored, as in a script's background job, stays so. Without effect on other threads than the main
-    one.
+    Yields a function that returns whether it came; nested blocks share the record. A SIGINT that is
+    ignored stays ignored. It has no effect outside the main thread.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
@@ -72,7 +71,7 @@ def noted() -> Iterator[Callable[[], bool]]:
 
 
 class _Notes:
-    """A handler of signals that notes them; one that is deaf, all but SIGINT."""
+    """A signal handler that counts signals; with `is_deaf` it ignores SIGINT."""
 
     def __init__(self, is_deaf: bool) -> None:
         self._is_deaf = is_deaf
@@ -82,15 +81,15 @@ class _Notes:
         self._num += number != signal.SIGINT or not self._is_deaf
 
     def has_come(self) -> bool:
-        """Say whether one came."""
+        """Return whether a signal came."""
         return self._num > 0
 
 
 @contextmanager
-def running(processes: Sequence[ForkProcess]) -> Iterator[None]:
-    """Start child processes, and kill them at the end of the block, however it comes.
+def child_processes(processes: Sequence[ForkProcess]) -> Iterator[None]:
+    """Start child processes, and kill them at the end of the block.
 
-    One that was left would hold up this process' own end: it is waited for then, and hears no SIGTERM.
+    A process that stayed alive would block this process's exit.
     """
     try:
         for each in processes:
@@ -104,7 +103,7 @@ def running(processes: Sequence[ForkProcess]) -> Iterator[None]:
             each.join()
 
 
-def left_to_the_parent() -> None:
-    """Ignore in a child process what its parent hears, which then ends it."""
+def ignore_signals() -> None:
+    """Ignore the signals in a child process that the parent handles for it."""
     for number in (signal.SIGINT, *ENDINGS):
         signal.signal(number, signal.SIG_IGN)

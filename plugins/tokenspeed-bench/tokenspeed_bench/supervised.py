@@ -1,7 +1,8 @@
-"""A command of `tokenspeed` that ends with whoever started it: `python -m tokenspeed_bench.supervised WORDS`.
+"""Runs a `tokenspeed` command that ends with its parent: `python -m tokenspeed_bench.supervised
+WORDS`.
 
-Its standard input is a pipe into which nothing is written. It closes when the starter ends, however that happens, and
-the command is then told to stop, as by SIGTERM.
+Its stdin is a pipe that closes when the parent ends. The command then gets SIGTERM, and SIGKILL
+later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PATIENCE = 90.0  # seconds that the command has to stop
 
 
 def start(words: Sequence[str], **more: Any) -> subprocess.Popen[bytes]:
-    """Start a command, with more of what Popen takes; it ends at the latest when this process does."""
+    """Start a command that ends at the latest with this process. `more` goes to Popen."""
     command = [sys.executable, "-P", "-m", "tokenspeed_bench.supervised", *words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, **more)
 

@@ -1,4 +1,4 @@
-"""Runs in words: what a person reads while a measurement goes on."""
+"""Runs as text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Run = Mapping[str, Any]
 
 
 def people(num: int) -> str:
-    """Return "1 user", "2 users"."""
+    """Return "1 user" or "2 users"."""
     return f"{num} user" + "s" * (num != 1)
 
 
 def of_run(run: Run) -> str:
-    """Return a run in a few lines."""
+    """Return a run as a few lines."""
     name, figures = run["traffic"]["name"], run["figures"]
     lines = [f"{name}: {_numbers(run)}" if len(run["traffic"]) > 1 else name]
     if "pace" in run:
@@ -117,7 +117,7 @@ def _served(run: Run) -> list[str]:
 
 
 def of_rows(rows: Sequence[tuple[Row, float | None, str]]) -> str:
-    """Return the anchors' table: each row with its value, or why it has none."""
+    """Return the table of `anchors`: each row with its value, or the reason for a missing value."""
     head = ("row", "figure", "peer", "must", "aim", "here", "over floor", "")
     cells = [head, *(_row(*each) for each in rows)]
     return aligned(cells)
@@ -147,7 +147,7 @@ def _number(value: float | None) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells with columns aligned: the first two to the left, numbers to the right."""
+    """Return rows with aligned columns: the first two left, numbers right."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [
         "  ".join(

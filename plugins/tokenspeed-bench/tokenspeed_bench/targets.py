@@ -1,4 +1,4 @@
-"""`tokenspeed bench anchors`: every row of the tables, each model in a process and with caches of its own."""
+"""`tokenspeed bench anchors`: all rows, each group in a process with empty caches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from tokenspeed_bench import files, supervised
 from tokenspeed_bench import result as results
 from tokenspeed_bench.baselines import DEVICE, GROUPS, ROWS, Row
-from tokenspeed_bench.console import Voice, warn
+from tokenspeed_bench.console import Console, warn
 from tokenspeed_bench.errors import INTERRUPTED, BenchError
 from tokenspeed_bench.finish import finish
 from tokenspeed_bench.options import parse
 from tokenspeed_bench.result import runs_of
-from tokenspeed_bench.signals import noted
+from tokenspeed_bench.signals import deferred_interrupts
 from tokenspeed_bench.table import of_rows
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -45,17 +45,17 @@ MAX_FIRST_OVER_MEDIAN = 1.5  # the first request's time to first token
 
 
 def measure(words: Sequence[str]) -> int:
-    """Measure the groups asked for, print the table and what was not kept; return the exit status."""
+    """Measure the chosen groups, print the table and failed conditions; return the exit status."""
     options, others = parse("anchors", words)
     if options.model is not None:
-        raise BenchError(f"{options.model}: the rows name their models; leave it out")
+        raise BenchError(f"{options.model}: anchors measures fixed models; leave the model out")
     groups = options.groups.split(",")
     for group in groups:
         if group not in GROUPS:
-            raise BenchError(f"--groups {group}: there is {', '.join(GROUPS)}")
+            raise BenchError(f"--groups {group}: unknown; available: {', '.join(GROUPS)}")
     traces = [str(Path(options.profiles, group)) for group in groups if options.profiles]
     files.check_writable(options.json, options.plot, *traces)
-    voice = Voice(options.json)
+    console = Console(options.json)
     whole = results.new("anchors", "", None, {})
     if DEVICE not in str(whole["gpus"]):
         warn(
@@ -67,7 +67,7 @@ def measure(words: Sequence[str]) -> int:
     failures: dict[str, str] = {}
     for group in groups:
         try:
-            part, status = measure_group(group, options.repeats, options.profiles, others, voice)
+            part, status = measure_group(group, options.repeats, options.profiles, others, console)
         except KeyboardInterrupt:
             whole["is_interrupted"] = True
             break
@@ -83,39 +83,41 @@ def measure(words: Sequence[str]) -> int:
     whole["device"] = next((part["device"] for part in parts if part["device"]), None)
     found = [_value(row, parts, failures) for row in ROWS if row.group in groups]
     whole["rows"] = [_described(*each) for each in found]
-    with noted():
-        voice.say("\n".join((of_rows(found), *broken(whole))))
+    with deferred_interrupts():
+        console.say("\n".join((of_rows(found), *broken(whole))))
         return finish(
-            whole, options.json, options.plot, (), has_failed=bool(failures) or voice.is_lost
+            whole, options.json, options.plot, (), has_failed=bool(failures) or console.is_lost
         )
 
 
 def measure_group(
-    group: str, repeats: int, profiles: str | None, others: Sequence[str], voice: Voice
+    group: str, repeats: int, profiles: str | None, others: Sequence[str], console: Console
 ) -> tuple[dict[str, Any] | None, int]:
-    """Run a group's command in a process with empty caches; return its result, if it left one, and its status."""
+    """Run the command of a group in a process with empty caches; return its result, if any, and
+    status.
+    """
     command = [*COMMANDS[group], *others]
     if command[0] != "serve":
         command += ["--repeats", str(repeats)]
     if profiles:
         command += ["--profile", str(Path(profiles, f"{group}.json"))]
-    voice.say(f"== tokenspeed bench {' '.join(command)}")
+    console.say(f"== tokenspeed bench {' '.join(command)}")
     with tempfile.TemporaryDirectory(prefix="tokenspeed-bench-") as folder:
         path = Path(folder, "result.json")
         environ = {**os.environ, **{name: str(Path(folder, name.lower())) for name in CACHES}}
         with supervised.start(
-            ["bench", *command, "--json", str(path)], env=environ, stdout=voice.stream
+            ["bench", *command, "--json", str(path)], env=environ, stdout=console.stream
         ) as child:
             status = _wait(child)
         return (files.read(str(path)) if path.is_file() else None), status
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a child that hears a Ctrl-C as well, or is told of another end, and hands in what it measured."""
+    """Wait for a child that gets the same Ctrl-C and returns its results."""
     try:
         return child.wait()
     except KeyboardInterrupt as end:
-        with noted():  # the child hears a second one too
+        with deferred_interrupts():  # the child hears a second one too
             for number in end.args:
                 child.send_signal(number)
             child.wait()
@@ -125,7 +127,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 def _value(
     row: Row, parts: Sequence[Mapping[str, Any]], failures: Mapping[str, str]
 ) -> tuple[Row, float | None, str]:
-    """Return a row with its figure, or with the reason why it has none."""
+    """Return a row with its figure, or with the reason for a missing one."""
     for part in parts:
         for run in part["runs"]:
             if (
@@ -155,7 +157,7 @@ def _described(row: Row, value: float | None, why: str) -> dict[str, Any]:
 
 
 def broken(whole: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each condition of the rows that was not kept."""
+    """Yield a line for each condition that failed."""
     if DEVICE not in str(whole["device"]):
         yield f"not kept: measured on {whole['device']}; peer, must, aim and floor are an {DEVICE}'s"
     for part, run in runs_of(whole):

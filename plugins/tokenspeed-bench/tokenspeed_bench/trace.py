@@ -1,7 +1,7 @@
-"""A timeline of steps on the device: records it with torch's profiler, and finds where the device waits.
+"""A timeline of the device, recorded with PyTorch's profiler, and the gaps in it.
 
-The trace is Chrome's format (chrome://tracing, ui.perfetto.dev). To torch's events it adds a track of its own with
-each launch (a CUDA graph or a single kernel) and each gap between them.
+The trace has Chrome's format (chrome://tracing, ui.perfetto.dev), with an additional track of
+launches (a CUDA graph or a single kernel) and gaps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_GAPS = 10  # that are shown
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """A time in which the device works; microseconds. `launch` is what the host called, for all that it started."""
+    """An interval of device work in microseconds. `launch` identifies the host call."""
 
     begin: float
     end: float
@@ -40,7 +40,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a trace shows of the device, or of the CPU where there is none."""
+    """Device activity in a trace, or CPU operators without a device."""
 
     where: str
     span: float
@@ -54,7 +54,7 @@ class Timeline:
     between: Sequence[float]  # the others, each
 
     def text(self) -> str:
-        """Return it in words."""
+        """Return the timeline as text."""
         idle = self.span - self.busy
         is_device = self.where == DEVICE
         launches = f" in {self.num_launches:,} launches" if is_device else ""
@@ -84,12 +84,14 @@ def _middle(gaps: Sequence[float]) -> str:
 
 
 def named(path: str, name: str) -> str:
-    """Return a path with a name before its ending: `trace.json` and "latency" are `trace-latency.json`."""
+    """Return a path with a name before its suffix: `trace.json` and "latency" give `trace-
+    latency.json`.
+    """
     return str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
 
 
 def activities() -> list[ProfilerActivity]:
-    """Return what torch's profiler is to record: the host, and the device where there is one."""
+    """Return the profiler activities: the host, and the device if there is one."""
     from torch.cuda import is_available
     from torch.profiler import ProfilerActivity
 
@@ -97,9 +99,9 @@ def activities() -> list[ProfilerActivity]:
 
 
 def record(work: Callable[[], object], path: str) -> Timeline:
-    """Run some work under the profiler, write its trace, and return what it shows of the device.
+    """Run a function under the profiler, write its trace, and return the timeline.
 
-    Raises BenchError where torch is missing, the trace shows no work, or it cannot be written.
+    Raises BenchError if torch is missing, the trace is empty, or it cannot be written.
     """
     try:
         from torch.profiler import profile
@@ -116,17 +118,19 @@ def record(work: Callable[[], object], path: str) -> Timeline:
 
 
 def folder_beside(path: str) -> TemporaryDirectory[str]:
-    """Return a folder for what torch exports before it becomes a file. Raises BenchError."""
+    """Return a temporary folder next to a file. Raises BenchError."""
     try:
         return TemporaryDirectory(prefix=".trace-", dir=Path(path).absolute().parent)
     except OSError as error:
-        raise BenchError(f"{path}: no folder can be made beside it: {error.strerror}") from error
+        raise BenchError(
+            f"{path}: cannot create a directory next to it: {error.strerror}"
+        ) from error
 
 
 def finished(exported: Path, path: str) -> Timeline:
-    """Write a trace that torch exported, with steps named and our track added; return what it shows of the device.
+    """Write an exported trace with step names and our track; return the timeline.
 
-    Raises BenchError where it shows no work, is not whole or cannot be written.
+    Raises BenchError if the trace is empty, incomplete, or cannot be written.
     """
     try:
         data = json.loads(exported.read_text(encoding="utf-8"))
@@ -145,13 +149,13 @@ def finished(exported: Path, path: str) -> Timeline:
 
 
 def read(events: Sequence[Mapping[str, Any]]) -> Timeline:
-    """Return what a trace's events show. Raises BenchError where there is no work in them."""
+    """Return the timeline of a trace's events. Raises BenchError if they contain no work."""
     kinds, where = ON_DEVICE, DEVICE
     if not any(event.get("cat") in ON_DEVICE for event in events):
         kinds, where = ON_CPU, "operators on the CPU"
     works = sorted(_works(events, kinds), key=lambda work: work.begin)
     if not works:
-        raise BenchError("the trace shows no work: nothing ran under the profiler")
+        raise BenchError("the trace is empty: nothing ran under the profiler")
     start, end, busy, inside = works[0].begin, works[0].begin, 0.0, 0.0
     last = works[0]
     gaps: list[tuple[float, float, str, str]] = []
@@ -181,7 +185,7 @@ def _works(events: Sequence[Mapping[str, Any]], kinds: frozenset[str]) -> Iterat
 
 
 def _track(events: Sequence[Mapping[str, Any]], timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield a track with a bar for each launch and, below, each gap."""
+    """Yield the events of a track with a bar for each launch and each gap."""
     kinds = ON_DEVICE if timeline.where == DEVICE else ON_CPU
     works = list(_works(events, kinds))
     start = min(work.begin for work in works)

@@ -1,8 +1,8 @@
-"""Seeded token-id traffic, the same for every engine that is measured with it.
+"""Seeded token-id traffic, the same for every engine.
 
-Offline it is a list of waves, a wave a list of (prompt ids, output length). A wave starts when the wave before it
-is done, which is what makes an agent's turns follow each other. Online it is a list of sessions: each asks its
-next turn when the last one is answered and its pause is over.
+Offline traffic is a list of waves; a wave is a list of (prompt ids, output length) and starts when
+the wave before it is done. Online traffic is a list of sessions; a session sends its next turn when
+the last one is answered and its pause is over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ SEED_OF_AGENTS = 6
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session: its prompt is the session's first `end` ids, sent `pause` seconds after the last."""
+    """One request: the prompt is the session's first `end` ids, sent `pause` seconds after the last
+    answer.
+    """
 
     end: int
     out_len: int
@@ -32,7 +34,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests that follow each other, each prompt beginning with the one before."""
+    """Consecutive requests; each prompt starts with the one before."""
 
     ids: list[int]
     turns: tuple[Turn, ...]
@@ -40,18 +42,20 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is asked of an engine: a name, the numbers that make it, and the sessions they make."""
+    """A name, the parameters, and the sessions."""
 
     name: str
     parameters: dict[str, Any]
     sessions: list[Session] = field(repr=False)
 
     def describe(self) -> dict[str, Any]:
-        """Return what two results must have in common to be compared."""
+        """Return what two results must share to be compared."""
         return {"name": self.name, **self.parameters}
 
     def waves(self) -> Workload:
-        """Return the turns as waves, without their pauses: all first turns, then all second ones, ..."""
+        """Return the turns as waves without pauses: all first turns, then all second turns, and so
+        on.
+        """
         most = max(len(session.turns) for session in self.sessions)
         return [
             [
@@ -74,13 +78,13 @@ def latency(in_len: int = 128, out_len: int = 256) -> Workload:
 
 
 def throughput(num_requests: int = 256, in_len: int = 512, out_len: int = 256) -> Workload:
-    """A full batch of requests with nothing in common: output tokens per second."""
+    """A batch of unrelated requests: output tokens per second."""
     rng = random.Random(2)
     return [[(random_ids(rng, in_len), out_len) for _ in range(num_requests)]]
 
 
 def prefill(num_requests: int = 64, in_len: int = 4096, out_len: int = 1) -> Workload:
-    """Prompts and next to no output: prompt tokens per second."""
+    """Prompts with almost no output: prompt tokens per second."""
     rng = random.Random(3)
     return [[(random_ids(rng, in_len), out_len) for _ in range(num_requests)]]
 
@@ -92,9 +96,9 @@ def agentic(
     observation_len: int = 384,
     out_len: int = 96,
 ) -> Workload:
-    """Agents that share a system prompt and each extend a history of their own: needs prefix reuse.
+    """Agents that share a system prompt and extend their own histories. It needs prefix caching.
 
-    The model's replies in the history are fixed ids, so that every engine sees the same prompts.
+    The model's replies in a history are fixed ids, so that every engine sees the same prompts.
     """
     rng = random.Random(4)
     system = random_ids(rng, system_len)
@@ -119,10 +123,10 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 @dataclass(frozen=True, slots=True)
 class AgentShape:
-    """What coding agents send, in tokens and seconds; `pause_scale` shortens all pauses.
+    """Parameters of coding agents, in tokens and seconds. `pause_scale` scales all pauses.
 
-    A prompt is `turn_len` longer than the one before: the model's reply (fixed ids) and what a tool or a person says.
-    A pause is a tool's or, with `person_share`, a person's: exponential around its mean.
+    A prompt is `turn_len` longer than the one before: the reply (fixed ids) and the next input. A
+    pause is exponential, with a tool's mean or, with probability `person_share`, a person's.
     """
 
     num_sessions: int = 8
@@ -164,7 +168,7 @@ def agents(shape: AgentShape) -> Traffic:
 
 
 def load(num_requests: int, in_len: int, out_len: int, is_fixed: bool) -> Traffic:
-    """Return requests of one turn each, lengths varying by half around the given ones unless `is_fixed`."""
+    """Return single-turn requests. Lengths vary by half unless `is_fixed`."""
     rng = random.Random(SEED_OF_LOADS)
 
     def vary(length: int) -> int:
@@ -179,7 +183,7 @@ def load(num_requests: int, in_len: int, out_len: int, is_fixed: bool) -> Traffi
 
 
 def of_workload(name: str, **lengths: int) -> Traffic:
-    """Return a named workload with lengths other than its own where they are given."""
+    """Return a named workload, with some lengths replaced."""
     waves = WORKLOADS[name](**lengths)
     sessions = [
         Session(turns[-1][0], tuple(Turn(len(prompt), out_len) for prompt, out_len in turns))
@@ -189,12 +193,12 @@ def of_workload(name: str, **lengths: int) -> Traffic:
 
 
 def parameters_of(name: str) -> dict[str, int]:
-    """Return the numbers that a named workload takes, with their defaults."""
+    """Return the parameters of a named workload with their defaults."""
     return {each.name: each.default for each in signature(WORKLOADS[name]).parameters.values()}
 
 
 def below(traffic: Traffic, end_id: int) -> Traffic:
-    """Return the traffic with its ids folded under `end_id`, for a small vocabulary; unchanged where they fit."""
+    """Return the traffic with ids folded below `end_id`, for a small vocabulary."""
     if end_id >= END_ID:
         return traffic
     first = min(FIRST_ID, end_id // 2)
