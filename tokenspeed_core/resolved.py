@@ -26,7 +26,7 @@ class Resolved:
     checkpoint: ResolvedCheckpoint
     limits: SchedulerLimits
     quantization: Quantization | None
-    preferences: tuple[Override, ...]
+    overrides: tuple[Override, ...]
     kv_scales: tuple[float, ...]
     policy: Policy
     num_threads: int | None

@@ -14,6 +14,7 @@ from tokenspeed_core.api.kernels import Capability, InstalledKernel, KernelSpec,
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.table import kernel_table
 
 PROBLEM = AttentionProblem("decode", 8, 2, 64, "bfloat16", "bfloat16", 16, 0.125, None)
 
@@ -94,41 +95,40 @@ def refused(
     return str(caught.value)
 
 
-def test_a_selected_backend_gets_its_options_as_its_schema_reads_them() -> None:
+def test_chosen_backend_gets_its_validated_options() -> None:
     selector = asked({"tiled.tile": "32", "tiled.loud": "true"})
     choice = selector.select_attention(PROBLEM)
     assert choice.spec.factory(choice.options)(None) == Options(tile=32, loud=True)
     selector.check()
     (planned,) = json.loads(selector.plan().to_json())["ops"]
     assert planned["options"] == [["tile", 32], ["loud", True]]
-    assert "tile=32, loud=True" in selector.plan().table()
+    assert "tile=32, loud=True" in kernel_table(selector.plan())
 
 
-def test_without_a_word_of_the_user_the_options_are_the_plugins_own() -> None:
+def test_options_default_to_the_schemas() -> None:
     selector = asked({})
     choice = selector.select_attention(PROBLEM)
     assert choice.options == choice.spec.factory()(None) == Options()
     assert selector.plan().ops[0].options == ()
 
 
-def test_an_option_is_typed_as_its_schema_takes_it_and_shown_so() -> None:
+def test_option_uses_its_alias() -> None:
     selector = asked({"tiled.window": "3"}, "Renamed")
     assert selector.select_attention(PROBLEM).options == Renamed(window=3)
     selector.check()
     assert selector.plan().ops[0].options == (("window", 3),)
 
 
-def test_a_key_that_its_schema_would_pass_over_is_refused() -> None:
+def test_unknown_key_of_a_schema_is_refused() -> None:
     selector = asked({"tiled.win": "3", "tiled.other": "4"}, "Renamed")
     assert selector.select_attention(PROBLEM).options == Renamed(other=4)
-    there = "tiled.window: tokens seen; tiled.other"
     with pytest.raises(
-        SelectionError, match=rf"tiled\.win has no effect: used are tiled; their options: {there}$"
+        SelectionError, match=r"tiled\.win .*tiled.window: tokens seen; tiled.other"
     ):
         selector.check()
 
 
-def test_an_option_that_must_be_set_is_told_until_it_is() -> None:
+def test_required_option_must_be_set() -> None:
     told = "  tiled (dist-tiled): it does not load: ValueError: its options: must: Field required\n"
     assert told in refused({}, "Required")
     assert (
@@ -140,12 +140,12 @@ def test_an_option_that_must_be_set_is_told_until_it_is() -> None:
     )
 
 
-def test_auto_passes_over_a_backend_whose_options_must_be_set_and_says_which() -> None:
+def test_auto_skips_a_backend_with_missing_options() -> None:
     selector = asked({}, "Required", ("tiled", "auto"))
     assert selector.select_attention(PROBLEM).spec.backend == "plain"
     assert (
         "not tiled: it does not load: ValueError: its options: must: Field required (att"
-        in selector.plan().table()
+        in kernel_table(selector.plan())
     )
 
 
@@ -211,7 +211,7 @@ BOTH = "--backend-option tiled.window=200 --backend-option tiled.mode=narrow"
     ],
 )
 @pytest.mark.parametrize("backends", [("tiled",), ("tiled", "auto")])
-def test_what_the_schema_refuses_is_an_error_in_its_words_and_never_passed_over(
+def test_invalid_option_is_refused(
     schema: str, typed: dict[str, Any], said: str, backends: tuple[str, ...]
 ) -> None:
     assert (
@@ -220,39 +220,26 @@ def test_what_the_schema_refuses_is_an_error_in_its_words_and_never_passed_over(
 
 
 @pytest.mark.parametrize("name", ["tiled.tyle", "tile", "one.tile", "none.such", "plain.tile"])
-def test_an_option_that_no_used_backend_has_is_an_error_that_lists_those_there_are(
-    name: str,
-) -> None:
+def test_option_of_no_backend_in_use_is_refused(name: str) -> None:
     selector = asked({name: "1"})
     selector.select_attention(PROBLEM)
     with pytest.raises(SelectionError) as caught:
         selector.check()
-    assert str(caught.value) == (
-        f"--backend-option {name} has no effect: used are tiled; their options: "
-        "tiled.tile: rows of a tile; tiled.loud: whether it shouts"
-    )
+    assert f"--backend-option {name} " in str(caught.value)
+    assert "tiled.tile: rows of a tile; tiled.loud: whether it shouts" in str(caught.value)
 
 
-def test_an_option_that_its_plugin_does_not_describe_is_listed_by_its_name() -> None:
+def test_option_without_description_is_listed_by_name() -> None:
     selector = asked({"tiled.tile": "1"}, "Together")
     selector.select_attention(PROBLEM)
-    with pytest.raises(SelectionError, match=r"their options: tiled\.window; tiled\.mode$"):
+    with pytest.raises(SelectionError, match=r"tiled\.window; tiled\.mode\."):
         selector.check()
 
 
-def test_of_several_options_without_effect_the_first_by_name_is_told() -> None:
-    selector = asked({f"none.{letter}": "1" for letter in "qwertyuiopasdfghjkl"})
-    selector.select_attention(PROBLEM)
-    with pytest.raises(SelectionError, match=r"^--backend-option none\.a has no effect"):
-        selector.check()
-
-
-def test_the_schema_of_a_backend_that_is_not_selected_is_not_imported() -> None:
+def test_schema_of_a_backend_that_is_not_chosen_is_not_imported() -> None:
     sys.modules.pop("this", None)
     selector = asked({"tiled.x": "1"}, "this:Zen", ("plain",))
     selector.select_attention(PROBLEM)
     assert "this" not in sys.modules
-    with pytest.raises(
-        SelectionError, match=r"tiled\.x has no effect: used are plain; their options: none"
-    ):
+    with pytest.raises(SelectionError, match=r"tiled\.x "):
         selector.check()

@@ -343,7 +343,7 @@ def test_advice_where_no_kernel_fits_names_the_copy_that_hides_another(install: 
     )
     expected = "tokenspeed-kernels is installed, but tokenspeed-kernels 9.0 comes first on sys.path"
     assert how_to_get_kernels(discover(found, strict=True)) == expected
-    with pytest.raises(SelectionError, match=f"unknown op 'linear'; known: .*; {expected}$"):
+    with pytest.raises(SelectionError, match=f"unknown op 'linear'.*{expected}"):
         Selector((), PlatformInfo("cpu"), hint=expected).select("linear", {})
 
 

@@ -94,8 +94,10 @@ def test_a_descriptor_that_is_no_kernel_is_left_out_and_shown_and_ends_a_strict_
     catalog = discover(found)
     assert installed_kernels(catalog) == ()
     assert [entry.status for entry in catalog.all()] == [Status.FAILED]
-    assert "is no KernelSpec of backend 'odd'" in catalog.all()[0].reason
-    with pytest.raises(PluginError, match=r"no KernelSpec of backend 'odd'.*pip uninstall odd"):
+    assert "is not a KernelSpec with backend 'odd'" in catalog.all()[0].reason
+    with pytest.raises(
+        PluginError, match=r"not a KernelSpec with backend 'odd'.*pip uninstall odd"
+    ):
         installed_kernels(discover(found, strict=True))
 
 
@@ -115,7 +117,7 @@ def test_a_kernel_that_calls_itself_the_reference_of_an_op_and_is_not_is_left_ou
     (entry,) = catalog.all()
     assert (entry.status, entry.reason) == (
         Status.FAILED,
-        "it says reference=True and loads claims:make; that of greedy is "
+        "reference=True, but claims:make is not the reference of greedy: "
         "tokenspeed_kernels.reference.sampling:greedy",
     )
 
@@ -172,9 +174,12 @@ def test_a_kernel_of_an_op_that_nobody_has_is_left_out_with_the_nearest_op(
     )
     catalog = discover(found)
     assert installed_kernels(catalog) == ()
-    assert catalog.all()[0].reason == "no plugin here has an op greeedy; did you mean greedy?"
+    assert (
+        catalog.all()[0].reason
+        == "no installed plugin defines the op greeedy; did you mean greedy?"
+    )
     for must in (discover(found, "acme"), discover(found, strict=True)):
-        with pytest.raises(PluginError, match="no plugin here has an op greeedy"):
+        with pytest.raises(PluginError, match="no installed plugin defines the op greeedy"):
             installed_kernels(must)
 
 

@@ -95,8 +95,8 @@ def kernels(package: Any, tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("backend", "reference", "said"),
     [
-        ("acme", True, "it says reference=True and loads acme:make; that of greedy is "),
-        ("other", False, "is no KernelSpec of backend 'acme'"),
+        ("acme", True, "reference=True, but acme:make is not the reference of greedy: "),
+        ("other", False, "is not a KernelSpec with backend 'acme'"),
     ],
 )
 def test_unusable_kernel_fails(kernels: Any, backend: str, reference: bool, said: str) -> None:

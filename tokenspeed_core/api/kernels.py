@@ -157,7 +157,7 @@ class KernelSpec:
         """Import the model of its options, if it names one. Raises TypeError if that is none, and as imports do."""
         schema = load_target(self.options) if self.options else None
         if schema is not None and not hasattr(schema, "model_fields"):
-            raise TypeError(f"{self.options} is no pydantic model")
+            raise TypeError(f"{self.options} is not a pydantic model")
         return schema
 
     def factory(self, options: BaseModel | None = None) -> Callable[..., Any]:

@@ -246,9 +246,8 @@ class Config(BaseModel):
     kernel_backend: NamePairs = _setting(
         {},
         "backends",
-        "the same for any op or op family, and where: add_rms_norm=torch, "
-        "attention.decode.0-3=triton; repeatable",
-        takes="OP[.PHASE][.DTYPE][.LAYERS]=NAME[,NAME...]",
+        "backends of any op or op family: add_rms_norm=torch, attention.decode=triton; repeatable",
+        takes="OP[.PHASE|.FORMAT]=NAME[,NAME...]",
     )
     backend_option: Pairs = _setting(
         {},
@@ -389,11 +388,7 @@ def narrowed(name: str) -> str:
         or f"{flag(name)} alone"
     )
     _, dot, family = str(metadata(name)["kind"]).partition(".")
-    return (
-        f"{keys}; --kernel-backend {family}[.PHASE][.DTYPE][.LAYERS]=NAME, as {family}.0-3=NAME"
-        if dot
-        else keys
-    )
+    return f"{keys}; --kernel-backend {family}[.PHASE|.FORMAT]=NAME" if dot else keys
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -23,8 +23,9 @@ from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.engine.warmup import rehearse
 from tokenspeed_core.errors import CapacityError, ConfigError, EngineDeadError
-from tokenspeed_core.kernels.error_attribution import no_finite_logit
+from tokenspeed_core.kernels.error_attribution import no_finite_logits
 from tokenspeed_core.kernels.overrides import Override
+from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.hooks import Hooks
@@ -133,7 +134,7 @@ def resolve(
         checkpoint=checkpoint,
         limits=limits,
         quantization=method,
-        preferences=preferences(config),
+        overrides=read_overrides(config),
         kv_scales=read_kv_scales(config.quantization_param_path, info.num_layers),
         policy=find_policy(config.schedule_policy, catalog),
         num_threads=num_threads,
@@ -178,7 +179,7 @@ def start(
     )  # on the CPU a step is over when it is launched: there is nothing to run ahead of
     is_fine = rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
     if not is_fine and config.load_format != "dummy":  # of which any logits may come
-        raise EngineDeadError(no_finite_logit(runner.kernel_plan))
+        raise EngineDeadError(no_finite_logits(runner.kernel_plan))
     engine = Engine(
         scheduler,
         runner,
@@ -192,7 +193,7 @@ def start(
         "plugins": [asdict(entry) for entry in catalog.all()],
         "kernel_plan": json.loads(runner.kernel_plan.to_json()),
     }
-    log.info("%s", runner.kernel_plan.table())
+    log.info("%s", kernel_table(runner.kernel_plan))
     log.info(
         "%s on %s in %s: a KV cache of %d tokens in blocks of %d, sequences of up to %d tokens",
         resolved.checkpoint.name,
@@ -262,7 +263,7 @@ def dry_run(config: Config) -> str:
                 f"  {name}: {'known after start' if n is None else f'{n:,}'}"
                 for name, n in memory.items()
             ),
-            plan.table(),
+            kernel_table(plan),
             "collectives: none (one process)",
         ]
     )
@@ -293,7 +294,7 @@ def _describe_text(config: Config, checkpoint: ResolvedCheckpoint) -> str:
     return f"tokenizer {config.tokenizer or checkpoint.path}, chat template: {where}"
 
 
-def preferences(config: Config) -> tuple[Override, ...]:
+def read_overrides(config: Config) -> tuple[Override, ...]:
     """Return what the user asked of backends. Raises ConfigError."""
     found: list[Override] = []
     for family in ("attention", "moe", "sampling"):

@@ -1,66 +1,66 @@
-"""Whose kernel raised, and what to type to go on without it."""
+"""Which kernel raised an exception, and the flag that selects another one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import takewhile
+from functools import partial
 from traceback import walk_tb
+from types import CodeType
+from typing import Any
 
 from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
-from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins.selection import DEFAULTS
 
-_CALLER = "tokenspeed_core.worker.attention"  # where a local `phase` says which of a layer's kernels is called
+Bound = Iterable[tuple[Any, PlannedOp]]
+"""The kernels in use, each with its decision."""
 
 
-def name_kernel(planned: PlannedOp) -> str:
-    """Return the op, phase, backend and distribution of a kernel, and the flag that takes another."""
-    phase, flag = planned.axis("phase"), planned.without()
-    mend = f"`{flag}` goes on without it" if flag else "no other backend fits"
-    return f"{planned.op}{(phase and f' ({phase})') or ''} by {planned.backend} of {planned.distribution}; {mend}"
+def describe_kernel(planned: PlannedOp) -> str:
+    """Return a kernel's op, phase, backend and distribution, and the flag that selects another one."""
+    phase, flag = planned.axis("phase"), planned.alternative()
+    op = f"{planned.op} ({phase})" if phase else planned.op
+    hint = f"To use another backend: {flag}" if flag else "No other backend fits"
+    return f"{op} kernel {planned.backend} of {planned.distribution}. {hint}"
 
 
-def blame(error: BaseException, selector: Selector) -> str:
-    """Name the kernel whose code an exception came out of, "" where it was none's.
+def attribute_error(error: BaseException, bound: Bound) -> str:
+    """Return a description of the kernel that raised an exception, "" if no kernel did.
 
-    It is found in the traceback, so that a call that succeeds pays nothing. The frame whose module is nearest to a
-    kernel's counts, the innermost of equals. Of kernels in one module, the one whose `load` the frame's function begins
-    with is taken, else the first.
+    The innermost frame of the traceback that runs a kernel's function, or a method of its object, decides. Nothing
+    is recorded while steps run.
     """
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    places = [
-        (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname, frame.f_locals)
-        for frame in frames
-    ]
-    phase = next(
-        (names["phase"] for module, _, names in places if module == _CALLER and "phase" in names),
-        None,
-    )
-    best, whose = (0, False), ""
-    for module, function, _ in reversed(places):
-        for choice, planned in selector.chosen():
-            home, _, factory = choice.spec.load.partition(":")
-            parts = zip(module.split("."), home.split("."), strict=False)
-            near = (
-                sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], parts)),
-                function.startswith(factory),
-            )
-            if near[0] and near > best and phase in (None, planned.axis("phase")):
-                best, whose = near, f"raised in {module}.{function}, {name_kernel(planned)}"
-    return whose
+    kernels = list(bound)
+    by_object = {id(kernel): planned for kernel, planned in kernels}
+    by_code: dict[CodeType, PlannedOp] = {}
+    for kernel, planned in kernels:
+        code = _code(kernel)
+        if code is not None:
+            by_code.setdefault(code, planned)
+    found: PlannedOp | None = None
+    for frame, _ in walk_tb(error.__traceback__):
+        owner = id(frame.f_locals.get("self"))
+        found = by_object.get(owner) or by_code.get(frame.f_code) or found
+    return f"Raised in {describe_kernel(found)}" if found else ""
 
 
-def no_finite_logit(plan: KernelPlan) -> str:
-    """Say what may be to blame where no request gets finite logits: nothing raised that would single a kernel out."""
-    foreign = [
-        replace(each, problem=())
-        for each in plan.ops
-        if each.backend and each.distribution not in DEFAULTS
+def _code(kernel: Any) -> CodeType | None:
+    """Return the code of a kernel that is a function, without partial arguments."""
+    while isinstance(kernel, partial):
+        kernel = kernel.func
+    code = getattr(kernel, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def no_finite_logits(plan: KernelPlan) -> str:
+    """Return the error for a warm-up in which no request got finite logits."""
+    third_party = [
+        describe_kernel(replace(planned, problem=()))
+        for planned in plan.ops
+        if planned.backend and planned.distribution not in DEFAULTS
     ]
-    whose = (
-        ", or ".join(dict.fromkeys(map(name_kernel, foreign))) or "all kernels are TokenSpeed's own"
-    )
+    hint = "; ".join(dict.fromkeys(third_party)) or "none"
     return (
-        "none of the start's own requests got finite logits: either weights are not finite, in the checkpoint or "
-        f"in this --dtype, or what a kernel computes is not; {whose}"
+        "Warm-up failed: the model produced NaN or Inf logits. Check the checkpoint's weights and --dtype. "
+        f"Kernels of other distributions in use: {hint}."
     )

@@ -1,11 +1,10 @@
-"""The kernels and op contracts that plugins brought, read through the plugin catalog."""
+"""The installed kernels, op contracts and rankings, read through the plugin catalog."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from tokenspeed_core.api.kernels import (
-    DTYPES,
     AutoDistribution,
     InstalledKernel,
     KernelSpec,
@@ -13,7 +12,7 @@ from tokenspeed_core.api.kernels import (
 )
 from tokenspeed_core.api.ops import OpContract, merge_ops
 from tokenspeed_core.errors import ConfigError, suggest
-from tokenspeed_core.kernels.overrides import FORMAT, SHORT, Override
+from tokenspeed_core.kernels.overrides import DTYPE_FORMATS, FORMAT_SUFFIX, Override
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Status
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
@@ -23,13 +22,13 @@ _USUAL = "tokenspeed-kernels"
 
 
 def installed_kernels(
-    catalog: Catalog, wishes: Sequence[Override] = ()
+    catalog: Catalog, overrides: Sequence[Override] = ()
 ) -> tuple[InstalledKernel, ...]:
     """Import the descriptors of all kernel entries and return their specs, in the catalog's order.
 
-    An entry's value is a KernelSpec or a tuple of them, each as `misfit` wants it. One that is neither, or whose ops
-    have no contract here, is left out as one whose import fails is. Raises PluginError under --strict-plugins, and for
-    a wish about a backend that is not there or was left out; ConfigError for one about no known op or format.
+    An entry is a KernelSpec or a tuple of them. Invalid entries, and those without a known op, are left out. Raises
+    PluginError under --strict-plugins and for an override that names a missing backend; ConfigError for an override
+    of an unknown op or format.
     """
     found: list[InstalledKernel] = []
     ops, op_owners = _ops_and_owners(catalog)
@@ -38,37 +37,38 @@ def installed_kernels(
         if not entry.kind.startswith(KERNELS_PREFIX) or entry.status is not Status.OK:
             continue
         value = catalog.load(entry, object)
+        if value is None:
+            continue
         specs = value if isinstance(value, tuple) and value else (value,)
-        if value is not None and (
-            wrong := list(filter(None, (misfit(spec, entry.name, ops) for spec in specs)))
-        ):
+        wrong = [reason for spec in specs if (reason := misfit(spec, entry.name, ops))]
+        if wrong:
             catalog.reject(entry, wrong[0])
-        elif value is not None and not any(spec.op in ops for spec in specs):
-            catalog.reject(
-                entry, f"no plugin here has an op {specs[0].op}{suggest(specs[0].op, ops)}"
+            continue
+        if not any(spec.op in ops for spec in specs):
+            name = specs[0].op
+            catalog.reject(entry, f"no installed plugin defines the op {name}{suggest(name, ops)}")
+            continue
+        required = entry if catalog.is_required(entry) else None
+        for spec in specs:
+            is_auto = (
+                entry.distribution in auto_distributions
+                or entry.distribution == op_owners.get(spec.op)
+                or spec.reference
             )
-        elif value is not None:
-            required = entry if catalog.is_required(entry) else None
-            for spec in specs:
-                is_auto = (
-                    entry.distribution in auto_distributions
-                    or entry.distribution == op_owners.get(spec.op)
-                    or spec.reference
-                )
-                found.append(InstalledKernel(spec, entry.distribution, required, not is_auto))
-    _check_names(wishes, catalog, ops)
+            found.append(InstalledKernel(spec, entry.distribution, required, not is_auto))
+    _check_overrides(overrides, catalog, ops)
     return tuple(found)
 
 
 def misfit(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
-    """Return why what a kernel entry of that name holds is left out, "" where it is not.
+    """Return why the value of a kernel entry is invalid, "" if it is valid.
 
-    It is a KernelSpec with that name as its backend, and it is not called the reference of an op that has another.
+    It must be a KernelSpec whose backend is the entry's name, and only the op's own reference may be marked as such.
     """
     if not isinstance(spec, KernelSpec) or spec.backend != name:
-        return f"{spec!r} is no KernelSpec of backend {name!r}"
+        return f"{spec!r} is not a KernelSpec with backend {name!r}"
     if spec.reference and spec.op in ops and spec.load != ops[spec.op].reference:
-        return f"it says reference=True and loads {spec.load}; that of {spec.op} is {ops[spec.op].reference}"
+        return f"reference=True, but {spec.load} is not the reference of {spec.op}: {ops[spec.op].reference}"
     return ""
 
 
@@ -116,32 +116,29 @@ def _rankings_entries(catalog: Catalog) -> Iterator[object]:
         yield from catalog.load(entry, tuple) or ()
 
 
-def _check_names(
-    wishes: Sequence[Override], catalog: Catalog, ops: Mapping[str, OpContract]
+def _check_overrides(
+    overrides: Sequence[Override], catalog: Catalog, ops: Mapping[str, OpContract]
 ) -> None:
-    for wish in wishes:
-        of = {op.name: op.family for op in ops.values() if wish.target in (op.family, op.name)}
-        if not of:
+    for override in overrides:
+        covered = [op for op in ops.values() if override.target in (op.family, op.name)]
+        if not covered:
             known = ", ".join(
                 sorted({name for op in ops.values() for name in (op.family, op.name)})
             )
+            raise ConfigError(f"{override.flag}: unknown op {override.target!r}. Known: {known}.")
+        suffixes = {found[1] for op in covered if (found := FORMAT_SUFFIX.search(op.name))}
+        if override.format not in (None, *DTYPE_FORMATS, *suffixes):
+            formats = ", ".join((*DTYPE_FORMATS, *sorted(suffixes)))
             raise ConfigError(
-                f"{wish.flag}: there is no op or family {wish.target!r}; there is {known}"
+                f"{override.flag}: {override.target} has no format {override.format}. Formats: {formats}."
             )
-        formats = sorted({found[1] for name in of if (found := FORMAT.search(name))})
-        if wish.dtype not in (None, *DTYPES, *formats):
-            raise ConfigError(
-                f"{wish.flag}: no op of {wish.target} is named after {wish.dtype}; it may be narrowed to "
-                f"{', '.join((*SHORT, *formats))}"
-            )
-        for name in sorted({*wish.backends} - {"auto"}):
-            catalog.get(
-                f"{KERNELS_PREFIX}{min(of.values())}", name
-            )  # in a list it would be passed over
+        kind = f"{KERNELS_PREFIX}{min(op.family for op in covered)}"
+        for name in sorted({*override.backends} - {"auto"}):
+            catalog.get(kind, name)  # raises if it is missing
 
 
 def how_to_get_kernels(catalog: Catalog) -> str:
-    """Return what to do where no kernel fits: what is installed and left out comes back, what is missing comes."""
+    """Return what to do if no kernel fits: enable a plugin that was left out, or install the default kernels."""
     kernels = [entry for entry in catalog.all() if entry.kind.startswith(KERNELS_PREFIX)]
     left_out = {
         e.distribution: e.reason for e in kernels if e.status in (Status.DISABLED, Status.SHADOWED)

@@ -1,4 +1,4 @@
-"""What a user asks of backends: of which op, where it is computed, in which order of preference."""
+"""The user's choice of backends: for which op, phase or number format, in order of preference."""
 
 from __future__ import annotations
 
@@ -9,71 +9,77 @@ from tokenspeed_core.api.kernels import PHASES
 from tokenspeed_core.api.ops import OpContract, Problem
 from tokenspeed_core.errors import ConfigError
 
-_SCOPE = re.compile(
-    rf"([\w/-]+)(?:\.({'|'.join(PHASES)}))?(?:\.([a-z]+\d\w*))?(?:\.(\d+)(?:-(\d+))?)?\Z"
-)
-FORMAT = re.compile(r"_([a-z]+\d\w*)\Z")  # that an op is named after, such as linear_fp8
-SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_SCOPE = re.compile(rf"([\w/-]+)(?:\.({'|'.join(PHASES)})|\.([a-z]+\d\w*))?\Z")
+FORMAT_SUFFIX = re.compile(r"_([a-z]+\d\w*)\Z")  # of an op's name, such as linear_fp8
+DTYPE_FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Backends of an op or op family, best first. "auto" stands for the host's own order.
+    """Backends for an op or op family, best first. "auto" stands for the default order.
 
-    Without an "auto" nothing else is taken. `phase`, `dtype` and `layers` restrict it to such problems; None is
-    any. A `dtype` is the problem's, or a format that ops are named after: "fp8" is `linear_fp8` of the family linear.
-    `flag` is what the user typed.
+    Without "auto", no other backend is used. `phase` or `format` restricts the override; None means any. A format is
+    a dtype of the problem ("bf16") or the suffix of ops' names ("fp8" is `linear_fp8` in the family linear). `flag`
+    is the flag as the user typed it.
     """
 
     target: str
     backends: tuple[str, ...]
     flag: str
     phase: str | None = None
-    dtype: str | None = None
-    layers: range | None = None
+    format: str | None = None
 
     @classmethod
     def parse(cls, scope: str, backends: tuple[str, ...], flag: str = "") -> Override:
-        """Read a scope such as "add_rms_norm" or "attention.decode.0-3". Raises ConfigError."""
+        """Read a scope such as "add_rms_norm", "attention.decode" or "moe.fp8". Raises ConfigError."""
         flag = flag or f"--kernel-backend {scope}"
         match = _SCOPE.match(scope)
         if match is None:
             raise ConfigError(
-                f"{flag}: must read OP[.PHASE][.DTYPE][.LAYERS], such as attention.decode.bf16.0-3; the phases are "
-                f"{', '.join(PHASES)}; a dtype is one such as {', '.join(SHORT)} or fp8"
+                f"{flag}: expected OP, OP.PHASE or OP.FORMAT, such as attention.decode or moe.fp8. "
+                f"Phases: {', '.join(PHASES)}."
             )
         if "auto" in backends[:-1]:
-            raise ConfigError(f"{flag} {','.join(backends)}: auto takes any that fits; put it last")
-        target, phase, dtype, first, last = match.groups()
-        layers = range(int(first), int(last or first) + 1) if first else None
-        return cls(target, backends, flag, phase, SHORT.get(dtype, dtype), layers)
+            raise ConfigError(
+                f"{flag} {','.join(backends)}: backends after auto are never tried; put auto last."
+            )
+        target, phase, number_format = match.groups()
+        return cls(target, backends, flag, phase, number_format)
 
     def names_op(self, contract: OpContract) -> bool:
-        """Say whether it speaks of this op alone, not of a family."""
+        """Return whether the target is this op and not its family."""
         return self.target == contract.name != contract.family
 
-    def applies(self, contract: OpContract, problem: Problem, layer: int | None) -> bool:
-        """Say whether it speaks of this problem, of a layer if it is one's."""
-        return (
-            self.target in (contract.family, contract.name)
-            and self.phase in (None, problem.get("phase"))
-            and (self.dtype in (None, problem["dtype"]) or contract.name.endswith(f"_{self.dtype}"))
-            and (self.layers is None or layer in self.layers)
-        )
+    def applies(self, contract: OpContract, problem: Problem) -> bool:
+        """Return whether the override covers this problem."""
+        if self.target not in (contract.family, contract.name):
+            return False
+        if self.phase not in (None, problem.get("phase")):
+            return False
+        if self.format is None or contract.name.endswith(f"_{self.format}"):
+            return True
+        return bool(problem["dtype"] == DTYPE_FORMATS.get(self.format))
 
-    def narrowness(self, contract: OpContract) -> tuple[bool, ...]:
-        """How narrow it is, for ordering: for an op alone, then for layers, a phase, a dtype."""
-        return (
-            self.names_op(contract),
-            *(axis is not None for axis in (self.layers, self.phase, self.dtype)),
-        )
+    def specificity(self, contract: OpContract) -> tuple[bool, bool]:
+        """Return a sort key: an op goes before its family, then a phase or format before none."""
+        return self.names_op(contract), (self.phase or self.format) is not None
 
 
-def flag_for(contract: OpContract, problem: Problem, wish: Override | None) -> str:
-    """Return the flag for an op, of the problem's phase, or the user's `wish` for it where that is no wider."""
+def flag_for(contract: OpContract, problem: Problem, override: Override | None) -> str:
+    """Return the flag that would override a problem's backend.
+
+    This is the flag of the current `override` unless a more specific one exists.
+    """
     phase = problem.get("phase")
     scope = f"{contract.name}.{phase}" if phase else contract.name
     own = Override(contract.name, (), f"--kernel-backend {scope}", phase)
-    if wish is not None and wish.narrowness(contract) >= own.narrowness(contract):
-        return wish.flag
+    if override is not None and override.specificity(contract) >= own.specificity(contract):
+        return override.flag
     return f"--attention-backend.{phase}" if contract.name == "attention" else own.flag
+
+
+def as_typed(flag: str, *backends: str) -> str:
+    """Return a flag with backends as a user would type it, without the note on where its value came from."""
+    flag = flag.partition(" (")[0]
+    separator = "=" if flag.startswith("--kernel-backend") else " "
+    return f"{flag}{separator}{','.join(backends)}"

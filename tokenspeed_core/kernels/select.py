@@ -1,4 +1,4 @@
-"""Choosing a kernel for each problem, once, when the model is built; the step path never comes here."""
+"""Kernel selection: once for each problem, when the model is built, never while steps run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from tokenspeed_core.api.kernels import (
 )
 from tokenspeed_core.api.ops import OpContract, Problem, common_ops
 from tokenspeed_core.errors import SelectionError, describe_error
-from tokenspeed_core.kernels.options import described, settle
-from tokenspeed_core.kernels.overrides import Override, flag_for
+from tokenspeed_core.kernels.options import describe_options, read_options
+from tokenspeed_core.kernels.overrides import Override, as_typed, flag_for
 from tokenspeed_core.kernels.plan import (
     KernelPlan,
     NothingFitsError,
     PlannedOp,
     Reason,
     Verdict,
-    typed,
 )
 from tokenspeed_core.plugins.catalog import blaming
 from tokenspeed_core.plugins.metadata import check_build
@@ -39,7 +38,7 @@ _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel taken for a problem, and its options if it declares any; not yet loaded."""
+    """The kernel chosen for a problem, and its options if it declares any. It is not loaded yet."""
 
     spec: KernelSpec
     problem: Problem
@@ -47,24 +46,23 @@ class Choice:
 
 
 def has_module(name: str) -> bool:
-    """Say whether a top-level module is installed, without importing it."""
+    """Return whether a top-level module is installed, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 
 @dataclass(slots=True, eq=False)
 class Selector:
-    """Chooses kernels for one device and remembers every decision for the KernelPlan.
+    """Chooses kernels for one device and keeps every decision for the KernelPlan.
 
-    Order: the user's list; then, for "auto", what `rankings` measured on such a device; then the kernels for
-    fewer platforms and a narrower range of hardware before general ones, the op's reference last, ties by
-    distribution name. "auto" does not choose a kernel that `needs_ranking` and has none. `options` are what the user set, by "backend.key". `needs` are features that every problem
-    must be served with ("graph_safe", "batch_invariant"). Reading the plan changes nothing. `hint` says what to do
-    where no backend fits.
+    Candidates are tried in this order: the user's list; for "auto", measured `rankings` for this compute capability,
+    then kernels for fewer platforms and a narrower range of hardware, then the op's reference; ties go by distribution
+    name. "auto" does not choose a kernel that `needs_ranking` and has none. `options` are the user's backend options by
+    "backend.key". `needs` are features that every kernel must have ("graph_safe"). `hint` is added to errors.
     """
 
     kernels: Sequence[InstalledKernel]
     platform: PlatformInfo
-    preferences: Sequence[Override] = ()
+    overrides: Sequence[Override] = ()
     _: KW_ONLY
     options: Mapping[str, Any] = field(default_factory=dict)
     rankings: Sequence[Ranking] = ()
@@ -72,124 +70,126 @@ class Selector:
     needs: frozenset[str] = frozenset()
     hint: str = ""
     module_exists: Callable[[str], bool] = has_module
-    _heeded: set[Override] = field(default_factory=set, init=False)
+    _applied: set[Override] = field(default_factory=set, init=False)
     _decided: dict[Hashable, tuple[Choice | None, PlannedOp]] = field(
         default_factory=dict, init=False
     )
     _layers: dict[Hashable, set[int]] = field(default_factory=dict, init=False)
 
     def select(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice:
-        """Return the kernel for an op and problem, the same one whenever problem and wishes are the same.
+        """Return the kernel for an op and problem; equal problems get the same Choice object.
 
-        Raises ValueError on wrong axes, SelectionError if no plugin brings the op or no kernel can be taken.
+        Raises ValueError on wrong axes, SelectionError if the op is unknown or no kernel can be used.
         """
         choice, planned = self._choose(self._contract(op), problem, layer)
         if choice is None:
-            raise self._refused(planned, layer)
+            raise self._nothing_fits(planned, layer)
         return choice
 
     def select_all(
         self, ops: tuple[str, ...], axes: Problem, *, layer: int | None = None
     ) -> tuple[Choice, ...]:
-        """Return the kernels of ops that run one after another: a fused one where it fits, else one for each.
+        """Return the kernels of ops that run in sequence: one fused kernel if it fits, else one for each op.
 
-        `axes` holds those of all the ops. An op is fused from these if its contract's `parts` are just these; the
-        plan has it also where nothing fits, with the reasons. A wish for one of the ops by its name parts them.
-        Raises as `select` does, also for a fused op that was named.
+        `axes` holds the axes of all the ops. A fused op qualifies if its contract's `parts` are exactly `ops`. An
+        override that names one of the ops disables the fusion. Raises as `select` does.
         """
         parts = [self._contract(op) for op in ops]
         for contract in self.ops.values():
-            if contract.parts == ops and (
-                fused := self.select_fused(contract.name, contract.cut(axes), layer=layer)
-            ):
-                return (fused,)
+            if contract.parts == ops:
+                fused = self.select_fused(contract.name, contract.cut(axes), layer=layer)
+                if fused:
+                    return (fused,)
         return tuple(self.select(part.name, part.cut(axes), layer=layer) for part in parts)
 
     def select_fused(self, op: str, problem: Problem, *, layer: int | None = None) -> Choice | None:
-        """Return the kernel of a fused op, or None where its parts are to run: see `select_all`."""
+        """Return the kernel of a fused op, or None if its parts run instead (see `select_all`)."""
         contract = self._contract(op)
-        if any(
-            wish.names_op(self._contract(part))
-            for wish in self.preferences
-            for part in contract.parts
-        ):
+        parts = [self._contract(part) for part in contract.parts]
+        if any(override.names_op(part) for override in self.overrides for part in parts):
             return None
         fused, planned = self._choose(contract, problem, layer)
-        wish = self._wish(contract, problem, layer)
-        if fused is None and wish and wish.names_op(contract) and "auto" not in wish.backends:
-            raise self._refused(planned, layer)
-        return fused
+        override = self._override(contract, problem)
+        if fused is not None or override is None:
+            return fused
+        if override.names_op(contract) and "auto" not in override.backends:
+            raise self._nothing_fits(planned, layer)
+        return None
 
     def select_attention(self, problem: AttentionProblem, *, layer: int | None = None) -> Choice:
         """Return the attention backend for a layer's problem; raises as `select` does."""
         return self.select("attention", asdict(problem), layer=layer)
 
     def plan(self) -> KernelPlan:
-        """Return all decisions so far as a frozen plan."""
-        found = self._decided.items()
+        """Return all decisions so far."""
         ops = (
             replace(planned, layers=tuple(sorted(self._layers.get(key, ()))))
-            for key, (_, planned) in found
+            for key, (_, planned) in self._decided.items()
         )
         return KernelPlan(self.platform.name or self.platform.kind, tuple(ops))
 
     def chosen(self) -> list[tuple[Choice, PlannedOp]]:
-        """Return what was taken so far, each with its decision."""
-        return [
-            (choice, planned) for choice, planned in self._decided.values() if choice is not None
-        ]
+        """Return the kernels chosen so far, each with its decision."""
+        return [(choice, planned) for choice, planned in self._decided.values() if choice]
+
+    def planned(self, choice: Choice) -> PlannedOp:
+        """Return the decision behind a choice."""
+        return next(planned for each, planned in self.chosen() if each is choice)
 
     def check(self) -> None:
-        """Raise SelectionError for a wish or an option that had no effect on what was selected so far."""
-        for wish in self.preferences:
-            last = max(
-                (layer for planned in self.plan().find(wish.target) for layer in planned.layers),
-                default=-1,
-            )
-            if wish not in self._heeded or (wish.layers and wish.layers[-1] > last):
-                what = (
-                    f"goes beyond the last layer, {last}"
-                    if wish in self._heeded
-                    else "has no effect"
-                )
-                raise SelectionError(f"{wish.flag} {what}: {self.plan().occurrences(wish.target)}")
+        """Raise SelectionError for an override or a backend option that no selection used."""
+        for override in self.overrides:
+            if override not in self._applied:
+                raise SelectionError(self._no_effect(override))
         chosen = [choice for choice, _ in self.chosen()]
-        there = [
-            described(choice.spec, type(choice.options)) for choice in chosen if choice.options
-        ]
-        known = {name: text for each in there for name, text in each.items()}
+        known: dict[str, str] = {}
+        for choice in chosen:
+            if choice.options:
+                known |= describe_options(choice.spec, type(choice.options))
         for name in sorted(self.options.keys() - known):
             used = ", ".join(sorted({choice.spec.backend for choice in chosen}))
             listed = "; ".join(": ".join(filter(None, each)) for each in known.items()) or "none"
             raise SelectionError(
-                f"--backend-option {name} has no effect: used are {used}; their options: {listed}"
+                f"--backend-option {name} has no effect. Backends in use: {used}. Their options: {listed}."
             )
+
+    def _no_effect(self, override: Override) -> str:
+        found = self.plan().find(override.target)
+        if not found:
+            ops = ", ".join(sorted({planned.op for planned in self.plan().ops}))
+            return f"{override.flag} has no effect: this model does not use {override.target}. It uses {ops}."
+        uses = {
+            " ".join(filter(None, (planned.op, planned.axis("phase"), planned.axis("dtype"))))
+            for planned in found
+        }
+        return f"{override.flag} has no effect: this model uses {', '.join(sorted(uses))}."
 
     def _contract(self, op: str) -> OpContract:
         if op not in self.ops:
-            hint = f"; {self.hint}" if self.hint else ""
-            raise SelectionError(f"unknown op {op!r}; known: {', '.join(sorted(self.ops))}{hint}")
+            hint = f" {self.hint}." if self.hint else ""
+            raise SelectionError(f"unknown op {op!r}. Known: {', '.join(sorted(self.ops))}.{hint}")
         return self.ops[op]
 
     def _choose(
         self, contract: OpContract, problem: Problem, layer: int | None
     ) -> tuple[Choice | None, PlannedOp]:
         contract.check(problem)
-        wish = self._wish(contract, problem, layer)
-        key = (contract.name, tuple(sorted(problem.items())), wish)
+        override = self._override(contract, problem)
+        key = (contract.name, tuple(sorted(problem.items())))
         if key not in self._decided:
-            self._decided[key] = self._decide(contract, problem, wish)
+            self._decided[key] = self._decide(contract, problem, override)
         if layer is not None:
             self._layers.setdefault(key, set()).add(layer)
         return self._decided[key]
 
     def _decide(
-        self, contract: OpContract, problem: Problem, wish: Override | None
+        self, contract: OpContract, problem: Problem, override: Override | None
     ) -> tuple[Choice | None, PlannedOp]:
-        names, source = (wish.backends, wish.flag) if wish else (("auto",), "auto")
+        names = override.backends if override else ("auto",)
+        source = override.flag if override else "auto"
         figures = self._figures(contract.name, problem.get("phase"))
         candidates = [kernel for kernel in self.kernels if kernel.spec.op == contract.name]
-        candidates.sort(key=lambda kernel: _host_order(kernel, tuple(figures)))
+        candidates.sort(key=lambda kernel: _sort_key(kernel, tuple(figures)))
         judged = [(kernel, self._refusals(kernel.spec, problem)) for kernel in candidates]
         taken, because = _first(judged, names, source, figures)
         while taken is not None and (failure := self._load_failure(taken)):
@@ -197,10 +197,11 @@ class Selector:
                 (kernel, failure if kernel is taken else reasons) for kernel, reasons in judged
             ]
             taken, because = _first(judged, names, source, figures)
-        options = settle(taken.spec, self.options) if taken else None
+        options = read_options(taken.spec, self.options) if taken else None
         given = (
             options.model_dump(mode="json", by_alias=True, exclude_unset=True) if options else {}
         )
+        flag = flag_for(contract, problem, override)
         planned = PlannedOp(
             op=contract.name,
             family=contract.family,
@@ -209,9 +210,7 @@ class Selector:
             backend="" if taken is None else taken.spec.backend,
             distribution="" if taken is None else taken.distribution,
             because=because,
-            verdicts=tuple(
-                _verdicts(judged, taken, names, figures, flag_for(contract, problem, wish))
-            ),
+            verdicts=tuple(_verdicts(judged, taken, names, figures, flag)),
             options=tuple(given.items()),
             wanted=names,
             asked_by=source,
@@ -222,23 +221,21 @@ class Selector:
         return Choice(taken.spec, MappingProxyType(dict(problem)), options), planned
 
     def _load_failure(self, kernel: InstalledKernel) -> tuple[Reason, ...]:
-        """Import a kernel that stands on other packages, which may be there and broken, or made for another machine.
+        """Import a chosen kernel that may fail to load, and return the reason if it does.
 
-        So may be what is of no default distribution. Compiled code whose metadata names another build is not loaded.
-        Options that its schema refuses are such a failure too; those that the user set raise SelectionError. One of a
-        plugin that must not fail raises PluginError.
+        Such kernels need other packages, have options, or come from a third party. A kernel built for another machine
+        is not imported. Raises SelectionError for invalid options that the user set, and PluginError if the user
+        named the plugin.
         """
         spec = kernel.spec
+        if not (spec.requires or spec.options or kernel.distribution not in DEFAULTS):
+            return ()
         try:
-            if spec.requires or spec.options or kernel.distribution not in DEFAULTS:
-                check_build(kernel.distribution)
-                spec.factory(settle(spec, self.options))
+            check_build(kernel.distribution)
+            spec.factory(read_options(spec, self.options))
         except SelectionError:
             raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a package raises, another kernel may serve
+        except (Exception, SystemExit) as error:  # plugin code may raise anything
             if kernel.required is not None:
                 raise blaming(
                     kernel.required, f": {spec.load} does not load: {describe_error(error)}"
@@ -247,20 +244,22 @@ class Selector:
         return ()
 
     def _figures(self, op: str, phase: str | None) -> dict[str, str]:
-        """Return what was measured of the op's backends on such a device, the fastest first."""
+        """Return the measured figure of each ranked backend on this compute capability, the fastest first."""
         key = (op, phase, self.platform.compute_capability)
         found = (r for r in self.rankings if (r.op, r.phase, r.compute_capability) == key)
         return {backend: figure for ranking in found for backend, figure in ranking.figures}
 
-    def _wish(self, contract: OpContract, problem: Problem, layer: int | None) -> Override | None:
-        """Return the narrowest of the user's wishes for a problem. Raises SelectionError where two are as narrow."""
-        wishes = [wish for wish in self.preferences if wish.applies(contract, problem, layer)]
-        wishes.sort(key=lambda wish: wish.narrowness(contract), reverse=True)
-        self._heeded.update(wishes)
-        if len(wishes) > 1 and wishes[0].narrowness(contract) == wishes[1].narrowness(contract):
-            both = " and ".join(sorted(wish.flag for wish in wishes[:2]))
-            raise SelectionError(f"{both} both speak of {contract.name}: give one, or narrow it")
-        return wishes[0] if wishes else None
+    def _override(self, contract: OpContract, problem: Problem) -> Override | None:
+        """Return the most specific override for a problem. Raises SelectionError if two are equally specific."""
+        found = [each for each in self.overrides if each.applies(contract, problem)]
+        found.sort(key=lambda each: each.specificity(contract), reverse=True)
+        self._applied.update(found)
+        if not found:
+            return None
+        if len(found) > 1 and found[0].specificity(contract) == found[1].specificity(contract):
+            both = " and ".join(sorted(each.flag for each in found[:2]))
+            raise SelectionError(f"{both} both set the backend of {contract.name}; give only one.")
+        return found[0]
 
     def _refusals(self, spec: KernelSpec, problem: Problem) -> tuple[Reason, ...]:
         missing = tuple(
@@ -274,33 +273,35 @@ class Selector:
         hardware = hardware_refusals(spec.capability, self.platform)
         return (*hardware, *missing, *problem_refusals(spec.capability, problem, self.needs))
 
-    def _refused(self, planned: PlannedOp, layer: int | None) -> SelectionError:
+    def _nothing_fits(self, planned: PlannedOp, layer: int | None) -> NothingFitsError:
+        """Return the error for a problem without a kernel, with every candidate's reasons."""
         names, verdicts = planned.wanted, planned.verdicts
         axes = ", ".join(f"{axis}={value}" for axis, value in planned.problem)
         device = self.platform.name or self.platform.kind
         lines = [f"no kernel for op {planned.op!r} ({axes}) on {device}"]
         if names != ("auto",):
             lines[0] += f": {planned.asked_by} asks for {', '.join(names)}"
-        unknown = [n for n in names if n != "auto" and n not in {v.backend for v in verdicts}]
-        lines += [f"  {name}: no such backend is installed for this op" for name in unknown]
-        for v in sorted(
-            verdicts, key=lambda v: v.backend not in names
-        ):  # of what was asked for, also what mends it
-            told = (
-                f"{r.what} -> {r.mend}" if r.mend and v.backend in names else r.what
-                for r in v.reasons
-            )
-            fits = "fits, but only when named" if v.needs_name else "fits"
-            lines.append(f"  {v.backend} ({v.distribution}): {'; '.join(told) or fits}")
-        fitting = ", ".join(v.backend for v in verdicts if v.fits)
-        taken = f"{fitting}; `{planned.without()}` takes one where what was asked for cannot"
-        lines.append(
-            f"  backends that fit: {taken if fitting else '; '.join(filter(None, ['none', self.hint]))}"
-        )
+        installed = {verdict.backend for verdict in verdicts}
+        for name in names:
+            if name != "auto" and name not in installed:
+                lines.append(f"  {name}: no such backend is installed for this op")
+        # Hints only for the requested backends, which come first.
+        for verdict in sorted(verdicts, key=lambda verdict: verdict.backend not in names):
+            said = []
+            for reason in verdict.reasons:
+                has_hint = reason.hint and verdict.backend in names
+                said.append(f"{reason.what} -> {reason.hint}" if has_hint else reason.what)
+            if not said:
+                said = ["fits, but only when named" if verdict.needs_name else "fits"]
+            lines.append(f"  {verdict.backend} ({verdict.distribution}): {'; '.join(said)}")
+        fitting = ", ".join(verdict.backend for verdict in verdicts if verdict.fits)
+        if fitting:
+            lines.append(f"  backends that fit: {fitting}; use {planned.alternative()}")
+        else:
+            lines.append("; ".join(filter(None, ("  backends that fit: none", self.hint))))
         layers = () if layer is None else (layer,)
-        return NothingFitsError(
-            "\n".join(lines), KernelPlan(device, (replace(planned, layers=layers),))
-        )
+        plan = KernelPlan(device, (replace(planned, layers=layers),))
+        return NothingFitsError("\n".join(lines), plan)
 
 
 def _first(
@@ -320,7 +321,7 @@ def _first(
                 return kernel, figures.get(kernel.spec.backend, unmeasured)
             if name == kernel.spec.backend:
                 return kernel, f"asked for by {source}"
-    return None, "nothing fits, so its parts run one by one"
+    return None, "no kernel fits, so its parts run separately"
 
 
 def _is_auto(kernel: InstalledKernel, figures: Mapping[str, str]) -> bool:
@@ -336,7 +337,7 @@ def _verdicts(
     figures: Mapping[str, str],
     flag: str,
 ) -> Iterator[Verdict]:
-    """Yield what is said of each candidate; of one that fits and was not taken, what to type for it with `flag`."""
+    """Yield a verdict on each candidate; one that fits and was not chosen gets the `flag` that selects it as a hint."""
     for kernel, reasons in judged:
         spec, fits = kernel.spec, not reasons
         needs_name = fits and kernel.needs_ranking and spec.backend not in figures
@@ -345,21 +346,22 @@ def _verdicts(
                 other for other, no in judged if not no and other.spec.backend == spec.backend
             )
             if first is not kernel:
-                why = f"{first.distribution} serves this name first"
+                why = f"another kernel of this name, from {first.distribution}, comes first"
             elif spec.needs_compile and spec.backend not in names:
-                why = "it must be compiled before the first call, so auto passes it over"
+                why = "auto does not choose kernels that must be compiled before the first call"
             elif needs_name and spec.backend not in names:
                 why = "auto does not choose third-party kernels that have no measured ranking"
             else:
                 why = ", ".join(
                     filter(None, (figures.get(spec.backend), f"{taken.spec.backend} comes first"))
                 )
-            # "auto" serves the problems of the same op that this backend does not fit
-            reasons = (Reason(why, typed(flag, spec.backend, "auto") if first is kernel else ""),)
+            # "auto" covers problems of the same op that this backend does not fit.
+            hint = as_typed(flag, spec.backend, "auto") if first is kernel else ""
+            reasons = (Reason(why, hint),)
         yield Verdict(spec.backend, kernel.distribution, fits, reasons, needs_name)
 
 
-def _host_order(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, ...]:
+def _sort_key(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any, ...]:
     spec = kernel.spec
     is_ranked = spec.backend in fastest
     place = fastest.index(spec.backend) if is_ranked else len(fastest)
@@ -369,6 +371,7 @@ def _host_order(kernel: InstalledKernel, fastest: tuple[str, ...]) -> tuple[Any,
 
 
 def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterable[Reason]:
+    """Yield every reason why a kernel does not run on a device."""
     if platform.kind not in capability.platforms:
         wanted = " or ".join(capability.platforms)
         yield Reason(
@@ -386,7 +389,7 @@ def hardware_refusals(capability: Capability, platform: PlatformInfo) -> Iterabl
 def problem_refusals(
     capability: Capability, problem: Problem, needs: frozenset[str] = frozenset()
 ) -> Iterable[Reason]:
-    """Yield every reason why a capability does not cover a problem served with the features `needs`."""
+    """Yield every reason why a capability does not cover a problem with the features `needs`."""
     for axis, allowed in (
         ("dtype", capability.dtypes),
         ("kv_dtype", capability.kv_dtypes),
@@ -396,19 +399,18 @@ def problem_refusals(
     ):
         if axis in problem and allowed and problem[axis] not in allowed:
             what = f"{axis} {problem[axis]} is not among {', '.join(map(str, allowed))}"
-            yield Reason(what, _mend(axis, problem["dtype"], allowed))
+            yield Reason(what, _axis_hint(axis, problem["dtype"], allowed))
     for limit in capability.limits:
         if limit.axis in problem and (refusal := limit.refusal(problem[limit.axis])):
             yield Reason(refusal)
-    windowed = {"window"} if problem.get("window") is not None else set()
-    for feature in sorted((needs | windowed) - capability.features):
-        yield Reason(
-            f"it is not declared {feature}", "--enforce-eager" if feature == "graph_safe" else ""
-        )
+    needed = needs | ({"window"} if problem.get("window") is not None else set())
+    for feature in sorted(needed - capability.features):
+        hint = "--enforce-eager" if feature == "graph_safe" else ""
+        yield Reason(f"it does not declare the feature {feature}", hint)
 
 
-def _mend(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
-    """Return the flags that make an axis one of the allowed values, "" where none do. A cache is as `dtype`, or fp8."""
+def _axis_hint(axis: str, dtype: str, allowed: tuple[Any, ...]) -> str:
+    """Return the flags that set an axis to an allowed value, "" if there are none."""
     if axis != "kv_dtype":
         return f"{_FLAGS[axis]} {allowed[0]}" if axis in _FLAGS else ""
     if "float8_e4m3fn" in allowed:

@@ -77,13 +77,13 @@ def assemble(
     Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
     """
     config, checkpoint = resolved.config, resolved.checkpoint
-    kernels = installed_kernels(catalog, resolved.preferences)
+    kernels = installed_kernels(catalog, resolved.overrides)
     needs = frozenset({"graph_safe"} if device.type == "cuda" and not config.enforce_eager else ())
     selector = partial(
         Selector,
         kernels,
         platform or describe_device(device),
-        resolved.preferences,
+        resolved.overrides,
         options=config.backend_option,
         rankings=installed_rankings(catalog),
         ops=installed_ops(catalog),

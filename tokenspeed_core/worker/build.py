@@ -14,8 +14,8 @@ from tokenspeed_core.api.kernels import PHASES, KernelSpec
 from tokenspeed_core.api.models import Rotation
 from tokenspeed_core.api.ops import Problem
 from tokenspeed_core.errors import CheckpointError, PluginError, TokenSpeedError
-from tokenspeed_core.kernels.error_attribution import name_kernel
-from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError
+from tokenspeed_core.kernels.error_attribution import describe_kernel
+from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp
 from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, placing
@@ -45,19 +45,20 @@ class ModelBuild:
         self._kv_scales = resolved.kv_scales
         self._layer: int | None = None
         self._kernels: dict[tuple[KernelSpec, tuple[tuple[str, Any], ...]], Callable[..., Any]] = {}
+        self._bound: list[tuple[Any, Choice]] = []
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
-        """Yield the layers from 0; users may choose backends for one of them."""
+        """Yield the layers from 0, so that the kernel plan knows which layer asks for an op."""
         for self._layer in range(num_layers):
             yield self._layer
         self._layer = None
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
-        """Return the selected kernel of an op for a problem, one object for equal problems of one kernel."""
+        """Return the selected kernel of an op; equal problems of one kernel share one object."""
         return self._load(self.selector.select(op, problem, layer=self._layer))
 
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
-        """Return the selected kernel of a fused op, or None where its parts are to run."""
+        """Return the selected kernel of a fused op, or None if its parts run instead."""
         choice = self.selector.select_fused(op, problem, layer=self._layer)
         return None if choice is None else self._load(choice)
 
@@ -69,15 +70,21 @@ class ModelBuild:
         return self._kernels[key]
 
     def _make(self, choice: Choice, *arguments: Any) -> Any:
-        """Call a kernel's factory. Raises PluginError, which names the kernel, for whatever it raises."""
+        """Call a kernel's factory. Raises PluginError, which names the kernel, for any exception in it."""
         try:
-            return choice.spec.factory(choice.options)(*arguments)
+            kernel = choice.spec.factory(choice.options)(*arguments)
         except (TokenSpeedError, torch.OutOfMemoryError):
             raise
-        except (Exception, SystemExit) as error:  # a plugin's code may raise anything
-            planned = next(planned for each, planned in self.selector.chosen() if each is choice)
+        except (Exception, SystemExit) as error:  # plugin code may raise anything
             what = f"{choice.spec.load} raised {type(error).__name__}: {error}"
-            raise PluginError(f"{what}; it is {name_kernel(planned)}") from error
+            kernel = describe_kernel(self.selector.planned(choice))
+            raise PluginError(f"{what}. Raised in {kernel}") from error
+        self._bound.append((kernel, choice))
+        return kernel
+
+    def bound_kernels(self) -> list[tuple[Any, PlannedOp]]:
+        """Return the kernels in use, each with its decision."""
+        return [(kernel, self.selector.planned(choice)) for kernel, choice in self._bound]
 
     def attention(
         self,

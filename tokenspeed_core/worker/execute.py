@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tokenspeed_core.api.step import I64, LateInputs, OutOfMemory, StepFailed, StepPlan, StepResult
-from tokenspeed_core.kernels.error_attribution import blame
+from tokenspeed_core.kernels.error_attribution import attribute_error
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
@@ -196,11 +196,12 @@ class LocalRunner:
             layer.k_cache = layer.v_cache = self._arena
 
     def _failed(self, step_id: int, what: str, error: BaseException) -> StepFailed:
-        whose = blame(error, self._assembly.selector)
-        kind = OutOfMemory if isinstance(error, torch.OutOfMemoryError) else StepFailed
-        return kind(
-            f"step {step_id}: {what} failed: {type(error).__name__}: {error}{whose and f'; {whose}'}"
-        )
+        kernel = attribute_error(error, self._assembly.build.bound_kernels())
+        message = f"step {step_id}: {what} failed: {type(error).__name__}: {error}"
+        if kernel:
+            message = f"{message}. {kernel}"
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        return OutOfMemory(message) if is_memory else StepFailed(message)
 
     def _new_sampler(self) -> Sampler:
         vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels

@@ -18,6 +18,7 @@ from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
+from tokenspeed_core.kernels.table import kernel_table
 from tokenspeed_core.plugins import Catalog
 
 
@@ -80,7 +81,7 @@ def test_devices_before_and_after_are_told_in_one_line_why_they_do_not_get_it(
     assert chosen.select_attention(problem("prefill")).spec.backend == "triton"
     major, minor = capability
     said = f"blackwell: compute capability {major}.{minor} is outside 10.0 to 10.3"
-    assert said in chosen.plan().table()
+    assert said in kernel_table(chosen.plan())
 
 
 def test_what_it_was_not_made_for_goes_to_the_portable_backend_with_the_reason() -> None:

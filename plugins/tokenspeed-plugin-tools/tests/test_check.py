@@ -99,7 +99,7 @@ def test_a_kernel_of_an_op_that_nobody_has_fails_where_it_is_loaded_and_is_asked
     assert status == 1
     assert (
         failures(verdicts)
-        == "kernels.sampling acme: no plugin here has an op greeedy; did you mean greedy?"
+        == "kernels.sampling acme: no installed plugin defines the op greeedy; did you mean greedy?"
     )
 
 
@@ -242,7 +242,7 @@ def test_of_several_families_in_a_package_each_has_its_own_example(
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("kernels.sampling", "1 is no KernelSpec of backend 'acme'"),
+        ("kernels.sampling", "1 is not a KernelSpec with backend 'acme'"),
         ("ops", "1 is no OpContract"),
         ("policies", "acme:X is 1 (of type int), and must be something that is called"),
         ("commands", "acme:X is 1 (of type int), and must be something that is called"),
@@ -268,8 +268,8 @@ def test_a_descriptor_of_the_wrong_type_fails_with_what_was_found_and_what_is_ne
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("()", "() is no KernelSpec"),
-        ("(1,)", "1 is no KernelSpec"),
+        ("()", "() is not a KernelSpec"),
+        ("(1,)", "1 is not a KernelSpec"),
         ("None", "acme:X is a NoneType, not a object"),
     ],
 )

@@ -57,12 +57,16 @@ def spec(load="acme_kernel:make", op="greedy", backend="acme/x", **more):
 @pytest.mark.parametrize(
     ("kind", "source", "reason"),
     [
-        ("kernels.sampling", "A = 'hello'", "'hello' is no KernelSpec of backend 'acme/x'"),
-        ("kernels.sampling", "A = spec(backend='acme/y')", "is no KernelSpec of backend 'acme/x'"),
+        ("kernels.sampling", "A = 'hello'", "'hello' is not a KernelSpec with backend 'acme/x'"),
+        (
+            "kernels.sampling",
+            "A = spec(backend='acme/y')",
+            "is not a KernelSpec with backend 'acme/x'",
+        ),
         (
             "kernels.sampling",
             "A = spec(op='greeedy')",
-            "no plugin here has an op greeedy; did you mean greedy?",
+            "no installed plugin defines the op greeedy; did you mean greedy?",
         ),
         (
             "kernels.sampling",
@@ -72,7 +76,7 @@ def spec(load="acme_kernel:make", op="greedy", backend="acme/x", **more):
         (
             "kernels.sampling",
             "A = spec(options='acme:CPU')",
-            "it does not load: TypeError: acme:CPU is no pydantic",
+            "it does not load: TypeError: acme:CPU is not a pydantic",
         ),
         ("kernels.sampling", "A = spec(options='acme:NONE')", "it does not load: AttributeError: "),
         ("ops", "A = (1, 2)", "1 is no OpContract"),

@@ -139,8 +139,8 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
         yield f"{planned.op}{_layers(planned.layers)}: {', '.join(f'{name}={v}' for name, v in planned.problem)}"
         chosen = f"{planned.backend} from {planned.distribution}" if planned.backend else "nothing"
         yield f"  runs   {chosen}: {planned.because}"
-        if not planned.backend and planned.without():
-            yield f"           -> {planned.without()}"
+        if not planned.backend and planned.alternative():
+            yield f"           -> {planned.alternative()}"
         for key, value in planned.options:
             yield f"           --backend-option {planned.backend}.{key}={value}"
         seen = {(planned.backend, planned.distribution)}
@@ -162,8 +162,8 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
 def _reasons(verdict: Verdict) -> Iterator[str]:
     for reason in verdict.reasons:
         yield f"           {reason.what}"
-        if reason.mend:
-            yield f"           -> {reason.mend}"
+        if reason.hint:
+            yield f"           -> {reason.hint}"
 
 
 def _unmet(planned: PlannedOp) -> str:

@@ -108,7 +108,7 @@ class KernelConformance:
         )
         cases = [
             (
-                "it is not declared window" if what.startswith("window") else f"{what} is",
+                "it does not declare the feature window" if what.startswith("window") else f"{what} is",
                 asked.refusals(problem, here),
             )
             for what, problem in beyond(self.spec, contract)
@@ -117,7 +117,7 @@ class KernelConformance:
         for feature in sorted({"graph_safe", "batch_invariant"} - self.spec.capability.features):
             cases.append(
                 (
-                    f"it is not declared {feature}",
+                    f"it does not declare the feature {feature}",
                     asked.refusals(inside, here, frozenset({feature})),
                 )
             )

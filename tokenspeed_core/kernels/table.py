@@ -1,0 +1,80 @@
+"""The start-up table of a kernel plan, for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from textwrap import wrap
+
+from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
+
+_WIDTH = 80  # columns
+_HEIGHT = 24  # lines
+_MAX_REASONS = 8
+
+
+def kernel_table(plan: KernelPlan) -> str:
+    """Return one line per op and backend, then as many reasons against other backends as fit a screen."""
+    grouped: dict[tuple[str, str, str], list[PlannedOp]] = {}
+    for planned in plan.ops:
+        key = (planned.op, planned.backend, planned.distribution)
+        grouped.setdefault(key, []).append(planned)
+    rows = [("op", "backend", "from", "for")]
+    for (op, backend, distribution), group in grouped.items():
+        shares_op = sum(other == op for other, *_ in grouped) > 1
+        extent = _extent(group, with_layers=shares_op)
+        rows.append((op, backend or "its parts", distribution or "-", extent))
+    lines = [f"kernels on {plan.platform}", *_aligned(rows)]
+
+    reasons = _reasons(plan)
+    room = max(1, min(_MAX_REASONS, _HEIGHT - 1 - len(lines)))
+    for line in reasons[:room]:
+        lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
+    if len(reasons) > room:
+        hidden = len(reasons) - room
+        lines.append(f"{hidden} more reasons: `tokenspeed plugins why OP`")
+    return "\n".join(lines)
+
+
+def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterable[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    indent = " " * min(sum(widths) + 6, _WIDTH // 2)
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        yield from wrap(
+            "  ".join([*cells, row[3]]).rstrip(),
+            _WIDTH,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+
+def _reasons(plan: KernelPlan) -> list[str]:
+    """Return the first reason against each backend, with the ops it concerns."""
+    ops: dict[tuple[str, str], dict[str, None]] = {}
+    for planned in plan.ops:
+        for verdict in planned.verdicts:
+            if verdict.reasons and verdict.backend != planned.backend:
+                key = (verdict.backend, verdict.reasons[0].what)
+                ops.setdefault(key, {})[planned.op] = None
+    return [f"not {backend}: {why} ({', '.join(names)})" for (backend, why), names in ops.items()]
+
+
+def _extent(group: list[PlannedOp], *, with_layers: bool) -> str:
+    """Return the phases of a table row, its layers if other rows share the op, and the user's options."""
+    words = [planned.axis("phase") for planned in group if planned.axis("phase")]
+    layers = format_layers(group)
+    if with_layers and layers:
+        words.append(f"layers {layers}")
+    words += [f"{key}={value}" for planned in group for key, value in planned.options]
+    return ", ".join(dict.fromkeys(words))
+
+
+def format_layers(group: Iterable[PlannedOp]) -> str:
+    """Return the layers of decisions with runs shortened: 0, 1, 2 and 5 are "0-2, 5"."""
+    numbers = sorted({layer for planned in group for layer in planned.layers})
+    runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(
+        str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs
+    )
