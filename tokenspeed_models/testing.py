@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenspeed_core.api import AttentionCall, Model, Rotation
+from tokenspeed_core.api import AttentionCall, Model, Quantization, Rotation
 
 
 class DenseBuild:
@@ -23,7 +23,8 @@ class DenseBuild:
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.dtype, self.device, self.quantization = dtype, torch.device(device), None
+        self.dtype, self.device = dtype, torch.device(device)
+        self.quantization: Quantization | None = None
         self.problems: list[tuple[str, dict[str, Any]]] = []
         self.caches: dict[int, _DenseAttention] = {}
 
@@ -41,8 +42,9 @@ class DenseBuild:
             )
         return function
 
-    def fused(self, op: str, **problem: Any) -> None:
-        """Return nothing: the parts of a fused op are asked for."""
+    def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
+        """Return None: models use the separate ops instead."""
+        return None
 
     def attention(
         self,

@@ -21,7 +21,7 @@ from tokenspeed_core.worker import assemble
 from tokenspeed_core.worker.local import LocalRunner, build
 from tokenspeed_kernels.contracts import DENSE, ROPE_CACHE
 from tokenspeed_kernels.reference import fused_linear
-from tokenspeed_models.layers import decoder
+from tokenspeed_models.layers import fusion
 
 PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, -1))}
 
@@ -116,8 +116,8 @@ def test_a_kernel_of_all_between_two_layers_attention_runs_for_the_rows_it_is_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if op == "fused_block_in_place":  # prompts here are too short for it
-        monkeypatch.setattr(decoder, "FEW_ROWS", 16)
-        monkeypatch.setattr(decoder, "MANY_ROWS", 20)
+        monkeypatch.setattr(fusion, "MAX_SMALL_BATCH", 16)
+        monkeypatch.setattr(fusion, "MIN_LARGE_BATCH", 20)
     contract = next(each for each in DENSE if each.name == op)
     own = InstalledKernel(
         KernelSpec(op, "own", Capability(("cpu",), ("float32",)), contract.reference), "a-plugin"

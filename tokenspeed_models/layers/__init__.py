@@ -7,7 +7,8 @@ activations, and lists its weights (`slots`) and the sharding of its input and o
 from __future__ import annotations
 
 from tokenspeed_models.layers.attention import Attention
-from tokenspeed_models.layers.decoder import CausalLM, DecoderLayer
+from tokenspeed_models.layers.causal_lm import CausalLM
+from tokenspeed_models.layers.decoder import DecoderLayer
 from tokenspeed_models.layers.embedding import Embedding, OutputHead
 from tokenspeed_models.layers.ignored_modules import build_for_module
 from tokenspeed_models.layers.linear import Linear, Projection

@@ -72,12 +72,28 @@ class Attention:
             rotation=Rotation("rope" if qk_norm_eps is None else "qk_norm_rope", cos_sin.shape[1]),
         )
 
+    def __call__(
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [R, hidden] for the normalised x + residual [T, hidden], and that sum [R, hidden].
+
+        positions is int64 [T]. `wanted` (int64 [R]; None: all) are the rows to return. Without a residual the sum is
+        x. The sum may overwrite the residual.
+        """
+        qkv, residual = self.project(norm, x, residual)
+        return self.output(self.attend(qkv, positions), residual, wanted)
+
     def project(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries, keys and values [T, out] for the normalised x + residual [T, hidden], and that sum.
 
-        Without a residual the sum is x. The sum may overwrite the residual.
+        Without a residual the sum is x.
         """
         if residual is None:
             return self.qkv(norm(x)), x
@@ -88,6 +104,14 @@ class Attention:
         q, k, v = qkv.view(positions.shape[0], *self._heads).split_with_sizes(self._split, dim=1)
         qk_norm = self._qk_norm or ()
         return self._attend(q, k, v, *qk_norm, positions, self.cos_sin, False).flatten(1)
+
+    def output(
+        self, heads: torch.Tensor, residual: torch.Tensor, wanted: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output projection of `heads` [T, in], and the residual, of the wanted rows: both [R, hidden]."""
+        if wanted is not None:
+            heads, residual = heads.index_select(0, wanted), residual.index_select(0, wanted)
+        return self.out(heads), residual
 
     def slots(self, prefix: str) -> Iterator[WeightSlot]:
         """List the weights of the projections, and those of the query and key norms."""

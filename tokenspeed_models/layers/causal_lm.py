@@ -1,0 +1,80 @@
+"""A causal language model: embedding, decoder layers, final norm and output head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from tokenspeed_core.api import BuildContext
+from tokenspeed_models.layers.decoder import DecoderLayer
+from tokenspeed_models.layers.embedding import Embedding, OutputHead
+from tokenspeed_models.layers.fusion import fuse_layers
+from tokenspeed_models.layers.norm import RMSNorm
+from tokenspeed_models.sharding import ShardingSpec
+from tokenspeed_models.weights import WeightMap
+
+
+class CausalLM:
+    """Implements the core's `Model`. A family subclasses it and passes its layers."""
+
+    def __init__(
+        self,
+        build: BuildContext,
+        layers: Sequence[DecoderLayer],
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        norm_eps: float,
+        tie_embeddings: bool,
+    ) -> None:
+        self.layers = tuple(layers)
+        self._fused_layers = fuse_layers(build, self.layers)
+        self.embedding = Embedding(build, vocab_size, hidden_size)
+        self.norm = RMSNorm(build, hidden_size, norm_eps)
+        self.head = OutputHead(
+            build, vocab_size, hidden_size, self.embedding if tie_embeddings else None
+        )
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return hidden states [R, hidden] of the rows in `wanted` (int64 [R]; None: all).
+
+        token_ids and positions are int64 [T].
+        """
+        x, residual = self.embedding(token_ids), None
+        for layer in self._fused_layers[:-1]:
+            x, residual = layer.forward(x, residual, positions)
+        x, residual = self._fused_layers[-1].forward(x, residual, positions, wanted)
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, vocab], in the model's dtype, of hidden states [R, hidden]."""
+        return self.head(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a checkpoint's weights. Raises ValueError naming each that is missing, unexpected or misshapen."""
+        self.weight_map().load(weights)
+
+    def weight_map(self) -> WeightMap:
+        """Return the map from checkpoint names to parameters.
+
+        If the head is tied, a copy of the embedding that a checkpoint stores for it is ignored.
+        """
+        slots = [
+            *self.embedding.slots("model.embed_tokens"),
+            *self.norm.slots("model.norm"),
+            *self.head.slots("lm_head"),
+        ]
+        for index, layer in enumerate(self.layers):
+            slots.extend(layer.slots(f"model.layers.{index}."))
+        return WeightMap(slots, ignored=("lm_head.weight",) if self.head.is_tied else ())
+
+    def sharding(self) -> Iterator[ShardingSpec]:
+        """List the sharding specs of all modules in order of computation."""
+        yield from self.embedding.sharding("embedding")
+        for index, layer in enumerate(self.layers):
+            yield from layer.sharding(f"layers.{index}.")
+        yield from self.norm.sharding("norm", "attn")
+        yield from self.head.sharding("head")
