@@ -12,11 +12,11 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from host_step import NO_INT, request
+from msgspec.structs import replace
 from tokenspeed_bench.shapes import SHAPES, write
 from tokenspeed_testing.explain import backends
 

@@ -7,20 +7,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.api.sampling import FinishReason, SamplingParams
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.schema import metadata
-from tokenspeed_core.engine.factory import discover, resolve, start
+from tokenspeed_core.engine.factory import discover, load_text, resolve, start
 from tokenspeed_core.engine.interrupts import deferred_interrupts
-from tokenspeed_core.engine.messages import FinishReason, Outputs, Submit, TokenLogprobs
+from tokenspeed_core.engine.messages import Outputs, Submit, TokenLogprobs
 from tokenspeed_core.engine.outputs import Logprob, RequestOutput, SequenceOutput
 from tokenspeed_core.engine.progress import StartProgress
 from tokenspeed_core.engine.requests import BadRequestError, Defaults, build_submit, read_ids
 from tokenspeed_core.errors import ConfigError, TokenSpeedError
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.text import Assembler, load_text
+from tokenspeed_core.text import Assembler
 
 Prompt = str | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]

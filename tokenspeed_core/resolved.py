@@ -1,4 +1,4 @@
-"""What is decided before anything is loaded: the runner is built from it. No tensor library is imported here."""
+"""The decisions made before anything is loaded; the worker is built from them. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Everything is settled except what only the device can answer (its memory, the block size).
+    """Everything about a start except what depends on the device: its memory and the block size."""
 
-    In `config` the type of weights and the longest sequence are no longer "auto". `limits` hold until a smaller pool
-    lowers them. `kv_scales` are what each layer's keys and values are divided by in the cache (empty: 1).
-    `num_threads` is for the CPU; None leaves torch's own choice (the physical cores, or OMP_NUM_THREADS). Where other
-    processes keep cores busy, one thread fewer than cores is far better than one too many: every op ends in a barrier.
-    """
-
-    config: Config
+    config: Config  # `dtype` and `max_model_len` are no longer "auto"
     checkpoint: ResolvedCheckpoint
-    limits: SchedulerLimits
+    limits: SchedulerLimits  # a smaller KV cache may lower them
     quantization: Quantization | None
     overrides: tuple[Override, ...]
-    kv_scales: tuple[float, ...]
+    kv_scales: tuple[float, ...]  # divisor of each layer's keys and values in the cache; empty: 1
     policy: Policy
+    # Threads on a CPU; None leaves torch's default. Every op ends in a barrier, so one thread too many
+    # costs far more than one too few when other processes keep cores busy.
     num_threads: int | None
 
     @property

@@ -15,9 +15,10 @@ from tokenspeed_core.api.cache_groups import (
     SlidingWindow,
 )
 from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, LateInputs, StepFailed, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.messages import FinishReason, Outputs, Submit
+from tokenspeed_core.engine.messages import Outputs, Submit
 from tokenspeed_core.engine.wire import Codec, pack
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from null_world import request
 
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepLogprobs, StepResult
-from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.scheduler.collect import Collected, collect
 from tokenspeed_core.scheduler.columns import SlotColumns

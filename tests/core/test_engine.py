@@ -9,6 +9,7 @@ import pytest
 from null_world import MASKED, World, request
 
 from tokenspeed_core.api.hooks import StepRecord
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import (
     LateInputs,
     OutOfMemory,
@@ -18,7 +19,6 @@ from tokenspeed_core.api.step import (
     StepResult,
 )
 from tokenspeed_core.engine.engine import MAX_FAILURES, Engine
-from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.errors import EngineDeadError, TokenSpeedError
 from tokenspeed_core.kv_cache import hashing
 from tokenspeed_core.kv_cache.hashing import HashChain

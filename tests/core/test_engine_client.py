@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import zmq
 
-from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.api.sampling import FinishReason, SamplingParams
 from tokenspeed_core.api.step import StepLogprobs
 from tokenspeed_core.engine.client import STALL_SECONDS, EngineClient, State
 from tokenspeed_core.engine.messages import (
     Abort,
     Failed,
-    FinishReason,
     Heartbeat,
     Outputs,
     Ready,

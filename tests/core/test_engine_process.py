@@ -14,11 +14,11 @@ import pytest
 import zmq
 from null_world import MODEL, World, request
 
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.engine import process
 from tokenspeed_core.engine.messages import (
     Abort,
     Drain,
-    FinishReason,
     Heartbeat,
     Outputs,
     Ready,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from null_world import request
 
-from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease, LeaseSpentError
 from tokenspeed_core.scheduler.lifecycle import (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from null_world import GROUPS, MASKED, NO_INT, World, audit, request
 
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan
-from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.kv_cache.lease import ABSENT
 from tokenspeed_core.scheduler.lifecycle import AwaitingInput, Sending
 

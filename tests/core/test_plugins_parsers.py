@@ -13,9 +13,9 @@ from tokenspeed_testing.parser import ParserConformance
 
 from tokenspeed_core.api import ParserContext, ParserSpec, ReplyEvent
 from tokenspeed_core.config import Config
+from tokenspeed_core.engine.reply_parsers import NamedParser, find_parsers
 from tokenspeed_core.errors import ConfigError, PluginError
 from tokenspeed_core.plugins import Catalog, Selection
-from tokenspeed_core.text.load import NamedParser, find_parsers
 
 HERE = "parsers_under_test"
 

@@ -9,8 +9,8 @@ import pytest
 from null_world import World, request
 
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan, StepResult
-from tokenspeed_core.engine.messages import FinishReason
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.manager import Match

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.text.assembler import Assembler
 
 

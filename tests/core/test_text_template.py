@@ -122,7 +122,7 @@ def test_a_template_that_is_no_utf_8_is_an_error_that_names_its_file(
     file.write_bytes("Grüße".encode("latin-1"))
     with pytest.raises(CheckpointError) as caught:
         load_chat_template(tmp_path, {}, chosen and str(file))
-    assert str(caught.value).startswith(f"{file} cannot be read: ")
+    assert str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tokenspeed_server.serve import run
 
 from tokenspeed_core import llm
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import dry_run
+from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 
 
@@ -24,7 +24,7 @@ def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_app
     tmp_path: Path,
 ) -> None:
     report = dry_run(Config(device="cpu"))
-    assert "chat template: the model's own" in report
+    assert "chat template: from the model" in report
     assert "left_bytes" not in report
     assert "known after start" not in report
     mine = tmp_path / "mine.jinja"

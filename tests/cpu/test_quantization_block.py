@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_core.api import ModelSpec
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import dry_run
+from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import CheckpointError
 from tokenspeed_core.plugins.entry import load_target
 from tokenspeed_kernels.contracts import FP8_BLOCK_METHOD

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from tokenspeed_core.checkpoint.hub import download
 from tokenspeed_core.config import Config
 from tokenspeed_core.config.build import called
 from tokenspeed_core.errors import CheckpointError, ConfigError, suggest
+from tokenspeed_core.files import read_json
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry, load_target
 
@@ -213,24 +213,3 @@ def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:
         name for name in names if any(fnmatch(name, pattern) for pattern in load_format.detect)
     ]
     return sorted(found, key=lambda name: (not name.endswith(".index.json"), name))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object that a file of a checkpoint holds. Raises CheckpointError naming the file."""
-    try:
-        content = json.loads(read_text(file))
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, found a {type(content).__name__}")
-    return content
-
-
-def read_text(file: Path) -> str:
-    """Return the text that a file of a checkpoint holds. Raises CheckpointError naming the file."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file.parent} has no {file.name}: it is no checkpoint") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
 from tokenspeed_core.engine.client import EngineClient, State
-from tokenspeed_core.engine.factory import discover, discover_in_subprocess, num_workers
-from tokenspeed_core.engine.messages import (
-    Drain,
-    FinishReason,
-    Ready,
-    Submit,
-    TokenLogprobs,
-    WorkerReady,
-)
+from tokenspeed_core.engine.factory import discover, discover_in_subprocess, load_text, num_workers
+from tokenspeed_core.engine.messages import Drain, Ready, Submit, TokenLogprobs, WorkerReady
 from tokenspeed_core.engine.parent_death import attach_to_parent
+from tokenspeed_core.engine.reply_parsers import NamedParser, Parsers, find_parsers
 from tokenspeed_core.engine.requests import BadRequestError, Defaults, build_submit, read_ids
 from tokenspeed_core.errors import (
     CapacityError,
@@ -27,7 +22,6 @@ from tokenspeed_core.errors import (
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.text import Assembler, ChatTemplate, TemplateError, Tokenizer
 from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer
-from tokenspeed_core.text.load import NamedParser, Parsers, find_parsers, load_text
 
 ENGINE_MODULE = "tokenspeed_core.engine.process"  # run as `python -m`, this is an engine process
 

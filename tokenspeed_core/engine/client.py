@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 import zmq
 
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.engine.messages import (
     WORKER_SHIFT,
     Abort,
     Failed,
-    FinishReason,
     Heartbeat,
     Outputs,
     Ready,

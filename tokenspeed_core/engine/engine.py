@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from tokenspeed_core.api.hooks import StepRecord
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
-from tokenspeed_core.engine.messages import FinishReason, Outputs, Rejected, Submit
+from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.scheduler.prefill_budget import PrefillBudget
 from tokenspeed_core.scheduler.scheduler import Scheduler

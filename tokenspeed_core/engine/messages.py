@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 
 import msgspec
 
@@ -12,16 +11,6 @@ from tokenspeed_core.engine.wire import Codec, Message
 
 # A sequence id, shifted right by this many bits, is the number of its API worker.
 WORKER_SHIFT = 40
-
-
-class FinishReason(IntEnum):
-    """Why a sequence ended. An API worker that finds a stop string aborts the sequence in the engine."""
-
-    NOT = 0  # the sequence goes on
-    STOP = 1  # an end-of-sequence token or a stop token id
-    LENGTH = 2
-    ABORT = 3
-    ERROR = 4
 
 
 class Submit(Message, frozen=True, tag="submit"):

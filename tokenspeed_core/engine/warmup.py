@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenspeed_core.api.sampling import SamplingParams
+from tokenspeed_core.api.sampling import FinishReason, SamplingParams
 from tokenspeed_core.engine.engine import Engine
-from tokenspeed_core.engine.messages import FinishReason, Ready
+from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.engine.requests import Defaults, build_submit
 
 REQUESTS = ((256, 0.0), (16, 1.0))  # tokens of the prompt, where as many fit, and temperature

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, I64, StepLogprobs, StepResult
-from tokenspeed_core.engine.messages import FinishReason, Outputs
+from tokenspeed_core.engine.messages import Outputs
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.step_plan_builder import InFlight
 
@@ -75,15 +77,10 @@ class Collected:
                 for parts in zip(columns, *self._late, strict=True)
             ]
         plan_rows, sequence_ids, num_tokens, token_ids, finish, num_cached = columns
-        outputs, logprobs = (
-            Outputs(sequence_ids, num_tokens, token_ids, finish, num_cached),
-            self.result.logprobs,
-        )
-        return (
-            outputs
-            if logprobs is None
-            else replace(outputs, logprobs=_kept(logprobs, outputs, plan_rows))
-        )
+        outputs = Outputs(sequence_ids, num_tokens, token_ids, finish, num_cached)
+        if self.result.logprobs is None:
+            return outputs
+        return replace(outputs, logprobs=_kept(self.result.logprobs, outputs, plan_rows))
 
 
 def collect(columns: SlotColumns, flight: InFlight, result: StepResult) -> Collected:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.lease import BlockLease, LeaseSpentError
 from tokenspeed_core.scheduler.sequence import Sequence
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, StepPlan, StepResult
-from tokenspeed_core.engine.messages import FinishReason, Outputs, Rejected, Submit
+from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.admission import Admission

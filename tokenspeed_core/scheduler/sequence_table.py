@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from tokenspeed_core.api.policy import Policy
-from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.kv_cache.lease import BlockLease
 from tokenspeed_core.kv_cache.manager import KVManager
 from tokenspeed_core.scheduler.columns import SlotColumns

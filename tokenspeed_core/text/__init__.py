@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tokenspeed_core.text.assembler import Assembler
-from tokenspeed_core.text.load import load_text
 from tokenspeed_core.text.template import ChatTemplate, TemplateError
 from tokenspeed_core.text.tokenizer import Tokenizer
 
-__all__ = ["Assembler", "ChatTemplate", "TemplateError", "Tokenizer", "load_text"]
+__all__ = ["Assembler", "ChatTemplate", "TemplateError", "Tokenizer"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenspeed_core.engine.messages import FinishReason
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.text.detokenizer import Detokenizer
 
 _REASONS = {

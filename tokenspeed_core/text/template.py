@@ -21,8 +21,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenspeed_core.checkpoint.resolve import read_json, read_text
 from tokenspeed_core.errors import CheckpointError, TokenSpeedError
+from tokenspeed_core.files import read_json, read_text
 
 MAX_RENDER_SECONDS = 5.0
 MAX_RENDER_CHARS = 64 * 1024 * 1024

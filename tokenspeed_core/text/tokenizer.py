@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tokenspeed_core.api.step import I32
-from tokenspeed_core.checkpoint.resolve import read_json
 from tokenspeed_core.errors import CheckpointError
+from tokenspeed_core.files import read_json
 from tokenspeed_core.text.detokenizer import ByteDetokenizer, Detokenizer, Kind, WindowDetokenizer
 
 V = TypeVar("V")

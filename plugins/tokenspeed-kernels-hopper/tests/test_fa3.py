@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import AttentionStep
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import dry_run
+from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import SelectionError
 
 HAS_LIBRARY = importlib.util.find_spec("flash_attn_interface") is not None

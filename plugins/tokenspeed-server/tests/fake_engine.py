@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import zmq
 
+from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepLogprobs
 from tokenspeed_core.engine.messages import (
     Abort,
     Drain,
     Failed,
-    FinishReason,
     Heartbeat,
     Outputs,
     Ready,

@@ -18,7 +18,8 @@ from tokenspeed_server.events import Chat, Completion, Usage
 from tokenspeed_server.replies import Choice, Reply, Shape
 
 from tokenspeed_core.api.parsers import ReplyEvent, ReplyParser
-from tokenspeed_core.engine.messages import FinishReason, TokenLogprobs
+from tokenspeed_core.api.sampling import FinishReason
+from tokenspeed_core.engine.messages import TokenLogprobs
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.text import Assembler
 

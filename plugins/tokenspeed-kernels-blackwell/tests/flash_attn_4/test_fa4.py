@@ -25,7 +25,7 @@ from torch import Tensor
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import PlatformInfo
 from tokenspeed_core.config import Config
-from tokenspeed_core.engine.factory import dry_run
+from tokenspeed_core.engine.dry_run import dry_run
 from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_ops
 from tokenspeed_core.kernels.overrides import Override
