@@ -25,7 +25,7 @@ from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.factory import discover, resolve, start
 from tokenspeed_core.engine.wire import pack
 from tokenspeed_core.plugins.hooks import Hooks
-from tokenspeed_core.worker import transfer as link
+from tokenspeed_core.worker import transfer
 
 NUM_WARM = 64  # steps before the first that counts
 TARGETS = {1: 0.6}
@@ -37,8 +37,8 @@ class Waits:
     def __init__(self) -> None:
         """Stand before what a fetch calls."""
         self.seconds = 0.0
-        self._fetch = link._wait
-        link._wait = self._wait
+        self._fetch = transfer._wait
+        transfer._wait = self._wait
 
     def _wait(self, event: Any, parts: Any) -> Any:
         begin = time.perf_counter()

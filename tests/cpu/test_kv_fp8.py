@@ -19,7 +19,7 @@ from tokenspeed_core.engine.factory import discover, resolve
 from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, placing
+from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, make_write_kv
 from tokenspeed_core.worker.local import LocalRunner, plan_only
 from tokenspeed_kernels.reference.cache import write_kv
 
@@ -71,7 +71,7 @@ def test_a_layers_scale_divides_what_is_kept_and_multiplies_what_asks_and_comes_
     group.batches = [("prefill", Mock(AttentionStep), None)]
     layer = AttentionLayer(group, 0, 0, 1, 1, 4, 0.5, None, None, kv_scale=4.0)
     layer.kernels = {"prefill": kernel}
-    layer.place = placing(None, lambda k, v, *cache: kept.extend((k, v)), layer.kv_scale)
+    layer.write_kv = make_write_kv(None, lambda k, v, *cache: kept.extend((k, v)), layer.kv_scale)
     layer.k_cache = layer.v_cache = torch.full((2, 1, 4), 3.0)
     q, k, v = torch.randn(3, 2, 1, 4)
     given = q.clone(), k.clone(), v.clone()

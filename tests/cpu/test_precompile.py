@@ -205,7 +205,7 @@ def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
         for bound in ((True, 8192), (True, 4000), (False, 4096))
         for beside in (False, True)
     ]
-    for counts, (shares, longest, is_beside) in product([*rows, *chunks], forms):
+    for counts, (shares, longest, overlaps_prefill) in product([*rows, *chunks], forms):
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         qkv = torch.zeros(starts[-1], num_heads + 16, 128, dtype=torch.bfloat16)
         backend.prepare(
@@ -220,7 +220,7 @@ def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
                 tuple(starts),
                 None,
                 shares,
-                is_beside,
+                overlaps_prefill,
             )
         )
         for layer in (0, 1):

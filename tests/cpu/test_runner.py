@@ -171,7 +171,7 @@ def test_a_device_that_fails_under_a_chunk_that_samples_nothing_fails_the_step(
     plan = maker.plan(chunks={"a": 5})
     runner.forward(plan)
     with monkeypatch.context() as patch:
-        patch.setattr(runner._link, "fetch_ids", fetch)
+        patch.setattr(runner._transfer, "fetch_ids", fetch)
         with pytest.raises(
             StepFailed, match=r"sampling failed: RuntimeError: CUDA error: an illegal"
         ):

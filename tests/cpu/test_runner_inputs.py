@@ -14,7 +14,7 @@ from tokenspeed_core.api.attention import AttentionStep
 from tokenspeed_core.worker.inputs import DeviceInputMaker, HostInputMaker, StepInputs
 from tokenspeed_core.worker.sampler import RunnerKernels
 from tokenspeed_core.worker.slots import SlotLayout, SlotState
-from tokenspeed_core.worker.transfer import HostLink
+from tokenspeed_core.worker.transfer import HostTransfer
 from tokenspeed_kernels.reference.cache import advance_rows, map_tokens
 
 BLOCK, GROUPS = 4, 2
@@ -55,7 +55,7 @@ def check(host: StepInputs, device: StepInputs) -> None:
     if host.logit_index is not None and device.logit_index is not None:
         assert torch.equal(host.logit_index, device.logit_index)
     for one, other in zip(host.groups, device.groups, strict=True):
-        assert torch.equal(one.slot_mapping, other.slot_mapping)
+        assert torch.equal(one.kv_slots, other.kv_slots)
         assert one.num_decodes == other.num_decodes
         check_step(one.step, other.step)
         check_step(one.decodes, other.decodes)
@@ -67,7 +67,7 @@ def test_both_ways_give_the_same_inputs_and_leave_the_same_state(split: tuple[bo
     host, device = make_rows(), make_rows()
     host_maker = HostInputMaker(host, BLOCK, split)
     kernels = RunnerKernels(print, {}, {}, advance_rows({}), map_tokens({"block_size": BLOCK}))
-    device_maker = DeviceInputMaker(device, kernels, split, HostLink())
+    device_maker = DeviceInputMaker(device, kernels, split, HostTransfer())
     plans = PlanMaker(BLOCK, GROUPS)
     plans.add("a", list(range(10)), 4, temperature=0.5, seed=-1)
     plans.add("b", list(range(20, 27)), 1, top_k=5)
@@ -93,6 +93,6 @@ def test_a_token_stands_in_its_block_at_its_offset() -> None:
     plans = PlanMaker(BLOCK, GROUPS)
     plans.add("a", list(range(10)), 4).blocks = [[7, 3], [5, 6]]
     inputs = maker.make(plans.plan(chunks={"a": 6}))
-    assert inputs.groups[0].slot_mapping.tolist() == [28, 29, 30, 31, 12, 13]
-    assert inputs.groups[1].slot_mapping.tolist() == [20, 21, 22, 23, 24, 25]
+    assert inputs.groups[0].kv_slots.tolist() == [28, 29, 30, 31, 12, 13]
+    assert inputs.groups[1].kv_slots.tolist() == [20, 21, 22, 23, 24, 25]
     assert inputs.groups[0].step.block_table.tolist() == [[7, 3]]

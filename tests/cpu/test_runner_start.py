@@ -18,13 +18,12 @@ from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, 
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.worker import local
-from tokenspeed_core.worker import transfer as link
+from tokenspeed_core.worker import local, transfer
 from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
 from tokenspeed_core.worker.graphs import StepGraphs
 from tokenspeed_core.worker.local import LocalRunner, build, plan_only
 from tokenspeed_core.worker.staged import BucketSize
-from tokenspeed_core.worker.warmup import kinds, largest
+from tokenspeed_core.worker.warmup import largest_step, warmup_steps
 
 Make = Callable[..., Resolved]
 
@@ -40,7 +39,7 @@ def bounded(max_num_seqs: int, chunk_size: int) -> SchedulerLimits:
 def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) -> None:
     limits = runner.resolved.limits
     before = runner._state.words.clone()
-    for trial in (largest(limits, 1), *kinds(limits, 1)):
+    for trial in (largest_step(limits, 1), *warmup_steps(limits, 1)):
         runner.forward(trial.plan)
         runner.sample(trial.plan.step_id, trial.late)
         runner.collect(trial.plan.step_id)
@@ -49,12 +48,12 @@ def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) 
 
 
 def test_the_largest_trial_has_all_tokens_and_all_rows() -> None:
-    plan = largest(bounded(max_num_seqs=8, chunk_size=2000), 1).plan
+    plan = largest_step(bounded(max_num_seqs=8, chunk_size=2000), 1).plan
     assert plan.num_tokens == 2000
     assert plan.num_rows == 8
     assert plan.num_query_tokens.max() == 300
     assert (
-        largest(bounded(max_num_seqs=64, chunk_size=16), 1).plan.num_query_tokens.tolist()
+        largest_step(bounded(max_num_seqs=64, chunk_size=16), 1).plan.num_query_tokens.tolist()
         == [1] * 64
     )
 
@@ -76,7 +75,7 @@ def test_the_ids_of_the_largest_captured_step_fit_into_the_buffers_that_bring_th
     assert isinstance(most, int)
     rows = max(size.num_rows for size in bucket_sizes(decode_sizes(most, most, None), most, most))
     assert rows > most
-    assert rows * np.dtype(np.int32).itemsize <= link._SMALLEST
+    assert rows * np.dtype(np.int32).itemsize <= transfer._SMALLEST
 
 
 def test_a_plan_without_weights_decides_the_same_kernels(
@@ -221,11 +220,13 @@ def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
     graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
     graphs._decode_sizes = [1, 256]
     sizes = [
-        size for size in bucket_sizes((1, 256), 8192, 300) if size.num_chunks and not size.is_plain
+        size
+        for size in bucket_sizes((1, 256), 8192, 300)
+        if size.num_chunks and not size.no_shared_prefix
     ]
     graphs._mixed_sizes = sorted(sizes, key=lambda size: (size.num_tokens, size.num_decodes))
     plan = replace(
-        largest(bounded(max_num_seqs=300, chunk_size=8192), 1).plan,
+        largest_step(bounded(max_num_seqs=300, chunk_size=8192), 1).plan,
         token_ids=np.zeros(tokens, np.int32),
         slots=np.zeros(decodes + chunks, np.int32),
         num_decodes=decodes,
@@ -233,9 +234,9 @@ def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
     assert graphs._size(plan) == expected
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("no_shared_prefix", [False, True])
 def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(
-    is_plain: bool,
+    no_shared_prefix: bool,
 ) -> None:
     graphs = StepGraphs.__new__(StepGraphs)
     graphs._max_model_len = 10_000
@@ -248,14 +249,17 @@ def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(
         {"query_start": torch.zeros(17, dtype=torch.int32)},
     )
     for num_chunks in (0, 16):
-        size = BucketSize(64, num_chunks, 32 if num_chunks else 0, is_plain)
+        size = BucketSize(64, num_chunks, 32 if num_chunks else 0, no_shared_prefix)
         inputs = graphs._group_inputs(size, starts, table, torch.zeros(96, dtype=torch.int64))
         decodes = inputs.decodes or inputs.step
-        assert (decodes.shares_prefix, decodes.is_beside) == (not is_plain, num_chunks > 0)
-        assert (decodes.num_rows, decodes.max_seq_len) == (64, 4096 if is_plain else 10_000)
+        assert (decodes.shares_prefix, decodes.overlaps_prefill) == (
+            not no_shared_prefix,
+            num_chunks > 0,
+        )
+        assert (decodes.num_rows, decodes.max_seq_len) == (64, 4096 if no_shared_prefix else 10_000)
         if inputs.prefills is not None:
             prompts = inputs.prefills
-            assert (prompts.shares_prefix, prompts.is_beside, prompts.max_seq_len) == (
+            assert (prompts.shares_prefix, prompts.overlaps_prefill, prompts.max_seq_len) == (
                 True,
                 False,
                 10_000,
@@ -270,7 +274,7 @@ def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(
 
 def test_many_decodes_have_a_plain_bucket_besides() -> None:
     sizes = bucket_sizes((1, 8, 16, 64, 256), 8192, 256)
-    plain = {(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.is_plain}
+    plain = {(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.no_shared_prefix}
     tokens = (32, 64, 128, 192, 256, 320, 384, 448, 512)
     assert plain == {
         (16, 0),
@@ -279,9 +283,9 @@ def test_many_decodes_have_a_plain_bucket_besides() -> None:
         *((decodes, count) for decodes in (64, 256) for count in tokens),
     }
     assert len(set(sizes)) == len(sizes)
-    assert {replace(size, is_plain=True) for size in sizes if not size.is_plain} > set(
-        sizes[-len(plain) :]
-    )
+    assert {
+        replace(size, no_shared_prefix=True) for size in sizes if not size.no_shared_prefix
+    } > set(sizes[-len(plain) :])
 
 
 def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows() -> None:

@@ -23,7 +23,7 @@ class TableKeeper:
     """A runner that keeps the whole block table of each slot, and compares."""
 
     def __init__(self, block_size: int) -> None:
-        self.traits = SlotFlags(NUM_SEQS, 1, block_size)
+        self.flags = SlotFlags(NUM_SEQS, 1, block_size)
         self.said: list[bool] = []
         self._num_leading = -(-SHARED_PREFIX // block_size)
         self._tables: list[dict[int, int]] = [{} for _ in range(NUM_SEQS)]
@@ -31,10 +31,10 @@ class TableKeeper:
 
     def forward(self, plan: StepPlan) -> None:
         if plan.slot_inits is not None:
-            self.traits.update(plan.slot_inits)
+            self.flags.update(plan.slot_inits)
             for slot in plan.slot_inits.slots:
                 self._tables[slot] = {}
-        self.traits.note_blocks(plan.block_deltas)
+        self.flags.note_blocks(plan.block_deltas)
         (delta,) = plan.block_deltas
         for slot, index, block in zip(delta.slots, delta.indices, delta.blocks, strict=True):
             self._tables[slot][int(index)] = int(block)
@@ -44,7 +44,7 @@ class TableKeeper:
                 [self._tables[slot].get(i) for i in range(self._num_leading)] for slot in decodes
             ]
             shares = all(head == heads[0] for head in heads) and None not in heads[0]
-            said = self.traits.are_plain(plan)
+            said = self.flags.no_shared_prefix(plan)
             assert said == (
                 not shares and max(plan.num_computed_tokens[: plan.num_decodes]) < SHORT
             )

@@ -190,13 +190,13 @@ def test_decodes_that_share_a_prefix_and_those_that_do_not_get_the_tokens_of_eag
     graphs: LocalRunner, eager: LocalRunner, num_shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[bool] = []
-    are_plain = graphs._traits.are_plain
+    no_shared_prefix = graphs._flags.no_shared_prefix
 
     def note(plan: StepPlan) -> bool:
-        said.append(are_plain(plan))
+        said.append(no_shared_prefix(plan))
         return said[-1]
 
-    monkeypatch.setattr(graphs._traits, "are_plain", note)
+    monkeypatch.setattr(graphs._flags, "no_shared_prefix", note)
     outputs = []
     for runner in (graphs, eager):
         maker = PlanMaker(runner.block_size)

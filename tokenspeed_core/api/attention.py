@@ -67,7 +67,7 @@ class AttentionStep:
     shares_prefix: bool = (
         True  # False: not all rows lead with the same 256 tokens, so none need be looked for
     )
-    is_beside: bool = False  # decodes of a mixed step, beside whose prompts they may run
+    overlaps_prefill: bool = False  # decodes of a mixed step, beside whose prompts they may run
 
 
 class AttentionKernel(Protocol):

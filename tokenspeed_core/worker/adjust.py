@@ -11,7 +11,7 @@ import torch
 from tokenspeed_core.api.sampling import MAX_LOGIT_BIAS
 from tokenspeed_core.api.step import I32, SlotInits
 from tokenspeed_core.worker.slots import SlotState, ragged
-from tokenspeed_core.worker.transfer import Link
+from tokenspeed_core.worker.transfer import HostDeviceTransfer
 
 _IN_PROMPT = 1 << 30
 
@@ -33,7 +33,7 @@ class TokenCounts:
         self._device = device
         self._counts: torch.Tensor | None = None
 
-    def begin(self, inits: SlotInits, which: I32, link: Link) -> None:
+    def begin(self, inits: SlotInits, which: I32, transfer: HostDeviceTransfer) -> None:
         """Take the known tokens of the new sequences `which` (indices into the columns)."""
         counts = self._table()
         for index in which.tolist():
@@ -41,7 +41,7 @@ class TokenCounts:
             num_prompt = int(inits.history_num_prompt[index])
             row = counts[int(inits.slots[index])]
             row.zero_()
-            (ids,) = link.send((history,))
+            (ids,) = transfer.send((history,))
             row.index_fill_(0, ids[:num_prompt], _IN_PROMPT)
             output = ids[num_prompt:]
             row.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
@@ -83,7 +83,7 @@ class Biases:
         self._ids = torch.zeros(num_slots, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self._values = torch.zeros(num_slots, MAX_LOGIT_BIAS, dtype=torch.float32, device=device)
 
-    def begin(self, inits: SlotInits, which: I32, link: Link) -> None:
+    def begin(self, inits: SlotInits, which: I32, transfer: HostDeviceTransfer) -> None:
         """Take the biases of the new sequences `which` (indices into the columns)."""
         ids = np.zeros((len(which), MAX_LOGIT_BIAS), np.int64)
         values = np.zeros((len(which), MAX_LOGIT_BIAS), np.float32)
@@ -91,7 +91,7 @@ class Biases:
             part = ragged(inits.bias_starts, index)
             ids[row, : part.stop - part.start] = inits.bias_ids[part]
             values[row, : part.stop - part.start] = inits.bias_values[part]
-        slots, device_ids, device_values = link.send(
+        slots, device_ids, device_values = transfer.send(
             (inits.slots[which].astype(np.int64), ids, values)
         )
         self._ids.index_copy_(0, slots, device_ids)

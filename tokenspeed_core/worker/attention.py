@@ -27,7 +27,7 @@ class AttentionGroup:
         """Start without layers."""
         self.kernels: dict[tuple[KernelSpec, AttentionProblem], AttentionKernel] = {}
         self.is_split = False  # whether mixed steps have two parts: where phases' backends differ, and on a device
-        self.slot_mapping: Tensor = torch.empty(0, dtype=torch.int64)
+        self.kv_slots: Tensor = torch.empty(0, dtype=torch.int64)
         self.batches: list[Batch] = []
         self.side: torch.cuda.Stream | None = (
             None  # where the second of two batches runs, beside the first
@@ -35,7 +35,7 @@ class AttentionGroup:
 
     def begin(self, inputs: GroupInputs) -> None:
         """Take a step: tell each kernel in use, and note which query tokens it serves."""
-        self.slot_mapping = inputs.slot_mapping
+        self.kv_slots = inputs.kv_slots
         if inputs.decodes is not None and inputs.prefills is not None:
             num = inputs.decodes.num_tokens
             self.batches = [
@@ -70,13 +70,15 @@ class AttentionLayer:
     kv_scale: float = 1.0
     choices: dict[str, Choice] = field(default_factory=dict)  # by phase
     kernels: dict[str, AttentionKernel] = field(default_factory=dict)  # by phase
-    place: Callable[..., None] = field(init=False)  # (q, k, v, k_cache, v_cache, slots, *rotation)
+    write_kv: Callable[..., None] = field(
+        init=False
+    )  # (q, k, v, k_cache, v_cache, slots, *rotation)
     k_cache: Tensor = field(init=False)
     v_cache: Tensor = field(init=False)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rotation: Any) -> Tensor:
         """Rotate q and k, write k, v [T, K, D] into the cache, then attend; q and the result are [T, H, D]."""
-        self.place(q, k, v, self.k_cache, self.v_cache, self.group.slot_mapping, *rotation)
+        self.write_kv(q, k, v, self.k_cache, self.v_cache, self.group.kv_slots, *rotation)
         out = q.new_empty(q.shape)
         first, *others = self.group.batches
         side = self.group.side if others else None
@@ -99,10 +101,10 @@ class AttentionLayer:
         self.kernels[phase].forward(q, self.k_cache, self.v_cache, out)
 
 
-def placing(
+def make_write_kv(
     rotate: Callable[..., None] | None, write: Callable[..., None], scale: float
 ) -> Callable[..., None]:
-    """Return what `AttentionLayer.place` is where no kernel does it at once. q is rotated and scaled in place."""
+    """Return what `AttentionLayer.write_kv` is where no kernel does it at once. q is rotated and scaled in place."""
 
     def place(
         q: Tensor,

@@ -78,7 +78,7 @@ def bucket_sizes(
     ]
     sizes = (*(BucketSize(each, 0, 0) for each in decodes), *mixed)
     return sizes + tuple(
-        replace(size, is_plain=True)
+        replace(size, no_shared_prefix=True)
         for size in sizes
         if size.num_chunk_tokens <= _FEW_TOKENS
         and size.num_decodes >= (_MANY_DECODES if size.num_chunks else _PLAIN_DECODES)

@@ -18,7 +18,7 @@ from tokenspeed_core.kernels.error_attribution import describe_kernel
 from tokenspeed_core.kernels.plan import KernelPlan, NothingFitsError, PlannedOp
 from tokenspeed_core.kernels.select import Choice, Selector
 from tokenspeed_core.resolved import Resolved
-from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, placing
+from tokenspeed_core.worker.attention import AttentionGroup, AttentionLayer, make_write_kv
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -194,7 +194,7 @@ class ModelBuild:
             for phase in PHASES:
                 problem = self.problem(layer, block_size, phase)
                 layer.choices[phase] = self.selector.select_attention(problem, layer=layer.layer)
-            layer.place = self._placing(layer, asdict(problem))
+            layer.write_kv = self._placing(layer, asdict(problem))
 
     def _placing(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
         """Return what rotates and writes the cache: one kernel where one fits and no scale stands between."""
@@ -213,7 +213,7 @@ class ModelBuild:
         *before, write = (self._load(choice) for choice in choices)
         if len(choices) < len(ops):
             return write
-        return placing(before[0] if before else None, write, layer.kv_scale)
+        return make_write_kv(before[0] if before else None, write, layer.kv_scale)
 
     def bind_attention(self, limits: AttentionLimits) -> None:
         """Build the chosen backends, one per cache group and distinct problem of a kernel."""

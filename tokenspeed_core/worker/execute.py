@@ -27,7 +27,7 @@ from tokenspeed_core.worker.slots import (
     most_blocks,
 )
 from tokenspeed_core.worker.staged import BucketSize
-from tokenspeed_core.worker.transfer import CudaLink, Fetch, HostLink, Link
+from tokenspeed_core.worker.transfer import CudaTransfer, Fetch, HostDeviceTransfer, HostTransfer
 
 
 @dataclass(slots=True, eq=False)
@@ -69,9 +69,11 @@ class LocalRunner:
         self.num_blocks = 0
         self._model = assembly.model
         self._groups = tuple(assembly.build.groups.values())
-        self._link: Link = HostLink() if self._stream is None else CudaLink(self._stream)
+        self._transfer: HostDeviceTransfer = (
+            HostTransfer() if self._stream is None else CudaTransfer(self._stream)
+        )
         limits = self.resolved.limits
-        self._traits = SlotFlags(limits.max_num_seqs + 1, len(self._groups), self.block_size)
+        self._flags = SlotFlags(limits.max_num_seqs + 1, len(self._groups), self.block_size)
         layout = SlotLayout(
             limits.max_num_seqs + 1,
             most_blocks(limits.max_model_len, self.block_size),
@@ -82,7 +84,7 @@ class LocalRunner:
         self._inputs = (
             HostInputMaker(self._state, self.block_size, split)
             if self._stream is None
-            else DeviceInputMaker(self._state, assembly.kernels, split, self._link)
+            else DeviceInputMaker(self._state, assembly.kernels, split, self._transfer)
         )
         self._sampler = self._new_sampler()
         self._graphs: StepGraphs | None = None
@@ -111,11 +113,11 @@ class LocalRunner:
             self._use_stream()
             graphs = StepGraphs(
                 self._state,
-                self._traits,
+                self._flags,
                 self._groups,
                 self._model,
                 self._assembly.kernels,
-                self._link,
+                self._transfer,
                 sizes=sizes,
                 block_size=self.block_size,
                 max_model_len=self.resolved.limits.max_model_len,
@@ -131,7 +133,7 @@ class LocalRunner:
         with torch.inference_mode():
             self._use_stream()
             self._state.reset(padding_block=self.num_blocks)
-        self._traits.reset()
+        self._flags.reset()
         self._sampler = self._new_sampler()
 
     def forward(self, plan: StepPlan) -> None:
@@ -154,7 +156,7 @@ class LocalRunner:
             with torch.inference_mode():
                 self._use_stream()
                 if step.rows is None:
-                    step.fetch = self._link.fetch_ids(
+                    step.fetch = self._transfer.fetch_ids(
                         self._nothing
                     )  # so that `collect` waits for the forward
                 else:
@@ -205,7 +207,7 @@ class LocalRunner:
 
     def _new_sampler(self) -> Sampler:
         vocab_size, kernels = self.resolved.limits.vocab_size, self._assembly.kernels
-        return Sampler(self._state, self._traits, vocab_size, kernels, self._link)
+        return Sampler(self._state, self._flags, vocab_size, kernels, self._transfer)
 
     def _use_stream(self) -> None:
         """Make the runner's stream this thread's current one (cheaper than a context, and harms nobody)."""
@@ -216,7 +218,7 @@ class LocalRunner:
         if plan.slot_inits is not None:
             self._sampler.begin(plan.slot_inits)
         if self._graphs is not None:  # who alone asks what slots share
-            self._traits.note_blocks(plan.block_deltas)
+            self._flags.note_blocks(plan.block_deltas)
         self._copy_blocks(plan)
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
@@ -239,23 +241,25 @@ class LocalRunner:
     def _copy_blocks(self, plan: StepPlan) -> None:
         for copy in plan.block_copies:
             if len(copy.src):
-                src, dst = self._link.send((copy.src.astype(np.int64), copy.dst.astype(np.int64)))
+                src, dst = self._transfer.send(
+                    (copy.src.astype(np.int64), copy.dst.astype(np.int64))
+                )
                 self._arena.index_copy_(0, dst, self._arena[src])
 
     def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> None:
         graph = step.graph
         if graph is not None:
-            asked = self._traits.asked(rows.slots)
+            asked = self._flags.asked(rows.slots)
             if late is None and not asked & SPECIAL:
                 if asked & DRAWS:
                     graph.draw()
-                step.fetch, step.at = self._link.fetch_ids(graph.ids), graph.at
+                step.fetch, step.at = self._transfer.fetch_ids(graph.ids), graph.at
                 return
             logits = graph.logits()
             if graph.at is None:
                 step.logits = logits[: len(rows.plan_rows)]
             else:
-                (at,) = self._link.send((graph.at,))
+                (at,) = self._transfer.send((graph.at,))
                 step.logits = logits[at]
                 rows = SamplingRows(
                     rows.plan_rows, rows.slots, rows.device_slots[at], rows.new_positions[at]
@@ -265,9 +269,9 @@ class LocalRunner:
         step.logits = None
         step.logprobs = sampled.logprobs
         if sampled.logprobs is None:
-            step.fetch = self._link.fetch_ids(sampled.ids)
+            step.fetch = self._transfer.fetch_ids(sampled.ids)
         else:
-            step.fetch = self._link.fetch((sampled.ids, *sampled.logprobs.tensors()))
+            step.fetch = self._transfer.fetch((sampled.ids, *sampled.logprobs.tensors()))
 
 
 def _empty_arena(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ from tokenspeed_core.worker.inputs import GroupInputs
 from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows, draw
 from tokenspeed_core.worker.slots import SHORT, SlotFlags, SlotState
 from tokenspeed_core.worker.staged import BucketSize, StagedLayout
-from tokenspeed_core.worker.transfer import Link, PinnedRing
+from tokenspeed_core.worker.transfer import HostDeviceTransfer, PinnedRing
 
 _WORDS_OF_CHUNK = (
     16  # its length, its sampling parameters, and a few blocks more than its tokens fill
@@ -83,23 +83,23 @@ class StepGraphs:
     def __init__(
         self,
         state: SlotState,
-        traits: SlotFlags,
+        flags: SlotFlags,
         groups: Sequence[AttentionGroup],
         model: Model,
         kernels: RunnerKernels,
-        link: Link,
+        transfer: HostDeviceTransfer,
         *,
         sizes: Sequence[BucketSize],
         block_size: int,
         max_model_len: int,
     ) -> None:
         """Allocate the buffers that all buckets share."""
-        self._state, self._traits, self._groups, self._model, self._link = (
+        self._state, self._flags, self._groups, self._model, self._transfer = (
             state,
-            traits,
+            flags,
             groups,
             model,
-            link,
+            transfer,
         )
         self._kernels = kernels
         self._block_size, self._max_model_len = block_size, max_model_len
@@ -107,7 +107,7 @@ class StepGraphs:
         self._needs_prepare = not all(
             getattr(kernel, "prepares_on_host", False) for kernel in attention
         )
-        usual = [size for size in sizes if not size.is_plain]
+        usual = [size for size in sizes if not size.no_shared_prefix]
         self._decode_sizes = sorted(size.num_decodes for size in usual if not size.num_chunks)
         self._mixed_sizes = sorted(
             (size for size in usual if size.num_chunks),
@@ -147,7 +147,9 @@ class StepGraphs:
             self._buckets[size] = self._capture(size, pool)
         for size, bucket in self._buckets.items():
             bucket.plain = (
-                None if size.is_plain else self._buckets.get(replace(size, is_plain=True))
+                None
+                if size.no_shared_prefix
+                else self._buckets.get(replace(size, no_shared_prefix=True))
             )
         progress(len(ordered), len(ordered))
 
@@ -161,7 +163,7 @@ class StepGraphs:
         if size is None:
             return None
         bucket = self._buckets[size]
-        if bucket.plain is not None and self._traits.are_plain(plan):
+        if bucket.plain is not None and self._flags.no_shared_prefix(plan):
             bucket = bucket.plain
         self._upload(bucket, plan)
         bucket.graphs[0].replay()
@@ -223,7 +225,7 @@ class StepGraphs:
         layout, state = bucket.layout, self._state
         words, values = state.layout.writes(plan)
         if len(words) > layout.num_words:
-            device_words, device_values = self._link.send((words, values))
+            device_words, device_values = self._transfer.send((words, values))
             state.words.index_copy_(0, device_words, device_values)
             words, values = words[:0], values[:0]
         uploaded = None if layout.size.num_chunks else (layout.size, plan.slots.tobytes())
@@ -309,8 +311,8 @@ class StepGraphs:
         decodes = part(
             0, size.num_decodes, size.num_decodes, 1, self._decode_start[: size.num_decodes + 1]
         )
-        decodes = replace(decodes, is_beside=size.num_chunks > 0)
-        if size.is_plain:
+        decodes = replace(decodes, overlaps_prefill=size.num_chunks > 0)
+        if size.no_shared_prefix:
             decodes = replace(
                 decodes, shares_prefix=False, max_seq_len=min(SHORT, self._max_model_len)
             )

@@ -16,18 +16,18 @@ from tokenspeed_core.api.attention import AttentionStep
 from tokenspeed_core.api.step import I32, I64, StepPlan
 from tokenspeed_core.worker.sampler import RunnerKernels, SamplingRows
 from tokenspeed_core.worker.slots import SlotState
-from tokenspeed_core.worker.transfer import Link
+from tokenspeed_core.worker.transfer import HostDeviceTransfer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupInputs:
     """What the attention of one cache group needs: where to write, and the step for the kernels.
 
-    `slot_mapping` int64 [T]: block * block_size + offset. `decodes` and `prefills` are the two parts of a
+    `kv_slots` int64 [T]: block * block_size + offset. `decodes` and `prefills` are the two parts of a
     mixed step, for groups that are served in two; None where there is one part only.
     """
 
-    slot_mapping: torch.Tensor
+    kv_slots: torch.Tensor
     step: AttentionStep
     num_decodes: int
     decodes: AttentionStep | None
@@ -186,7 +186,11 @@ class DeviceInputMaker:
     """Makes inputs where the state is the device's: one copy there, then two small kernels."""
 
     def __init__(
-        self, state: SlotState, kernels: RunnerKernels, split: tuple[bool, ...], link: Link
+        self,
+        state: SlotState,
+        kernels: RunnerKernels,
+        split: tuple[bool, ...],
+        transfer: HostDeviceTransfer,
     ) -> None:
         """`split` says of each cache group whether mixed steps are needed in two parts."""
         assert kernels.advance is not None and kernels.map is not None, (
@@ -194,7 +198,7 @@ class DeviceInputMaker:
         )
         self._state, self._advance, self._map = state, kernels.advance, kernels.map
         self._split = split
-        self._link = link
+        self._transfer = transfer
 
     def make(self, plan: StepPlan) -> StepInputs:
         """Apply a plan's deltas, move lengths on, and return the inputs. The plan has at least one row."""
@@ -203,7 +207,7 @@ class DeviceInputMaker:
         token_rows, offsets = shape.token_rows()
         slots, middle = plan.slots.astype(np.int64), plan.num_decodes
         sampling = plan.slots[shape.rows]
-        sent = self._link.send(
+        sent = self._transfer.send(
             (
                 words,
                 values,

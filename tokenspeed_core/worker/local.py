@@ -25,7 +25,7 @@ from tokenspeed_core.worker.execute import LocalRunner
 from tokenspeed_core.worker.memory import GIB, DeviceBudget, blocks_of_device, blocks_of_host
 from tokenspeed_core.worker.platform import resolve_device
 from tokenspeed_core.worker.staged import BucketSize
-from tokenspeed_core.worker.warmup import Trial, kinds, largest
+from tokenspeed_core.worker.warmup import WarmupStep, largest_step, warmup_steps
 
 __all__ = ["LocalRunner", "build", "plan_only"]
 
@@ -113,13 +113,13 @@ def _log_kernel_notices(plan: KernelPlan, device: torch.device) -> None:
 
 
 @contextmanager
-def _room_for(what: str, mend: str) -> Iterator[None]:
-    """Raise CapacityError, with what was asked for, what is free and the mend, where memory is too small."""
+def _room_for(what: str, hint: str) -> Iterator[None]:
+    """Raise CapacityError, with what was asked for, what is free and the hint, where memory is too small."""
     try:
         yield
     except (torch.OutOfMemoryError, OutOfMemory) as error:
         raise CapacityError(
-            f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {mend}"
+            f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {hint}"
         ) from error
 
 
@@ -154,7 +154,7 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
         "the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"
     ):
         runner = LocalRunner(assembly, num_blocks=1)
-        budget = _measure(runner, assembly, device, largest(limits, num_groups), sizes)
+        budget = _measure(runner, assembly, device, largest_step(limits, num_groups), sizes)
     blocks = _wanted_blocks(assembly) or blocks_of_device(assembly.pool, budget)
     what = f"a KV cache of {blocks * runner.block_bytes / GIB:.2f} GiB"
     with _room_for(what, "lower --max-total-tokens or --kv-cache-memory, or leave them out"):
@@ -162,7 +162,7 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
     with _room_for(
         "what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"
     ):
-        trials = tuple(kinds(limits, num_groups))
+        trials = tuple(warmup_steps(limits, num_groups))
         for done, trial in enumerate(trials):
             progress("warm-up", done, len(trials))
             _run(runner, trial)
@@ -178,7 +178,7 @@ def _measure(
     runner: LocalRunner,
     assembly: Assembly,
     device: torch.device,
-    trial: Trial,
+    trial: WarmupStep,
     sizes: Sequence[BucketSize],
 ) -> DeviceBudget:
     """Run the largest step and see what it took. Graphs of `sizes` take at most as much again, of their own."""
@@ -202,7 +202,7 @@ def _measure(
     )
 
 
-def _run(runner: LocalRunner, trial: Trial) -> None:
+def _run(runner: LocalRunner, trial: WarmupStep) -> None:
     runner.forward(trial.plan)
     runner.sample(trial.plan.step_id, trial.late)
     runner.collect(trial.plan.step_id)

@@ -92,12 +92,12 @@ def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
         return blocks
     missing = (limits.num_least + 1) * limits.block_bytes - budget.left
     tokens = max(0, blocks) // max(1, limits.num_groups) * limits.block_size
-    mends = []
+    hints = []
     if tokens:
-        mends.append(f"--max-model-len {tokens}")
+        hints.append(f"--max-model-len {tokens}")
     if budget.utilization < 0.95:
-        mends.append(f"--gpu-memory-utilization above {budget.utilization:g}")
-    mends.append(
+        hints.append(f"--gpu-memory-utilization above {budget.utilization:g}")
+    hints.append(
         "fewer --max-num-seqs or a smaller --chunked-prefill-size (they set the step's memory)"
     )
     raise CapacityError(
@@ -105,7 +105,7 @@ def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
         f"{budget.total / GIB:.1f} GiB × {budget.utilization:g}, weights take {budget.weights / GIB:.2f}, a step "
         f"{budget.peak / GIB:.2f}, graphs and tables {budget.reserve / GIB:.2f}, other programs "
         f"{budget.others / GIB:.2f}, which leaves {max(0, budget.left) / GIB:.2f}; try "
-        + ", or ".join(mends)
+        + ", or ".join(hints)
     )
 
 

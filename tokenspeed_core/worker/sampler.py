@@ -12,7 +12,7 @@ import torch
 from tokenspeed_core.api.step import I32, LateInputs, SlotInits, StepLogprobs
 from tokenspeed_core.worker.adjust import Biases, TokenCounts, mask
 from tokenspeed_core.worker.slots import DRAWS, SPECIAL, SlotFlags, SlotState
-from tokenspeed_core.worker.transfer import Link
+from tokenspeed_core.worker.transfer import HostDeviceTransfer
 
 Kernel = Callable[..., Any]
 
@@ -85,28 +85,28 @@ class Sampler:
     def __init__(
         self,
         state: SlotState,
-        traits: SlotFlags,
+        flags: SlotFlags,
         vocab_size: int,
         kernels: RunnerKernels,
-        link: Link,
+        transfer: HostDeviceTransfer,
     ) -> None:
         """Bind the kernels."""
         self._state = state
-        self._traits = traits
+        self._flags = flags
         self._kernels = kernels
-        self._link = link
+        self._transfer = transfer
         self._counts = TokenCounts(state.layout.num_slots, vocab_size, state.words.device)
         self._biases = Biases(state.layout.num_slots, state.words.device)
 
     def begin(self, inits: SlotInits) -> None:
         """Take the sampling parameters that stand outside the slots' columns."""
-        self._traits.update(inits)
-        penalised = np.flatnonzero(self._traits.penalised[inits.slots]).astype(np.int32)
-        biased = np.flatnonzero(self._traits.biased[inits.slots]).astype(np.int32)
+        self._flags.update(inits)
+        penalised = np.flatnonzero(self._flags.penalised[inits.slots]).astype(np.int32)
+        biased = np.flatnonzero(self._flags.biased[inits.slots]).astype(np.int32)
         if len(penalised):
-            self._counts.begin(inits, penalised, self._link)
+            self._counts.begin(inits, penalised, self._transfer)
         if len(biased):
-            self._biases.begin(inits, biased, self._link)
+            self._biases.begin(inits, biased, self._transfer)
 
     def __call__(
         self, logits: torch.Tensor, rows: SamplingRows, late: LateInputs | None
@@ -115,15 +115,15 @@ class Sampler:
 
         May write into `logits`.
         """
-        traits = self._traits
-        asked = traits.asked(rows.slots)
+        flags = self._flags
+        asked = flags.asked(rows.slots)
         if late is None and not asked & SPECIAL:
             return Sampled(self._choose(logits, rows, asked), None)
-        wanted = traits.num_logprobs[rows.slots]
+        wanted = flags.num_logprobs[rows.slots]
         asking = np.flatnonzero(wanted >= 0)
-        penalised = np.flatnonzero(traits.penalised[rows.slots])
-        biased = np.flatnonzero(traits.biased[rows.slots])
-        asking_rows, penalised_rows, biased_rows = self._link.send((asking, penalised, biased))
+        penalised = np.flatnonzero(flags.penalised[rows.slots])
+        biased = np.flatnonzero(flags.biased[rows.slots])
+        asking_rows, penalised_rows, biased_rows = self._transfer.send((asking, penalised, biased))
         raw = torch.log_softmax(logits[asking_rows].float(), dim=-1) if len(asking) else None
         if late is not None or len(penalised) or len(biased):
             logits = logits.float()
@@ -163,7 +163,7 @@ class Sampler:
             raise ValueError("masks for draft positions need a drafter, and none is loaded")
         place = np.searchsorted(rows.plan_rows, late.rows)
         words = late.mask.reshape(len(late.rows), -1)
-        mask(logits, *self._link.send((place.astype(np.int64), words)))
+        mask(logits, *self._transfer.send((place.astype(np.int64), words)))
 
 
 def draw(

@@ -164,7 +164,7 @@ class SlotFlags:
         self.num_logprobs[:] = -1
 
     def update(self, inits: SlotInits) -> None:
-        """Take the traits of the sequences that get a slot."""
+        """Take the flags of the sequences that get a slot."""
         slots = inits.slots
         self.penalised[slots] = (
             (inits.presence_penalty != 0)
@@ -185,7 +185,7 @@ class SlotFlags:
             at = delta.indices == self._last
             ends[delta.slots[at]] = delta.blocks[at]
 
-    def are_plain(self, plan: StepPlan) -> bool:
+    def no_shared_prefix(self, plan: StepPlan) -> bool:
         """Say whether a step's decodes are short and not all lead with the same `SHARED_PREFIX`; False without any."""
         num = plan.num_decodes
         ends = self._prefix_ends[:, plan.slots[:num]]

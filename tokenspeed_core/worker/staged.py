@@ -18,13 +18,13 @@ from tokenspeed_core.api.step import I32, I64, StepPlan
 class BucketSize:
     """The most that a captured step holds: decode rows, chunk rows, and tokens of all chunks.
 
-    Where it `is_plain`, its decodes are short and share no prefix, and attention is spared what others need.
+    Where it `no_shared_prefix`, its decodes are short and share no prefix, and attention is spared what others need.
     """
 
     num_decodes: int
     num_chunks: int
     num_chunk_tokens: int
-    is_plain: bool = False
+    no_shared_prefix: bool = False
 
     @property
     def num_rows(self) -> int:

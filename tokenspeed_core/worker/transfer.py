@@ -27,8 +27,8 @@ Fetch = Callable[[], list[np.ndarray[Any, Any]]]
 """Tensors on their way to the host: waits for them, and returns the arrays, the caller's to keep."""
 
 
-class HostLink:
-    """The link to the CPU, where both sides are the same memory."""
+class HostTransfer:
+    """The transfer to the CPU, where both sides are the same memory."""
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Return tensors that share the arrays' memory (read-only ones, such as the wire's, are copied)."""
@@ -87,8 +87,8 @@ class PinnedRing:
         return index
 
 
-class CudaLink:
-    """The link to a CUDA device, over a stream, which must be the current one at every call."""
+class CudaTransfer:
+    """The transfer to a CUDA device, over a stream, which must be the current one at every call."""
 
     def __init__(self, stream: torch.cuda.Stream, num_bytes: int = _SMALLEST) -> None:
         """Allocate pinned buffers for uploads of `num_bytes`; larger ones make them grow."""
@@ -133,7 +133,7 @@ class CudaLink:
         return partial(_wait, event, parts)
 
 
-Link = HostLink | CudaLink
+HostDeviceTransfer = HostTransfer | CudaTransfer
 """The way to one device and back."""
 
 

@@ -1,4 +1,4 @@
-"""Steps that no request asked for: the largest one, to measure its memory, and all kinds, to compile kernels.
+"""Steps that no request asked for: the largest one, to measure its memory, and one of each kind, to compile kernels.
 
 Blocks of these plans are the padding block, since no plan has named any.
 """
@@ -17,43 +17,47 @@ _NONE = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class WarmupStep:
     """One step to try: its plan, and whether a mask comes late for its first row."""
 
     plan: StepPlan
     late: LateInputs | None
 
 
-def largest(limits: SchedulerLimits, num_groups: int) -> Trial:
+def largest_step(limits: SchedulerLimits, num_groups: int) -> WarmupStep:
     """Return the step that takes most memory: all rows, all tokens, and every way of sampling at once."""
     chunks = _spread(limits.max_num_tokens, limits.max_num_seqs, limits.max_model_len)
-    return Trial(
+    return WarmupStep(
         _plan(num_groups, 0, chunks, _inits(len(chunks), draws=True, special=True)),
         _late(limits.vocab_size),
     )
 
 
-def kinds(limits: SchedulerLimits, num_groups: int) -> Iterator[Trial]:
+def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupStep]:
     """Yield steps that between them call every kernel in every shape class that serving reaches."""
     powers = [1 << bit for bit in range(limits.max_num_tokens.bit_length())]
     for size in sorted(
         {1, *powers, *(power + 1 for power in powers if power < limits.max_num_tokens)}
     ):
-        yield Trial(_plan(num_groups, 0, _spread(size, 1, limits.max_model_len), _inits(1)), None)
+        yield WarmupStep(
+            _plan(num_groups, 0, _spread(size, 1, limits.max_model_len), _inits(1)), None
+        )
     for num_rows in sorted(
         {min(n, limits.max_num_seqs) for n in (1, 2, 16, 17, limits.max_num_seqs)}
     ):
         for draws, special in ((False, False), (True, False), (False, True), (True, True)):
             inits = _inits(num_rows, draws=draws, special=special)
-            yield Trial(
+            yield WarmupStep(
                 _plan(num_groups, 0, [1] * num_rows, inits),
                 _late(limits.vocab_size) if special else None,
             )
-            yield Trial(
+            yield WarmupStep(
                 _plan(num_groups, num_rows, [], None), _late(limits.vocab_size) if special else None
             )
         if num_rows > 1 and num_rows + 4 <= limits.max_num_tokens:
-            yield Trial(_plan(num_groups, num_rows - 1, [min(5, limits.max_model_len)], None), None)
+            yield WarmupStep(
+                _plan(num_groups, num_rows - 1, [min(5, limits.max_model_len)], None), None
+            )
 
 
 def _spread(num_tokens: int, num_rows: int, max_model_len: int) -> list[int]:

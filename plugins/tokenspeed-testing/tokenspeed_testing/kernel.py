@@ -108,7 +108,9 @@ class KernelConformance:
         )
         cases = [
             (
-                "it does not declare the feature window" if what.startswith("window") else f"{what} is",
+                "it does not declare the feature window"
+                if what.startswith("window")
+                else f"{what} is",
                 asked.refusals(problem, here),
             )
             for what, problem in beyond(self.spec, contract)

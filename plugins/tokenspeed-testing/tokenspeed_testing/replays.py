@@ -23,7 +23,10 @@ from tokenspeed_testing.fixtures import Rows, Scene, limits_of, make_scene
 
 MANY_ROWS, FEW_ROWS = BucketSize(11, 0, 0), BucketSize(4, 0, 0)
 MIXED, PROMPTS = BucketSize(10, 4, 48), BucketSize(0, 3, 16)
-PLAIN, PLAIN_MIXED = replace(MANY_ROWS, is_plain=True), replace(MIXED, is_plain=True)
+PLAIN, PLAIN_MIXED = (
+    replace(MANY_ROWS, no_shared_prefix=True),
+    replace(MIXED, no_shared_prefix=True),
+)
 NUM_CALLS = 2  # of layers in a step, for which the backend prepares once
 
 
@@ -224,8 +227,8 @@ class _Step:
             block_table=whole.block_table[rows],
             host_query_start=None,
             host_seq_lens=None,
-            shares_prefix=bool(first) or not self._size.is_plain,
-            is_beside=self._size.num_chunks > 0 and not first,
+            shares_prefix=bool(first) or not self._size.no_shared_prefix,
+            overlaps_prefill=self._size.num_chunks > 0 and not first,
         )
 
     def _prepare(self) -> None:

@@ -164,7 +164,7 @@ class TritonAttention:
             return self._crowd
         if is_shared or crowd < CROWD:
             return self._decode
-        return self._beside if step.is_beside else self._crowd
+        return self._beside if step.overlaps_prefill else self._crowd
 
     def _prefill_launch(self, step: AttentionStep) -> _Launch:
         tiling = self._small if step.num_tokens <= SMALL_STEP else self._prefill
@@ -261,7 +261,7 @@ def _attend_to_blanks(
     )
     some = sorted({min(num_rows, most) for num_rows in (1, 2, 4, 8, 16, 17, *edges, most)})
     steps = _num_queries(problem.phase, some, limits.max_num_tokens)
-    for counts, (shares, longest), is_beside in product(steps, bounds, (False, True)):
+    for counts, (shares, longest), overlaps_prefill in product(steps, bounds, (False, True)):
         starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)
         q = precompile.blank(problem.dtype, starts[-1], num_heads + 2 * num_kv_heads, size)[
             :, :num_heads
@@ -278,7 +278,7 @@ def _attend_to_blanks(
                 starts,
                 None,
                 shares,
-                is_beside,
+                overlaps_prefill,
             )
         )
         backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
