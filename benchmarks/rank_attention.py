@@ -27,7 +27,7 @@ DECIDES = {
     "prefill": ("prefill", "throughput", "agentic"),
     "decode": ("latency", "throughput", "agentic"),
 }
-TEMPLATE = '''"""Which backends are the fastest: measured, and written here, by benchmarks/rank_attention.py."""
+TEMPLATE = '''"""Measured rankings of backends. Written by benchmarks/rank_attention.py."""
 
 from __future__ import annotations
 

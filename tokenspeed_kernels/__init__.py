@@ -1,4 +1,4 @@
-"""Reference kernels in plain torch, and portable Triton kernels; entered through `descriptors`."""
+"""Reference kernels in plain torch and portable Triton kernels, registered through `descriptors`."""
 
 from __future__ import annotations
 

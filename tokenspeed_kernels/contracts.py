@@ -1,5 +1,4 @@
-"""The op contracts that this distribution brings: what the layers of models compute around attention,
-and what the runner asks for around a model's forward.
+"""Op contracts of this distribution: the ops of model layers besides attention, and those that update a step's state.
 
 Imports no tensor library.
 """
@@ -12,25 +11,21 @@ _INPUTS = "tokenspeed_kernels.inputs"
 _REFERENCE = "tokenspeed_kernels.reference"
 
 _ROUNDING = (
-    Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24, summed over up to 8192 terms"),
-    Tolerance(
-        "bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9 each, with room for cancellation"
-    ),
-    Tolerance(
-        "float16", 4e-3, 4e-3, "two or three roundings of 2^-12 each, with room for cancellation"
-    ),
+    Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24 in sums of up to 8192 terms"),
+    Tolerance("bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9, with room for cancellation"),
+    Tolerance("float16", 4e-3, 4e-3, "two or three roundings of 2^-12, with room for cancellation"),
 )
 _EXACT = tuple(
     Tolerance(dtype, 0.0, 0.0, "the values are copied or chosen, not computed")
     for dtype in ("float32", "bfloat16", "float16")
 )
 _ROWS = ({"size": 64}, {"size": 200}, {"size": 1024})
-_NORM = {"size": "elements normalised together, N"}
+_NORM = {"size": "row size N"}
 NORM = (
     OpContract(
         "rms_norm",
         "norm",
-        "(x [..., N], weight [N], eps: float) -> y [..., N]: normalised in float32, cast, times weight",
+        "(x [..., N], weight [N], eps: float) -> y [..., N]: RMS norm in float32, cast to the dtype, times weight",
         _NORM,
         f"{_REFERENCE}.norm:rms_norm",
         f"{_INPUTS}:rms_norm",
@@ -41,7 +36,7 @@ NORM = (
     OpContract(
         "add_rms_norm",
         "norm",
-        "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = its rms_norm",
+        "(x [T, N], residual [T, N], weight [N], eps) -> (y, residual): residual += x; y = rms_norm(residual)",
         _NORM,
         f"{_REFERENCE}.norm:add_rms_norm",
         f"{_INPUTS}:add_rms_norm",
@@ -55,11 +50,11 @@ NORM = (
 
 _HEADS = {
     "num_heads": "query heads H",
-    "num_kv_heads": "key heads K",
-    "head_size": "elements of a head, D",
+    "num_kv_heads": "KV heads K",
+    "head_size": "head size D",
     "rotary_size": "leading elements of a head that are rotated, R <= D, even",
 }
-_CACHE = {"block_size": "tokens of a block", "kv_dtype": "dtype of the cache"}
+_CACHE = {"block_size": "tokens per block", "kv_dtype": "dtype of the cache"}
 _ROPES = (
     {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "rotary_size": 64},
     {"num_heads": 5, "num_kv_heads": 1, "head_size": 48, "rotary_size": 32},
@@ -70,7 +65,7 @@ ROPE = (
         "rope",
         "rope",
         "(q [T, H, D], k [T, K, D], positions int64 [T], cos_sin float32 [P, R], interleaved: bool) -> None; "
-        "a row of cos_sin is R/2 cosines, then R/2 sines; pairs are (0, 1), (2, 3), … if interleaved, else "
+        "in place; a row of cos_sin is R/2 cosines, then R/2 sines; pairs are (0, 1), (2, 3), … if interleaved, else "
         "(0, R/2), (1, R/2 + 1), …",
         _HEADS,
         f"{_REFERENCE}.rope:rope",
@@ -84,7 +79,7 @@ ROPE = (
         "qk_norm_rope",
         "rope",
         "(q [T, H, D], k [T, K, D], q_weight [D], k_weight [D], eps, positions int64 [T], "
-        "cos_sin float32 [P, R], interleaved: bool) -> None: rms_norm of each head, then rope",
+        "cos_sin float32 [P, R], interleaved: bool) -> None: rms_norm of each head, then rope, in place",
         _HEADS,
         f"{_REFERENCE}.rope:qk_norm_rope",
         f"{_INPUTS}:qk_norm_rope",
@@ -96,20 +91,20 @@ ROPE = (
     ),
 )
 
-_PRODUCT = {"in_size": "input features I", "out_size": "output features O"}
-_PRODUCTS = ({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512})
-_BETWEEN = {
-    "in_size": "features of the heads, I",
-    "hidden_size": "features of the residual stream, H",
-    "intermediate_size": "features in the MLP, M",
-    "out_size": "features of queries, keys and values, O",
+_LINEAR = {"in_size": "input features I", "out_size": "output features O"}
+_LINEAR_CASES = ({"in_size": 96, "out_size": 50}, {"in_size": 256, "out_size": 512})
+_FUSED_BLOCK = {
+    "in_size": "attention output features I",
+    "hidden_size": "hidden size H",
+    "intermediate_size": "MLP intermediate size M",
+    "out_size": "output features of the QKV projection, O",
 }
 DENSE = (
     OpContract(
         "silu_mul",
         "activation",
-        "(x [T, 2N]) -> y [T, N]: silu of the first half times the second",
-        {"size": "elements of the result's rows, N"},
+        "(x [T, 2N]) -> y [T, N]: silu(first half) * second half",
+        {"size": "row size N of the result"},
         f"{_REFERENCE}.activation:silu_mul",
         f"{_INPUTS}:silu_mul",
         _ROUNDING,
@@ -120,46 +115,46 @@ DENSE = (
         "linear",
         "linear",
         "(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]",
-        _PRODUCT,
+        _LINEAR,
         f"{_REFERENCE}.linear:linear",
         f"{_INPUTS}:linear",
         DOTS,
         rows=("x",),
-        cases=_PRODUCTS,
+        cases=_LINEAR_CASES,
     ),
     OpContract(
         "add_rms_norm_linear",
         "linear",
         "(x [T, I], residual [T, I], norm_weight [I], eps: float, weight [O, I], bias [O] | None) -> (y [T, O], "
-        "total [T, I]): total = x + residual, in new memory; y = the linear map of its rms_norm",
-        _PRODUCT,
+        "total [T, I]): total = x + residual, a new tensor; y = linear(rms_norm(total))",
+        _LINEAR,
         f"{_REFERENCE}.fused_linear:add_rms_norm_linear",
         f"{_INPUTS}:add_rms_norm_linear",
         DOTS,
         rows=("x", "residual"),
         parts=("add_rms_norm", "linear"),
-        cases=_PRODUCTS,
+        cases=_LINEAR_CASES,
     ),
     OpContract(
         "add_rms_norm_linear_silu_mul",
         "linear",
         "(x [T, I], residual [T, I], norm_weight [I], eps: float, weight [2O, I], bias [2O] | None) -> (y [T, O], "
-        "total [T, I]): as add_rms_norm_linear, then silu_mul",
-        _PRODUCT,
+        "total [T, I]): as add_rms_norm_linear, followed by silu_mul",
+        _LINEAR,
         f"{_REFERENCE}.fused_linear:add_rms_norm_linear_silu_mul",
         f"{_INPUTS}:add_rms_norm_linear_silu_mul",
         DOTS,
         rows=("x", "residual"),
         parts=("add_rms_norm", "linear", "silu_mul"),
-        cases=_PRODUCTS,
+        cases=_LINEAR_CASES,
     ),
     OpContract(
         "fused_block",
         "linear",
         "(x [T, I], residual [T, H], out [H, I], norm_weight [H], gate_up [2M, H], down [H, M], next_norm_weight [H], "
-        "qkv [O, H], eps: float) -> (y [T, O], total [T, H]), of at most max_rows rows: linear by out, "
-        "add_rms_norm_linear_silu_mul by gate_up, linear by down, add_rms_norm_linear by qkv, without biases",
-        {**_BETWEEN, "max_rows": "most rows that it is called with"},
+        "qkv [O, H], eps: float) -> (y [T, O], total [T, H]), for T <= max_rows: linear(out), "
+        "add_rms_norm_linear_silu_mul(gate_up), linear(down), add_rms_norm_linear(qkv), without biases",
+        {**_FUSED_BLOCK, "max_rows": "largest number of rows"},
         f"{_REFERENCE}.fused_linear:fused_block",
         f"{_INPUTS}:fused_block",
         DOTS,
@@ -185,8 +180,8 @@ DENSE = (
     OpContract(
         "fused_block_in_place",
         "linear",
-        "as fused_block, but of min_rows rows at least, and residual becomes the total: it is what is returned",
-        {**_BETWEEN, "min_rows": "fewest rows that it is called with"},
+        "as fused_block, for T >= min_rows; updates residual in place and returns it as total",
+        {**_FUSED_BLOCK, "min_rows": "smallest number of rows"},
         f"{_REFERENCE}.fused_linear:fused_block_in_place",
         f"{_INPUTS}:fused_block",
         DOTS,
@@ -219,7 +214,7 @@ def _write(rotation: str, arguments: str) -> OpContract:
         name,
         "cache",
         "(q [T, H, D], k [T, K, D], v [T, K, D], k_cache [B, block_size, K, D], v_cache, slots int64 [T], "
-        f"{arguments}) -> None: {rotation} of q in place and of k into the cache, v into the cache as write_kv does",
+        f"{arguments}) -> None: {rotation} of q in place, {rotation} of k into the cache, v into the cache like write_kv",
         {**_HEADS, **_CACHE},
         f"{_REFERENCE}.rope_cache:{name}",
         f"{_INPUTS}:{name}",
@@ -240,10 +235,10 @@ STEP = (
     OpContract(
         "note_tokens",
         "sampling",
-        "(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None: ids is "
-        "chosen, what is below 0 or beyond V - 1 becoming that, and last_token[slots] too; but ids is -1 where the "
-        "logit is not finite",
-        {"vocab_size": "entries of a row of logits, V"},
+        "(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None: ids and "
+        "last_token[slots] are set to chosen, clamped to [0, V - 1]; but ids is -1 where the logit of the chosen token "
+        "is not finite",
+        {"vocab_size": "vocabulary size V"},
         f"{_REFERENCE}.sampling:note_tokens",
         f"{_INPUTS}:note_tokens",
         _EXACT,
@@ -255,10 +250,10 @@ STEP = (
         "advance_rows",
         "cache",
         "(state int32 [W], words int64 [U], values int32 [U], slots int64 [R], advance int32 [R], token_ids int64 "
-        "[D], positions int64 [D], seq_lens int32 [R], ends int64 [R], first, num_slots) -> None: state[words] = "
-        "values; then state holds num_slots last tokens from `first` on and as many lengths behind them: of the first "
-        "D slots they are the token_ids and positions; of all R, lengths grow by advance and are the seq_lens and "
-        "ends. Slots that stand twice advance by 0, words that do have equal values",
+        "[D], positions int64 [D], seq_lens int32 [R], ends int64 [R], first, num_slots) -> None: set state[words] = "
+        "values. From index `first`, state holds num_slots last tokens, then num_slots lengths. Copy the last tokens "
+        "and lengths of the first D slots to token_ids and positions. Add advance to the lengths of all R slots, and "
+        "copy them to seq_lens and ends. Repeated slots have advance 0, repeated words equal values",
         {},
         f"{_REFERENCE}.cache:advance_rows",
         f"{_INPUTS}:advance_rows",
@@ -272,7 +267,7 @@ STEP = (
         "(table int32 [N, B], slots int64 [R], token_slots int64 [T], positions int64 [T], rows int32 [R, B], mapping "
         "int64 [T]) -> None: rows = table[slots]; mapping = table[token_slots, positions // block_size] * block_size "
         "+ positions % block_size",
-        {"block_size": "tokens of a block"},
+        {"block_size": "tokens per block"},
         f"{_REFERENCE}.cache:map_tokens",
         f"{_INPUTS}:map_tokens",
         _EXACT,
@@ -281,18 +276,18 @@ STEP = (
     ),
 )
 
-_MOE = {"num_experts": "experts E", "top_k": "experts a token goes to, k"}
+_MOE = {"num_experts": "experts E", "top_k": "experts per token, k"}
 _EXPERTS = {
     **_MOE,
-    "hidden_size": "features of a token, N",
-    "intermediate_size": "features in an expert, I",
+    "hidden_size": "hidden size N",
+    "intermediate_size": "intermediate size I of an expert",
 }
 MOE = (
     OpContract(
         "moe_route",
         "moe",
         "(logits [T, E], top_k, renormalize: bool) -> (weights float32 [T, k], ids int32 [T, k]): softmax "
-        "over all experts in float32, then the k likeliest, likeliest first, the lower id first among equals",
+        "over all experts in float32, then top-k in descending order, the lower id first among equals",
         _MOE,
         f"{_REFERENCE}.moe:moe_route",
         f"{_INPUTS}:moe_route",
@@ -304,7 +299,7 @@ MOE = (
         "moe_experts",
         "moe",
         "(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights float32 [T, k], ids int32 [T, k]) "
-        "-> y [T, N]: the sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
+        "-> y [T, N]: sum over a token's experts of weight * down @ silu_mul(gate_up @ x)",
         _EXPERTS,
         f"{_REFERENCE}.moe:moe_experts",
         f"{_INPUTS}:moe_experts",
@@ -319,13 +314,13 @@ MOE = (
 
 _CODES = tuple(
     Tolerance(
-        dtype, 0.13, 4e-3, "a value near the middle of two e4m3 codes may become either, 1/8 apart"
+        dtype, 0.13, 4e-3, "a value halfway between two e4m3 codes, 1/8 apart, may round to either"
     )
     for dtype in ("float32", "bfloat16", "float16")
 )
 _CODED_DOTS = tuple(
     Tolerance(
-        dtype, 5e-2, 0.25, "values near the middle of two e4m3 codes may become either, 1/8 apart"
+        dtype, 5e-2, 0.25, "values halfway between two e4m3 codes, 1/8 apart, may round to either"
     )
     for dtype in ("float32", "bfloat16", "float16")
 )
@@ -334,8 +329,8 @@ _CODED_EXPERTS = tuple(
         dtype,
         relative,
         absolute,
-        "a hidden value near the middle of two codes may become either, 1/8 apart, "
-        "which moves all of its token's sums, and is rounded to the dtype before",
+        "a hidden value, rounded to the dtype and halfway between two e4m3 codes, may round to either, "
+        "which changes all sums of its token",
     )
     for dtype, relative, absolute in (
         ("float32", 2e-3, 0.06),
@@ -343,8 +338,7 @@ _CODED_EXPERTS = tuple(
         ("float16", 2e-3, 0.15),
     )
 )
-_PRODUCT_FP8 = {"in_size": "input features I", "out_size": "output features O"}
-_PRODUCTS_FP8 = (
+_LINEAR_FP8_CASES = (
     {"in_size": 96, "out_size": 48},
     {"in_size": 256, "out_size": 512},
     {"in_size": 100, "out_size": 50},
@@ -353,9 +347,9 @@ FP8 = (
     OpContract(
         "quantize_fp8",
         "linear",
-        "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): scale is the row's largest magnitude / 448 "
-        "(of 1e-10 at least), y = x / scale rounded",
-        {"size": "elements of a row, N"},
+        "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): per-token scale = max(|row|, 1e-10) / 448, "
+        "y = x / scale, rounded",
+        {"size": "row size N"},
         f"{_REFERENCE}.fp8:quantize_fp8",
         f"{_INPUTS}:quantize_fp8",
         _CODES,
@@ -366,7 +360,7 @@ FP8 = (
         "add_rms_norm_fp8",
         "norm",
         "(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, 1], residual): "
-        "residual += x; y and scale are its rms_norm, rounded to the dtype and quantised",
+        "residual += x; y, scale = quantize_fp8(rms_norm(residual))",
         _NORM,
         f"{_REFERENCE}.fp8:add_rms_norm_fp8",
         f"{_INPUTS}:add_rms_norm",
@@ -379,9 +373,8 @@ FP8 = (
     OpContract(
         "silu_mul_fp8",
         "activation",
-        "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): silu of the first half times the second, "
-        "rounded to the dtype and quantised",
-        {"size": "elements of the result's rows, N"},
+        "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1]): quantize_fp8(silu_mul(x))",
+        {"size": "row size N of the result"},
         f"{_REFERENCE}.fp8:silu_mul_fp8",
         f"{_INPUTS}:silu_mul",
         _CODES,
@@ -394,39 +387,39 @@ FP8 = (
         "linear",
         "(x float8_e4m3fn [T, I], x_scale float32 [T, 1], weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], "
         "bias [O] | None) -> y [T, O] of the dtype: (x * x_scale) @ (weight * weight_scale).T + bias",
-        _PRODUCT_FP8,
+        _LINEAR,
         f"{_REFERENCE}.fp8:linear_fp8",
         f"{_INPUTS}:linear_fp8",
         DOTS,
         rows=("x", "x_scale"),
-        cases=_PRODUCTS_FP8,
+        cases=_LINEAR_FP8_CASES,
     ),
     OpContract(
         "quantize_linear_fp8",
         "linear",
         "(x [T, I], weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], bias [O] | None) -> y [T, O]: "
-        "linear_fp8 of x as quantize_fp8 makes it",
-        _PRODUCT_FP8,
+        "linear_fp8 of quantize_fp8(x)",
+        _LINEAR,
         f"{_REFERENCE}.fp8:quantize_linear_fp8",
         f"{_INPUTS}:quantize_linear_fp8",
         _CODED_DOTS,
         rows=("x",),
         parts=("quantize_fp8", "linear_fp8"),
-        cases=_PRODUCTS_FP8,
+        cases=_LINEAR_FP8_CASES,
     ),
     OpContract(
         "add_rms_norm_linear_fp8",
         "linear",
         "(x [T, I], residual [T, I], norm_weight [I], eps, weight float8_e4m3fn [O, I], weight_scale float32 [O, 1], "
-        "bias [O] | None) -> (y [T, O], total [T, I]): total = x + residual, y = quantize_linear_fp8 of its rms_norm; "
-        "x and residual stay",
-        _PRODUCT_FP8,
+        "bias [O] | None) -> (y [T, O], total [T, I]): total = x + residual, a new tensor; "
+        "y = quantize_linear_fp8(rms_norm(total))",
+        _LINEAR,
         f"{_REFERENCE}.fp8:add_rms_norm_linear_fp8",
         f"{_INPUTS}:add_rms_norm_linear_fp8",
         _CODED_DOTS,
         rows=("x", "residual"),
         parts=("add_rms_norm_fp8", "linear_fp8"),
-        cases=_PRODUCTS_FP8,
+        cases=_LINEAR_FP8_CASES,
     ),
     OpContract(
         "add_rms_norm_mlp_fp8",
@@ -434,9 +427,9 @@ FP8 = (
         "(x [T, N], residual [T, N], norm_weight [N], eps, gate_up float8_e4m3fn [2I, N], "
         "gate_up_scale float32 [2I, 1], gate_up_bias [2I] | None, down float8_e4m3fn [N, I], "
         "down_scale float32 [N, 1], down_bias [N] | None) -> "
-        "(y [T, N], total [T, N]): total = x + residual, y = quantize_linear_fp8 by down of silu_mul of "
-        "quantize_linear_fp8 by gate_up of its rms_norm; x and residual stay",
-        {"hidden_size": "features of a token, N", "size": "features inside, I"},
+        "(y [T, N], total [T, N]): total = x + residual, a new tensor; y = MLP of rms_norm(total): "
+        "quantize_linear_fp8(gate_up), silu_mul, quantize_linear_fp8(down)",
+        {"hidden_size": "hidden size N", "size": "intermediate size I"},
         f"{_REFERENCE}.fp8:add_rms_norm_mlp_fp8",
         f"{_INPUTS}:add_rms_norm_mlp_fp8",
         _CODED_DOTS,
@@ -448,9 +441,9 @@ FP8 = (
         "moe_experts_fp8",
         "moe",
         "(x [T, N], gate_up float8_e4m3fn [E, 2I, N], gate_up_scale float32 [E, 2I, 1], down float8_e4m3fn [E, N, I], "
-        "down_scale float32 [E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: the sum over a token's "
-        "experts of weight * down @ q(silu_mul(gate_up @ q(x))), q being quantize_fp8; sums are float32, and what is "
-        "quantised is of the dtype",
+        "down_scale float32 [E, N, 1], weights float32 [T, k], ids int32 [T, k]) -> y [T, N]: sum over a token's "
+        "experts of weight * down @ q(silu_mul(gate_up @ q(x))), where q is quantize_fp8; sums are float32, inputs of "
+        "q are rounded to the dtype",
         _EXPERTS,
         f"{_REFERENCE}.moe:moe_experts_fp8",
         f"{_INPUTS}:moe_experts_fp8",
@@ -483,9 +476,9 @@ FP8_BLOCK = (
     OpContract(
         "quantize_fp8_groups",
         "linear",
-        "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): scale is the largest magnitude of "
-        "128 neighbours / 448 (of 1e-10 at least), y = x / scale rounded",
-        {"size": "elements of a row, N"},
+        "(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): one scale per 128 elements of a row, "
+        "max(|group|, 1e-10) / 448; y = x / scale, rounded",
+        {"size": "row size N"},
         f"{_REFERENCE}.fp8_block:quantize_fp8_groups",
         f"{_INPUTS}:quantize_fp8",
         _CODES,
@@ -496,7 +489,7 @@ FP8_BLOCK = (
         "add_rms_norm_fp8_groups",
         "norm",
         "(x [T, N], residual [T, N], weight [N], eps) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)], "
-        "residual): residual += x; y and scale are its rms_norm, rounded to the dtype and quantised by groups",
+        "residual): residual += x; y, scale = quantize_fp8_groups(rms_norm(residual))",
         _NORM,
         f"{_REFERENCE}.fp8_block:add_rms_norm_fp8_groups",
         f"{_INPUTS}:add_rms_norm",
@@ -509,9 +502,8 @@ FP8_BLOCK = (
     OpContract(
         "silu_mul_fp8_groups",
         "activation",
-        "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): silu of the first half times the "
-        "second, rounded to the dtype and quantised by groups",
-        {"size": "elements of the result's rows, N"},
+        "(x [T, 2N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)]): quantize_fp8_groups(silu_mul(x))",
+        {"size": "row size N of the result"},
         f"{_REFERENCE}.fp8_block:silu_mul_fp8_groups",
         f"{_INPUTS}:silu_mul",
         _CODES,
@@ -523,8 +515,8 @@ FP8_BLOCK = (
         "quantize_fp8_blocks",
         "linear",
         "(weight [O, N]) -> (y float8_e4m3fn [O, N], scale float32 [ceil(O / 128), ceil(N / 128)]): as "
-        "quantize_fp8_groups, for 128 rows of 128 neighbours",
-        {"size": "elements of a row, N"},
+        "quantize_fp8_groups, with one scale per 128 x 128 block",
+        {"size": "row size N"},
         f"{_REFERENCE}.fp8_block:quantize_fp8_blocks",
         f"{_INPUTS}:quantize_fp8_blocks",
         _CODES,
@@ -534,9 +526,9 @@ FP8_BLOCK = (
         "linear_fp8_block",
         "linear",
         "(x float8_e4m3fn [T, I], x_scale float32 [T, ceil(I / 128)], weight float8_e4m3fn [O, I], weight_scale "
-        "float32 [ceil(O / 128), ceil(I / 128)], bias [O] | None) -> y [T, O] of the dtype: a scale of x belongs to "
-        "128 neighbours of a row, one of the weight to 128 rows of 128 neighbours",
-        {"in_size": "input features I", "out_size": "output features O"},
+        "float32 [ceil(O / 128), ceil(I / 128)], bias [O] | None) -> y [T, O] of the dtype; block-wise scales, 1 x 128 "
+        "for x and 128 x 128 for the weight",
+        _LINEAR,
         f"{_REFERENCE}.fp8_block:linear_fp8_block",
         f"{_INPUTS}:linear_fp8_block",
         DOTS,

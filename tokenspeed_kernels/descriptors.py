@@ -1,25 +1,25 @@
-"""What this distribution's kernels can do; imports no tensor library."""
+"""Descriptors of this distribution's kernels: capabilities and where to load them. Imports no tensor library."""
 
 from __future__ import annotations
 
 from tokenspeed_core.api import AxisLimit, Capability, KernelSpec
 
-_ANY_FLOAT = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16", "float16")
 _HALVES = ("bfloat16", "float16")
 _FP8 = ("float8_e4m3fn",)
-_BASICS = frozenset({"graph_safe"})
-_ROWWISE = frozenset({"graph_safe", "batch_invariant"})
-_LONG_ROW = (AxisLimit("in_size", 1, 16384),)
+_GRAPH_SAFE = frozenset({"graph_safe"})
+_BATCH_INVARIANT = frozenset({"graph_safe", "batch_invariant"})
+_MAX_IN_SIZE = (AxisLimit("in_size", 1, 16384),)
 
 
-def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec:
+def _torch(op: str, load: str, features: frozenset[str] = _GRAPH_SAFE) -> KernelSpec:
     return KernelSpec(
         op=op,
         backend="torch",
         capability=Capability(
             platforms=("cpu", "cuda"),
-            dtypes=_ANY_FLOAT,
-            kv_dtypes=_ANY_FLOAT + _FP8,
+            dtypes=_FLOATS,
+            kv_dtypes=_FLOATS + _FP8,
             features=features,
         ),
         load=f"tokenspeed_kernels.reference.{load}",
@@ -30,11 +30,11 @@ def _torch(op: str, load: str, features: frozenset[str] = _BASICS) -> KernelSpec
 def _triton(
     op: str,
     load: str,
-    features: frozenset[str] = _ROWWISE,
+    features: frozenset[str] = _BATCH_INVARIANT,
     limits: tuple[AxisLimit, ...] = (),
-    dtypes: tuple[str, ...] = _ANY_FLOAT,
+    dtypes: tuple[str, ...] = _FLOATS,
     capability: tuple[int, int] = (8, 0),
-    kv_dtypes: tuple[str, ...] = _ANY_FLOAT,
+    kv_dtypes: tuple[str, ...] = _FLOATS,
     options: str = "",
 ) -> KernelSpec:
     return KernelSpec(
@@ -54,8 +54,8 @@ def _triton(
     )
 
 
-def _one_row(op: str) -> KernelSpec:
-    """Describe a kernel for one row, measured on Hopper alone; with more rows it runs torch's product."""
+def _gemv(op: str) -> KernelSpec:
+    """Describe a GEMV kernel. Measured on Hopper only; with several rows it calls torch's GEMM."""
     return KernelSpec(
         op=op,
         backend="triton",
@@ -64,16 +64,16 @@ def _one_row(op: str) -> KernelSpec:
             min_compute_capability=(9, 0),
             max_compute_capability=(9, 9),
             dtypes=_HALVES,
-            features=_BASICS,
-            limits=_LONG_ROW,
+            features=_GRAPH_SAFE,
+            limits=_MAX_IN_SIZE,
         ),
         load=f"tokenspeed_kernels.triton.linear.gemv:{op}",
         requires=("triton",),
     )
 
 
-def _between(op: str, rows: AxisLimit, *, most_hidden: int) -> KernelSpec:
-    """Describe a kernel of all between two layers' attention, measured on Hopper alone."""
+def _fused_block(op: str, rows: AxisLimit, *, max_hidden: int) -> KernelSpec:
+    """Describe a fused decoder block kernel. Measured on Hopper only."""
     sizes = (
         AxisLimit(axis, 64, 16384, multiple_of=64)
         for axis in ("in_size", "intermediate_size", "out_size")
@@ -86,8 +86,8 @@ def _between(op: str, rows: AxisLimit, *, most_hidden: int) -> KernelSpec:
             min_compute_capability=(9, 0),
             max_compute_capability=(9, 9),
             dtypes=_HALVES,
-            features=_BASICS,
-            limits=(*sizes, AxisLimit("hidden_size", 64, most_hidden, multiple_of=64), rows),
+            features=_GRAPH_SAFE,
+            limits=(*sizes, AxisLimit("hidden_size", 64, max_hidden, multiple_of=64), rows),
         ),
         load=f"tokenspeed_kernels.triton.fused.{op}:{op}",
         requires=("triton",),
@@ -142,8 +142,8 @@ TORCH_SAMPLING = (
         backend="torch",
         capability=Capability(
             platforms=("cpu",),
-            dtypes=_ANY_FLOAT,
-            features=_ROWWISE,
+            dtypes=_FLOATS,
+            features=_BATCH_INVARIANT,
             limits=(AxisLimit("vocab_size", 257),),
         ),
         load="tokenspeed_kernels.cpu.sampling:sample",
@@ -158,7 +158,7 @@ _FP8_EXPERTS = (
     AxisLimit("hidden_size", 16, 32768, multiple_of=16),
     AxisLimit("intermediate_size", 16, 32768, multiple_of=16),
 )
-_FP8_UNITS = (8, 9)  # the first compute capability that has e4m3
+_FP8_CAPABILITY = (8, 9)  # the first compute capability with e4m3
 _FP8_SIZES = (AxisLimit("in_size", 16, multiple_of=16), AxisLimit("out_size", 16, multiple_of=16))
 _FP8_ROW = (
     AxisLimit("in_size", 16, 16384, multiple_of=16),
@@ -176,13 +176,13 @@ TRITON_NORM = (
         "add_rms_norm_fp8",
         "quantize.fp8_per_token:add_rms_norm_fp8",
         limits=_ONE_BLOCK,
-        capability=_FP8_UNITS,
+        capability=_FP8_CAPABILITY,
     ),
     _triton(
         "add_rms_norm_fp8_groups",
         "quantize.fp8_per_group:add_rms_norm_fp8_groups",
         limits=_ONE_BLOCK,
-        capability=_FP8_UNITS,
+        capability=_FP8_CAPABILITY,
     ),
 )
 TRITON_ROPE = (
@@ -195,46 +195,55 @@ TRITON_ACTIVATION = (
         "silu_mul_fp8",
         "quantize.fp8_per_token:silu_mul_fp8",
         limits=_ONE_LONG_BLOCK,
-        capability=_FP8_UNITS,
+        capability=_FP8_CAPABILITY,
     ),
     _triton(
-        "silu_mul_fp8_groups", "quantize.fp8_per_group:silu_mul_fp8_groups", capability=_FP8_UNITS
+        "silu_mul_fp8_groups",
+        "quantize.fp8_per_group:silu_mul_fp8_groups",
+        capability=_FP8_CAPABILITY,
     ),
 )
 TRITON_LINEAR = (
-    _between("fused_block", AxisLimit("max_rows", 1, 64), most_hidden=4096),
-    _between("fused_block_in_place", AxisLimit("min_rows", 512), most_hidden=16384),
-    _one_row("linear"),
-    _one_row("add_rms_norm_linear"),
-    _one_row("add_rms_norm_linear_silu_mul"),
-    _triton("add_rms_norm_linear", "linear.gemm:add_rms_norm_linear", _BASICS, _LONG_ROW),
+    _fused_block("fused_block", AxisLimit("max_rows", 1, 64), max_hidden=4096),
+    _fused_block("fused_block_in_place", AxisLimit("min_rows", 512), max_hidden=16384),
+    _gemv("linear"),
+    _gemv("add_rms_norm_linear"),
+    _gemv("add_rms_norm_linear_silu_mul"),
+    _triton("add_rms_norm_linear", "linear.gemm:add_rms_norm_linear", _GRAPH_SAFE, _MAX_IN_SIZE),
     _triton(
         "add_rms_norm_linear_silu_mul",
         "linear.gemm:add_rms_norm_linear_silu_mul",
-        _BASICS,
-        _LONG_ROW,
+        _GRAPH_SAFE,
+        _MAX_IN_SIZE,
     ),
     _triton(
         "quantize_fp8",
         "quantize.fp8_per_token:quantize_fp8",
         limits=_ONE_LONG_BLOCK,
-        capability=_FP8_UNITS,
+        capability=_FP8_CAPABILITY,
     ),
     _triton(
-        "linear_fp8", "linear.gemm_fp8:linear_fp8", _BASICS, _FP8_SIZES, ("bfloat16",), _FP8_UNITS
+        "linear_fp8",
+        "linear.gemm_fp8:linear_fp8",
+        _GRAPH_SAFE,
+        _FP8_SIZES,
+        ("bfloat16",),
+        _FP8_CAPABILITY,
     ),
     _triton(
-        "quantize_fp8_groups", "quantize.fp8_per_group:quantize_fp8_groups", capability=_FP8_UNITS
+        "quantize_fp8_groups",
+        "quantize.fp8_per_group:quantize_fp8_groups",
+        capability=_FP8_CAPABILITY,
     ),
     _triton(
         "linear_fp8_block",
         "linear.gemm_fp8_block:linear_fp8_block",
-        _BASICS,
+        _GRAPH_SAFE,
         _FP8_SIZES,
-        capability=_FP8_UNITS,
+        capability=_FP8_CAPABILITY,
     ),
     *(
-        _triton(op, f"linear.gemv_fp8:{op}", _BASICS, limits, ("bfloat16",), _FP8_UNITS)
+        _triton(op, f"linear.gemv_fp8:{op}", _GRAPH_SAFE, limits, ("bfloat16",), _FP8_CAPABILITY)
         for op, limits in (
             ("quantize_linear_fp8", _FP8_ROW),
             ("add_rms_norm_linear_fp8", _FP8_ROW),
@@ -244,37 +253,37 @@ TRITON_LINEAR = (
 )
 TRITON_MOE = (
     _triton("moe_route", "moe.experts:moe_route", limits=_EXPERTS),
-    _triton("moe_experts", "moe.experts:moe_experts", _BASICS, _EXPERTS),
+    _triton("moe_experts", "moe.experts:moe_experts", _GRAPH_SAFE, _EXPERTS),
     _triton(
         "moe_experts_fp8",
         "moe.experts_fp8:moe_experts_fp8",
-        _BASICS,
+        _GRAPH_SAFE,
         _FP8_EXPERTS,
         _HALVES,
-        _FP8_UNITS,
+        _FP8_CAPABILITY,
     ),
 )
 TRITON_CACHE = (
     _triton("write_kv", "attention.write_kv:write_kv"),
-    _triton("write_kv", "attention.write_kv:write_kv", capability=_FP8_UNITS, kv_dtypes=_FP8),
-    _triton("advance_rows", "step:advance_rows", _BASICS),
-    _triton("map_tokens", "step:map_tokens", _BASICS),
+    _triton("write_kv", "attention.write_kv:write_kv", capability=_FP8_CAPABILITY, kv_dtypes=_FP8),
+    _triton("advance_rows", "step:advance_rows", _GRAPH_SAFE),
+    _triton("map_tokens", "step:map_tokens", _GRAPH_SAFE),
     _triton("rope_write_kv", "rope.rope_write_kv:rope_write_kv"),
     _triton("qk_norm_rope_write_kv", "rope.rope_write_kv:qk_norm_rope_write_kv"),
 )
-_WINDOWS = frozenset({"graph_safe", "window"})
-_HEADS = (AxisLimit("head_size", 1, 256),)
+_WINDOW = frozenset({"graph_safe", "window"})
+_HEAD_SIZES = (AxisLimit("head_size", 1, 256),)
 _ATTENTION_OPTIONS = "tokenspeed_kernels.options:AttentionOptions"
 TRITON_ATTENTION = (
     _triton(
-        "attention", "attention.backend:attention", _WINDOWS, _HEADS, options=_ATTENTION_OPTIONS
+        "attention", "attention.backend:attention", _WINDOW, _HEAD_SIZES, options=_ATTENTION_OPTIONS
     ),
     _triton(
         "attention",
         "attention.backend:attention",
-        _WINDOWS,
-        _HEADS,
-        capability=_FP8_UNITS,
+        _WINDOW,
+        _HEAD_SIZES,
+        capability=_FP8_CAPABILITY,
         kv_dtypes=_FP8,
         options=_ATTENTION_OPTIONS,
     ),

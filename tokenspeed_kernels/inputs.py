@@ -1,4 +1,7 @@
-"""Inputs for the ops of `contracts`, as `tokenspeed_testing.inputs` makes them for the common ones."""
+"""Input generators for the ops of `contracts`, used by the conformance kit and the benchmarks.
+
+Each takes a problem, the number of rows, a device, a random generator, and whether inputs are strided views.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MAX_POSITION = 512
 def rms_norm(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, N], or heads [T, 3, N] cut from wider rows if strided; weight [N]."""
+    """Make x [T, N] (strided: [T, 3, N], a view of wider rows) and weight [N]."""
     size = problem["size"]
     x = (
         random((num, 5, size), problem, at, seed)[:, 1:4]
@@ -66,7 +69,7 @@ def rope(problem: Problem, num: int, at: device, seed: Generator, strided: bool)
 def qk_norm_rope(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As rope, with weights [D]."""
+    """Like `rope`, with norm weights [D]."""
     size = problem["head_size"]
     given = rope(problem, num, at, seed, strided)
     q, k = given.pop("q"), given.pop("k")
@@ -98,7 +101,7 @@ def linear(
 def rope_write_kv(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As rope, and v, caches and slots as for write_kv."""
+    """Like `rope`, with v, caches and slots as for write_kv."""
     rotation = rope(problem, num, at, seed, strided)
     cache = write_kv(problem, num, at, seed, strided)
     return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
@@ -107,7 +110,7 @@ def rope_write_kv(
 def qk_norm_rope_write_kv(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As qk_norm_rope, and v, caches and slots as for write_kv."""
+    """Like `qk_norm_rope`, with v, caches and slots as for write_kv."""
     rotation = qk_norm_rope(problem, num, at, seed, strided)
     cache = write_kv(problem, num, at, seed, strided)
     return {"q": rotation.pop("q"), **cache, "k": rotation.pop("k"), **rotation}
@@ -116,7 +119,7 @@ def qk_norm_rope_write_kv(
 def note_tokens(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make logits [S, V], some not finite, choices within V and beyond, distinct slots."""
+    """Make logits [S, V] with some not finite, chosen ids inside and outside [0, V), and distinct slots."""
     size = problem["vocab_size"]
     logits = random_rows(num, size, problem, at, seed, strided)
     chosen = torch.randint(0, size, (num,), generator=seed)
@@ -135,7 +138,7 @@ def note_tokens(
 def advance_rows(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make a state of which some words change, lengths among them, and padding: a last slot that stays at 0."""
+    """Make a state with some updated words, lengths among them, and a last padding slot that stays 0."""
     del problem, strided
     num_slots, first = 2 * num + 1, 7
     state = torch.randint(0, 1000, (first + 3 * num_slots,), generator=seed, dtype=torch.int32)
@@ -171,7 +174,7 @@ def advance_rows(
 def map_tokens(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make block tables [N, B], rows' slots, and tokens of any slot at any position."""
+    """Make block tables [N, B], slots of rows, and tokens of any slot at any position."""
     del strided
     num_slots, num_blocks, num_tokens = num + 2, 37, 3 * num
     table = torch.randint(0, 2**24, (num_slots, num_blocks), generator=seed, dtype=torch.int32)
@@ -189,7 +192,7 @@ def map_tokens(
 def add_rms_norm_linear(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x and residual [T, I], a norm's weight [I], and as linear weight [O, I] and bias [O]."""
+    """Make x and residual [T, I], norm weight [I], and weight [O, I] and bias [O] as for `linear`."""
     given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)
     product = linear(problem, num, at, seed, strided)
     return {
@@ -205,7 +208,7 @@ def add_rms_norm_linear(
 def add_rms_norm_linear_silu_mul(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As add_rms_norm_linear, with twice the weight."""
+    """Like `add_rms_norm_linear`, with weight [2O, I] and bias [2O]."""
     return add_rms_norm_linear(
         {**problem, "out_size": 2 * problem["out_size"]}, num, at, seed, strided
     )
@@ -214,7 +217,7 @@ def add_rms_norm_linear_silu_mul(
 def fused_block(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, I] and residual [T, H], weights of unit gain, norms' weights around one."""
+    """Make x [T, I], residual [T, H], weights of unit gain, and norm weights around 1."""
     heads, hidden, size = problem["in_size"], problem["hidden_size"], problem["intermediate_size"]
     given = add_rms_norm({**problem, "size": hidden}, num, at, seed, strided)
 
@@ -246,7 +249,7 @@ def moe_route(
 def moe_experts(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, N], weights of unit gain, distinct expert ids for each token; some experts get no token."""
+    """Make x [T, N], weights of unit gain, and distinct experts for each token; some experts get no token."""
     experts, k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
     ids = torch.rand((num, experts), generator=seed).argsort(dim=1)[:, :k].to(torch.int32)
@@ -262,7 +265,7 @@ def moe_experts(
 def moe_experts_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As moe_experts, the weights quantised by rows; later experts are a little larger, neighbouring rows unlike."""
+    """Like `moe_experts`, with weights quantized per channel whose magnitudes differ by expert and channel."""
     given = moe_experts(problem, num, at, seed, strided)
     gain = torch.linspace(0.7, 1.3, problem["num_experts"], device=at).view(-1, 1, 1)
     made = {"x": given["x"]}
@@ -277,7 +280,7 @@ def moe_experts_fp8(
 def quantize_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, N] whose rows differ in size a thousandfold, every third of them zero."""
+    """Make x [T, N] with row magnitudes over three decades; every third row is zero."""
     size = torch.logspace(-2, 1, max(num, 1))[:num] * (torch.arange(num) % 3 != 2)
     x = random_rows(num, problem["size"], problem, at, seed, strided)
     return {"x": x.mul_(size.unsqueeze(1).to(x))}
@@ -286,7 +289,7 @@ def quantize_fp8(
 def linear_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, I] and a weight [O, I] of unit gain, quantised by rows, and a bias [O] for even T."""
+    """Make x [T, I] and weight [O, I] of unit gain, both quantized per row, and a bias [O] for even T."""
     inner, outer = problem["in_size"], problem["out_size"]
     x, x_scale = quantize_rows(random((num, inner), problem, at, seed))
     weight, weight_scale = quantize_rows(random((outer, inner), problem, at, seed) / inner**0.5)
@@ -305,14 +308,14 @@ def linear_fp8(
 def quantize_fp8_blocks(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make a weight as quantize_fp8 makes x, of thirty times as many rows, so that some need several blocks."""
+    """Make a weight like x of `quantize_fp8`, with 30 times as many rows, so that some need several blocks."""
     return {"weight": quantize_fp8(problem, 30 * num, at, seed, strided)["x"]}
 
 
 def linear_fp8_block(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, I] and a weight [O, I] of unit gain, both growing along a row, and a bias [O] for even T."""
+    """Make x [T, I] and weight [O, I] of unit gain, with magnitudes that grow along both axes, and a bias for even T."""
     inner, outer = problem["in_size"], problem["out_size"]
     x, x_scale = quantize_groups(
         random((num, inner), problem, at, seed) * torch.logspace(-1, 0.5, inner, device=at)
@@ -346,7 +349,7 @@ def _around_one(size: int, problem: Problem, at: device, seed: Generator) -> Ten
 def quantize_linear_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As linear_fp8, with x [T, I] not quantised."""
+    """Like `linear_fp8`, with x [T, I] not quantized."""
     made = linear_fp8(problem, num, at, seed, strided)
     x = random_rows(num, problem["in_size"], problem, at, seed, strided)
     return {
@@ -360,7 +363,7 @@ def quantize_linear_fp8(
 def add_rms_norm_linear_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x and residual [T, I], a norm's weight [I], and as linear_fp8 a weight with its scales and a bias."""
+    """Make x and residual [T, I], norm weight [I], and a weight with scales and bias as for `linear_fp8`."""
     given = add_rms_norm({**problem, "size": problem["in_size"]}, num, at, seed, strided)
     made = quantize_linear_fp8(problem, num, at, seed, strided)
     return {
@@ -377,7 +380,7 @@ def add_rms_norm_linear_fp8(
 def add_rms_norm_mlp_fp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x and residual [T, N], a norm's weight [N], and the two weights of a gated map with scales and biases."""
+    """Make x and residual [T, N], norm weight [N], and both weights of an MLP with scales and biases."""
     hidden, size = problem["hidden_size"], problem["size"]
     wide = add_rms_norm_linear_fp8(
         {**problem, "in_size": hidden, "out_size": 2 * size}, num, at, seed, strided

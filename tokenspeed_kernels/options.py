@@ -1,14 +1,14 @@
-"""What operators may set of our kernels, with `--backend-option`; no tensor library is imported."""
+"""Options of the Triton kernels, set with `--backend-option`. Imports no tensor library."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_SPLITS = 64  # 8 * 8, since 8 parts are merged at once, and then what was merged
+MAX_SPLITS = 64  # 8 * 8: parts are merged in two rounds, 8 at once
 
 
 class AttentionOptions(BaseModel):
-    """Options of the Triton attention backend, for those who compare runs or look for a fault."""
+    """Options of the Triton attention backend, for comparing runs and finding faults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -16,11 +16,11 @@ class AttentionOptions(BaseModel):
         MAX_SPLITS,
         ge=1,
         le=MAX_SPLITS,
-        description="most parts into which a decoded row's keys are cut (1: never cut; slower where rows are few)",
+        description="Maximum number of splits of a decode row's keys (1: never split; slower with few rows).",
     )
     shared_prefix: bool = Field(
         True,
-        description="whether keys that all decoded rows share are read once for all of them",
+        description="Read keys that all decode rows share once for all of them (cascade attention).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Which backends are the fastest: measured, and written here, by benchmarks/rank_attention.py."""
+"""Measured rankings of backends. Written by benchmarks/rank_attention.py."""
 
 from __future__ import annotations
 

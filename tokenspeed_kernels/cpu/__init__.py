@@ -1,4 +1,4 @@
-"""Kernels for CPUs, in plain torch, where the reference is needlessly slow."""
+"""CPU kernels in plain torch, for ops with a slow reference."""
 
 from __future__ import annotations
 

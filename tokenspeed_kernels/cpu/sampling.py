@@ -1,4 +1,4 @@
-"""Sampling that sorts the likeliest tokens of a row only; a sort of the vocabulary is most of the reference."""
+"""Sampling on CPUs that sorts only the most probable tokens of a row; the reference sorts the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.sampling import Sample, uniform
 from tokenspeed_kernels.reference.sampling import sample as reference
 
-HEAD = 256  # tokens of a row that are sorted
+HEAD = 256  # tokens per row that are sorted
 
 
 def sample(problem: Problem) -> Sample:
     """Return `sample(logits [S, V], temperature, top_k, top_p, min_p, seeds, positions) -> ids int64 [S]`.
 
-    Rows whose cut or whose number lies beyond the head go through the reference.
+    Rows with a cutoff or a sampled token outside the head go through the reference.
     """
     size: int = problem["vocab_size"]
     whole = reference(problem)
@@ -50,7 +50,7 @@ def _from_heads(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and whether each is certain. Probabilities are relative to the likeliest token's."""
+    """Return ids and whether each is certain. Probabilities are relative to the most probable token."""
     values, ids = _sorted_heads(logits)
     is_greedy = temperature == 0
     scale = torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
@@ -58,19 +58,18 @@ def _from_heads(
     mass = p.cumsum(dim=-1)
     total = ((logits - values[:, :1]) / scale).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
 
-    num_certain = (values > values[:, -1:]).sum(
-        dim=-1, keepdim=True
-    )  # of the last one's equals some are missing
+    # Tokens equal to the last one of the head may be missing from it.
+    num_certain = (values > values[:, -1:]).sum(dim=-1, keepdim=True)
     k = top_k.masked_fill(is_greedy, 1).to(torch.int64).unsqueeze(1)
     is_limited = (k > 0) & (k <= num_certain)
     mass_k = torch.where(is_limited, mass.gather(1, (k - 1).clamp_(0, HEAD - 1)), total)
-    most = torch.where(is_limited, k, num_certain)
-    kept = torch.arange(HEAD) < most
+    max_kept = torch.where(is_limited, k, num_certain)
+    kept = torch.arange(HEAD) < max_kept
     kept &= (mass - p) < top_p.unsqueeze(1) * mass_k
     kept &= p >= min_p.unsqueeze(1)
     num_kept = kept.sum(dim=-1, keepdim=True).clamp_(min=1)
 
-    is_cut = is_limited | (num_kept < most)
+    is_cut = is_limited | (num_kept < max_kept)
     is_free = (
         ((k <= 0) | (k >= logits.shape[1])) & (top_p >= 1).unsqueeze(1) & (min_p <= 0).unsqueeze(1)
     )
@@ -84,7 +83,7 @@ def _from_heads(
 
 
 def _sorted_heads(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the HEAD largest logits of each row and their ids: the larger first, the lower id among equals."""
+    """Return the HEAD largest logits of each row and their ids, in descending order, lower ids first among equals."""
     _, ids = logits.topk(HEAD, dim=-1, sorted=False)
     ids = ids.sort(dim=-1).values
     values, order = (

@@ -1,4 +1,4 @@
-"""Every op in plain torch: its meaning, what runs where nothing better does, and the oracle of tests."""
+"""Reference implementation of every op in plain torch: its definition, the fallback, and the oracle of the tests."""
 
 from __future__ import annotations
 

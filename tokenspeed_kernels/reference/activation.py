@@ -1,4 +1,4 @@
-"""The gated activation of SwiGLU."""
+"""SwiGLU activation: silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tokenspeed_core.api import Problem
 
 
 def silu_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
-    """Return `silu_mul(x [T, 2N]) -> y [T, N]`: silu of the first half (rounded) times the second."""
-    del problem  # the halves tell their size
+    """Return `silu_mul(x [T, 2N]) -> y [T, N]`: silu of the first half, rounded to the dtype, times the second half."""
+    del problem
 
     def silu_mul_halves(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)

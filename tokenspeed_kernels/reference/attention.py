@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: blocks are gathered once per layer, then torch's fused attention runs."""
+"""Paged attention in plain torch: gather the blocks of each layer, then call scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn import functional
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels.reference.cache import as_bytes
 
-MAX_MASKED_QUERIES = 1024  # of a prompt at once: bounds the mask to this many rows of keys
+MAX_MASKED_QUERIES = 1024  # queries of a prompt per call, which bounds the size of the mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Rows that one call of torch's attention serves, and where their keys lie.
+    """Rows that one call of scaled_dot_product_attention handles.
 
-    `blocks` [rows * num_blocks] are gathered and cut to `length` keys a row; `unwritten` are indices of
-    gathered tokens which no step has written, whose memory may hold anything. `mask` is added to the
-    scores; without one, `causal` says whether the last query sees the last key and so on back.
+    `blocks` [rows * num_blocks] are gathered and cut to `length` keys per row. `unwritten` are indices of gathered
+    tokens that no step has written, so their memory may hold anything. `mask` is added to the scores. Without a mask,
+    `causal` applies causal masking aligned to the last key.
     """
 
     is_decode: bool
@@ -37,16 +37,16 @@ class _Batch:
 class TorchAttention:
     """The reference attention backend: any head size, block size, window and mix of rows.
 
-    `prepare` reads lengths back from the device, so it is not for graphs.
+    `prepare` reads lengths back from the device, so it cannot run in CUDA graphs.
     """
 
     def __init__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
     ) -> None:
-        del limits  # nothing is allocated ahead
+        del limits
         if problem.num_heads % problem.num_kv_heads:
             raise ValueError(
-                f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads"
+                f"num_heads ({problem.num_heads}) is not a multiple of num_kv_heads ({problem.num_kv_heads})"
             )
         self._problem = problem
         self._device = device
@@ -56,7 +56,7 @@ class TorchAttention:
         self._idle: list[slice] = []
 
     def prepare(self, step: AttentionStep) -> None:
-        """Split the step into batches; a leading run of one-token rows of like length makes one batch."""
+        """Split the step into batches. Leading one-token rows of similar length form one batch."""
         starts = step.query_start[: step.num_rows + 1].tolist()
         lens = step.seq_lens[: step.num_rows].tolist()
         num_queries = [end - start for start, end in pairwise(starts)]
@@ -80,7 +80,7 @@ class TorchAttention:
                 )
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend batch by batch; padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
+        """Attend batch by batch. Padding rows get zeros. q, out [T, H, D]; caches [B, block_size, K, D]."""
         for tokens in self._idle:
             out[tokens] = 0.0
         for batch in self._batches:
@@ -89,7 +89,7 @@ class TorchAttention:
             attend(q[batch.tokens], k, v, out[batch.tokens], batch)
 
     def _decodes(self, step: AttentionStep, lens: list[int]) -> _Batch:
-        """Plan rows of one query each as one batch of padded rows."""
+        """Plan rows with one query each as one padded batch."""
         size, num_rows = self._problem.block_size, len(lens)
         first = [self._first_block(length - 1) for length in lens]
         count = [-(-length // size) - skipped for length, skipped in zip(lens, first, strict=True)]
@@ -101,9 +101,8 @@ class TorchAttention:
             )
         columns = torch.tensor([first, count, lens], device=self._device).unsqueeze(-1)
         block = torch.arange(num_blocks, device=self._device)
-        block = columns[0] + torch.where(
-            block < columns[1], block, 0
-        )  # a missing block repeats the first
+        # Rows with fewer blocks repeat their first one.
+        block = columns[0] + torch.where(block < columns[1], block, 0)
         source = (block.unsqueeze(-1) * size + torch.arange(size, device=self._device)).flatten(1)
         seen = columns[0] * size + torch.arange(num_blocks * size, device=self._device)
         hidden = seen >= columns[2]
@@ -122,7 +121,7 @@ class TorchAttention:
         )
 
     def _row(self, table: Tensor, start: int, num_queries: int, length: int) -> list[_Batch]:
-        """Plan one row, its queries in chunks where a mask is needed."""
+        """Plan one row. Its queries are chunked if a mask is needed."""
         size, window = self._problem.block_size, self._problem.window
         if window is None and num_queries in (1, length):
             chunks = [(0, num_queries)]
@@ -163,9 +162,9 @@ class TorchAttention:
         return mask.masked_fill_(hidden, float("-inf"))
 
     def _gather(self, which: int, cache: Tensor, batch: _Batch) -> Tensor:
-        """Return [rows, length, K, D] of the cache, zero where nothing was written.
+        """Return [rows, length, K, D] gathered from the cache, zero where nothing was written.
 
-        It lies in memory that is kept between calls and grows: fresh pages would cost more than the copy.
+        The buffer is kept between calls and grows: allocating fresh pages would cost more than the copy.
         """
         _, size, num_heads, head_size = cache.shape
         num_blocks = batch.blocks.shape[0]
@@ -180,7 +179,7 @@ class TorchAttention:
         )
 
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch) -> None:
-        """One query a row: the query heads of a key head stand where queries do, so nothing is repeated."""
+        """Attend for rows with one query. Query heads of a KV head take the place of queries, so no key is repeated."""
         shape = (q.shape[0], self._problem.num_kv_heads, -1, q.shape[2])
         attended = functional.scaled_dot_product_attention(
             q.view(shape),
@@ -192,7 +191,7 @@ class TorchAttention:
         out.view(shape).copy_(attended)
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, batch: _Batch) -> None:
-        """Many queries of one row: the query heads of a key head are a batch over the same, expanded keys."""
+        """Attend for many queries of one row. Query heads of a KV head form a batch over expanded keys."""
         num_kv_heads = self._problem.num_kv_heads
         num_groups = self._problem.num_heads // num_kv_heads
         k, v = (x.transpose(1, 2).expand(num_groups, -1, -1, -1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache, and what slots of sequences know of it from step to step."""
+"""Writes to the paged KV cache, and updates of the slots' device state in each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_core.api import Problem
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return a view of eight-bit floats as bytes, which torch can index; other tensors as they are."""
+    """Return FP8 tensors as a view of bytes, which torch can index, and others unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -25,8 +25,8 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
     """Return `write(k [T, K, D], v, k_cache [B, block_size, K, D], v_cache, slots [T]) -> None`.
 
-    A slot of -1 writes nothing; values beyond the cache's type become its largest. On a CUDA device the skip waits
-    for the device.
+    A slot of -1 writes nothing. Values are clamped to the range of an FP8 cache. On CUDA, looking for such slots
+    synchronises with the device.
     """
     block_size: int = problem["block_size"]
 
@@ -44,7 +44,7 @@ def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tens
 def advance_rows(problem: Problem) -> Callable[..., None]:
     """Return `apply(state, words, values, slots, advance, token_ids, positions, seq_lens, ends, first, num_slots)`.
 
-    It changes words of the slots' state, gives decodes their tokens and positions, and moves lengths on.
+    Updates words of the slots' state, copies out tokens and positions of decode rows, and advances lengths.
     """
     del problem
     return _advance
@@ -78,7 +78,7 @@ def map_tokens(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]:
     """Return `map(table [N, B], slots [R], token_slots [T], positions [T], rows [R, B], mapping [T]) -> None`.
 
-    It gathers the block tables of rows, and says where in the cache each token's key goes.
+    Gathers the block tables of the rows, and computes the KV slot of each token.
     """
     block_size: int = problem["block_size"]
 

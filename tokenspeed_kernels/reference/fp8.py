@@ -1,7 +1,7 @@
-"""Linear maps in eight bits (e4m3): rows of weights and of activations, each with a scale of its own.
+"""FP8 (e4m3) linear layers with per-token activation scales and per-channel weight scales.
 
-The scale of a row maps its largest magnitude to the format's, 448, so the relative error of an element is 2^-4 at
-most where it lies within 2^-14 of that magnitude (Micikevicius et al., arXiv:2209.05433).
+A scale maps the largest magnitude of a row to 448, the largest e4m3 value. The relative error of an element is then
+at most 2^-4 if its magnitude is at least 2^-14 of that maximum (Micikevicius et al., arXiv:2209.05433).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.activation import silu_mul
 from tokenspeed_kernels.reference.norm import add_rms_norm, rms_norm
 
-LARGEST = 448.0  # of e4m3
-LEAST = 1e-10  # of a row's largest magnitude: a row of zeros has a scale too
+LARGEST = 448.0  # largest e4m3 value
+LEAST = 1e-10  # lower bound of a row's maximum, so that the scale of a zero row is not 0
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
@@ -41,7 +41,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_fp8(problem: Problem) -> Quantize:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, 1])`."""
-    del problem  # the rows tell their size
+    del problem
     return quantize_rows
 
 
@@ -106,11 +106,9 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
 
 def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
     """Return `apply(x, residual [T, N], norm_weight, eps, gate_up, …, down, …) -> (y [T, N], x + residual)`."""
-    both, gate, narrow = (
-        add_rms_norm_linear_fp8(problem),
-        silu_mul(problem),
-        quantize_linear_fp8(problem),
-    )
+    gate_up_linear = add_rms_norm_linear_fp8(problem)
+    activation = silu_mul(problem)
+    down_linear = quantize_linear_fp8(problem)
 
     def apply(
         x: Tensor,
@@ -124,7 +122,9 @@ def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
         down_scale: Tensor,
         down_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        halves, total = both(x, residual, norm_weight, eps, gate_up, gate_up_scale, gate_up_bias)
-        return narrow(gate(halves), down, down_scale, down_bias), total
+        halves, total = gate_up_linear(
+            x, residual, norm_weight, eps, gate_up, gate_up_scale, gate_up_bias
+        )
+        return down_linear(activation(halves), down, down_scale, down_bias), total
 
     return apply

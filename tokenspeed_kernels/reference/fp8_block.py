@@ -1,6 +1,6 @@
-"""Linear maps of e4m3 operands with a scale a block, in plain torch: their meaning, on any device.
+"""FP8 (e4m3) linear layers with block-wise scales, as in DeepSeek-V3 (arXiv:2412.19437).
 
-The form in which DeepSeek-V3 (arXiv:2412.19437) holds its weights, and quantises activations as they come.
+Weights have one scale per 128 x 128 block; activations are quantized dynamically, with one scale per 128 elements.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from tokenspeed_kernels.reference.activation import silu_mul
 from tokenspeed_kernels.reference.fp8 import LARGEST, LEAST, AddNorm, Quantize
 from tokenspeed_kernels.reference.norm import add_rms_norm
 
-BLOCK = (
-    128  # rows and features that share a scale of a weight; features that share one of activations
-)
+BLOCK = 128  # side of a weight's scale blocks, and elements of an activation row that share a scale
 
 Linear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -45,18 +43,18 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spread_groups(scale: Tensor, size: int) -> Tensor:
-    """Return a scale for each of `size` features from one for each group of them."""
+    """Expand scales of groups [..., groups] to one scale per feature [..., size]."""
     return scale.repeat_interleave(BLOCK, dim=-1)[..., :size]
 
 
 def spread_blocks(scale: Tensor, num_rows: int, size: int) -> Tensor:
-    """Return a scale for each element of a weight [num_rows, size] from one for each block."""
+    """Expand scales of blocks to one scale per element of a weight [num_rows, size]."""
     return spread_groups(scale, size).repeat_interleave(BLOCK, dim=0)[:num_rows]
 
 
 def quantize_fp8_groups(problem: Problem) -> Quantize:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale float32 [T, ceil(N / 128)])`."""
-    del problem  # the rows tell their size
+    del problem
     return quantize_groups
 
 

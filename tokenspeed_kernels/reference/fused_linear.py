@@ -1,4 +1,4 @@
-"""Linear maps behind the addition and norm that precede them in a layer: compositions of the other references."""
+"""Linear layers fused with the ops around them, composed from the other references."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fused_block(problem: Problem) -> FusedBlock:
 
 def fused_block_in_place(problem: Problem) -> FusedBlock:
     """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], residual [T, H])`."""
-    between = fused_block(problem)
+    block = fused_block(problem)
 
     def apply(
         x: Tensor,
@@ -92,7 +92,7 @@ def fused_block_in_place(problem: Problem) -> FusedBlock:
         qkv: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        y, total = between(x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, eps)
+        y, total = block(x, residual, out, norm_weight, gate_up, down, next_norm_weight, qkv, eps)
         return y, residual.copy_(total)
 
     return apply

@@ -1,4 +1,4 @@
-"""Matrix products of activations with weights."""
+"""Linear layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tokenspeed_core.api import Problem
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-_ONEDNN_ROWS = 8  # from which oneDNN's float32 product pays: 1.3 times MKL's speed, 2.2 times at 512 rows (Zen 5)
+# Rows from which oneDNN's float32 GEMM is faster than MKL's: 1.3 times, 2.2 times at 512 rows (on Zen 5).
+_ONEDNN_ROWS = 8
 
 
 def linear(problem: Problem) -> Linear:
-    """Return `linear(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]`, torch's own on every device.
+    """Return `linear(x [T, I], weight [O, I], bias [O] | None) -> y [T, O]`.
 
-    In float32 on the CPU torch asks MKL, which is slow on processors of other makers, and oneDNN for other
-    types; many rows go to oneDNN in float32 too, where this torch has it.
+    On CPUs torch uses MKL for float32, which is slow on processors other than Intel's, and oneDNN for other dtypes.
+    Here many float32 rows use oneDNN too, if this build of torch has it.
     """
     is_built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     has_onednn = is_built and hasattr(torch.ops.mkldnn, "_linear_pointwise")

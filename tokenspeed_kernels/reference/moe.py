@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing a token's experts, and running them."""
+"""Mixture of experts: routing, and running the experts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moe_route(problem: Problem) -> Route:
 def moe_experts(problem: Problem) -> Experts:
     """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
 
-    Runs each expert that has tokens on those tokens, which costs a wait for the device where there is one.
+    Runs each expert on its tokens. On CUDA this synchronises with the device to learn which experts have any.
     """
     inner: int = problem["intermediate_size"]
 
@@ -54,7 +54,7 @@ def moe_experts(problem: Problem) -> Experts:
 def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
     """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`.
 
-    As moe_experts it waits for the device; an expert's weights are widened at each call.
+    Like `moe_experts` it synchronises with the device. Each call converts the weights of its experts to float32.
     """
     inner: int = problem["intermediate_size"]
     product = linear_fp8({"dtype": "float32"})
@@ -86,7 +86,7 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
 
 
 def _with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that has tokens, with those, int64 [t], and what they weigh it by, [t, 1]."""
+    """Yield each expert that has tokens, with the tokens int64 [t] and their routing weights [t, 1]."""
     order, start = ids.flatten().argsort(stable=True), 0
     for expert, count in enumerate(torch.bincount(ids.flatten()).tolist()):
         if count:

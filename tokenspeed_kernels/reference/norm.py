@@ -1,4 +1,4 @@
-"""RMS norm: normalised in float32, rounded to the dtype, then multiplied by the weight."""
+"""RMS norm: normalise in float32, round to the dtype, then multiply by the weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_core.api import Problem
 def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
     """Return `norm(x [..., N], weight [N], eps) -> y` for the problem's dtype.
 
-    In float32 the roundings coincide with those of torch's own norm, which is then taken: one call.
+    In float32 this rounds like torch.rms_norm, which is used then.
     """
     return _norm_float32 if problem["dtype"] == "float32" else _norm_rounded
 
@@ -32,7 +32,7 @@ def add_rms_norm(
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
-    """Return x with its last axis normalised in float32 and rounded, not yet multiplied by a weight."""
+    """Return x normalised over its last axis in float32 and rounded to its dtype, without a weight."""
     return torch.rms_norm(x.to(torch.float32), x.shape[-1:], None, eps).to(x.dtype)
 
 

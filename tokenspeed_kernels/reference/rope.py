@@ -1,4 +1,4 @@
-"""Rotary position embedding, in place, alone and behind a norm of each head."""
+"""Rotary position embedding in place, alone or after an RMS norm of each head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NormRope = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, bool
 def rope(problem: Problem) -> Rope:
     """Return `rope(q [T, H, D], k [T, K, D], positions [T], cos_sin [P, R], interleaved) -> None`.
 
-    Cosines and sines are rounded to the dtype of q before they multiply, as transformers does.
+    Cosines and sines are rounded to the dtype of q before the multiplication, as in transformers.
     """
     rotary_size: int = problem["rotary_size"]
 
@@ -34,14 +34,12 @@ def rope(problem: Problem) -> Rope:
 def qk_norm_rope(problem: Problem) -> NormRope:
     """Return the composition of `rms_norm` over each head of q and k and `rope`, in place.
 
-    Heads of q and k that lie side by side, as one projection gives them, are normed and rotated as one.
+    If q and k are adjacent in memory, as a QKV projection returns them, they are processed as one tensor.
     """
     norm = rms_norm({"dtype": problem["dtype"], "size": problem["head_size"]})
-    num_heads, head_size, rotary_size = (
-        problem["num_heads"],
-        problem["head_size"],
-        problem["rotary_size"],
-    )
+    num_heads: int = problem["num_heads"]
+    head_size: int = problem["head_size"]
+    rotary_size: int = problem["rotary_size"]
 
     def norm_rotate(
         q: Tensor,
@@ -78,7 +76,7 @@ def _angles(positions: Tensor, cos_sin: Tensor, dtype: torch.dtype) -> tuple[Ten
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor | None:
-    """Return one view [T, H + K, D] of q and k if k's heads follow q's in memory, else None."""
+    """Return q and k as one view [T, H + K, D] if k's heads follow q's in memory, else None."""
     strides = q.stride()
     follows = k.data_ptr() == q.data_ptr() + q.shape[1] * strides[1] * q.element_size()
     if (
@@ -91,7 +89,7 @@ def _joined(q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _rotate(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Rotate the pairs of x [T, heads, R] by cos, sin [T, 1, R/2] into `out`, which is other memory."""
+    """Rotate the pairs of x [T, heads, R] by cos, sin [T, 1, R/2] into `out`, which must not overlap x."""
     if interleaved:
         first, second, a, b = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
     else:

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k, then the write into the paged cache: what the fused ops mean."""
+"""Rotary embedding of q and k, then the KV cache write: the reference of the fused ops."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.cache import write_kv
 from tokenspeed_kernels.reference.rope import qk_norm_rope, rope
 
-Place = Callable[..., None]
+RopeWrite = Callable[..., None]
 
 
-def rope_write_kv(problem: Problem) -> Place:
-    """Return `rope`, then `write_kv`; k is left as it was."""
+def rope_write_kv(problem: Problem) -> RopeWrite:
+    """Return `rope` followed by `write_kv`; k stays unchanged."""
     return _composed(rope(problem), write_kv(problem))
 
 
-def qk_norm_rope_write_kv(problem: Problem) -> Place:
-    """Return `qk_norm_rope`, then `write_kv`; k is left as it was."""
+def qk_norm_rope_write_kv(problem: Problem) -> RopeWrite:
+    """Return `qk_norm_rope` followed by `write_kv`; k stays unchanged."""
     return _composed(qk_norm_rope(problem), write_kv(problem))
 
 
-def _composed(rotate: Callable[..., None], write: Callable[..., None]) -> Place:
+def _composed(rotate: Callable[..., None], write: Callable[..., None]) -> RopeWrite:
     def place(
         q: Tensor,
         k: Tensor,

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, reproducibly: a row's token depends on its own seed and position alone."""
+"""Reproducible sampling: the token of a row depends only on its logits, parameters, seed and position."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tokenspeed_core.api import Problem
 
 Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# The finaliser of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers that wrap around.
+# Constants of splitmix64 (Steele, Lea and Flood, 2014) as signed 64-bit integers, which wrap around.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
-    """Return `greedy(logits [S, V]) -> ids int64 [S]`; the lowest id among equal logits."""
+    """Return `greedy(logits [S, V]) -> ids int64 [S]`, the lowest id among equal logits."""
     del problem
     return _argmax
 
@@ -26,8 +26,8 @@ def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
 def sample(problem: Problem) -> Sample:
     """Return `sample(logits [S, V], temperature, top_k, top_p, min_p, seeds, positions) -> ids int64 [S]`.
 
-    Filters as transformers chains them: top-k of the tempered logits, then the smallest set of those with
-    the probability top-p, then the tokens of at least min-p times the likeliest's probability.
+    Filters in the order of transformers: temperature, top-k, then the smallest set with probability top-p, then the
+    tokens with at least min-p times the highest probability. Samples by inverse transform of the sorted rest.
     """
     del problem
     return _sample
@@ -36,7 +36,7 @@ def sample(problem: Problem) -> Sample:
 def note_tokens(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
     """Return `note(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None`.
 
-    A row has no finite logit exactly when the one chosen is not finite, whatever the kernel that chose made of it.
+    Sampling kernels choose a finite logit if a row has one, so a chosen logit that is not finite marks a bad row.
     """
     del problem
     return _note
@@ -51,7 +51,7 @@ def _note(logits: Tensor, chosen: Tensor, slots: Tensor, last_token: Tensor, ids
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return a float32 in [0, 1) of 24 bits for each int64 seed and position, by hashing both."""
+    """Return a float32 in [0, 1) with 24 random bits for each int64 seed and position, by hashing both."""
     bits = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
     return (_shift_right(bits, 40)).to(torch.float32) * 2.0**-24
 
@@ -93,5 +93,5 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Shift int64 as if unsigned."""
+    """Shift int64 right as if unsigned."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,7 @@
-"""Portable Triton kernels: no autotuning; few variants by shape, all compiled while a server warms up."""
+"""Portable Triton kernels, one folder per op family.
+
+Tilings are fixed by shape, not autotuned: all variants are compiled while the server warms up.
+"""
 
 from __future__ import annotations
 

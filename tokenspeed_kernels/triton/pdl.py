@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel may start before the one ahead of it on the stream has ended.
+"""Programmatic dependent launch (PDL): a kernel may start before the previous kernel on the stream has finished.
 
-A kernel launched so (`launch_pdl`) calls `gdc_launch_dependents`, which lets the next one start as soon as all its own
-programs run, and `gdc_wait`, which returns when the kernel ahead has ended and its writes are seen. Before the wait
-it reads only what no kernel writes; and each of its programs waits, so that the kernel behind it need look no
-further back.
+A kernel launched with `launch_pdl` calls `gdc_launch_dependents`, which lets the next kernel start once all programs
+of this one are running, and `gdc_wait`, which returns once the previous kernel has finished and its writes are
+visible. Before the wait it may read only memory that no kernel writes, such as weights. Every program must wait, so
+that the next kernel needs to wait only for this one.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import triton.language as tl
 
 
 def supports_pdl() -> bool:
-    """Say whether the device can; it is asked once, when a kernel is bound."""
+    """Return whether the device supports PDL (compute capability 9.0 and higher). Call once, when binding a kernel."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @triton.jit
 def fetch(line):
-    """Have the second-level cache fetch the lines of 128 bytes at pointers [...]: nothing waits for it."""
+    """Prefetch the 128-byte lines at pointers [...] into the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

@@ -1,9 +1,14 @@
-"""Kernels compiled before their first launch, side by side, by threads that end when nothing is left to compile.
+"""Compile Triton kernels in background threads before their first launch.
 
-Who makes a kernel knows what it will be launched with, and has the code that launches it run on blank tensors
-(`compile_for`): what it would launch is compiled in the background instead. The first launch takes what stands
-compiled, waits for what is being compiled and compiles by itself what nobody has begun; there too an error
-of the compiler is raised. Triton holds Python's lock for an eighth of the time that it takes.
+A factory that builds a kernel knows its shapes and dtypes. It calls `compile_for` with its launch function and blank
+tensors: every kernel that the function would launch is compiled in the background instead. The first real launch
+takes the compiled kernel, waits for a compilation in progress, or compiles the kernel itself if no thread has begun.
+Compiler errors are raised at that launch. Triton holds the GIL for about an eighth of a compilation, so threads help.
+
+This relies on Triton internals: `_Kernel` subclasses `JITFunction` and overrides its private `_do_compile`, and it
+builds the launcher through `driver.active.launcher_cls`. Triton has no public way to compile for given arguments in
+another thread; without it, a start compiles kernel after kernel, or a request waits for the compiler. Check this
+module, and run tests/gpu/test_precompile.py, whenever Triton is updated.
 """
 
 from __future__ import annotations
@@ -25,14 +30,14 @@ from triton.runtime.jit import JITFunction
 
 Compile = Callable[[], Any]
 
-_IS_PRECOMPILING: ContextVar[bool] = ContextVar("is_ahead", default=False)  # in this thread
+_IS_PRECOMPILING: ContextVar[bool] = ContextVar("is_precompiling", default=False)
 
 
 def compile_for(launch: Callable[..., object], *arguments: Any) -> None:
-    """Have the kernels compiled that `launch(*arguments)` would launch, as far as they are of `jit`; it launches none.
+    """Compile every kernel that `launch(*arguments)` would launch; only kernels decorated with `jit` here count.
 
-    Tensors may be `blank`: what counts is what Triton specialises on, types, and which numbers are 1 or multiples of
-    16. Does nothing without a CUDA device, under the interpreter, or where the process has but one processor.
+    Launches nothing. Tensors may be `blank`: Triton specialises on dtypes, on integers that are 1 or multiples of 16,
+    and on alignment. Does nothing without a CUDA device, under the interpreter, or with a single CPU.
     """
     if not is_possible():
         return
@@ -44,59 +49,58 @@ def compile_for(launch: Callable[..., object], *arguments: Any) -> None:
 
 
 def blank(dtype: str, *shape: int) -> Tensor:
-    """Return a tensor without memory, which stands for any that is aligned.
+    """Return a meta tensor that stands for an aligned one.
 
-    Code that it is launched through makes others by `new_empty`; `empty_like` would import a second of torch's Python.
+    Launch functions must allocate from it with `new_empty`; `empty_like` would import a second of torch's Python.
     """
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def is_possible() -> bool:
-    """Say whether anything is compiled ahead here."""
+    """Return whether kernels can be compiled in the background here."""
     return torch.cuda.is_available() and not triton.knobs.runtime.interpret and num_processors() > 1
 
 
 def num_processors() -> int:
-    """Return how many processors the process may run on."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Do as `triton.jit` does, for a kernel that can be compiled ahead."""
+    """Decorate a kernel like `triton.jit`, and let `compile_for` compile it."""
     if function is None:
         return partial(jit, **options)
-    return (
-        triton.jit(function, **options)
-        if triton.knobs.runtime.interpret
-        else _Kernel(function, **options)
-    )
+    if triton.knobs.runtime.interpret:
+        return triton.jit(function, **options)
+    return _Kernel(function, **options)
 
 
 class _Kernel(JITFunction):  # type: ignore[misc]
-    """A kernel that inside of `compile_for` is not launched, and compiled by other threads."""
+    """A kernel that is compiled by a background thread, and not launched, inside `compile_for`."""
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
-        self._ahead: dict[tuple[str, int], _Once] = {}  # by key and device, until it is launched
+        # Compilations by (cache key, device). An entry goes at the first launch.
+        self._pending: dict[tuple[str, int], _Once] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return partial(self.run, grid=grid, warmup=_IS_PRECOMPILING.get())
 
     def _do_compile(self, key: str, signature: Any, device: int, *others: Any) -> Any:
-        """Compile what Triton found no kernel for under `key`. None makes it go no further."""
+        """Compile the specialisation `key`, or queue it inside `compile_for`. Triton stops there if this is None."""
         compile_now = partial(super()._do_compile, key, signature, device, *others)
         if not _IS_PRECOMPILING.get():
-            return self._ahead.pop((key, device), compile_now)()
-        if (key, device) not in self._ahead:
-            self._ahead[key, device] = once = _Once(compile_now)
-            _THREADS.put(len(self.src), partial(self._compile_and_glue, once))
+            return self._pending.pop((key, device), compile_now)()
+        if (key, device) not in self._pending:
+            self._pending[key, device] = once = _Once(compile_now)
+            _THREADS.put(len(self.src), partial(self._compile_with_launcher, once))
         return None
 
-    def _compile_and_glue(self, once: Compile) -> None:
-        """Compile, then have the C code compiled that calls the kernel, which Triton keeps on disk.
+    def _compile_with_launcher(self, once: Compile) -> None:
+        """Compile the kernel and its C launcher, which Triton caches on disk.
 
-        Forms of a kernel have one such code between them.
+        Specialisations of one kernel share a launcher, hence the lock.
         """
         kernel = once()
         with self._lock:
@@ -104,10 +108,12 @@ class _Kernel(JITFunction):  # type: ignore[misc]
 
 
 class _Once:
-    """What compiles one kernel once, whoever calls first; the others wait for it. If it fails, the next one tries."""
+    """Compile a kernel once: the first caller compiles, others wait. After a failure the next caller tries again."""
 
     def __init__(self, compile_now: Compile) -> None:
-        self._compile, self._lock, self._kernel = compile_now, threading.Lock(), None
+        self._compile = compile_now
+        self._lock = threading.Lock()
+        self._kernel: Any = None
 
     def __call__(self) -> Any:
         with self._lock:
@@ -117,15 +123,16 @@ class _Once:
 
 
 class _Threads:
-    """As many threads as there are processors beside the caller's, while something waits; the largest goes first."""
+    """Background threads, at most one per CPU besides the caller's. They take the largest task first and end when idle."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, Compile]] = []
-        self._num_put = self._num_threads = 0
+        self._num_put = 0
+        self._num_threads = 0
         self._lock = threading.Lock()
 
     def put(self, size: int, task: Compile) -> None:
-        """Have a task done, before all smaller ones. Whatever it raises is dropped."""
+        """Queue a task. Its exceptions are dropped."""
         with self._lock:
             heappush(self._waiting, (-size, self._num_put, task))
             self._num_put += 1
@@ -136,15 +143,17 @@ class _Threads:
 
     def _work(self) -> None:
         while (task := self._take()) is not None:
-            with suppress(Exception):  # the launch will raise it
+            with suppress(Exception):  # raised again by the launch
                 task()
 
     def _take(self) -> Compile | None:
         with self._lock:
-            if self._waiting and threading.main_thread().is_alive():  # or nobody will launch
+            # Once the main thread has ended, nothing will launch what is still queued.
+            if self._waiting and threading.main_thread().is_alive():
                 return heappop(self._waiting)[2]
             self._num_threads -= 1
             return None
 
 
-_THREADS = _Threads()  # one for the process, as are Triton's kernels
+# One pool per process, as Triton's kernels are module globals.
+_THREADS = _Threads()

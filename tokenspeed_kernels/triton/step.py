@@ -1,6 +1,6 @@
-"""What stands around a step's forward: slots' state before it, the tokens that were chosen behind it.
+"""Bookkeeping around a step: update the slots' device state before the forward, record sampled tokens after it.
 
-Each is one small kernel where torch would launch three to eight, of which a captured step waits for every one.
+Each op is one small kernel. Torch would launch three to eight, and each launch adds latency to a captured step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-BLOCK = 1024  # entries that a program moves at once
+BLOCK = 1024  # entries that a program handles at once
 
 
-# Many tensors here are parts of one upload or of the slots' state, wherever they begin.
+# Many tensors here are views into one upload or into the slots' state, so their alignment varies.
 @precompile.jit(
     do_not_specialize=["num_words", "num_rows", "num_decodes", "first", "num_slots"],
     do_not_specialize_on_alignment=[
@@ -48,7 +48,7 @@ def _advance_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: what it scatters it may gather behind the barrier."""
+    """Apply state updates, then read and advance the rows. A single program, so a barrier orders scatter and gather."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -81,7 +81,10 @@ def _advance_rows(
 
 
 def advance_rows(problem: Problem) -> Callable[..., None]:
-    """Return `apply(state, words, values, slots, advance, token_ids, positions, seq_lens, ends, first, num_slots)`."""
+    """Return `apply(state, words, values, slots, advance, token_ids, positions, seq_lens, ends, first, num_slots)`.
+
+    See the op's contract for shapes and meaning.
+    """
     del problem
     pdl = supports_pdl()
 
@@ -148,7 +151,7 @@ def _map_tokens(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program for each row's block table, then one for each BLOCK tokens."""
+    """Copy block tables (one program per row), then map tokens to KV slots (one program per BLOCK tokens)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,1 +1,1 @@
-"""Triton kernels of activation."""
+"""Activations."""

@@ -1,4 +1,4 @@
-"""The gated activation of SwiGLU."""
+"""SwiGLU activation: silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _silu_mul(x_ptr, y_ptr, x_stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL:
 
 
 def silu_mul(problem: Problem) -> Callable[[Tensor], Tensor]:
-    """Return `silu_mul(x [T, 2N]) -> y [T, N]`."""
+    """Return `silu_mul(x [T, 2N]) -> y [T, N]`: silu of the first half of each row times the second half."""
     size: int = problem["size"]
     block = min(BLOCK, triton.next_power_of_2(size))
     pdl = supports_pdl()

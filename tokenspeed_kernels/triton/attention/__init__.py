@@ -1,1 +1,1 @@
-"""Triton kernels of attention."""
+"""Paged attention, shared-prefix (cascade) attention, and writes to the KV cache."""

@@ -1,4 +1,4 @@
-"""The Triton attention backend: decode rows with their keys split over programs, prompts in causal tiles."""
+"""The Triton attention backend: split keys for decode rows, causal tiles for prompts."""
 
 from __future__ import annotations
 
@@ -19,22 +19,17 @@ from tokenspeed_kernels.triton.attention.cascade import MERGED_PARTS, SharedLaun
 from tokenspeed_kernels.triton.attention.kernel import attend
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-MIN_SPLIT = 64  # keys of a split where rows are too few to fill the device
-LONG_SPLIT = 4096  # keys of a split where rows are many: only a row far longer than others is cut
-CROWD, SHARING_CROWD = (
-    3,
-    8,
-)  # programs of a multiprocessor that small tiles keep busiest; where rows may share keys
-FULL = 2  # programs of a multiprocessor that keep it busy
-WANTED = 4  # programs of a multiprocessor that splitting aims at
-NUM_SLOTS = {
-    "decode": 65536,
-    "prefill": 16384,
-}  # rows of tiles of all splits, by phase of the problem
-SMALL_STEP = (
-    1024  # tokens, up to which tiles of prompts are small, so that there are enough of them
+MIN_SPLIT = 64  # fewest keys in a split when there are too few rows to fill the device
+LONG_SPLIT = (
+    4096  # fewest keys in a split when there are many rows: only much longer rows are split
 )
-MAX_DECODE_ROWS = 64  # of a tile of the decode launch: more query tokens a row are a prompt
+# Programs per multiprocessor from which small tiles are fastest, without and with a shared prefix.
+CROWD, SHARING_CROWD = 3, 8
+FULL = 2  # programs per multiprocessor that keep it busy
+WANTED = 4  # programs per multiprocessor that splitting aims at
+NUM_SLOTS = {"decode": 65536, "prefill": 16384}  # rows of tiles over all splits, by phase
+SMALL_STEP = 1024  # up to so many tokens, prompts get small tiles so that there are enough of them
+MAX_DECODE_ROWS = 64  # rows of a decode tile; a row with more query tokens counts as a prompt
 LOG2_E = 1.4426950408889634
 FALLBACK_MULTIPROCESSORS = 8  # under the interpreter, which has no device
 MERGED_HEADS = 4  # query heads that a program merges at once
@@ -42,7 +37,7 @@ MERGED_HEADS = 4  # query heads that a program merges at once
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows of a tile (query tokens times query heads of a key head), keys of a step, warps, loads in flight."""
+    """Rows of a tile (query tokens times query heads of a KV head), keys per iteration, warps, pipeline stages."""
 
     block_m: int
     block_n: int
@@ -52,7 +47,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """The launch over all rows of a step."""
+    """Parameters of the launch over all rows of a step."""
 
     num_tiles: int
     num_splits: int
@@ -63,14 +58,15 @@ class _Launch:
 
     @property
     def is_merged(self) -> bool:
-        """Whether results of several programs may have to be merged."""
+        """Whether results of several programs may need merging."""
         return self.num_splits > 1 or self.shared is not None
 
 
 class TritonAttention:
-    """Paged attention for any mix of rows. `prepare` does host arithmetic only, so graphs may replay it.
+    """Paged attention for any mix of rows.
 
-    Keys that all rows of a decode launch share are read once; the first layer of each pass finds how many.
+    `prepare` does host arithmetic only, so CUDA graphs may replay `forward`. In a decode launch, keys that all rows
+    share are read once; the first layer of each forward finds how many there are.
     """
 
     prepares_on_host = True
@@ -86,7 +82,7 @@ class TritonAttention:
     ) -> None:
         if problem.num_heads % problem.num_kv_heads:
             raise ValueError(
-                f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads"
+                f"num_heads ({problem.num_heads}) is not a multiple of num_kv_heads ({problem.num_kv_heads})"
             )
         self._problem, self._options = problem, options
         self._num_groups = problem.num_heads // problem.num_kv_heads
@@ -114,7 +110,7 @@ class TritonAttention:
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Decide the launch of a step from host-side numbers."""
+        """Choose the launch parameters of a step from host-side numbers."""
         self._step = step
         self._first_layer = None
         is_decode = self._decode_rows(step.max_num_query) <= self._max_decode_rows
@@ -122,15 +118,17 @@ class TritonAttention:
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
-        assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
+        assert k_cache.stride() == v_cache.stride(), (
+            "k_cache and v_cache must have the same strides"
+        )
         assert self._step is not None and self._launch is not None, "forward before prepare"
         if self._first_layer is None:
             self._first_layer = k_cache.data_ptr()
         shared = self._launch.shared
-        if (
-            shared is not None
-        ):  # first: where nothing is shared it leaves at once, and the other runs beside it
-            if k_cache.data_ptr() == self._first_layer:  # at each pass: a graph may capture any
+        # First: if nothing is shared this launch returns at once, and overlaps with the next.
+        if shared is not None:
+            # Once per forward, in its first layer, so that a captured graph repeats the search.
+            if k_cache.data_ptr() == self._first_layer:
                 self.shared.find(self._step, shared)
             self.shared.attend(self._step, shared, q, k_cache, v_cache)
         self._attend(self._step, self._launch, q, k_cache, v_cache, out)
@@ -147,10 +145,8 @@ class TritonAttention:
             self._decode_tiling(programs, step, is_shared=shared is not None), block_m=block_m
         )
         if programs >= FULL * self.num_multiprocessors:
-            least, splits = (
-                LONG_SPLIT,
-                -(-step.max_seq_len // LONG_SPLIT),
-            )  # a part that is empty takes time too
+            # No more splits than the longest row needs: an empty split takes time too.
+            least, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)
         else:
             least, splits = MIN_SPLIT, WANTED * self.num_multiprocessors // programs
         most = min(MAX_SPLITS, -(-self._max_model_len // least), room, self._options.max_splits)
@@ -158,7 +154,7 @@ class TritonAttention:
         return _Launch(step.num_rows, splits, least, True, tiling, shared)
 
     def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
-        """Return the tiling that was measured to be fastest for so many programs, but for its rows."""
+        """Return the fastest measured tiling for this number of programs. The caller sets its rows."""
         crowd = programs // self.num_multiprocessors
         if crowd >= SHARING_CROWD:
             return self._crowd
@@ -172,7 +168,7 @@ class TritonAttention:
         return _Launch(num_tiles, 1, 0, False, tiling, None)
 
     def _decode_rows(self, num_query: int) -> int:
-        """Return the rows of a tile that holds all queries of a row."""
+        """Return the tile rows needed for all queries of a row."""
         return max(self._decode.block_m, triton.next_power_of_2(num_query * self._num_groups))
 
     def _attend(
@@ -247,7 +243,7 @@ def attention(
 def _attend_to_blanks(
     backend: TritonAttention, problem: AttentionProblem, limits: AttentionLimits
 ) -> None:
-    """Launch on blank tensors every form that the steps of a start launch."""
+    """Precompile every variant that a step can launch."""
     num_heads, num_kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_size
     k_cache, v_cache = precompile.blank(
         problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size
@@ -285,7 +281,7 @@ def _attend_to_blanks(
 
 
 def _num_queries(phase: str, some: Sequence[int], max_tokens_in_pool: int) -> Iterator[list[int]]:
-    """Yield the query tokens of each row, of steps of `some` rows that differ in what is launched."""
+    """Yield the query tokens per row of steps that need different variants."""
     for num_rows in some:
         yield [1] * num_rows
     if phase == "prefill":

@@ -1,9 +1,9 @@
-"""Attention of decode rows to the keys that all of them share, read once for all rows.
+"""Cascade (shared-prefix) attention for decode rows: keys that all rows share are read once.
 
-Rows share keys where their block tables lead with the same blocks (a system prompt of many requests). The
-length is found on the device, once a pass over the layers, so a captured graph finds that of each replay; rows
-then attend to the rest by themselves. Known as cascade attention (Ye et al., 2024) and Hydragen (Juravsky et al.,
-2024).
+Rows share keys when their block tables start with the same blocks, for example those of a common system prompt. The
+length of the shared prefix is computed on the device once per forward, so a captured graph finds the length of each
+replay. Each row then attends to the rest of its keys separately, and both results are merged by their log-sum-exp.
+Sources: cascade attention (Ye et al., 2024) and Hydragen (Juravsky et al., 2024).
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.attention.kernel import _attend_keys, _fit_keys, _share
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-MIN_ROWS = (
-    9  # that must share: up to 8 the cache of the device spares as much as the extra launch costs
-)
-MIN_KEYS = 256  # that must be shared, no fewer than a step's `shares_prefix` is about
+# Rows needed for sharing to pay: with up to 8, the L2 cache saves as much as the extra launch costs.
+MIN_ROWS = 9
+MIN_KEYS = 256  # shared keys needed; at least the bound behind a step's `shares_prefix`
 MERGED_PARTS = (
-    8  # results that a program merges at once: no more splits of the shared keys are made
+    8  # partial results that a program merges at once, hence the most splits of the shared keys
 )
-MAX_SLOTS = 65536  # results of one query head of a row from one split
+MAX_SLOTS = 65536  # partial results: one per query head, row and split
 LOG2_E = 1.4426950408889634
-MAX_BLOCK_M = 64  # query heads of a tile, those of several rows
-BLOCK_N = 32  # keys of a step
-FIND_ROWS, FIND_COLUMNS = 32, 256  # of the block table, compared at once
+MAX_BLOCK_M = 64  # query heads in a tile, from several rows
+BLOCK_N = 32  # keys per loop iteration
+FIND_ROWS, FIND_COLUMNS = 32, 256  # block-table entries compared at once
 NOWHERE = tl.constexpr(2**30)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLaunch:
-    """How rows of a launch attend to shared keys: tiles of rows, and splits of the keys."""
+    """Launch parameters of attention to the shared keys: tiles over rows, splits over keys."""
 
     num_rows: int
     block_m: int
@@ -47,16 +46,16 @@ class SharedLaunch:
 
 
 class SharedPrefix:
-    """The shared keys of a step's decode rows, and what the rows got from them.
+    """Finds the shared keys of a step's decode rows and attends to them.
 
-    `found` int32 [2] holds the number of shared keys, a multiple of BLOCK_N, and a row that has them;
-    `partial` float32 [S * H * splits, D] and `lse` what each query head got from each split of them.
+    `found` int32 [2]: the number of shared keys, a multiple of BLOCK_N, and the index of a row that has them.
+    `partial` float32 [S * H * splits, D] and `lse` float32 [S * H * splits]: each query head's partial results.
     """
 
     def __init__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device, block_d: int
     ) -> None:
-        """Allocate for any launch."""
+        """Allocate buffers for the largest launch within `limits`."""
         self._problem, self._block_d = problem, block_d
         self._num_groups = problem.num_heads // problem.num_kv_heads
         self._pdl = supports_pdl()
@@ -80,7 +79,7 @@ class SharedPrefix:
         self.lse = torch.empty(num_slots, dtype=torch.float32, device=device)
 
     def launch(self, num_rows: int) -> SharedLaunch | None:
-        """Return the launch for a step of rows of one query token, or None where sharing cannot pay."""
+        """Return the launch for a step with one query token per row, or None if sharing cannot pay."""
         if not self._is_possible or num_rows < MIN_ROWS:
             return None
         block_m = min(
@@ -110,7 +109,7 @@ class SharedPrefix:
     def attend(
         self, step: AttentionStep, launch: SharedLaunch, q: Tensor, k_cache: Tensor, v_cache: Tensor
     ) -> None:
-        """Fill `partial` and `lse` for one layer, if keys are shared; the first that a layer launches."""
+        """Fill `partial` and `lse` for one layer if keys are shared. Must be the first launch of the layer."""
         problem = self._problem
         attend_shared[(launch.num_shared_splits, problem.num_kv_heads, launch.num_tiles)](
             q,
@@ -160,9 +159,9 @@ def find_shared(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program: store the number of keys that all rows of a length above 0 share, and the first such row.
+    """Store the number of keys that all non-empty rows share, and the index of the first such row. One program.
 
-    Each row keeps one key at least to itself. Leaves at the first columns that differ.
+    At least one key of each row stays unshared. Stops at the first block-table columns that differ.
     """
     member = tl.arange(0, ROWS)
     num_real = tl.zeros([], dtype=tl.int32)
@@ -236,9 +235,10 @@ def attend_shared(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (splits, key heads, tiles of rows): the query heads of a key head, of many rows, in one tile.
+    """Attend to the shared keys. Grid (splits, KV heads, tiles of rows).
 
-    Leaves at once where nothing is shared. Splits beyond the shared keys are not written. PDL: see `attend`.
+    A tile holds the query heads of one KV head from many rows, so each key is loaded once per tile. Returns at once
+    if nothing is shared. Splits beyond the shared keys are not written. PDL: see `attend`.
     """
     if PDL:
         gdc_wait()
@@ -257,7 +257,7 @@ def attend_shared(
         share = _share(shared, num_shared_splits, 0, BLOCK_N)
         start = split * share
         stop = tl.minimum(shared, start + share)
-        is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # not a tile of padding rows
+        is_needed = tl.max(used.to(tl.int32), axis=0) > 0  # skip tiles of padding rows
         if (start < stop) & is_needed:
             token = tl.load(query_start_ptr + row, mask=inside, other=0).to(tl.int64)
             column = tl.arange(0, BLOCK_D)

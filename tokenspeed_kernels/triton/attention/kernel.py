@@ -1,8 +1,8 @@
-"""Triton code of paged attention: tiles of query tokens against blocks of keys, split and merged if needed.
+"""The paged attention kernel: tiles of queries against blocks of keys, with split keys merged if needed.
 
-The query heads that share a key head stand together in the rows of a tile, so each key is read once for all
-of them. Softmax is online (Milakov and Gimelshein, 2018); splits of the keys are merged by their
-log-sum-exps, as in FlashDecoding (Dao et al., 2023), by the program that finishes last. Scores are in base 2.
+The query heads that share a KV head form the rows of one tile, so each key is loaded once for all of them. Softmax is
+online (Milakov and Gimelshein, 2018). Partial results of split keys are merged by their log-sum-exps, as in
+FlashDecoding (Dao et al., 2023), by the program that finishes last. Scores are in base 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenspeed_kernels.triton import precompile
 
 @triton.jit
 def _fit_keys(q, key_dtype: tl.constexpr):
-    """Cast queries to what keys are raised to: float16 holds e4m3 exactly, one instruction for two."""
+    """Cast queries for an FP8 cache to float16, which holds e4m3 exactly; one instruction converts two keys."""
     if key_dtype == tl.float8e4nv:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     return q
@@ -46,7 +46,7 @@ def _attend_keys(
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to keys [start, stop), masking by position only if MASKED; position [BLOCK_M]."""
+    """Attend to keys [start, stop) and return the updated softmax state. `position` [BLOCK_M] is used only if MASKED."""
     column = tl.arange(0, BLOCK_D)
     for first in tl.range(start, stop, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
@@ -90,7 +90,7 @@ def _attend_keys(
 
 @triton.jit
 def _first_key(first_query, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return the first key, rounded down, that a query position sees."""
+    """Return the first key that a query position sees, rounded down to BLOCK_N."""
     if HAS_WINDOW:
         return tl.maximum(first_query - window + 1, 0) // BLOCK_N * BLOCK_N
     return tl.zeros([], dtype=tl.int32)
@@ -98,7 +98,7 @@ def _first_key(first_query, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.conste
 
 @triton.jit
 def _share(num_keys, num_splits, least, BLOCK_N: tl.constexpr):
-    """Return the keys that one split takes: whole steps, and no fewer than `least`."""
+    """Return the number of keys per split: a multiple of BLOCK_N, at least `least`."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits) * BLOCK_N, least)
 
 
@@ -113,14 +113,14 @@ def _merge_parts(
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merge up to PARTS parts of some query heads, which stand at origin + place + part * stride.
+    """Merge up to PARTS partial results of some query heads, stored at origin + place + part * stride.
 
-    Returns what the heads got from all of them [heads, BLOCK_D], and its log-sum-exp.
+    Returns the merged values [heads, BLOCK_D] and their log-sum-exps [heads].
     """
     part = tl.arange(0, PARTS)
     is_one = part < num_parts
     cell = part[:, None] * stride + place[None, :]
-    # `.cg` reads where the writes of other multiprocessors are.
+    # `.cg` bypasses the L1 cache, which may not have the writes of other multiprocessors.
     lse = tl.load(
         lse_ptr + origin + cell, mask=is_one[:, None], other=float("-inf"), cache_modifier=".cg"
     )
@@ -150,13 +150,13 @@ def _merge_group(
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merge parts of a tile of query heads into the place of the first of them."""
+    """Merge partial results of a tile of query heads into the first of them."""
     for first in range(0, num_members, MEMBERS):
         member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
         acc, lse = _merge_parts(
             partial_ptr, lse_ptr, origin, BLOCK_M, num_parts, member, BLOCK_D, PARTS
         )
-        tl.debug_barrier()  # all threads have read what is overwritten
+        tl.debug_barrier()  # wait until all threads have read what is overwritten next
         cells = (
             partial_ptr
             + origin * BLOCK_D
@@ -191,7 +191,7 @@ def _merge(
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Store what the query heads of a tile got from its parts and from `num_shared` shared splits."""
+    """Merge a tile's partial results and those of `num_shared` splits of the shared keys, and store the output."""
     column = tl.arange(0, BLOCK_D)
     for first in range(0, num_members, MEMBERS):
         member = tl.minimum(first + tl.arange(0, MEMBERS), num_members - 1)
@@ -272,16 +272,22 @@ def attend(
     MEMBERS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Grid (tiles, key heads, splits). With ONE_TILE a row is a tile; else a tile finds its row.
+    """Attend to the paged keys of each row. Grid (tiles, KV heads, splits).
 
-    Row i's tiles start at query_start[i] // TOKENS + i; the few surplus tiles leave at once. k and v have the same
-    strides. With SPLIT, which ONE_TILE must go with, a row is cut into up to `num_splits` parts of no fewer than
-    `least` keys. Unless the row is one part, results go to `partial` and `lse`, a program's own slice of each, and
-    programs count in `arrived`, all zeros before and after: the last one of PARTS neighbours merges theirs, the
-    last of those all. With SHARED the first `found[0]` keys are left out: their results are in `shared_partial`
-    when the launch ahead ends. PDL: it starts before the kernel ahead has ended, and so may the one behind it
-    (see `early`). With SHARED that ahead is the launch for shared keys, which has waited for all that this reads
-    and leaves alone what this writes: it is waited for last, or where its results are merged.
+    ONE_TILE: each row is one tile. Otherwise a tile searches for its row: the tiles of row i start at
+    query_start[i] // TOKENS + i, and the few surplus tiles return at once. k and v have the same strides.
+
+    SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `least` keys. If there
+    are several parts, each program writes its result to its own slice of `partial` and `lse` and counts itself in
+    `arrived`, which is zero before and after. The last of PARTS neighbouring programs merges their results, and the
+    last of those merges all.
+
+    SHARED: the first `found[0]` keys are skipped. Their results are in `shared_partial` once the previous launch
+    (`attend_shared`) has finished.
+
+    PDL: this kernel may start before the previous one has finished (see `pdl`). With SHARED the previous kernel is
+    `attend_shared`. It has already waited for everything that this kernel reads, and it does not touch what this
+    kernel writes, so the wait comes last, or just before its results are merged.
     """
     if PDL:
         if not SHARED:
@@ -294,9 +300,8 @@ def attend(
         row = tl.program_id(0)
         tile = 0
     else:
-        wanted = (
-            tl.num_programs(0) - 1 - tl.program_id(0)
-        )  # later tiles see more keys: heavy ones first
+        # Later tiles see more keys. Start with those.
+        wanted = tl.num_programs(0) - 1 - tl.program_id(0)
         num_tokens = tl.load(query_start_ptr + num_rows)
         row = tl.minimum(tl.maximum(wanted - num_tokens // TOKENS, 0), num_rows - 1)
         is_padding = tl.load(query_start_ptr + row) == num_tokens  # rows without queries come last
@@ -411,7 +416,7 @@ def attend(
             )
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(lse_ptr + slot, lse, mask=used)
-            tl.debug_barrier()  # all of the program's stores come before its count
+            tl.debug_barrier()  # all stores of the program come before its count
             arrived_ptr += pair * (PARTS + 1)
             group = split // PARTS
             num_groups = tl.cdiv(num_parts, PARTS)
@@ -441,7 +446,7 @@ def attend(
                     num_shared = 0
                     if SHARED:
                         if PDL:
-                            gdc_wait()  # for the shared splits
+                            gdc_wait()  # for the results of the shared keys
                         num_shared = tl.cdiv(
                             shared, _share(shared, num_shared_splits, 0, SHARED_BLOCK_N)
                         )
@@ -469,4 +474,4 @@ def attend(
                         PARTS,
                     )
     if PDL and SHARED:
-        gdc_wait()  # so that the kernel behind, which waits for this one alone, finds the results of both
+        gdc_wait()  # the next kernel waits only for this one, but reads the results of both

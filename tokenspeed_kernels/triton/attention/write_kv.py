@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache."""
+"""Write keys and values into the paged KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenspeed_kernels.triton import precompile
 
 @triton.jit
 def _narrowed(x, dtype: tl.constexpr):
-    """Cast; what is beyond e4m3 becomes its largest number."""
+    """Cast x, clamping to the range of e4m3."""
     if dtype == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
     return x.to(dtype)
@@ -61,7 +61,10 @@ def _write_kv(
 
 
 def write_kv(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
-    """Return `write(k [T, K, D], v, k_cache [B, block_size, K, D], v_cache, slots [T]) -> None`."""
+    """Return `write(k [T, K, D], v, k_cache [B, block_size, K, D], v_cache, slots [T]) -> None`.
+
+    A negative slot is skipped. Values are clamped to the range of an FP8 cache.
+    """
     num_heads, head_size = problem["num_kv_heads"], problem["head_size"]
     block_d = triton.next_power_of_2(head_size)
     block_k = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_d))

@@ -1,1 +1,1 @@
-"""Triton kernels of fused."""
+"""Fused decoder blocks: everything between the attention of two layers."""

@@ -1,7 +1,9 @@
-"""All that stands between two layers' attention, for up to 64 rows, as one persistent kernel.
+"""The fused decoder block for up to 64 rows, as one persistent kernel (a "layer megakernel").
 
-Launched one by one, its four products and two norms spend most of their time in starting, draining and waiting for the
-first bytes of a weight. Here programs stay, meet at barriers, and have the next weight on its way while they wait.
+It computes everything between the attention of two layers: output projection, residual add and norm, MLP, residual
+add and norm, and the QKV projection of the next layer. Launched separately, these four GEMMs and two norms spend most
+of their time starting, draining and waiting for the first bytes of a weight. Here the programs stay resident, meet at
+grid-wide barriers, and load the next weight while they wait.
 """
 
 from __future__ import annotations
@@ -16,21 +18,20 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fused_linear import FusedBlock
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.fused.fused_block_kernel import NUM_PHASES, between
+from tokenspeed_kernels.triton.fused.fused_block_kernel import NUM_PHASES, fused_block_kernel
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 MAX_ROWS = 64
-MAX_PROGRAMS = (
-    128  # and at most one a multiprocessor, so that all of them run at once, as barriers need
-)
+# Programs; also at most one per multiprocessor, because the barriers need all of them to run at the same time.
+MAX_PROGRAMS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Features that a program computes of each product, how many programs share a sum, and features and loads a turn.
+    """Tile sizes, by GEMM: O output projection, G gate and up, D down, Q the next layer's QKV projection.
 
-    Named by the product: O is attention's output, G gate and up (each so many), D down, Q the next queries, keys
-    and values. Blocks are the next powers of two.
+    _N: output features per program (for G: of each of gate and up). _BLOCK: the next power of two. _K: input features
+    per iteration. _SPLIT: programs that split the input features. STAGES: pipeline stages.
     """
 
     O_N: int
@@ -51,50 +52,52 @@ class Tiling:
 
 
 def tiling(heads: int, hidden: int, inner: int, out_size: int, programs: int) -> Tiling:
-    """Return tiles that give every program one of each product where they can, as an H200 was found to be fastest with.
+    """Return the tiling that was fastest on an H200 for hidden sizes of 1,024 and 4,096.
 
-    `benchmarks/LOG.md` has the others that were tried, for hidden sizes of 1,024 and 4,096.
+    It gives each program one tile of each GEMM where possible. `benchmarks/LOG.md` lists the alternatives.
     """
-    n, least, stages, warps = (32, 64, 8, 4) if hidden <= 1024 else (64, 128, 6, 8)
-    turns = [least if size % least == 0 else 64 for size in (heads, hidden, inner)]
-    most = max(1, programs // triton.cdiv(hidden, n))
-    splits = [_split(size, turn, most) for size, turn in ((heads, turns[0]), (inner, turns[2]))]
-    g_n, q_n = _share(inner, programs, 128), _share(out_size, programs, 64)
-    g_block, q_block = max(16, triton.next_power_of_2(g_n)), max(16, triton.next_power_of_2(q_n))
+    n, block_k, stages, warps = (32, 64, 8, 4) if hidden <= 1024 else (64, 128, 6, 8)
+    o_k, q_k, d_k = (block_k if size % block_k == 0 else 64 for size in (heads, hidden, inner))
+    max_split = max(1, programs // triton.cdiv(hidden, n))
+    g_n = _tile_size(inner, programs, 128)
+    q_n = _tile_size(out_size, programs, 64)
+    g_block = max(16, triton.next_power_of_2(g_n))
     return Tiling(
-        n,
-        splits[0],
-        turns[0],
-        g_n,
-        g_block,
-        64,
-        {128: 4, 64: 6}.get(g_block, 8),
-        n,
-        splits[1],
-        turns[2],
-        q_n,
-        q_block,
-        turns[1],
-        stages,
-        warps,
+        O_N=n,
+        O_SPLIT=_num_splits(heads, o_k, max_split),
+        O_K=o_k,
+        G_N=g_n,
+        G_BLOCK=g_block,
+        G_K=64,
+        G_STAGES={128: 4, 64: 6}.get(g_block, 8),
+        D_N=n,
+        D_SPLIT=_num_splits(inner, d_k, max_split),
+        D_K=d_k,
+        Q_N=q_n,
+        Q_BLOCK=max(16, triton.next_power_of_2(q_n)),
+        Q_K=q_k,
+        STAGES=stages,
+        num_warps=warps,
     )
 
 
-def _share(size: int, programs: int, most: int) -> int:
-    """Return how many of `size` features a program takes at once: all programs as many, at most `most`."""
-    num: int = triton.cdiv(size, programs * triton.cdiv(size, programs * most))
+def _tile_size(size: int, programs: int, max_size: int) -> int:
+    """Return the tile size, at most `max_size`, that spreads `size` features evenly over the programs."""
+    num: int = triton.cdiv(size, programs * triton.cdiv(size, programs * max_size))
     return num
 
 
-def _split(size: int, turn: int, most: int) -> int:
-    """Return how many programs share a sum over `size` features in whole turns: at most `most`."""
-    return next(split for split in (4, 2, 1) if split <= most and size % (split * turn) == 0)
+def _num_splits(size: int, block_k: int, max_split: int) -> int:
+    """Return how many programs split a sum over `size` features into whole blocks, at most `max_split`."""
+    return next(
+        split for split in (4, 2, 1) if split <= max_split and size % (split * block_k) == 0
+    )
 
 
 def fused_block(problem: Problem) -> FusedBlock:
     """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], total [T, H])`.
 
-    Memory between its phases is allocated here, once: calls must not overlap.
+    The buffers between its phases are allocated here, once, so calls must not overlap.
     """
     heads, hidden = problem["in_size"], problem["hidden_size"]
     inner, out_size = problem["intermediate_size"], problem["out_size"]
@@ -112,7 +115,7 @@ def fused_block(problem: Problem) -> FusedBlock:
     normed, middle = torch.empty((2, rows, hidden), dtype=dtype, device=device)
     gated = torch.empty((rows, inner), dtype=dtype, device=device)
     counter = torch.zeros(1, dtype=torch.uint32, device=device)
-    # Without a device programs run one after another, and would wait for ever at a barrier.
+    # Under the interpreter programs run one after another and would deadlock at a barrier: launch phase by phase.
     spans = (
         ((0, NUM_PHASES - 1),)
         if is_device
@@ -133,7 +136,7 @@ def fused_block(problem: Problem) -> FusedBlock:
         num_rows = x.shape[0]
         y, total = x.new_empty((num_rows, out_size)), x.new_empty((num_rows, hidden))
         for first, last in spans if num_rows else ():
-            between[(programs,)](
+            fused_block_kernel[(programs,)](
                 x,
                 residual,
                 out,

@@ -1,7 +1,8 @@
-"""All that stands between two layers' attention, for many rows: what a product adds to the residual stream, it adds.
+"""The fused decoder block for many rows: the GEMMs add to the residual stream in place.
 
-A norm that adds reads two tensors and writes two; behind a product that added it reads one and writes one. Where rows
-are many, products are bound by the matrix units and their power, and the memory's share of that is saved.
+A norm with a residual add reads two tensors and writes two. After a GEMM that has already added its result (addmm),
+the norm reads one and writes one. With many rows the GEMMs are bound by the tensor cores and their power, so less
+memory traffic leaves more power for them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ from tokenspeed_kernels.triton.norm.rms_norm import rms_norm
 def fused_block_in_place(problem: Problem) -> FusedBlock:
     """Return `apply(x, residual, out, norm, gate_up, down, next_norm, qkv, eps) -> (y [T, O], residual [T, H])`."""
     hidden, inner, dtype = problem["hidden_size"], problem["intermediate_size"], problem["dtype"]
-    norm, gate = (
-        rms_norm({"size": hidden, "dtype": dtype}),
-        silu_mul({"size": inner, "dtype": dtype}),
-    )
-    product = {"in_size": hidden, "out_size": inner, "dtype": dtype}
-    gated = gated_linear(product) if can_gate(product) else None
+    norm = rms_norm({"size": hidden, "dtype": dtype})
+    gate = silu_mul({"size": inner, "dtype": dtype})
+    gate_up_problem = {"in_size": hidden, "out_size": inner, "dtype": dtype}
+    gated = gated_linear(gate_up_problem) if can_gate(gate_up_problem) else None
 
     def apply(
         x: Tensor,

@@ -1,4 +1,4 @@
-"""The kernel of `fused_block`, its phases, and the barrier between them."""
+"""The kernel of `fused_block`: its phases and the grid-wide barrier between them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ NUM_PHASES = 6
 
 @triton.jit
 def _barrier(counter_ptr, PROGRAMS: tl.constexpr):
-    """Wait for all programs: a round adds 2**31 to the counter, so its top bit turns when the last one has come.
+    """Wait until all programs have arrived.
 
-    Nothing is to be reset before the next round or launch. All programs must run at once.
+    Each round adds 2**31 to the counter in total, so its top bit flips when the last program arrives, and nothing has
+    to be reset before the next round or launch. All programs must be running at the same time.
     """
     add = tl.where(tl.program_id(0) == 0, 0x80000000 - (PROGRAMS - 1), 1).to(tl.uint32)
     tl.inline_asm_elementwise(
@@ -59,10 +60,10 @@ def _product(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return x [T, .] times rows `row` of w [., K] over LENGTH features from `start`, in float32 [BLOCK_T, BLOCK_N].
+    """Return x [T, K] @ w[row].T over LENGTH features from `start`, in float32 [BLOCK_T, BLOCK_N].
 
-    Programs begin at different features (`shift`), so that they do not all ask for the same lines of x at once.
-    What other programs wrote is read past the first-level cache, which may hold older values.
+    Programs begin at different features (`shift`), so that they do not all load the same lines of x at once. Loads
+    bypass the L1 cache, which may hold values from before other programs wrote.
     """
     t, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     x_at = x_ptr + t[:, None] * x_stride + (start + k)[None, :]
@@ -93,7 +94,7 @@ def _partial_product(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write a tile of x @ w.T over one part of the features to sums [SPLIT, T, N] in float32."""
+    """Write a tile of x @ w.T over one split of the features to sums [SPLIT, T, N] in float32."""
     part, column = tile % SPLIT, tile // SPLIT * BLOCK_N + tl.arange(0, BLOCK_N)
     LENGTH: tl.constexpr = K // SPLIT
     y = _product(
@@ -132,7 +133,7 @@ def _add_norm(
     N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Add a row's sums, rounded, to what was before; write that and, normalised, y."""
+    """total = rounded sum of a row's splits + `before`; y = RMS norm of total. Store both."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     inside = column < N
     x = tl.load(sums_ptr + row * N + column, mask=inside, other=0.0, cache_modifier=".cg")
@@ -166,7 +167,7 @@ def _gated(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write NUM_N features of silu(x @ gate.T) * (x @ up.T), gate and up being the halves of w [2N, K]."""
+    """Write NUM_N features of silu(x @ gate.T) * (x @ up.T); w [2N, K] is gate and up stacked."""
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     lane = tl.arange(0, 2 * BLOCK_N)
     feature = tile * NUM_N + lane % BLOCK_N
@@ -197,7 +198,7 @@ def _gated(
 
 
 @precompile.jit(do_not_specialize=["T"])
-def between(
+def fused_block_kernel(
     x_ptr,
     residual_ptr,
     out_ptr,
@@ -242,10 +243,14 @@ def between(
     PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run phases FIRST to LAST for x [T, A] and residual [T, H], whose rows may be further apart.
+    """Run phases FIRST to LAST for attention output x [T, A] and residual [T, H]. Grid (PROGRAMS).
 
-    0: sums of x @ out.T; 1: they + residual -> middle, normed; 2: silu and product of normed @ gate_up.T -> gated;
-    3: sums of gated @ down.T; 4: they + middle -> total, normed; 5: normed @ qkv.T -> y.
+    0: sums = x @ out.T, split over programs
+    1: middle = sums + residual; normed = RMS norm of middle
+    2: gated = SwiGLU of normed @ gate_up.T
+    3: sums = gated @ down.T, split over programs
+    4: total = sums + middle; normed = RMS norm of total
+    5: y = normed @ qkv.T
     """
     dtype: tl.constexpr = normed_ptr.dtype.element_ty
     pid = tl.program_id(0)

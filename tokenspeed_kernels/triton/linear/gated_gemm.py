@@ -1,7 +1,7 @@
-"""A gated linear map of many rows in one kernel: the product's two halves meet before they are written.
+"""Gate and up projection with SwiGLU for many tokens, as one kernel that never writes the projections.
 
-Persistent programs walk the tiles in groups that share operands in the L2 cache, and fetch them with the tensor
-memory accelerator: the matmul of Triton's tutorial 09, with both halves of the weight in one tile.
+A persistent GEMM with TMA loads, after Triton's tutorial 09. A tile holds the same columns of the gate and of the up
+projection, and tiles are visited in groups that share operands in the L2 cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenspeed_kernels.triton.pdl import supports_pdl
 
 BLOCK_T, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 16
 NUM_WARPS, NUM_STAGES = 8, 3
-MIN_ROWS = 2048  # fewer do not fill the device's last wave of tiles of this size
+MIN_ROWS = 2048  # with fewer rows, the last wave of tiles leaves too much of the device idle
 
 
 @precompile.jit(do_not_specialize=["T"])
@@ -37,6 +37,7 @@ def _gated(
     GROUP: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
 ):
+    """Persistent: grid (NUM_PROGRAMS). x [T, K], weight [2, N, K] and y [T, N] are tensor descriptors."""
     dtype: tl.constexpr = y_desc.dtype
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles_t = tl.cdiv(T, BLOCK_T)
@@ -56,22 +57,20 @@ def _gated(
 
 
 def can_gate(problem: Problem) -> bool:
-    """Say whether the device and the sizes are such that `gated_linear` can compute a problem."""
+    """Return whether `gated_linear` supports the problem on this device."""
     fits = (
         problem["in_size"] % 8 == 0
         and problem["out_size"] % 8 == 0
         and problem["dtype"] in ("bfloat16", "float16")
     )
-    return (
-        fits and supports_pdl()
-    )  # devices that launch early have the tensor memory accelerator too
+    return fits and supports_pdl()  # devices with PDL have TMA too
 
 
 def gated_linear(problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return `apply(x [T, I], weight [2O, I]) -> y [T, O]`, silu of the first half of the product times the second.
+    """Return `apply(x [T, I], weight [2O, I]) -> y [T, O]`: silu(x @ gate.T) * (x @ up.T).
 
-    In bfloat16 or float16, on devices of compute capability 9.0 and higher; I and O are multiples of 8, T is not 0.
-    Halves and activation are rounded as if each were written.
+    bfloat16 or float16; compute capability 9.0 and higher; I and O are multiples of 8; T > 0. Intermediate results
+    are rounded like those of the separate ops.
     """
     in_size, out_size = problem["in_size"], problem["out_size"]
     num_programs = (

@@ -1,6 +1,7 @@
-"""Linear maps behind addition and norm, for any number of rows: torch's product between Triton's other kernels.
+"""Linear layers fused with the residual add and RMS norm before them, for any number of rows.
 
-Where rows are many, one kernel of our own is both halves of a gated product and the gating.
+They compose torch's GEMM with the Triton kernels for norm and activation. For many rows, gate and up projection and
+SwiGLU are one kernel (`gated_gemm`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
     """Return `apply(x, residual [T, I], norm_weight [I], eps, weight [2O, I], bias) -> (y [T, O], x + residual)`."""
     norm = sum_rms_norm({"size": problem["in_size"], "dtype": problem["dtype"]})
     gate = silu_mul({"size": problem["out_size"], "dtype": problem["dtype"]})
-    of_many = gated_linear(problem) if can_gate(problem) else None
+    gated_gemm = gated_linear(problem) if can_gate(problem) else None
 
     def apply(
         x: Tensor,
@@ -48,8 +49,8 @@ def add_rms_norm_linear_silu_mul(problem: Problem) -> AddNormLinear:
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         normed, total = norm(x, residual, norm_weight, eps)
-        if of_many is not None and bias is None and x.shape[0] >= MIN_ROWS:
-            return of_many(normed, weight), total
+        if gated_gemm is not None and bias is None and x.shape[0] >= MIN_ROWS:
+            return gated_gemm(normed, weight), total
         return gate(functional.linear(normed, weight, bias)), total
 
     return apply

@@ -1,8 +1,8 @@
-"""Matrix products of e4m3 rows with e4m3 weights, a scale for each row of both.
+"""FP8 (e4m3) linear layers with per-token activation scales and per-channel weight scales.
 
-With few rows, what a decode step does, the product is bound by reading the weight once: programs stream it through
-shared memory into the matrix units, with the few rows of x as their narrow side. More rows go to torch's
-scaled product, which is the vendor's library. The kernel for few rows also serves scales a block (`linear_fp8_block`).
+With few rows, as in a decode step, the GEMM is bound by reading the weight once: programs stream it through shared
+memory into the tensor cores, with the few tokens as the narrow side of the tile. More rows go to torch._scaled_mm
+(cuBLAS). The kernel for few rows also serves block-wise scales (`gemm_fp8_block`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.pdl import fetch, supports_pdl
 
-MAX_ROWS = 64  # of x that the streaming kernel takes
-MAX_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
-
-TILES_AHEAD = 8  # of the weight, fetched before the rows of x are there
+MAX_ROWS = 64  # most rows of x for the streaming kernel
+MAX_INEXACT = 128  # products summed in the tensor cores' short accumulator before a float32 sum
+PREFETCHED_TILES = 8  # tiles of the weight prefetched to L2 before x is available
 
 LinearFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows of the weight and features in a tile, warps of a program, tiles in flight, programs that share a row."""
+    """Weight rows and features per tile, warps, pipeline stages, and programs that split the features (split-K)."""
 
     block_n: int
     block_k: int
@@ -61,25 +60,26 @@ def _few_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Grid (tiles of the weight's rows, splits of its features).
+    """Compute y [T, N] for T <= BLOCK_M. Grid (tiles of N, splits of K).
 
-    GROUP: features that share a scale of x, and rows and features that share one of the weight, a multiple of both
-    sides of the weight's tile; 0: a scale for each row of both. Each split leaves its sums in `partial`; the last to
-    arrive adds them up, always in the same order, and sets the tile's count back to 0 for the next launch. AHEAD: how
-    many tiles of the weight, which no kernel writes, are fetched into the second-level cache while the kernel ahead is
-    still running (see `early`); 0: it has ended.
+    GROUP: side of the blocks that share a weight scale, and number of features that share an activation scale; a
+    multiple of both sides of the weight tile. 0: per-channel and per-token scales.
+    With SPLITS > 1 each split writes its float32 sums to `partial`. The last split to arrive adds them, always in the
+    same order, and resets the tile's count for the next launch.
+    PREFETCHED: tiles of the weight, which no kernel writes, prefetched to L2 while the previous kernel is still
+    running (see `pdl`). 0: launched without PDL.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
     row = tl.arange(0, BLOCK_M)
     real = row < num_rows
-    if AHEAD > 0:
+    if PREFETCHED > 0:
         tl.extra.cuda.gdc_launch_dependents()
-        first = tl.minimum(split * SHARE + tl.arange(0, AHEAD) * BLOCK_K, K - 1)
+        first = tl.minimum(split * SHARE + tl.arange(0, PREFETCHED) * BLOCK_K, K - 1)
         line = w_ptr + tl.minimum(column, N - 1)[:, None].to(tl.int64) * K + first[None, :]
         fetch(line)
         tl.extra.cuda.gdc_wait()
@@ -111,7 +111,7 @@ def _few_rows(
         partial_ptrs = partial_ptr + row[None, :] * N + column[:, None]
         mask = real[None, :] & inside[:, None]
         tl.store(partial_ptrs + split * num_rows * N, total, mask=mask)
-        tl.debug_barrier()  # all of the program has stored before it counts as arrived
+        tl.debug_barrier()  # all stores of the program come before its count
         is_last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -131,7 +131,7 @@ def _few_rows(
 
 
 def tiling_of(out_size: int, in_size: int) -> Tiling:
-    """Return the tiling for few rows: where these are few programs, features are split over more."""
+    """Return the tiling for few rows. Small weights make few tiles, so their features are split over programs."""
     length = max(32, triton.next_power_of_2(in_size))
     if 6144 <= out_size < 16384:
         return Tiling(64, min(128, length), 4, 8)
@@ -139,20 +139,18 @@ def tiling_of(out_size: int, in_size: int) -> Tiling:
 
 
 class FewRows:
-    """The product with few rows for one shape of the weight, with the memory in which its splits meet.
+    """The streaming GEMM for few rows and one weight shape, with the counters that its splits share.
 
-    `group`: rows and features that share a scale of the weight, and features that share one of x; 0: all of a row.
+    `group`: side of the blocks that share a weight scale (128 for block-wise scales), or 0 for per-channel scales.
     """
 
     def __init__(
         self, out_size: int, in_size: int, dtype: torch.dtype, tiling: Tiling, group: int = 0
     ) -> None:
-        self._shape, self._dtype, self._tiling, self._group = (
-            (out_size, in_size),
-            dtype,
-            tiling,
-            group,
-        )
+        self._shape = (out_size, in_size)
+        self._dtype = dtype
+        self._tiling = tiling
+        self._group = group
         self._grid = (triton.cdiv(out_size, tiling.block_n), tiling.num_splits)
         self._share = (
             triton.cdiv(triton.cdiv(in_size, tiling.block_k), tiling.num_splits) * tiling.block_k
@@ -163,9 +161,9 @@ class FewRows:
     def __call__(
         self, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Return y [T, O]; rows of x and its scales may be strided, weight is contiguous.
+        """Return y [T, O]. Rows of x and its scales may be strided; the weight is contiguous.
 
-        Calls follow one another on one stream.
+        Calls share counters, so they must be ordered on one stream.
         """
         num_rows, (out_size, in_size), tiling = x.shape[0], self._shape, self._tiling
         y = torch.empty((num_rows, out_size), dtype=self._dtype, device=x.device)
@@ -197,7 +195,7 @@ class FewRows:
             BLOCK_N=tiling.block_n,
             BLOCK_K=tiling.block_k,
             MAX_INEXACT=min(MAX_INEXACT, tiling.block_k),
-            AHEAD=TILES_AHEAD if self._pdl else 0,
+            PREFETCHED=PREFETCHED_TILES if self._pdl else 0,
             GROUP=self._group,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -207,7 +205,7 @@ class FewRows:
 
 
 def linear_fp8(problem: Problem) -> LinearFp8:
-    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`, whose shapes stand in the contract."""
+    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; see the op's contract for shapes."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
     out_size, in_size = problem["out_size"], problem["in_size"]
     few = FewRows(out_size, in_size, dtype, tiling_of(out_size, in_size))
@@ -237,7 +235,7 @@ def linear_fp8(problem: Problem) -> LinearFp8:
 
 
 def blank_fp8(num_rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return blank rows of e4m3 and their scales."""
+    """Return blank e4m3 rows and their scales."""
     return precompile.blank("float8_e4m3fn", num_rows, size), precompile.blank(
         "float32", num_rows, 1
     )

@@ -1,8 +1,8 @@
-"""Matrix products of e4m3 rows with e4m3 weights, a scale for 128 neighbours of a row and for 128 x 128 of a weight.
+"""FP8 (e4m3) linear layers with block-wise scales: 1 x 128 for activations, 128 x 128 for weights.
 
-128 neighbours are multiplied in the matrix units, and what comes of them is scaled before it is summed in float32.
-Few rows take the kernel that streams the weight (`linear_fp8`). More go to torch's scaled product, the vendor's
-library, where that has one of such scales, and else to a kernel of tiles here.
+The tensor cores multiply 128 features at a time; each partial result is scaled before it is added in float32. Few
+rows go to the streaming kernel of `gemm_fp8`. More rows go to torch._scaled_mm (cuBLAS) where it supports these
+scales, otherwise to a tiled GEMM here.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS, FewRows, Tiling
 from tokenspeed_kernels.triton.quantize.fp8_per_group import GROUP
 
-FEW_ROWS = 32  # of x, up to which more tiles of the weight are in flight
-MIDDLE_ROWS = 128  # of x, up to which tiles are narrow
-TOGETHER = 8  # tiles of x that go one after another for a tile of the weight
-LIBRARY_GROUPS = 4  # groups of a weight's row are a multiple of these for the vendor's library
-LIBRARY_ROWS = 4  # and so are the rows of x
+FEW_ROWS = 32  # up to so many rows, the streaming kernel keeps more weight tiles in flight
+MIDDLE_ROWS = 128  # up to so many rows, the tiled GEMM uses narrow tiles
+TOGETHER = 8  # consecutive tiles of x per tile of the weight
+LIBRARY_GROUPS = 4  # cuBLAS needs the groups in a weight row to be a multiple of this
+LIBRARY_ROWS = 4  # and the rows of x
 
 LinearFp8Block = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class ManyTiling:
-    """Rows of x and rows of the weight in a tile, warps of a program, tiles in flight."""
+    """Rows of x and rows of the weight per tile, warps, pipeline stages.
+
+    `block_n` divides GROUP, so that a weight tile has one scale per group of features.
+    """
 
     block_m: int
-    block_n: int  # a divisor of GROUP, so that a tile of the weight has one scale for each group of features
+    block_n: int
     num_warps: int
     num_stages: int
 
@@ -63,8 +66,9 @@ def _multiply(
     TOGETHER: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Store y [T, N]: a program for each tile. Those of TOGETHER tiles of T follow one another for a tile of N,
-    so that the second-level cache still holds what they read.
+    """Compute y [T, N], one program per tile.
+
+    Programs for TOGETHER consecutive tiles of T are neighbours, so that they share a weight tile in the L2 cache.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     band = tl.program_id(0) // (TOGETHER * column_tiles)
@@ -99,7 +103,7 @@ def _multiply(
 
 
 def few_tiling(out_size: int, in_size: int, num_rows: int) -> Tiling:
-    """Return the tiling for few rows: where these are few programs, features are split over more."""
+    """Return the tiling for few rows. Small weights make few tiles, so their features are split over programs."""
     if out_size >= 16384:
         return Tiling(64, GROUP, 4, 6 if num_rows <= FEW_ROWS else 4)
     if out_size >= 6144:
@@ -116,7 +120,7 @@ def multiply_tiles(
     dtype: torch.dtype,
     tiling: ManyTiling,
 ) -> Tensor:
-    """Return y [T, O] by the kernel of tiles; rows of x and its scales may be strided."""
+    """Return y [T, O], computed by the tiled GEMM. Rows of x and its scales may be strided."""
     num_rows, (out_size, in_size) = x.shape[0], weight.shape
     y = x.new_empty((num_rows, out_size), dtype=dtype)
     _multiply[(triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_size, tiling.block_n),)](
@@ -144,9 +148,9 @@ def multiply_tiles(
 
 
 def library_takes(problem: Problem) -> bool:
-    """Say whether torch's scaled product has these scales: cuBLAS from CUDA 12.9 on, on Hopper, in whole blocks.
+    """Return whether torch._scaled_mm supports these scales: cuBLAS of CUDA 12.9 on Hopper, in whole blocks.
 
-    It was held to the definition for results in bfloat16, and for no others.
+    Only bfloat16 output has been tested against the reference.
     """
     return (
         torch.cuda.is_available()
@@ -158,8 +162,8 @@ def library_takes(problem: Problem) -> bool:
     )
 
 
-class Product:
-    """The product for one shape of the weight, whatever the rows."""
+class LinearFp8BlockKernel:
+    """The linear layer for one weight shape and any number of rows."""
 
     def __init__(self, problem: Problem) -> None:
         self._out_size, self._in_size = out_size, in_size = problem["out_size"], problem["in_size"]
@@ -173,7 +177,7 @@ class Product:
     def __call__(
         self, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Return y [T, O]; rows of x and its scales may be strided. Calls follow one another on one stream."""
+        """Return y [T, O]. Rows of x and its scales may be strided. Calls must be ordered on one stream."""
         num_rows = x.shape[0]
         if num_rows > MIDDLE_ROWS and self._has_library:
             return self.by_library(x, x_scale, weight, weight_scale, bias)
@@ -188,20 +192,19 @@ class Product:
     def by_library(
         self, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Return y by torch's scaled product, and the rows by which T is no multiple of four by the kernel for few."""
+        """Return y computed by torch._scaled_mm; up to three remaining rows go to the streaming kernel."""
         num_rows = x.shape[0]
         whole = num_rows - num_rows % LIBRARY_ROWS
         y = x.new_empty((num_rows, self._out_size), dtype=self._dtype)
+        # cuBLAS wants the scales of one group in consecutive memory.
+        by_group = x_scale[:whole].t().contiguous()
         torch._scaled_mm(
             x[:whole].contiguous(),
             weight.t(),
+            scale_a=by_group.t(),
             scale_b=weight_scale.t(),
             out_dtype=self._dtype,
             out=y[:whole],
-            scale_a=x_scale[:whole]
-            .t()
-            .contiguous()
-            .t(),  # the library wants a group's scales side by side
         )
         if bias is not None:
             y[:whole].add_(bias)
@@ -210,19 +213,14 @@ class Product:
         return y
 
     def compile(self) -> None:
-        """Have the kernels compiled that calls will launch."""
+        """Precompile the kernels that calls can launch."""
         weight = precompile.blank("float8_e4m3fn", self._out_size, self._in_size)
-        weight_scale, blank = (
-            _blank_scales(triton.cdiv(self._out_size, GROUP), self._in_size),
-            deepcopy(self),
-        )
-        for num_rows in (
-            16,
-            FEW_ROWS,
-            MAX_ROWS,
-            MIDDLE_ROWS,
-            *(() if self._has_library else (MIDDLE_ROWS + 1,)),
-        ):
+        weight_scale = _blank_scales(triton.cdiv(self._out_size, GROUP), self._in_size)
+        blank = deepcopy(self)
+        sizes = [16, FEW_ROWS, MAX_ROWS, MIDDLE_ROWS]
+        if not self._has_library:
+            sizes.append(MIDDLE_ROWS + 1)
+        for num_rows in sizes:
             x = precompile.blank("float8_e4m3fn", num_rows, self._in_size)
             precompile.compile_for(
                 blank, x, _blank_scales(num_rows, self._in_size), weight, weight_scale, None
@@ -230,10 +228,10 @@ class Product:
 
 
 def linear_fp8_block(problem: Problem) -> LinearFp8Block:
-    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; rows of x and its scales may be strided."""
-    product = Product(problem)
-    product.compile()
-    return product
+    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; see the op's contract for shapes."""
+    kernel = LinearFp8BlockKernel(problem)
+    kernel.compile()
+    return kernel
 
 
 def _blank_scales(num_rows: int, in_size: int) -> Tensor:

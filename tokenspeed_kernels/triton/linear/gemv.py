@@ -1,7 +1,7 @@
-"""Matrix products with one row, alone and fused with the addition and norm before them and the gating behind them.
+"""Linear layers for one token (GEMV), alone or fused with the residual add and RMS norm before and SwiGLU after.
 
-They are bound by reading the weight once, which general libraries do at half the bandwidth where it is small. With
-any other number of rows these run torch's product, between the Triton kernels of norm and activation.
+A GEMV is bound by reading the weight once; general libraries reach about half the bandwidth on small weights. With
+any other number of rows these ops call torch's GEMM between the Triton kernels for norm and activation (`gemm`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tokenspeed_kernels.triton.linear import gemm
 from tokenspeed_kernels.triton.linear.gemv_kernel import one_row
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-PER_THREAD = 64  # elements of the weight: eight loads of 16 bytes in flight
+PER_THREAD = 64  # weight elements per thread: eight loads of 16 bytes in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows of the weight that a program takes whole (pairs of them where the product is gated), and its warps."""
+    """Whole weight rows per program (pairs of gate and up rows if gated), and warps per program."""
 
     block_n: int
     num_warps: int
 
 
 def one_row_tiling(in_size: int, *, gated: bool = False) -> Tiling:
-    """Return four rows of the weight, two where four would not fit eight warps, 64 elements a thread where it can."""
+    """Return the tiling: four weight rows per program, or two for long rows, with PER_THREAD elements per thread."""
     length = triton.next_power_of_2(in_size)
     num_rows = 4 if length <= 4096 else 2
     num_warps = min(8, max(1, num_rows * length // (32 * PER_THREAD)))
@@ -94,7 +94,7 @@ def _normed(problem: Problem, parts: AddNormLinear, *, gated: bool) -> AddNormLi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Before:
-    """What comes before a product: x + residual, which is written to `total`, normalised and multiplied by a weight."""
+    """The residual add and RMS norm before a GEMV: total = x + residual, then total's RMS norm times `weight`."""
 
     residual: Tensor
     total: Tensor
@@ -114,10 +114,10 @@ def multiply(
     gated: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Write to y [1, O] the product of x [1, I] and weight [O or 2O, I], with what is before and after it.
+    """Write y [1, O] = x [1, I] @ weight.T, weight [O or 2O, I], with the given prologue and gating.
 
-    Last dimensions are contiguous. A weight with scales, float32 [O or 2O, 1], is e4m3, and x is quantised likewise.
-    With `early` the kernel is launched before the one ahead of it has ended.
+    Last dimensions are contiguous. With `weight_scale` (float32 [O or 2O, 1]) the weight is e4m3 with per-channel
+    scales, and x is quantized per token. With `pdl` the kernel may start before the previous one has finished.
     """
     in_size, out_size = x.shape[1], y.shape[1]
     added = (

@@ -1,6 +1,6 @@
-"""Linear maps in eight bits with what stands around them: for one row a kernel each, else the kernels of their parts.
+"""FP8 linear layers fused with quantization, RMS norm and SwiGLU: one GEMV kernel for one token, else separate kernels.
 
-One row is quantised inside the product, by each program: it is small, and the weights are on their way meanwhile.
+Every program of the GEMV quantizes the token itself: the row is small, and the weights are being loaded meanwhile.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tokenspeed_kernels.triton.quantize.fp8_per_token import (
     sum_rms_norm_fp8,
 )
 
-PER_THREAD = 256  # elements of the weight: sixteen loads of 16 bytes in flight
+PER_THREAD = 256  # weight elements per thread: sixteen loads of 16 bytes in flight
 
 
 def row_tiling(in_size: int, *, gated: bool = False) -> Tiling:
-    """Return how many rows of the weight a program takes: eight, or four where eight warps would hold too much."""
+    """Return the tiling: eight weight rows per program, or four for long rows."""
     length = triton.next_power_of_2(in_size)
     num_rows = 8 if length <= 4096 else 4
     num_warps = min(8, max(1, num_rows * length // (32 * PER_THREAD)))
@@ -36,15 +36,13 @@ def row_tiling(in_size: int, *, gated: bool = False) -> Tiling:
 def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
     """Return `apply(x [T, I], weight [O, I], weight_scale [O, 1], bias) -> y [T, O]`."""
     in_size, out_size, pdl = problem["in_size"], problem["out_size"], supports_pdl()
-    quantize, product = (
-        quantize_fp8({"size": in_size, "dtype": problem["dtype"]}),
-        linear_fp8(problem),
-    )
+    quantize = quantize_fp8({"size": in_size, "dtype": problem["dtype"]})
+    linear = linear_fp8(problem)
     tiling = row_tiling(in_size)
 
     def apply(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] != 1:
-            return product(*quantize(x), weight, weight_scale, bias)
+            return linear(*quantize(x), weight, weight_scale, bias)
         y = x.new_empty((1, out_size))
         multiply(x, weight, bias, y, tiling, weight_scale=weight_scale, pdl=pdl)
         return y
@@ -58,10 +56,8 @@ def quantize_linear_fp8(problem: Problem) -> QuantizeLinear:
 def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
     """Return `apply(x, residual [T, I], norm_weight, eps, weight [O, I], weight_scale, bias) -> (y, x + residual)`."""
     in_size, out_size, pdl = problem["in_size"], problem["out_size"], supports_pdl()
-    norm, product = (
-        sum_rms_norm_fp8({"size": in_size, "dtype": problem["dtype"]}),
-        linear_fp8(problem),
-    )
+    norm = sum_rms_norm_fp8({"size": in_size, "dtype": problem["dtype"]})
+    linear = linear_fp8(problem)
     tiling = row_tiling(in_size)
 
     def apply(
@@ -75,11 +71,9 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
     ) -> tuple[Tensor, Tensor]:
         if x.shape[0] != 1:
             codes, scale, total = norm(x, residual, norm_weight, eps)
-            return product(codes, scale, weight, weight_scale, bias), total
-        before, y = (
-            Before(residual, x.new_empty(x.shape), norm_weight, eps),
-            x.new_empty((1, out_size)),
-        )
+            return linear(codes, scale, weight, weight_scale, bias), total
+        before = Before(residual, x.new_empty(x.shape), norm_weight, eps)
+        y = x.new_empty((1, out_size))
         multiply(x, weight, bias, y, tiling, weight_scale=weight_scale, before=before, pdl=pdl)
         return y, before.total
 
@@ -93,12 +87,8 @@ def add_rms_norm_linear_fp8(problem: Problem) -> AddNormLinearFp8:
 
 def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
     """Return `apply(x, residual [T, N], norm_weight, eps, gate_up, …, down, …) -> (y [T, N], x + residual)`."""
-    hidden, size, dtype, pdl = (
-        problem["hidden_size"],
-        problem["size"],
-        problem["dtype"],
-        supports_pdl(),
-    )
+    hidden, size, dtype = problem["hidden_size"], problem["size"], problem["dtype"]
+    pdl = supports_pdl()
     widen = add_rms_norm_linear_fp8({"in_size": hidden, "out_size": 2 * size, "dtype": dtype})
     gate = silu_mul_fp8({"size": size, "dtype": dtype})
     narrow = linear_fp8({"in_size": size, "out_size": hidden, "dtype": dtype})
@@ -121,10 +111,8 @@ def add_rms_norm_mlp_fp8(problem: Problem) -> AddNormMLPFp8:
                 x, residual, norm_weight, eps, gate_up, gate_up_scale, gate_up_bias
             )
             return narrow(*gate(halves), down, down_scale, down_bias), total
-        before, inner = (
-            Before(residual, x.new_empty(x.shape), norm_weight, eps),
-            x.new_empty((1, size)),
-        )
+        before = Before(residual, x.new_empty(x.shape), norm_weight, eps)
+        inner = x.new_empty((1, size))
         multiply(
             x,
             gate_up,

@@ -1,4 +1,4 @@
-"""The Triton kernel of a matrix product with one row, alone or behind the addition and norm that precede it."""
+"""The GEMV kernel: one token times a weight, optionally fused with residual add, RMS norm, SwiGLU and FP8."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def one_row(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Take BLOCK_N whole rows of the weight into registers at once, and multiply by the row on the plain cores.
+    """Load BLOCK_N whole weight rows into registers and multiply them by the token on the CUDA cores. Grid (N tiles).
 
-    NORM: the row multiplied is x + residual, rounded, which goes to sum_ptr, then normalised by its root mean square
-    and multiplied by a weight. Each program does so: the row is small, and the weights are on their way meanwhile.
-    GATED: the weight is two stacked halves, and the result is silu of the first times the second.
-    QUANTIZED: rows of the weight are e4m3 with a scale each, and the row multiplied is quantised likewise.
-    What the parts of these round is rounded here too, so that one row gets the tokens that it gets among others.
-    PDL: weights, which no kernel writes, are fetched while the kernel ahead is still running (see `early`).
+    NORM: the input is the RMS norm of x + residual; the sum, rounded, also goes to `sum_ptr`. Every program computes
+    it: the row is small, and the weights are being loaded meanwhile.
+    GATED: the weight is gate and up stacked, and the result is silu(gate) * up.
+    QUANTIZED: the weight is e4m3 with per-channel scales, and the input is quantized per token.
+    Intermediate results are rounded exactly like those of the unfused ops, so that a token gets the same result alone
+    and in a batch.
+    PDL: weights, which no kernel writes, are loaded while the previous kernel is still running (see `pdl`).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

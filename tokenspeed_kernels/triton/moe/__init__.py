@@ -1,1 +1,1 @@
-"""Triton kernels of moe."""
+"""Mixture of experts: routing and grouped GEMM."""

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing in one launch, and grouped matrix products over tokens sorted by expert."""
+"""Mixture of experts: routing in one launch, and grouped GEMMs over tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tokenspeed_kernels.triton.moe import kernel
 Route = Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-SMALL_SORT = 4096  # token-expert pairs that one program sorts
+SMALL_SORT = 4096  # up to so many token-expert pairs are sorted by one program
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Pairs and columns of a tile in the two products, features of a step, warps and loads in flight."""
+    """Pairs and output columns per tile of the two GEMMs, features per iteration, warps, pipeline stages."""
 
     block_m: int
     up_columns: int
@@ -32,7 +32,8 @@ class Tiling:
     num_stages: int
 
 
-TILINGS = (  # the most pairs of an expert, on average, that each is for; figures in benchmarks/LOG.md
+# (largest average of pairs per expert, tiling); measurements are in benchmarks/LOG.md
+TILINGS = (
     (8.0, Tiling(16, 32, 64, 128, 4, 3)),
     (24.0, Tiling(32, 64, 128, 128, 4, 3)),
     (64.0, Tiling(64, 64, 128, 64, 4, 3)),
@@ -41,8 +42,8 @@ TILINGS = (  # the most pairs of an expert, on average, that each is for; figure
 
 
 def tiling_for(pairs_per_expert: float) -> Tiling:
-    """Return the tiling by how many tokens an expert gets on average: reading weights, or computing, counts."""
-    return next(tiling for most, tiling in TILINGS if pairs_per_expert <= most)
+    """Return the tiling for an average number of pairs per expert: few are bound by memory, many by compute."""
+    return next(tiling for bound, tiling in TILINGS if pairs_per_expert <= bound)
 
 
 def moe_route(problem: Problem) -> Route:
@@ -77,8 +78,8 @@ def moe_route(problem: Problem) -> Route:
 def moe_experts(problem: Problem) -> Experts:
     """Return `experts(x [T, N], gate_up [E, 2I, N], down [E, N, I], weights [T, k], ids [T, k]) -> y [T, N]`.
 
-    Pairs of token and expert are sorted by expert on the device; grids are bounds, so graphs may replay it.
-    The order of pairs within an expert does not touch the result: each is its own row of the products.
+    Token-expert pairs are sorted by expert on the device. Grids are upper bounds, so CUDA graphs may replay it. The
+    order of pairs within an expert does not affect the result: each pair is a row of its own in the GEMMs.
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
@@ -136,21 +137,18 @@ def moe_experts(problem: Problem) -> Experts:
 
     blank = partial(precompile.blank, problem["dtype"])
     weights = blank(num_experts, 2 * inner, size), blank(num_experts, size, inner)
-    for num_tokens, *choice in blank_choices(problem, [most for most, _ in TILINGS[:-1]]):
-        precompile.compile_for(experts, blank(num_tokens, size), *weights, *choice)
+    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in TILINGS[:-1]]):
+        precompile.compile_for(experts, blank(num_tokens, size), *weights, *routing)
     return experts
 
 
-def blank_choices(
+def blank_routings(
     problem: Problem, averages: Iterable[float]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield one token, as many as give an expert each average of pairs, and many more; and their weights and ids."""
+    """Yield (number of tokens, blank weights, blank ids) for one token, for each average of pairs, and for more."""
     num_experts, top_k = problem["num_experts"], problem["top_k"]
-    for num_tokens in (
-        1,
-        *(int(each) * num_experts // top_k for each in averages),
-        SMALL_SORT * num_experts,
-    ):
+    by_average = [int(each) * num_experts // top_k for each in averages]
+    for num_tokens in (1, *by_average, SMALL_SORT * num_experts):
         yield (
             num_tokens,
             precompile.blank("float32", num_tokens, top_k),
@@ -159,7 +157,7 @@ def blank_choices(
 
 
 def add_up(scaled: Tensor, top_k: int) -> Tensor:
-    """Return y [T, N], the sum of each token's pairs [T * k, N], always in the same order."""
+    """Return y [T, N], the sum over each token's pairs in `scaled` [T * k, N], always in the same order."""
     num_tokens, size = scaled.shape[0] // top_k, scaled.shape[1]
     y = torch.empty((num_tokens, size), dtype=scaled.dtype, device=scaled.device)
     block = min(1024, triton.next_power_of_2(size))
@@ -170,7 +168,7 @@ def add_up(scaled: Tensor, top_k: int) -> Tensor:
 
 
 def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs (indices into flattened ids) sorted by expert, int32 [pairs], and counts int32 [E]."""
+    """Return pairs (indices into flattened ids) sorted by expert, int32 [T * k], and pairs per expert, int32 [E]."""
     num_pairs = ids.numel()
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     block_e = triton.next_power_of_2(num_experts)

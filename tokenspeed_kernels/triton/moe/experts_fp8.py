@@ -1,7 +1,7 @@
-"""Mixture of experts in eight bits (e4m3), a scale for each row: grouped products over tokens sorted by expert.
+"""FP8 (e4m3) mixture of experts with per-token and per-channel scales: grouped GEMMs over tokens sorted by expert.
 
-As in `linear_fp8` the weight is the side of many rows and an expert's few tokens are the narrow one. The scale of what
-gate and up give is known only when a whole row is there, so that is quantised by a launch of its own.
+As in `gemm_fp8`, the weight is the wide side of a tile and an expert's few tokens the narrow one. The hidden state is
+quantized by a separate launch, because its scale depends on the whole row.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.moe.experts import add_up, blank_choices, sort_by_expert
+from tokenspeed_kernels.triton.moe.experts import add_up, blank_routings, sort_by_expert
 from tokenspeed_kernels.triton.moe.kernel import find_tile
 from tokenspeed_kernels.triton.quantize.fp8_per_token import quantize_fp8
 
-MAX_INEXACT = 128  # products that the matrix units add up in their own, shorter, accumulator
+MAX_INEXACT = 128  # products summed in the tensor cores' short accumulator before a float32 sum
 
 ExpertsFp8 = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows of the weight and pairs in a tile, features of a step, warps and loads in flight."""
+    """Weight rows and pairs per tile, features per iteration, warps, pipeline stages."""
 
     block_n: int
     block_t: int
@@ -37,7 +37,8 @@ class Tiling:
     num_stages: int
 
 
-TILINGS = (  # the most pairs of an expert, on average, that each is for
+# (largest average of pairs per expert, tiling)
+TILINGS = (
     (8.0, Tiling(64, 16, 128, 4, 4)),
     (24.0, Tiling(64, 32, 128, 4, 4)),
     (64.0, Tiling(64, 64, 128, 4, 3)),
@@ -64,7 +65,7 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
 ):
-    """Grid (tiles of N, tiles of pairs): hidden [pairs, N] = silu(gate @ x) * (up @ x), in sorted order."""
+    """hidden [pairs, N] = silu(gate @ x) * (up @ x), in sorted order. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
     if expert < E:
         place = first + tl.arange(0, BLOCK_T)
@@ -120,7 +121,7 @@ def _down(
     BLOCK_K: tl.constexpr,
     MAX_INEXACT: tl.constexpr,
 ):
-    """Grid (tiles of N, tiles of pairs): scaled [pairs, N] = weight * down @ hidden, at the pairs' own places."""
+    """scaled [pairs, N] = weight * down @ hidden, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
     if expert < E:
         place = first + tl.arange(0, BLOCK_T)
@@ -157,9 +158,9 @@ def _down(
 
 
 def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
-    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, as the contract says.
+    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`; shapes as in the contract.
 
-    x may be strided on T; everything else is contiguous. Grids are bounds, so graphs may replay it.
+    x may be strided on T; everything else is contiguous. Grids are upper bounds, so CUDA graphs may replay it.
     """
     num_experts, top_k = problem["num_experts"], problem["top_k"]
     size, inner = problem["hidden_size"], problem["intermediate_size"]
@@ -179,7 +180,7 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
         if num_pairs == 0:
             return torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
         pairs, counts = sort_by_expert(ids, num_experts)
-        tiling = next(each for most, each in TILINGS if num_pairs / num_experts <= most)
+        tiling = next(each for bound, each in TILINGS if num_pairs / num_experts <= bound)
         num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
         tile = {
             "E": num_experts,
@@ -226,8 +227,8 @@ def moe_experts_fp8(problem: Problem) -> ExpertsFp8:
         codes(num_experts, size, inner),
         scales(num_experts, size, 1),
     )
-    for num_tokens, *choice in blank_choices(problem, [most for most, _ in TILINGS[:-1]]):
+    for num_tokens, *routing in blank_routings(problem, [bound for bound, _ in TILINGS[:-1]]):
         precompile.compile_for(
-            experts, precompile.blank(problem["dtype"], num_tokens, size), *weights, *choice
+            experts, precompile.blank(problem["dtype"], num_tokens, size), *weights, *routing
         )
     return experts

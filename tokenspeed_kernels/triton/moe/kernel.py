@@ -1,4 +1,4 @@
-"""Triton code of mixture of experts. A *pair* is a token and one of its experts: token * k + j."""
+"""Kernels for mixture of experts. A *pair* is a token and one of its experts, with index token * k + j."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def route(
     BLOCK_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
 ):
-    """Softmax over a token's experts, then the likeliest TOP_K one after another."""
+    """Softmax over a token's experts, then top-k by repeated maximum. Grid (T)."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     logits = tl.load(logits_ptr + row * stride + expert, mask=expert < E, other=float("-inf")).to(
@@ -34,9 +34,8 @@ def route(
     ids = tl.zeros([BLOCK_K], dtype=tl.int32)
     for j in tl.static_range(TOP_K):
         best = tl.max(left, axis=0)
-        chosen = tl.min(
-            tl.where(left == best, expert, E - 1), axis=0
-        )  # a NaN row stays within the experts
+        # E - 1 as the default keeps ids in range for rows of NaN.
+        chosen = tl.min(tl.where(left == best, expert, E - 1), axis=0)
         weights = tl.where(rank == j, best, weights)
         ids = tl.where(rank == j, chosen, ids)
         left = tl.where(expert == chosen, -1.0, left)
@@ -56,7 +55,7 @@ def sort_small(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sort up to BLOCK pairs by expert in one program, stably, and count the pairs of each expert."""
+    """Stable sort of up to BLOCK pairs by expert in one program; also counts the pairs of each expert."""
     index = tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + index, mask=index < num_pairs, other=BLOCK_E)
     ordered = tl.sort(ids * BLOCK + index)
@@ -85,7 +84,7 @@ def place(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Put each pair into its expert's run, in any order within the run."""
+    """Write each pair to its expert's run, in any order within the run."""
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     starts = tl.cumsum(counts, axis=0) - counts
@@ -98,7 +97,7 @@ def place(
 
 @triton.jit
 def find_tile(counts_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the expert of a tile, the first of its places in the sorted pairs, and the end of the run."""
+    """Return a tile's expert, the tile's start in the sorted pairs, and the end of the expert's run."""
     expert = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + expert, mask=expert < E, other=0)
     tiles = tl.cdiv(counts, BLOCK_M)
@@ -131,7 +130,7 @@ def gate_up(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (columns of N, tiles): hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order."""
+    """hidden [pairs, N] = silu(x @ gate) * (x @ up), in sorted order. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)
@@ -179,7 +178,7 @@ def down(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (columns of N, tiles): scaled [pairs, N] = weight * hidden @ down, at the pairs' own places."""
+    """scaled [pairs, N] = weight * hidden @ down, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = find_tile(counts_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_M)
     if expert < E:
         place = first + tl.arange(0, BLOCK_M)
@@ -205,7 +204,7 @@ def down(
 
 @precompile.jit
 def add_pairs(scaled_ptr, y_ptr, TOP_K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (tokens, columns): y [T, N], the sum of a token's pairs, always in the same order."""
+    """y [T, N] = the sum over a token's pairs, always in the same order. Grid (T, tiles of N)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

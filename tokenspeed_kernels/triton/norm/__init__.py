@@ -1,1 +1,1 @@
-"""Triton kernels of norm."""
+"""RMS norm."""

@@ -1,4 +1,4 @@
-"""RMS norm, alone or behind the addition of a residual: one read and one write of each tensor."""
+"""RMS norm, alone or fused with a residual add: each tensor is read and written once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _rms_norm(
 
 
 def rms_norm(problem: Problem) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """Return `norm(x [..., N], weight [N], eps) -> y`; at most one leading axis besides T may be strided."""
+    """Return `norm(x [T, N] or [T, H, N], weight [N], eps) -> y`; x may be strided on its leading axes."""
     shape = _Shape(problem["size"])
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,14 +84,14 @@ def add_rms_norm(
         shape.launch(x.unsqueeze(1), residual, residual, weight, y, eps)
         return y, residual
 
-    _compile_ahead(add_norm, problem)
+    precompile_add_norm(add_norm, problem)
     return add_norm
 
 
 def sum_rms_norm(
     problem: Problem,
 ) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    """Return `norm(x [T, N], residual [T, N], weight [N], eps) -> (y, x + residual)`, which leaves both alone."""
+    """Return `norm(x [T, N], residual [T, N], weight [N], eps) -> (y, x + residual)`; inputs stay unchanged."""
     shape = _Shape(problem["size"])
 
     def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -99,19 +99,19 @@ def sum_rms_norm(
         shape.launch(x.unsqueeze(1), residual, total, weight, y, eps)
         return y, total
 
-    _compile_ahead(sum_norm, problem)
+    precompile_add_norm(sum_norm, problem)
     return sum_norm
 
 
-def _compile_ahead(norm: Callable[..., object], problem: Problem) -> None:
+def precompile_add_norm(norm: Callable[..., object], problem: Problem) -> None:
+    """Precompile the kernels of `norm(x, residual, weight, eps)`."""
+    size: int = problem["size"]
     blank = partial(precompile.blank, problem["dtype"])
-    precompile.compile_for(
-        norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0
-    )
+    precompile.compile_for(norm, blank(1, size), blank(1, size), blank(size), 0.0)
 
 
 class _Shape:
-    """The launch parameters of one row length: small rows share a program."""
+    """Launch parameters for one row length. Several short rows share a program."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -129,7 +129,7 @@ class _Shape:
         y: Tensor,
         eps: float,
     ) -> None:
-        """Launch over x [T, heads, N], writing y, whose rows are contiguous, and x + residual to `total`."""
+        """Write the RMS norm of x [T, H, N] (plus residual, if given) to contiguous y, and the sum to `total`."""
         num_rows = x.shape[0] * x.shape[1]
         if num_rows == 0:
             return

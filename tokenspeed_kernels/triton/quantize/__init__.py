@@ -1,1 +1,1 @@
-"""Triton kernels of quantize."""
+"""Quantization of activations to FP8, alone or fused with the norm or activation before it."""

@@ -1,6 +1,6 @@
-"""Rows quantised to e4m3 with a scale for 128 neighbours: alone, behind an RMS norm, behind the gated activation.
+"""Quantize rows to FP8 (e4m3) with one scale per 128 elements: alone, after an RMS norm, or after SwiGLU.
 
-Values are rounded to the dtype before they are quantised, so that a fused kernel gives what its parts give.
+Values are rounded to the dtype before they are quantized, so a fused kernel gives the same result as separate ones.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.fp8 import AddNorm, Quantize
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.norm.rms_norm import precompile_add_norm
 from tokenspeed_kernels.triton.pdl import supports_pdl
 from tokenspeed_kernels.triton.quantize.fp8_per_token import LARGEST, LEAST, gated, normalized
 
-GROUP = 128  # neighbours that share a scale; also the rows of a weight that do
-GROUPS_AT_ONCE = 8  # that a program quantises, unless it needs a whole row
+GROUP = 128  # elements of a row that share a scale; also the side of a weight's scale blocks
+GROUPS_AT_ONCE = 8  # groups per program, unless it needs the whole row
 
 
 @triton.jit
 def _store_groups(
     x, y_ptr, scale_ptr, row, group, column, N: tl.constexpr, NUM_GROUPS: tl.constexpr
 ):
-    """Store groups of float32 x [G, 128], zero behind the row's end, and their scales."""
+    """Quantize and store float32 x [groups, 128], which is zero beyond the end of the row, and its scales."""
     scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST) / LARGEST
     y = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
     tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=column < N)
@@ -46,7 +47,7 @@ def _quantize(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows, groups by AT_ONCE). GATED: silu of the first N elements of a row times the second N."""
+    """Quantize rows. Grid (T, tiles of AT_ONCE groups). GATED: rows are 2N long, and silu(first half) * second half is quantized."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -77,7 +78,7 @@ def _add_rms_norm(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows): a program holds a whole row."""
+    """residual += x; quantize its RMS norm. Grid (T): a program holds a whole row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -96,7 +97,7 @@ def _add_rms_norm(
 
 
 class _Rows:
-    """The shape of rows, and the tensors that are made of them."""
+    """Launches for rows of one size, with their output buffers."""
 
     def __init__(self, size: int) -> None:
         self.size, self.num_groups, pdl = size, triton.cdiv(size, GROUP), supports_pdl()
@@ -109,12 +110,12 @@ class _Rows:
         }
 
     def outputs(self, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return memory for rows of e4m3 and their scales."""
+        """Allocate e4m3 rows [T, N] and float32 scales [T, ceil(N / 128)]."""
         y = torch.empty((num_rows, self.size), dtype=torch.float8_e4m3fn, device=device)
         return y, torch.empty((num_rows, self.num_groups), dtype=torch.float32, device=device)
 
     def quantize(self, x: Tensor, *, is_gated: bool) -> tuple[Tensor, Tensor]:
-        """Return x [T, N], or [T, 2N] where it is gated, quantised, and the scales."""
+        """Return x ([T, N], or [T, 2N] if gated) quantized, and its scales."""
         y, scale = self.outputs(x.shape[0], x.device)
         if x.shape[0]:
             _quantize[(x.shape[0], triton.cdiv(self.num_groups, GROUPS_AT_ONCE))](
@@ -165,6 +166,5 @@ def add_rms_norm_fp8_groups(problem: Problem) -> AddNorm:
             )
         return y, scale, residual
 
-    blank = partial(precompile.blank, problem["dtype"])
-    precompile.compile_for(norm, blank(1, rows.size), blank(1, rows.size), blank(rows.size), 0.0)
+    precompile_add_norm(norm, problem)
     return norm

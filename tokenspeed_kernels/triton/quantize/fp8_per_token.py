@@ -1,13 +1,12 @@
-"""Rows quantised to e4m3 on their way out: alone, behind an RMS norm, behind the gated activation.
+"""Quantize rows to FP8 (e4m3) with one scale per row (per token): alone, after an RMS norm, or after SwiGLU.
 
-Each program holds a whole row, since the scale is known only when all of it is. Values are rounded to the dtype
-before they are quantised, so that a fused kernel gives what its parts give.
+A program holds a whole row, because the scale depends on all of it. Values are rounded to the dtype before they are
+quantized, so a fused kernel gives the same result as separate ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.triton import precompile
+from tokenspeed_kernels.triton.norm.rms_norm import precompile_add_norm
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
 LARGEST = tl.constexpr(448.0)
@@ -24,13 +24,13 @@ LEAST = tl.constexpr(1e-10)
 
 @triton.jit
 def scale_of_row(x):
-    """Return the scale of a row of float32 x, zero where masked."""
+    """Return the scale of a float32 row x, which is zero where masked."""
     return tl.maximum(tl.max(tl.abs(x), axis=0), LEAST) / LARGEST
 
 
 @triton.jit
 def normalized(total, squares, weight, eps, N: tl.constexpr):
-    """Return the RMS norm of a row [...] of the dtype whose squares sum up to `squares`: float32, rounded to it."""
+    """Return the RMS norm of `total`, given its sum of squares, as float32 rounded to the dtype of `total`."""
     y = (total.to(tl.float32) * tl.rsqrt(squares / N + eps)).to(total.dtype).to(
         tl.float32
     ) * weight.to(tl.float32)
@@ -39,7 +39,7 @@ def normalized(total, squares, weight, eps, N: tl.constexpr):
 
 @triton.jit
 def gated(gate, up):
-    """Return silu of the gate times `up`, both of the dtype: float32, rounded to it."""
+    """Return silu(gate) * up as float32 rounded to the dtype of `gate`."""
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     return (activated * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
@@ -47,7 +47,7 @@ def gated(gate, up):
 
 @triton.jit
 def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
-    """Store a row of float32 x, zero where masked, and its scale."""
+    """Quantize and store a float32 row x, which is zero where masked, and its scale."""
     scale = scale_of_row(x)
     y = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
     tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=mask)
@@ -116,7 +116,7 @@ def _silu_mul(
 
 
 class _Rows:
-    """The shape of a launch over whole rows, and the tensors that it fills."""
+    """Launches for rows of one size, with their output buffers."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -131,14 +131,14 @@ class _Rows:
         }
 
     def outputs(self, num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return memory for rows of e4m3 and their scales."""
+        """Allocate e4m3 rows [T, N] and float32 scales [T, 1]."""
         y = torch.empty((num_rows, self.size), dtype=torch.float8_e4m3fn, device=device)
         return y, torch.empty((num_rows, 1), dtype=torch.float32, device=device)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write x + residual to `total`; return its norm quantised, the scales, and the total."""
+        """Write x + residual to `total`. Return its RMS norm quantized, the scales, and `total`."""
         y, scale = self.outputs(x.shape[0], x.device)
         if x.shape[0]:
             _add_rms_norm[(x.shape[0],)](
@@ -182,14 +182,14 @@ def add_rms_norm_fp8(
     ) -> tuple[Tensor, Tensor, Tensor]:
         return rows.add_norm(x, residual, residual, weight, eps)
 
-    _compile_ahead(norm, problem)
+    precompile_add_norm(norm, problem)
     return norm
 
 
 def sum_rms_norm_fp8(
     problem: Problem,
 ) -> Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
-    """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale, x + residual)`, leaving both alone."""
+    """Return `norm(x [T, N], residual, weight, eps) -> (y float8_e4m3fn, scale, x + residual)`; inputs stay unchanged."""
     rows = _Rows(problem["size"])
 
     def norm(
@@ -197,15 +197,8 @@ def sum_rms_norm_fp8(
     ) -> tuple[Tensor, Tensor, Tensor]:
         return rows.add_norm(x, residual, residual.new_empty(residual.shape), weight, eps)
 
-    _compile_ahead(norm, problem)
+    precompile_add_norm(norm, problem)
     return norm
-
-
-def _compile_ahead(norm: Callable[..., object], problem: Problem) -> None:
-    blank = partial(precompile.blank, problem["dtype"])
-    precompile.compile_for(
-        norm, blank(1, problem["size"]), blank(1, problem["size"]), blank(problem["size"]), 0.0
-    )
 
 
 def silu_mul_fp8(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

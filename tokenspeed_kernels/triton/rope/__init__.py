@@ -1,1 +1,1 @@
-"""Triton kernels of rope."""
+"""Rotary position embedding, alone or fused with the KV cache write."""

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k in one launch, alone or behind a norm of each head."""
+"""Rotary position embedding of q and k in one launch, optionally after an RMS norm of each head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 
-HEADS, NUM_WARPS = (
-    8,
-    4,
-)  # of one program: fewer heads make so many programs that starting them takes the time
+# Heads and warps per program. With fewer heads, starting the programs dominates.
+HEADS, NUM_WARPS = 8, 4
 
 Rope = Callable[[Tensor, Tensor, Tensor, Tensor, bool], None]
 NormRope = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, bool], None]
@@ -43,10 +41,10 @@ def rotate_heads(
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Norm and rotate heads [HEADS] of one token's row by its row of cosines and sines.
+    """Normalise (HAS_NORM) and rotate `head` [HEADS] of one token by its cosines and sines.
 
-    The first `num_kept` heads of the result go to `out`, which may be x. Loads that wait for nothing come first:
-    those of the angles wait for the token's position, the stores for its slot.
+    The first `num_kept` heads are stored to `out`, which may be x. Independent loads come first: loads of the angles
+    depend on the token's position, and stores on its slot.
     """
     HALF: tl.constexpr = R // 2
     pair, rest = tl.arange(0, BLOCK_PAIRS), R + tl.arange(0, BLOCK_REST)

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k and the write into the paged cache in one launch, behind a norm of each head or not."""
+"""Rotary position embedding fused with the KV cache write in one launch, optionally after an RMS norm of each head."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def _rope_write_kv(
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program rotates HEADS query heads of a token in place, or as many key heads into the cache.
+    """Rotate HEADS query heads of a token in place, or as many KV heads into the cache. Grid (T, tiles of heads).
 
-    PDL: see `early`. The many programs of attention, which come behind, start when the kernel ahead has ended: before
-    that they would wait where it leaves room, which is not evenly.
+    PDL: see `pdl`. The wait comes before `gdc_launch_dependents`, so that the many programs of the following
+    attention kernel start only after the previous kernel: earlier, they would occupy the multiprocessors unevenly.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -135,7 +135,7 @@ def _rope_write_kv(
 
 
 def rope_write_kv(problem: Problem) -> RopeWrite:
-    """Return the kernel of the op `rope_write_kv`; k is left as it was."""
+    """Return the kernel of the op `rope_write_kv`; k stays unchanged."""
     launch = _launcher(problem)
 
     def place(
@@ -151,29 +151,24 @@ def rope_write_kv(problem: Problem) -> RopeWrite:
     ) -> None:
         launch(q, k, v, k_cache, v_cache, slots, None, None, 0.0, positions, cos_sin, interleaved)
 
-    _compile_ahead(launch, problem, has_norm=False)
+    _precompile(launch, problem, has_norm=False)
     return place
 
 
 def qk_norm_rope_write_kv(problem: Problem) -> NormRopeWrite:
-    """Return the kernel of the op `qk_norm_rope_write_kv`; k is left as it was."""
+    """Return the kernel of the op `qk_norm_rope_write_kv`; k stays unchanged."""
     launch = _launcher(problem)
-    _compile_ahead(launch, problem, has_norm=True)
+    _precompile(launch, problem, has_norm=True)
     return launch
 
 
-def _compile_ahead(launch: Callable[..., None], problem: Problem, *, has_norm: bool) -> None:
-    num_heads, num_kv_heads, size = (
-        problem["num_heads"],
-        problem["num_kv_heads"],
-        problem["head_size"],
-    )
+def _precompile(launch: Callable[..., None], problem: Problem, *, has_norm: bool) -> None:
+    num_heads, num_kv_heads = problem["num_heads"], problem["num_kv_heads"]
+    size: int = problem["head_size"]
     blank = partial(precompile.blank, problem["dtype"])
-    qkv, weight, longs = (
-        blank(1, num_heads + 2 * num_kv_heads, size),
-        blank(size),
-        precompile.blank("int64", 1),
-    )
+    qkv = blank(1, num_heads + 2 * num_kv_heads, size)
+    weight = blank(size)
+    longs = precompile.blank("int64", 1)
     cache = precompile.blank(problem["kv_dtype"], 2, 2, problem["block_size"], num_kv_heads, size)
     precompile.compile_for(
         launch,

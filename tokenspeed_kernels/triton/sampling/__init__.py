@@ -1,1 +1,1 @@
-"""Triton kernels of sampling."""
+"""Greedy and random sampling."""

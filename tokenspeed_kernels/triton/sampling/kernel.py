@@ -1,11 +1,11 @@
-"""Triton code of sampling without sorting: thresholds are found by eight-way search over the logits' order.
+"""Sampling kernels without sorting: cutoffs are found by eight-way search over the logits' values.
 
-First the whole device looks at all rows: the highest logit, how many tokens lie above some depths below it,
-and a copy of the few that matter, a row's *head*. Then one program a row searches the head, or the whole row.
+First, many programs per row find the highest logit, count the tokens above eight depths below it, and copy the tokens
+that matter, the row's *head*. Then one program per row searches the head, or the whole row if the head is too small.
 
-A float32 becomes a *key*, an int32 in the same order. A cut of the sorted distribution is a key and how many
-of the tokens with that very key, lowest ids first, still belong to it; both counts and probabilities above a
-key fall as it rises, so each cut is a search.
+A float32 logit maps to a *key*, an int32 with the same order. A cutoff in the sorted distribution is a key, plus how
+many of the tokens with exactly that key are kept (lowest ids first). The number and the probability of tokens above a
+key both fall as the key rises, so each cutoff can be found by search.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenspeed_kernels.triton import precompile
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
-_FAR = tl.constexpr(80.0)  # e^-80 of the likeliest is no probability
+_FAR = tl.constexpr(80.0)  # tokens below e^-80 of the most probable one are ignored
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _mix(z):
 
 @triton.jit
 def _uniform(seed, position):
-    """Return a float32 in [0, 1) of 24 bits: splitmix64 of seed and position, as the reference has it."""
+    """Return a float32 in [0, 1) with 24 random bits: splitmix64 of seed and position, as in the reference."""
     bits = _mix(_mix(seed.to(tl.uint64) + _GOLDEN) + position.to(tl.uint64) * _GOLDEN)
     return (bits >> 40).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
@@ -66,7 +66,7 @@ def _search(
     COUNT: tl.constexpr,
     REACHED: tl.constexpr,
 ):
-    """Return the smallest key in (low, high] above which the measure is less than goal (REACHED: no more).
+    """Return the smallest key in (low, high] above which the measure is below goal (REACHED: at most goal).
 
     The measure is the number of tokens if COUNT, else the sum of exp((x - highest) * inverse).
     """
@@ -97,7 +97,7 @@ def _search(
 
 @triton.jit
 def _above(ptr, size, key, highest, inverse, BLOCK: tl.constexpr):
-    """Return the probability and number of tokens above a key, and the number at it."""
+    """Return the probability and the number of tokens above a key, and the number of tokens equal to it."""
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     num_above = tl.zeros([BLOCK], dtype=tl.int32)
     num_equal = tl.zeros([BLOCK], dtype=tl.int32)
@@ -113,7 +113,7 @@ def _above(ptr, size, key, highest, inverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def _find(ptr, size, key, nth, BLOCK: tl.constexpr):
-    """Return the place of the nth token, from 0 and in order of place, whose key it is; 0 if there is none."""
+    """Return the index of the nth token (from 0) with this key; 0 if there is none."""
     found = tl.zeros([], dtype=tl.int32)
     seen = tl.zeros([], dtype=tl.int32)
     for first in tl.range(0, size, BLOCK):
@@ -139,14 +139,14 @@ def _highest(parts_ptr, row, NUM_PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr)
 
 @triton.jit
 def _warmth(temperature_ptr, row):
-    """Return the temperature, 1 for greedy rows: they only need the order."""
+    """Return the temperature, or 1 for greedy rows, which need only the order."""
     temperature = tl.load(temperature_ptr + row)
     return tl.where(temperature > 0.0, temperature, 1.0)
 
 
 @triton.jit
 def _depths(temperature):
-    """Return eight distances below the highest logit: 1 to 15 nats of the tempered distribution, then all."""
+    """Return eight depths below the highest logit: 1 to 15 nats after temperature, and infinity."""
     step = tl.arange(0, 8).to(tl.float32)
     return tl.where(step == 7.0, float("inf"), temperature * (1.0 + step + step * step * 0.225))
 
@@ -155,7 +155,7 @@ def _depths(temperature):
 def highest_of_parts(
     logits_ptr, parts_ptr, stride, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (rows, parts): the largest logit of each part of a row."""
+    """Store the largest logit of each part of a row. Grid (S, parts)."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * PART
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
@@ -179,7 +179,7 @@ def tally(
     NUM_PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Grid (rows, parts): tokens and probability of a part above each depth, [rows, parts, 8]."""
+    """Store the number and the probability of tokens above each depth, [S, parts, 8]. Grid (S, parts)."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * PART
     temperature = _warmth(temperature_ptr, row)
@@ -217,10 +217,10 @@ def gather_head(
     CAPACITY: tl.constexpr,
     ENOUGH: tl.constexpr,
 ):
-    """Grid (rows, parts): copy the head of a row, its tokens above one depth, in order of id.
+    """Copy the head of a row: its tokens above one depth, in order of id. Grid (S, parts).
 
-    The depth is the least that holds the top-k tokens or, without top-k, ENOUGH of the probability; else the
-    greatest that fits.
+    The depth is the smallest that holds the top-k tokens or, without top-k, ENOUGH of the probability. If such a head
+    does not fit, it is the largest depth that does.
     """
     row = tl.program_id(0).to(tl.int64)
     mine = tl.program_id(1)
@@ -278,9 +278,9 @@ def sample(
     BLOCK_PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Grid (rows): the token at a uniform number in the sorted distribution cut by top-k, top-p and min-p.
+    """Sample by inverse transform from the sorted distribution, cut off by top-k, top-p and min-p. Grid (S).
 
-    Searches a row's head; only if a cut or the number itself lies beyond it, the whole row.
+    Searches the row's head, and the whole row only if a cutoff or the sampled token is not in the head.
     """
     row = tl.program_id(0).to(tl.int64)
     is_greedy = tl.load(temperature_ptr + row) <= 0.0
@@ -364,9 +364,8 @@ def sample(
             attempt = 2
         else:
             attempt = 1
-    token = tl.minimum(
-        tl.maximum(token, 0), V - 1
-    )  # NaN logits have no order, but no id may leave the row
+    # NaN logits have no order; keep the id in range.
+    token = tl.minimum(tl.maximum(token, 0), V - 1)
     tl.store(ids_ptr + row, token.to(tl.int64))
 
 
@@ -380,7 +379,7 @@ def greedy_parts(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (rows, parts): the largest logit of each part of a row, and the lowest id that has it."""
+    """Store the largest logit of each part of a row, and the lowest id that has it. Grid (S, parts)."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * PART
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
@@ -403,7 +402,7 @@ def greedy_parts(
 def greedy_merge(
     values_ptr, parts_ptr, ids_ptr, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr
 ):
-    """Grid (rows): the best of a row's parts."""
+    """Store the id of the largest logit over a row's parts. Grid (S)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     values = tl.load(

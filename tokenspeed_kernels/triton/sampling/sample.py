@@ -1,4 +1,4 @@
-"""Choosing tokens on the device without sorting the vocabulary."""
+"""Greedy and random sampling without sorting the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tokenspeed_kernels.triton.sampling import kernel
 Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 BLOCK = 2048
-MAX_PARTS = 32
-CAPACITY = 16384  # tokens of a row's head
-ENOUGH = 0.9999  # of the probability: one row in ten thousand is then searched whole
+MAX_PARTS = 32  # programs per row
+CAPACITY = 16384  # most tokens in the head of a row
+ENOUGH = 0.9999  # probability that the head should hold; one row in 10,000 then needs a full search
 
 
 def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
@@ -52,7 +52,10 @@ def greedy(problem: Problem) -> Callable[[Tensor], Tensor]:
 
 
 def sample(problem: Problem) -> Sample:
-    """Return `sample(logits [S, V], temperature, top_k, top_p, min_p, seeds, positions) -> ids int64 [S]`."""
+    """Return `sample(logits [S, V], temperature, top_k, top_p, min_p, seeds, positions) -> ids int64 [S]`.
+
+    The algorithm is described in `kernel`.
+    """
     size: int = problem["vocab_size"]
     block = min(1024, triton.next_power_of_2(size))
     part = block * triton.cdiv(triton.cdiv(size, block), MAX_PARTS)
