@@ -70,7 +70,7 @@ def test_long_prompts_give_the_bits_of_their_blocks(monkeypatch: pytest.MonkeyPa
         starts,
         lengths,
     )
-    assert fa3.pays(step)
+    assert fa3.gathering_pays(step)
     caches = torch.randn((520, 2, 16, 2, 128), dtype=torch.bfloat16, device=device)
     for row, length in enumerate(lengths):  # what other requests left behind a row's end
         caches[rows[row, length // 16].long(), :, length % 16 :] = float("nan")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenspeed_kernels_hopper.gather import ROOM, Gathered
+from tokenspeed_kernels_hopper.gather import PADDING, Gathered
 
 from tokenspeed_core.api import AttentionStep
 
@@ -27,18 +27,18 @@ def test_rows_stand_one_after_another_with_zeros_behind_them(
         4, 0, 0, 37, nothing, torch.tensor(lengths, dtype=torch.int32), table, None, lengths
     )
     gathered = Gathered(
-        sum(lengths) + 4 * ROOM, 6, num_kv_heads, head_size, torch.float16, torch.device("cpu")
+        sum(lengths) + 4 * PADDING, 6, num_kv_heads, head_size, torch.float16, torch.device("cpu")
     )
     gathered.keys.fill_(float("nan"))
     gathered.values.fill_(float("nan"))
-    assert gathered.holds(step)
+    assert gathered.has_room(step)
     gathered.place(step)
     gathered.fill(step, cache[:, 1, 0], cache[:, 1, 1])
     starts = gathered.starts.tolist()
-    assert starts == [0, 37 + ROOM, 53 + 2 * ROOM, 53 + 3 * ROOM, 58 + 4 * ROOM]
+    assert starts == [0, 37 + PADDING, 53 + 2 * PADDING, 53 + 3 * PADDING, 58 + 4 * PADDING]
     for start, length, blocks in zip(starts, lengths, table, strict=False):
         at = torch.arange(length)
         for kind, found in enumerate((gathered.keys, gathered.values)):
             wanted = cache[blocks[at // 16].long(), 1, kind, at % 16]
             assert torch.equal(found[start : start + length], wanted)
-            assert not found[start + length : start + length + ROOM].any()
+            assert not found[start + length : start + length + PADDING].any()

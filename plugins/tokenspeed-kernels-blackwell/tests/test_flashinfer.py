@@ -200,15 +200,13 @@ def test_over_a_function_of_latents_that_computes_the_definition_the_backend_con
     problem = next(problems(spec))
     rows = make_inputs(contract_of(spec), problem, 1, torch.device("cpu"), strided=False)
     rows["q"] = rows["q"].expand(flashinfer_mla.MAX_ROWS + 1, -1, -1)
-    with pytest.raises(
-        ValueError, match="4097 rows of one query; the counters of this backend are for 4096"
-    ):
+    with pytest.raises(ValueError, match="4096 rows, got 4097"):
         spec.factory()(problem)(*rows.values())
 
 
 def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
     about = metadata("tokenspeed-kernels-blackwell")
-    assert about.get_all("Provides-Extra") == ["flash-attn-4", "flashinfer"]
+    assert {"flash-attn-4", "flashinfer"} <= set(about.get_all("Provides-Extra") or ())
     needed = [line for line in about.get_all("Requires-Dist") or () if "extra ==" not in line]
     assert sorted(re.split(r"[^\w-]", line)[0] for line in needed) == [
         "tokenspeed-core",

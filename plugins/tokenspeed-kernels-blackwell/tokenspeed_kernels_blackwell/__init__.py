@@ -1,4 +1,4 @@
-"""Kernels for devices of compute capability 10.0 to 10.3: their descriptors. Imports no tensor library."""
+"""Descriptors of the Blackwell kernels (compute capability 10.0 to 10.3). Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _HALVES = ("bfloat16", "float16")
-_OLDEST, _NEWEST = (10, 0), (10, 3)
+_MIN_CAPABILITY, _MAX_CAPABILITY = (10, 0), (10, 3)
 _OBTAIN_FLASHINFER = "pip install 'tokenspeed-kernels-blackwell[flashinfer]'"
 
 PREFILL = KernelSpec(
@@ -26,12 +26,12 @@ PREFILL = KernelSpec(
     backend="blackwell",
     capability=Capability(
         platforms=("cuda",),
-        min_compute_capability=_OLDEST,
-        max_compute_capability=_NEWEST,
+        min_compute_capability=_MIN_CAPABILITY,
+        max_compute_capability=_MAX_CAPABILITY,
         dtypes=_HALVES,
         kv_dtypes=_HALVES,
         head_sizes=(64, 128, 256),
-        block_sizes=(64,),  # what one load brings
+        block_sizes=(64,),  # one TMA load
         phases=("prefill",),
         features=frozenset({"graph_safe", "window"}),
     ),
@@ -44,8 +44,8 @@ FLASHINFER = KernelSpec(
     backend="trtllm",
     capability=Capability(
         platforms=("cuda",),
-        min_compute_capability=_OLDEST,
-        max_compute_capability=_NEWEST,
+        min_compute_capability=_MIN_CAPABILITY,
+        max_compute_capability=_MAX_CAPABILITY,
         dtypes=_HALVES,
         kv_dtypes=_HALVES,
         head_sizes=(64, 128),
@@ -55,7 +55,7 @@ FLASHINFER = KernelSpec(
     load="tokenspeed_kernels_blackwell.attention.trtllm:attention",
     requires=("flashinfer",),
     obtain=_OBTAIN_FLASHINFER,
-    needs_compile=True,  # the library compiles its launcher, and downloads kernels, at the first call
+    needs_compile=True,  # the first call compiles a launcher and downloads kernels
 )
 
 FA4 = KernelSpec(
@@ -63,25 +63,19 @@ FA4 = KernelSpec(
     backend="fa4",
     capability=Capability(
         platforms=("cuda",),
-        min_compute_capability=_OLDEST,
-        max_compute_capability=_NEWEST,
+        min_compute_capability=_MIN_CAPABILITY,
+        max_compute_capability=_MAX_CAPABILITY,
         dtypes=_HALVES,
         kv_dtypes=_HALVES,
         head_sizes=(64, 80, 96, 112, 128, 256),
-        block_sizes=(
-            16,
-            32,
-            64,
-        ),  # with its tile of 128 the library reads the unwritten rest of a row's last block
+        # Not 128: with its tile size the library reads the unwritten rest of a row's last block.
+        block_sizes=(16, 32, 64),
         features=frozenset({"graph_safe", "window"}),
     ),
     load="tokenspeed_kernels_blackwell.attention.fa4:attention",
-    requires=(
-        "flash_attn",
-        "quack",
-    ),  # the former is also that of FlashAttention-2, which does without the latter
+    requires=("flash_attn", "quack"),  # flash_attn alone could be FlashAttention-2
     obtain="pip install 'tokenspeed-kernels-blackwell[flash-attn-4]'",
-    needs_compile=True,  # the library compiles each of its kernels at the first call that takes it
+    needs_compile=True,  # each kernel is compiled at the first call that needs it
 )
 
 
@@ -91,8 +85,8 @@ def _blackwell(op: str, module: str, *limits: AxisLimit) -> KernelSpec:
         backend="blackwell",
         capability=Capability(
             platforms=("cuda",),
-            min_compute_capability=_OLDEST,
-            max_compute_capability=_NEWEST,
+            min_compute_capability=_MIN_CAPABILITY,
+            max_compute_capability=_MAX_CAPABILITY,
             dtypes=_HALVES,
             features=frozenset({"graph_safe"}),
             limits=limits,
@@ -102,7 +96,7 @@ def _blackwell(op: str, module: str, *limits: AxisLimit) -> KernelSpec:
     )
 
 
-def _torch_blocks(op: str, module: str, features: frozenset[str], *sizes: str) -> KernelSpec:
+def _torch_reference(op: str, module: str, features: frozenset[str], *sizes: str) -> KernelSpec:
     return KernelSpec(
         op=op,
         backend="torch-blocks",
@@ -118,7 +112,7 @@ def _torch_blocks(op: str, module: str, features: frozenset[str], *sizes: str) -
 
 
 _GRAPHS = frozenset({"graph_safe"})
-_STEP = AxisLimit("in_size", 128, multiple_of=128)  # features of a step of the product
+_IN_SIZE = AxisLimit("in_size", 128, multiple_of=128)
 _GROUPS = AxisLimit("size", 32, multiple_of=32)
 _EXPERTS = (
     AxisLimit("num_experts", 1, 1024),
@@ -127,72 +121,69 @@ _EXPERTS = (
 )
 
 BLOCK_SCALED = (
-    _blackwell("linear_mxfp8", "linear.block_scaled", _STEP),
-    _blackwell("linear_nvfp4", "linear.block_scaled", _STEP),
+    _blackwell("linear_mxfp8", "linear.block_scaled", _IN_SIZE),
+    _blackwell("linear_nvfp4", "linear.block_scaled", _IN_SIZE),
     _blackwell("quantize_mxfp8", "linear.quantize", _GROUPS),
     _blackwell("quantize_nvfp4", "linear.quantize", _GROUPS),
 )
 TORCH_BLOCKS = (
-    _torch_blocks("quantize_mxfp8", "linear.reference", _GRAPHS, "size"),
-    _torch_blocks("linear_mxfp8", "linear.reference", _GRAPHS, "in_size"),
-    _torch_blocks("quantize_nvfp4", "linear.reference", _GRAPHS, "size"),
-    _torch_blocks("linear_nvfp4", "linear.reference", _GRAPHS, "in_size"),
+    _torch_reference("quantize_mxfp8", "linear.reference", _GRAPHS, "size"),
+    _torch_reference("linear_mxfp8", "linear.reference", _GRAPHS, "in_size"),
+    _torch_reference("quantize_nvfp4", "linear.reference", _GRAPHS, "size"),
+    _torch_reference("linear_nvfp4", "linear.reference", _GRAPHS, "in_size"),
 )
 
 MOE = tuple(
     _blackwell(op, "moe.experts", *_EXPERTS) for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
 )
 TORCH_MOE = tuple(
-    _torch_blocks(op, "moe.reference", frozenset(), "hidden_size", "intermediate_size")
+    _torch_reference(op, "moe.reference", frozenset(), "hidden_size", "intermediate_size")
     for op in ("moe_experts_mxfp8", "moe_experts_nvfp4")
 )
 
-
-_LATENT_SIZES = (AxisLimit("latent_size", 512, 512), AxisLimit("rope_size", 64, 64))
+_MLA_SIZES = (AxisLimit("latent_size", 512, 512), AxisLimit("rope_size", 64, 64))
 
 MLA = KernelSpec(
     op="mla_decode",
     backend="blackwell",
     capability=Capability(
         platforms=("cuda",),
-        min_compute_capability=_OLDEST,
-        max_compute_capability=_NEWEST,
+        min_compute_capability=_MIN_CAPABILITY,
+        max_compute_capability=_MAX_CAPABILITY,
         dtypes=_HALVES,
         kv_dtypes=_HALVES,
         block_sizes=(64,),
         features=frozenset({"graph_safe"}),
-        limits=_LATENT_SIZES,
+        limits=_MLA_SIZES,
     ),
     load="tokenspeed_kernels_blackwell.mla.decode:mla_decode",
     requires=("triton",),
 )
 
 
-def _flashinfer_mla(fewest_heads: int, most_heads: int) -> KernelSpec:
+def _flashinfer_mla(min_heads: int, max_heads: int) -> KernelSpec:
     return KernelSpec(
         op="mla_decode",
         backend="flashinfer",
         capability=Capability(
             platforms=("cuda",),
-            min_compute_capability=_OLDEST,
-            max_compute_capability=_NEWEST,
+            min_compute_capability=_MIN_CAPABILITY,
+            max_compute_capability=_MAX_CAPABILITY,
             dtypes=("bfloat16",),
             kv_dtypes=("bfloat16",),
             block_sizes=(32, 64),
             features=frozenset({"graph_safe"}),
-            limits=(AxisLimit("num_heads", fewest_heads, most_heads), *_LATENT_SIZES),
+            limits=(AxisLimit("num_heads", min_heads, max_heads), *_MLA_SIZES),
         ),
         load="tokenspeed_kernels_blackwell.mla.flashinfer:mla_decode",
         requires=("flashinfer",),
         obtain=_OBTAIN_FLASHINFER,
-        needs_compile=True,  # as that of attention
+        needs_compile=True,  # like FLASHINFER
     )
 
 
-FLASHINFER_MLA = (
-    _flashinfer_mla(1, 64),
-    _flashinfer_mla(128, 128),
-)  # the library refuses what lies between
+# The library rejects 65 to 127 heads.
+FLASHINFER_MLA = (_flashinfer_mla(1, 64), _flashinfer_mla(128, 128))
 TORCH_MLA = KernelSpec(
     op="mla_decode",
     backend="torch",

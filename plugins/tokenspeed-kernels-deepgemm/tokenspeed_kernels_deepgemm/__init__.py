@@ -1,4 +1,4 @@
-"""DeepGEMM's linear maps in eight bits with a scale a block: the descriptor. Imports no tensor library."""
+"""Descriptor of DeepGEMM's block-wise FP8 GEMM. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DEEPGEMM = KernelSpec(
     op="linear_fp8_block",
     backend="deepgemm",
     capability=Capability(
-        # From 10.0 on the library rounds scales to powers of two, which is not what the op means.
+        # From 10.0 on the library rounds scales to powers of two, which the op does not allow.
         platforms=("cuda",),
         min_compute_capability=(9, 0),
         max_compute_capability=(9, 0),
@@ -24,5 +24,5 @@ DEEPGEMM = KernelSpec(
     load="tokenspeed_kernels_deepgemm.linear:linear_fp8_block",
     requires=("deep_gemm",),
     obtain="pip install 'tokenspeed-kernels-deepgemm[deepgemm]'",
-    needs_compile=True,  # the library compiles kernels for each shape of a weight, when the op is bound
+    needs_compile=True,  # compiles kernels for each weight shape when the op is bound
 )

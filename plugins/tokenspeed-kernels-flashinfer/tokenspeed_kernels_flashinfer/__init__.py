@@ -1,4 +1,4 @@
-"""Attention by FlashInfer's paged kernels: its descriptors. Imports no tensor library."""
+"""Descriptors of FlashInfer's paged attention. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _spec(capability: Capability, *, needs_compile: bool) -> KernelSpec:
 
 
 def attention_specs(compiled: Iterable[Module]) -> tuple[KernelSpec, ...]:
-    """Return what stands compiled, a spec for each library module that serves a phase, and then all the rest.
+    """Return a spec for each compiled module and phase, then one for everything that needs compilation.
 
-    The library compiles one module for each dtype, cache dtype, head size, and attention with or without a window.
+    The library compiles one module per dtype, cache dtype, head size, and attention with or without a window.
     """
     ready = (
         _spec(

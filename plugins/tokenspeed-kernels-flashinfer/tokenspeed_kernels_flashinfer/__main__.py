@@ -1,4 +1,4 @@
-"""Compiles the library's modules ahead of serving, for the devices of this machine, so that `auto` may take them."""
+"""Compile FlashInfer's modules for this machine's devices before serving, so that `auto` may choose them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ CAPABILITY = ATTENTION[-1].capability
 
 
 def main(arguments: list[str]) -> None:
-    """Parse, compile, say what was compiled and how long it took."""
+    """Parse arguments, compile, and print the modules and the time."""
     parser = argparse.ArgumentParser(
         prog="python -m tokenspeed_kernels_flashinfer", description=__doc__
     )
     parser.add_argument("--head-size", type=int, choices=CAPABILITY.head_sizes, required=True)
     parser.add_argument("--dtype", choices=CAPABILITY.dtypes, default="bfloat16")
     parser.add_argument(
-        "--kv-dtype", choices=CAPABILITY.kv_dtypes, help="of the cache; default: as --dtype"
+        "--kv-dtype",
+        choices=CAPABILITY.kv_dtypes,
+        help="dtype of the KV cache (default: same as --dtype)",
     )
-    parser.add_argument(
-        "--window", action="store_true", help="for layers that see the last tokens only"
-    )
+    parser.add_argument("--window", action="store_true", help="compile sliding-window attention")
     given = parser.parse_args(arguments)
     if not is_known(installed := version("flashinfer-python")):
         parser.error(
-            f"flashinfer-python {installed} loads modules of other names than are compiled here; "
-            "pip install 'tokenspeed-kernels-flashinfer[flashinfer]' brings one that does not"
+            f"flashinfer-python {installed} uses module names that are not known here. "
+            "Install a supported version: pip install 'tokenspeed-kernels-flashinfer[flashinfer]'"
         )
     start = time.monotonic()
     names = build(
@@ -44,11 +44,11 @@ def main(arguments: list[str]) -> None:
             given.dtype, given.kv_dtype or given.dtype, given.head_size, has_window=given.window
         )
     )
-    print(*names, f"compiled or found compiled in {time.monotonic() - start:.0f} s", sep="\n")
+    print(*names, f"compiled or already there, {time.monotonic() - start:.0f} s", sep="\n")
 
 
 def modules(dtype: str, kv_dtype: str, head_size: int, *, has_window: bool) -> list[Any]:
-    """Return what the library must compile for both phases on the current device; compiles nothing."""
+    """Return the library's build specs for both phases on the current device, without compiling."""
     backends = ["fa2"]
     if torch.cuda.get_device_capability() == HOPPER and dtype == kv_dtype:
         backends.append("fa3")
@@ -61,10 +61,10 @@ def modules(dtype: str, kv_dtype: str, head_size: int, *, has_window: bool) -> l
 
 
 def build(wanted: Iterable[Any]) -> list[str]:
-    """Compile modules beside each other, those that are not compiled yet; return the names of all.
+    """Compile modules in parallel, unless they are compiled already. Return the names of all.
 
-    Each where its first call would compile it: `build_jit_specs` keeps other notes of what stands compiled than these
-    calls do, so that what it compiled they compile again, and the other way round.
+    Each is built as its first call would build it. `build_jit_specs` tracks compiled modules differently, so modules
+    built by one would be built again by the other.
     """
     by_name = {module.name: module for module in wanted}
     with ThreadPoolExecutor(max_workers=len(by_name)) as pool:
@@ -73,7 +73,7 @@ def build(wanted: Iterable[Any]) -> list[str]:
 
 
 def _build(module: Any) -> None:
-    if not module.is_aot:  # by `flashinfer-jit-cache`
+    if not module.is_aot:  # already provided by flashinfer-jit-cache
         module.build(verbose=False, need_lock=True)
 
 

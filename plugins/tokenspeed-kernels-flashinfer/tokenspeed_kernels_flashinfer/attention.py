@@ -1,7 +1,7 @@
-"""Paged attention by FlashInfer (Ye et al. 2025, arXiv:2501.01005): rows of any length, shared prefixes read once.
+"""Paged attention with FlashInfer (Ye et al., 2025, arXiv:2501.01005), including cascade attention.
 
-The library plans a step on the host, from the rows' lengths, so `prepare` reads these back from the device. A plan is
-kept in memory that stays, so that a captured step replays with the plan of that time.
+The library plans a step on the host from the rows' lengths, so `prepare` reads them back from the device. Plans live
+in fixed buffers, so that a captured step replays with the current plan.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels_flashinfer.cascade import MIN_ROWS, shared_blocks
 from tokenspeed_kernels_flashinfer.options import DEFAULTS, FlashInferOptions
 
-MIN_WORKSPACE = 128 * 2**20  # bytes, what the library recommends, for results of keys in parts
-MAX_WORKSPACE = 512 * 2**20  # steps whose parts need more are not cut
-MAX_MERGED = 8192  # elements of all heads of a token: a program of the library's merging has a thread for eight
-FALLBACK_MULTIPROCESSORS = 8  # where there is no device
+MIN_WORKSPACE = 128 * 2**20  # bytes for partial results of split keys; the library's recommendation
+MAX_WORKSPACE = 512 * 2**20  # bytes; keys of steps that would need more are not split
+MAX_MERGED = (
+    8192  # most elements of a token over all heads: the merge kernel has one thread for eight
+)
+FALLBACK_MULTIPROCESSORS = 8  # without a device
 
 I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The rows of a step on the host: where their query tokens start, their blocks, and keys in the last of these.
+    """The rows of a step on the host: query starts, numbers of blocks, and keys in the last block of each.
 
-    `first` is the first block of each, in its row of the block table.
+    `first` is the index of the rows' first block in the block table.
     """
 
     query_start: I32
@@ -42,7 +44,7 @@ class _Rows:
 
 
 class _Buffers:
-    """Memory at fixed addresses for all plans of one kind, since only one is in use at a time."""
+    """Buffers at fixed addresses, shared by all plans of one kind; only one is in use at a time."""
 
     def __init__(
         self, num_rows: int, num_tokens: int, num_blocks: int, num_heads: int, device: torch.device
@@ -57,9 +59,9 @@ class _Buffers:
 
 
 def schedule_bytes(num_rows: int, num_tokens: int, num_heads: int) -> int:
-    """Return how much memory the library's schedule of a step takes at most.
+    """Return an upper bound of the bytes that the library's schedule of a step needs.
 
-    Six numbers for each head and tile of queries on Hopper, else three for each tile and a few for each token.
+    Six integers per head and query tile on Hopper; otherwise three per tile and a few per token.
     """
     return (
         24 * num_heads * (num_tokens // 128 + num_rows + 2)
@@ -69,10 +71,11 @@ def schedule_bytes(num_rows: int, num_tokens: int, num_heads: int) -> int:
 
 
 class FlashInferAttention:
-    """Attention for rows of one length ("decode") or of any lengths ("prefill").
+    """Attention for rows with equal query lengths ("decode") or any query lengths ("prefill").
 
-    `prepare` waits for the device, once a step. Decodes, and all with a cache in eight bits, run on the library's
-    `fa2` kernels, for which keys of few rows are cut into parts; prompts run on those that it prefers for the device.
+    `prepare` synchronises with the device once per step. Decode, and everything with an FP8 cache, runs on the
+    library's `fa2` kernels, which split the keys of few rows. Prefill runs on the kernels that the library prefers for
+    the device.
     """
 
     def __init__(
@@ -85,16 +88,13 @@ class FlashInferAttention:
         self._problem, self._device = problem, device
         self._make = import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
         self._merge: Callable[..., None] = import_module("flashinfer.cascade").merge_state_in_place
-        self._dtype, self._kv_dtype = (
-            getattr(torch, problem.dtype),
-            getattr(torch, problem.kv_dtype),
-        )
+        self._dtype = getattr(torch, problem.dtype)
+        self._kv_dtype = getattr(torch, problem.kv_dtype)
         self._num_multiprocessors = _num_multiprocessors(device)
-        self._closes = problem.phase == "prefill"
-        num_rows, num_tokens = (
-            limits.max_num_rows + self._closes,
-            max(limits.max_num_tokens, limits.max_num_rows),
-        )
+        # Prefill steps end with an extra row without keys, for padding tokens.
+        self._has_padding_row = problem.phase == "prefill"
+        num_rows = limits.max_num_rows + self._has_padding_row
+        num_tokens = max(limits.max_num_tokens, limits.max_num_rows)
         wanted = self._partial_bytes(num_rows, num_rows, 1) if problem.phase == "decode" else 0
         size = min(max(wanted, MIN_WORKSPACE), MAX_WORKSPACE)
         self._partial = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -125,7 +125,7 @@ class FlashInferAttention:
         self._num_tokens = 0
 
     def prepare(self, step: AttentionStep) -> None:
-        """Read the step's lengths back and plan it, in a graph's own plan where the host does not know them."""
+        """Read the step's lengths back and plan it. A step that may be captured has a plan of its own."""
         num_rows = step.num_rows
         shares = self._can_share and step.max_num_query == 1 and num_rows >= MIN_ROWS
         lengths = [step.query_start[: num_rows + 1], step.seq_lens[:num_rows]]
@@ -158,9 +158,9 @@ class FlashInferAttention:
                 self._has_common.zero_()
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B, both alike."""
+        """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
         assert self._now is not None, "forward before prepare"
-        assert out.is_contiguous(), "the library writes results one after another"
+        assert out.is_contiguous(), "the library needs a contiguous output"
         own, common = self._now
         num = self._num_tokens
         q, out, caches = q[:num], out[:num], (k_cache, v_cache)
@@ -177,16 +177,16 @@ class FlashInferAttention:
         return self._problem.block_size
 
     def _plans(self, step: AttentionStep, *, shares: bool) -> tuple[Any, Any | None]:
-        """Return what plans and runs a step: for its rows, and for what these share.
+        """Return the library's wrappers for a step: for its rows, and for their shared prefix.
 
-        A step whose lengths the host does not know may be captured: each size of it has its own, at fixed addresses.
+        A step without host-side lengths may be captured, so each size has its own wrappers at fixed addresses.
         """
         is_fixed = step.host_query_start is None
         key = (step.num_rows, step.num_tokens, step.max_num_query) if is_fixed else (shares,)
         if key not in self._planned:
             backend = "auto" if self._problem.phase == "prefill" else "fa2"
             own = self._wrapper(
-                self._own, step.num_rows + self._closes, step.num_tokens, backend, is_fixed
+                self._own, step.num_rows + self._has_padding_row, step.num_tokens, backend, is_fixed
             )
             common = (
                 self._wrapper(self._common, 1, step.num_rows, "fa2", is_fixed) if shares else None
@@ -216,19 +216,19 @@ class FlashInferAttention:
             else len(buffers.schedule)
         )
         made.reset_workspace_buffer(self._partial, buffers.schedule[:size])
-        # A captured step has programs for more tiles than there are. Where keys are not cut the library does not stop
-        # these, and they compute whatever tile this memory names: the first one of the first row, not nonsense.
+        # A captured step launches programs for more tiles than there are. If keys are not split, the surplus programs
+        # run anyway and compute the tile that this buffer names: zeros mean the first tile of the first row.
         made._pin_memory_int_workspace_buffer.zero_()
         return made
 
     def _rows(self, starts: I32, seq_lens: I32, num_shared: int, num_tokens: int) -> _Rows:
-        """Return the rows without their shared blocks, and behind prompts one without keys, of the padding tokens."""
+        """Return the rows without their shared blocks; for prefill, append a row without keys for padding tokens."""
         size = self._block_size
         num_blocks = -(-seq_lens // size)
         last = seq_lens - (num_blocks - 1) * size
         last[num_blocks == 0] = 0
         num_blocks = np.maximum(num_blocks - num_shared, 0)
-        if self._closes:
+        if self._has_padding_row:
             starts = np.append(starts, np.int32(num_tokens))
             num_blocks, last = np.append(num_blocks, np.int32(0)), np.append(last, np.int32(0))
         return _Rows(starts, num_blocks, last, num_shared)
@@ -259,7 +259,7 @@ class FlashInferAttention:
         )
 
     def _listed(self, rows: _Rows, block_start: I32, table: Tensor) -> Tensor:
-        """Return int32 [blocks]: the rows' blocks one after another, on the device."""
+        """Return the rows' blocks in order, int32 [blocks], on the device."""
         total = int(block_start[-1])
         sent = torch.from_numpy(np.stack((rows.num_blocks, block_start[:-1] - rows.first))).to(
             self._device
@@ -271,9 +271,9 @@ class FlashInferAttention:
         return table[row, column]
 
     def _can_split(self, num_rows: int, num_tokens: int, max_num_query: int) -> bool:
-        """Say whether keys may be cut into parts, where their results find room. Of prompts only where tiles are few.
+        """Return whether keys may be split: the partial results must fit, and prompts must have few tiles.
 
-        For a captured step the answer depends on its size alone.
+        For a captured step the answer depends only on its size.
         """
         if self._partial_bytes(num_rows, num_tokens, max_num_query) > len(self._partial):
             return False
@@ -283,13 +283,13 @@ class FlashInferAttention:
         )
 
     def _partial_bytes(self, num_rows: int, num_tokens: int, max_num_query: int) -> int:
-        """Return what the library takes for a step's results of parts: values and a weight of every head and tile."""
+        """Return the bytes for a step's partial results: values and a log-sum-exp for every head and tile."""
         num_tiles, tile = self._tiles(num_rows, num_tokens, max_num_query)
         heads = self._problem.num_heads * max(num_tiles, self._num_wanted)
         return 4 * heads * tile * (self._problem.head_size + 1) + 1024
 
     def _tiles(self, num_rows: int, num_tokens: int, max_num_query: int) -> tuple[int, int]:
-        """Return how many tiles of queries a step has at most, and how many query tokens times heads fit in one."""
+        """Return the largest number of query tiles of a step, and the rows (query tokens times heads) of a tile."""
         num_groups = self._problem.num_heads // self._problem.num_kv_heads
         packed = max_num_query * num_groups
         tile = 16 if packed <= 16 else 64 if packed <= 64 else 128
@@ -297,7 +297,7 @@ class FlashInferAttention:
 
     @property
     def _num_wanted(self) -> int:
-        """Tiles with which the library fills the device."""
+        """Tiles needed to fill the device."""
         return max(1, 2 * self._num_multiprocessors // self._problem.num_kv_heads)
 
 
@@ -307,9 +307,11 @@ def attention(
     device: torch.device,
     options: FlashInferOptions = DEFAULTS,
 ) -> FlashInferAttention:
-    """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
+    """Build the backend (an AttentionFactory). Raises ImportError if the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:
-        raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+        raise ValueError(
+            f"num_heads ({problem.num_heads}) is not a multiple of num_kv_heads ({problem.num_kv_heads})"
+        )
     return FlashInferAttention(problem, limits, device, options)
 
 

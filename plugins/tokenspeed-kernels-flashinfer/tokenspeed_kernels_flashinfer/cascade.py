@@ -1,7 +1,7 @@
-"""How many leading blocks all rows of a step share, found on the device.
+"""Count the leading blocks that all rows of a step share, on the device.
 
-Rows then attend to these together and to the rest each by itself, and the two are merged: cascade attention (Ye et
-al. 2024).
+In cascade attention (Ye et al., 2024), rows attend to shared keys together and to the rest separately, and both
+results are merged.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIN_ROWS = 9  # that must share: fewer find the keys in the device's cache
-MIN_KEYS = 256  # that must be shared
+MIN_ROWS = 9  # rows needed for sharing to pay: with fewer, the L2 cache already holds the keys
+MIN_KEYS = 256  # shared keys needed
 _FAR = 2**30
 
 
 def shared_blocks(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Tensor:
-    """Return int32 [2]: the blocks that all rows of a length above 0 lead with, and the first such row.
+    """Return int32 [2]: the number of leading blocks that all non-empty rows share, and the first such row.
 
-    seq_lens int32 [S], block_table int32 [S, max_num_blocks]. Each row keeps one key at least to itself. Where rows or
-    keys are too few to gain, the number is 0. Does not wait for the device.
+    seq_lens int32 [S], block_table int32 [S, max_num_blocks]. At least one key of each row stays unshared. The number
+    is 0 if there are too few rows or keys for sharing to pay. Does not synchronise with the device.
     """
     is_real = seq_lens > 0
     lead = is_real.to(torch.int32).argmax()
@@ -26,7 +26,7 @@ def shared_blocks(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Ten
         (block_table == block_table.index_select(0, lead.view(1))) | ~is_real.unsqueeze(1)
     ).all(0)
     num_agreed = agrees.to(torch.int32).cumprod(0).sum()
-    fewest = torch.where(is_real, seq_lens - 1, _FAR).amin() // block_size
-    shared = torch.minimum(num_agreed, fewest)
-    gains = (is_real.sum() >= MIN_ROWS) & (shared * block_size >= MIN_KEYS)
-    return torch.stack((torch.where(gains, shared, 0), lead)).to(torch.int32)
+    max_shared = torch.where(is_real, seq_lens - 1, _FAR).amin() // block_size
+    shared = torch.minimum(num_agreed, max_shared)
+    pays = (is_real.sum() >= MIN_ROWS) & (shared * block_size >= MIN_KEYS)
+    return torch.stack((torch.where(pays, shared, 0), lead)).to(torch.int32)

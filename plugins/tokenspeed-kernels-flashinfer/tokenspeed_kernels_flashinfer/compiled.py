@@ -1,7 +1,7 @@
-"""Which of FlashInfer's modules stand compiled on this machine: found by their files, without the library.
+"""Find FlashInfer modules that are compiled on this machine by their files, without importing the library.
 
-The library keeps what it compiled as `.cache/flashinfer/VERSION/ARCHITECTURES/cached_ops/NAME/NAME.so` below the home
-folder, or below FLASHINFER_WORKSPACE_BASE; a module's name tells all that it was compiled for.
+The library stores modules as `.cache/flashinfer/VERSION/ARCHITECTURES/cached_ops/NAME/NAME.so` below the home folder,
+or below FLASHINFER_WORKSPACE_BASE. A module's name encodes all parameters that it was compiled for.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-HOPPER = (9, 0)  # for which the library has a kernel of its own for prompts
-BEFORE = (0, 7)  # the first version that loads modules of other names
-MERGE = "cascade"  # the module that merges what was attended to in two parts
+HOPPER = (9, 0)  # the library has a separate prefill kernel for it
+BEFORE = (0, 7)  # the first version with other module names
+MERGE = "cascade"  # the module that merges two partial results
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "e4m3": "float8_e4m3fn"}
 _NAME = re.compile(
     r"batch_prefill_with_kv_cache_dtype_q_(?P<q>\w+?)_dtype_kv_(?P<kv>\w+?)_dtype_o_(?P=q)_dtype_idx_i32"
     r"_head_dim_qk_(?P<size>\d+)_head_dim_vo_(?P=size)_posenc_0_use_swa_(?P<window>True|False)"
     r"_use_logits_cap_False_f16qk_False(?P<hopper>_sm90)?\Z"
 )
-_ARCHITECTURE = re.compile(
-    r"(\d+)(\d)[af]?\Z"
-)  # 80, 90a, 120f: the minor version is the last digit
+# 80, 90a, 120f: the minor version is the last digit.
+_ARCHITECTURE = re.compile(r"(\d+)(\d)[af]?\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A compiled module: what it attends with, on which devices, and which phases it serves there."""
+    """A compiled attention module: its device, dtypes, head size, and the phases that it can serve."""
 
     compute_capability: tuple[int, int]
     dtype: str
@@ -40,7 +39,7 @@ class Module:
 
 
 def compiled_modules() -> tuple[Module, ...]:
-    """Return the modules that the installed version of the library compiled here; none of one that is not known."""
+    """Return the modules compiled by the installed version of the library; none if its module names are unknown."""
     try:
         installed = version("flashinfer-python")
     except PackageNotFoundError:
@@ -52,13 +51,13 @@ def compiled_modules() -> tuple[Module, ...]:
 
 
 def is_known(installed: str) -> bool:
-    """Say whether a version of the library loads the modules that are looked for here."""
+    """Return whether a version of the library uses the module names that are known here."""
     found = re.match(r"(\d+)\.(\d+)", installed)
     return found is not None and (int(found[1]), int(found[2])) < BEFORE
 
 
 def modules_in(cache: Path) -> tuple[Module, ...]:
-    """Return the modules in a version's folder, by device and name."""
+    """Return the modules in the cache folder of a version, by device and name."""
     return tuple(
         module
         for folder in sorted(cache.glob("*/cached_ops"))
@@ -68,7 +67,7 @@ def modules_in(cache: Path) -> tuple[Module, ...]:
 
 
 def _modules(folder: Path, capability: tuple[int, int]) -> Iterator[Module]:
-    """Yield what is compiled for one device; decodes also need what merges the parts of shared prefixes."""
+    """Yield the modules for one device. Decode also needs the module that merges shared prefixes."""
     names = {path.stem for path in folder.glob("*/*.so") if path.stem == path.parent.name}
     for name in sorted(names):
         match = _NAME.match(name)

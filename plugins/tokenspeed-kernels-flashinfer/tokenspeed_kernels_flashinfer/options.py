@@ -1,4 +1,4 @@
-"""What operators may set of this backend, with `--backend-option`; no tensor library is imported."""
+"""Options of this backend, set with `--backend-option`. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class FlashInferOptions(BaseModel):
-    """Options of attention by FlashInfer, for those who compare runs or look for a fault."""
+    """Options of the FlashInfer attention backend, for comparing runs and finding faults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shared_prefix: bool = Field(
         True,
-        description="whether keys that all decoded rows share are read once for all of them",
+        description="Read keys that all decode rows share once for all of them (cascade attention).",
     )
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from tokenspeed_kernels_hopper import FA3
-from tokenspeed_kernels_hopper.fa3 import MIN_QUERIES, MIN_TOKENS, pays
+from tokenspeed_kernels_hopper.fa3 import MIN_QUERIES, MIN_TOKENS, gathering_pays
 from tokenspeed_testing.attention import check_attention
 from tokenspeed_testing.signatures import kept, library_of, read
 from torch import Tensor
@@ -129,8 +129,8 @@ def test_keys_that_meet_many_queries_are_gathered_and_those_of_a_captured_step_n
     step = AttentionStep(
         len(lengths), starts[-1], max(num_queries), max(lengths), some, some, some, starts, lengths
     )
-    assert pays(step) == expected
-    assert not pays(replace(step, host_query_start=None, host_seq_lens=None))
+    assert gathering_pays(step) == expected
+    assert not gathering_pays(replace(step, host_query_start=None, host_seq_lens=None))
 
 
 def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:

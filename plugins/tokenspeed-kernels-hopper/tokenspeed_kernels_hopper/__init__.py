@@ -1,4 +1,4 @@
-"""Kernels for devices of compute capability 9.0: their descriptors. Imports no tensor library."""
+"""Descriptors of the Hopper kernels (compute capability 9.0). Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FA3 = KernelSpec(
         dtypes=_HALVES,
         kv_dtypes=_HALVES,
         head_sizes=(64, 80, 96, 112, 128, 192, 256),
-        # Blocks that are multiples of 128 (64 with a window and heads of 256) are copied whole by the library, with
-        # what other requests left in a row's last block; a NaN there times a weight of zero is NaN.
+        # The library loads blocks whole if their size is a multiple of 128 (64 with a window and head size 256). Stale
+        # values in a row's last block may then be NaN, and NaN times a weight of zero is NaN.
         block_sizes=(16, 32),
         features=frozenset({"graph_safe", "window"}),
     ),

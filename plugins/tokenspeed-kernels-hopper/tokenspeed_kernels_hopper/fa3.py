@@ -1,4 +1,4 @@
-"""Paged attention by FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), through its library's own op."""
+"""Paged attention with FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), through its library's torch op."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 if TYPE_CHECKING:
     from tokenspeed_kernels_hopper.gather import Gathered
 
-LIBRARY = "flash_attn_interface"  # whatever distribution brought it; importing it registers the op
-MAX_GATHERED = 65536  # tokens of a step's rows
-MIN_QUERIES = 1024  # that must meet a key, on average, for a copy of all keys to take less time than it spares
-MIN_TOKENS = (
-    2 * MIN_QUERIES
-)  # of a step: one prompt of so many pays, so that a start compiles what requests use
+LIBRARY = "flash_attn_interface"  # importing it registers the op
+MAX_GATHERED = 65536  # most tokens of a step that are gathered
+MIN_QUERIES = 1024  # queries per key, on average, from which gathering the keys pays
+# Tokens of a step. A single prompt of this size pays, so the warm-up compiles what requests use.
+MIN_TOKENS = 2 * MIN_QUERIES
 
 
 class Fa3Attention:
-    """Attention for any mix of rows. `prepare` of a captured step only keeps it, so graphs may replay it.
+    """Attention for any mix of rows.
 
-    Rows' lengths are read on the device by a scheduling kernel of the library's own; how many parts the keys of a row
-    may be cut into follows from host-side bounds, and how many it is cut into from its length. Where the host knows
-    that keys meet many queries, long prompts, they are gathered from their blocks first.
+    `prepare` of a captured step only keeps the step, so CUDA graphs may replay `forward`. The library's scheduling
+    kernel reads the lengths on the device; host-side bounds limit the number of splits. If the host knows that each
+    key meets many queries (long prompts), keys and values are first gathered from their blocks.
     """
 
     prepares_on_host = True
@@ -44,14 +43,11 @@ class Fa3Attention:
         self._gathered: Gathered | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Keep the step, whose tensors `forward` reads on the device; find where gathered keys go if they are to be."""
+        """Keep the step for `forward`, and compute the positions of gathered keys if gathering pays."""
         self._step = step
-        self._gathered = (
-            self._memory
-            if self._memory is not None and pays(step) and self._memory.holds(step)
-            else None
-        )
-        if self._gathered is not None:
+        self._gathered = None
+        if self._memory is not None and gathering_pays(step) and self._memory.has_room(step):
+            self._gathered = self._memory
             self._gathered.place(step)
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
@@ -85,7 +81,7 @@ class Fa3Attention:
 def _memory(
     problem: AttentionProblem, limits: AttentionLimits, device: torch.device
 ) -> Gathered | None:
-    """Allocate for keys of prompts without a window, on a device, where steps can have as many tokens as pay."""
+    """Allocate the gather buffers, or return None if gathering cannot pay for this problem."""
     is_long = (
         problem.phase == "prefill"
         and problem.window is None
@@ -93,10 +89,10 @@ def _memory(
     )
     if device.type != "cuda" or not is_long:
         return None
-    from tokenspeed_kernels_hopper.gather import ROOM, Gathered
+    from tokenspeed_kernels_hopper.gather import PADDING, Gathered
 
     return Gathered(
-        max(limits.max_num_tokens, min(limits.max_model_len, MAX_GATHERED)) + 8 * ROOM,
+        max(limits.max_num_tokens, min(limits.max_model_len, MAX_GATHERED)) + 8 * PADDING,
         limits.max_num_rows,
         problem.num_kv_heads,
         problem.head_size,
@@ -105,8 +101,8 @@ def _memory(
     )
 
 
-def pays(step: AttentionStep) -> bool:
-    """Say whether copying a step's keys first is known to take less time than it spares."""
+def gathering_pays(step: AttentionStep) -> bool:
+    """Return whether gathering a step's keys is known to take less time than it saves."""
     if step.host_query_start is None or step.host_seq_lens is None or step.num_tokens < MIN_TOKENS:
         return False
     counts = [last - first for first, last in pairwise(step.host_query_start)]
@@ -120,7 +116,9 @@ def pays(step: AttentionStep) -> bool:
 def attention(
     problem: AttentionProblem, limits: AttentionLimits, device: torch.device
 ) -> Fa3Attention:
-    """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
+    """Build the backend (an AttentionFactory). Raises ImportError if the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:
-        raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+        raise ValueError(
+            f"num_heads ({problem.num_heads}) is not a multiple of num_kv_heads ({problem.num_kv_heads})"
+        )
     return Fa3Attention(problem, limits, device)

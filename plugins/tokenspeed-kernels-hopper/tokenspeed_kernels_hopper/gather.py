@@ -1,8 +1,8 @@
-"""A step's cached keys and values, copied from their blocks to where each row's stand one after another.
+"""Gather a step's keys and values from their blocks into contiguous memory.
 
-The library copies tiles of contiguous keys with the tensor memory accelerator and computes the addresses of paged ones
-by itself, which takes a tenth longer. Each row is followed by ROOM zeros: a tile reads behind its row's end, and what
-it finds there, times a weight of zero, must not be NaN.
+FlashAttention-3 loads contiguous keys with TMA, but computes the addresses of paged keys itself, which takes about
+10 % longer. Each row is followed by PADDING zeros: the library's tiles read beyond the end of a row, and stale values
+there could be NaN.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from tokenspeed_core.api import AttentionStep
 from tokenspeed_kernels_hopper.gather_kernel import copy_rows
 
-ROOM = 256  # more tokens than a tile of the library's has
-TOKENS, NUM_WARPS = 8, 8  # of one program
+PADDING = 256  # more tokens than a tile of the library
+TOKENS, NUM_WARPS = 8, 8  # per program
 
 
 class Gathered:
-    """Memory for the keys and values of one layer at a time, and where each row's start.
+    """Gathered keys and values of one layer at a time.
 
-    `keys`, `values` [tokens, K, D]; `starts` int32 [rows + 1].
+    `keys`, `values` [tokens, K, D]; `starts` int32 [S + 1], the first token of each row.
     """
 
     def __init__(
@@ -33,27 +33,29 @@ class Gathered:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate for rows of `num_tokens` tokens in all, the room behind each of them included."""
+        """Allocate for rows of `num_tokens` tokens in total, including the padding of each."""
         self.keys, self.values = torch.empty(
             (2, num_tokens, num_kv_heads, head_size), dtype=dtype, device=device
         )
         self._starts = self.starts = torch.zeros(max_num_rows + 1, dtype=torch.int32, device=device)
 
-    def holds(self, step: AttentionStep) -> bool:
-        """Say whether the rows of a step fit, whose lengths the host knows."""
-        assert step.host_seq_lens is not None, "of steps that are not captured"
-        return sum(step.host_seq_lens) + step.num_rows * ROOM <= len(self.keys)
+    def has_room(self, step: AttentionStep) -> bool:
+        """Return whether the rows of a step fit. The host must know their lengths."""
+        assert step.host_seq_lens is not None, "captured steps are not gathered"
+        return sum(step.host_seq_lens) + step.num_rows * PADDING <= len(self.keys)
 
     def place(self, step: AttentionStep) -> None:
-        """Find where the rows of a step start. Waits for nothing."""
+        """Compute the start of each row on the device, without synchronising."""
         self.starts = self._starts[: step.num_rows + 1]
-        torch.cumsum(step.seq_lens + ROOM, 0, dtype=torch.int32, out=self.starts[1:])
+        torch.cumsum(step.seq_lens + PADDING, 0, dtype=torch.int32, out=self.starts[1:])
 
     def fill(self, step: AttentionStep, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Copy what the rows of a step have in one layer's caches [B, block_size, K, D], strided alike on B."""
-        assert k_cache.stride() == v_cache.stride(), "k and v of a block lie in one arena"
+        """Copy the rows of a step from one layer's caches [B, block_size, K, D], which have equal strides."""
+        assert k_cache.stride() == v_cache.stride(), (
+            "k_cache and v_cache must have the same strides"
+        )
         size = k_cache.shape[2] * k_cache.shape[3]
-        copy_rows[(triton.cdiv(step.max_seq_len + ROOM, TOKENS), step.num_rows)](
+        copy_rows[(triton.cdiv(step.max_seq_len + PADDING, TOKENS), step.num_rows)](
             k_cache,
             v_cache,
             self.keys,
@@ -67,6 +69,6 @@ class Gathered:
             COLUMNS=triton.next_power_of_2(size),
             BLOCK_SIZE=k_cache.shape[1],
             TOKENS=TOKENS,
-            ROOM=ROOM,
+            PADDING=PADDING,
             num_warps=NUM_WARPS,
         )

@@ -1,5 +1,5 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""Triton code of `gather`: each row's keys and values from their blocks."""
+"""The Triton kernel of `gather`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"]
-)  # of rows that stand behind others
+# seq_lens and the block table may be views of a step's later rows, so their alignment varies.
+@triton.jit(do_not_specialize_on_alignment=["seq_lens_ptr", "table_ptr"])
 def copy_rows(
     k_ptr,
     v_ptr,
@@ -24,12 +23,12 @@ def copy_rows(
     COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROOM: tl.constexpr,
+    PADDING: tl.constexpr,
 ):
-    """Copy TOKENS tokens of a row, of SIZE elements each; behind its last one, zeros."""
+    """Copy TOKENS tokens of a row, SIZE elements each; zeros beyond its end. Grid (tiles of tokens, S)."""
     row, first = tl.program_id(1), tl.program_id(0) * TOKENS
     length = tl.load(seq_lens_ptr + row)
-    if first < length + ROOM:
+    if first < length + PADDING:
         token, column = first + tl.arange(0, TOKENS), tl.arange(0, COLUMNS)[None, :]
         block = tl.load(
             table_ptr + row * table_stride + token // BLOCK_SIZE, mask=token < length, other=0
@@ -37,7 +36,7 @@ def copy_rows(
         there = block.to(tl.int64) * block_stride + token % BLOCK_SIZE * SIZE
         here = (tl.load(starts_ptr + row) + token).to(tl.int64) * SIZE
         is_read = (token < length)[:, None] & (column < SIZE)
-        is_written = (token < length + ROOM)[:, None] & (column < SIZE)
+        is_written = (token < length + PADDING)[:, None] & (column < SIZE)
         k = tl.load(k_ptr + there[:, None] + column, mask=is_read, other=0.0)
         tl.store(keys_ptr + here[:, None] + column, k, mask=is_written)
         v = tl.load(v_ptr + there[:, None] + column, mask=is_read, other=0.0)

@@ -1,1 +1,1 @@
-"""The attention kernels for Blackwell."""
+"""Attention backends: Triton prefill, FlashAttention-4, and FlashInfer's TensorRT-LLM kernels."""

@@ -1,4 +1,4 @@
-"""Paged attention by FlashAttention-4, whose library writes kernels in CUTLASS's Python and compiles them itself."""
+"""Paged attention with FlashAttention-4, which is written in CuTe DSL and compiles its kernels at run time."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ LIBRARY = "flash_attn.cute.interface"
 
 
 class Fa4Attention:
-    """Attention for any mix of rows. `prepare` only keeps the step, so graphs may replay it.
+    """Attention for any mix of rows.
 
-    The library reads rows' lengths on the device. Of the host's bounds it chooses which kernel it compiles and runs.
+    `prepare` only keeps the step, so CUDA graphs may replay `forward`: the library reads lengths on the device, and
+    uses the host-side bounds only to choose a kernel.
     """
 
     prepares_on_host = True
 
     def __init__(self, problem: AttentionProblem) -> None:
-        self._attend = import_module(
-            LIBRARY
-        )._flash_attn_fwd  # what the library exports takes no memory for results
+        # Private, because the public functions do not accept an output tensor.
+        self._attend = import_module(LIBRARY)._flash_attn_fwd
         self._scale = problem.scale
         self._window_left = None if problem.window is None else problem.window - 1
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Keep the step, whose tensors `forward` reads on the device."""
+        """Keep the step for `forward`, which reads its tensors on the device."""
         self._step = step
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
@@ -57,7 +57,9 @@ class Fa4Attention:
 def attention(
     problem: AttentionProblem, limits: AttentionLimits, device: torch.device
 ) -> Fa4Attention:
-    """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
+    """Build the backend (an AttentionFactory). Raises ImportError if the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:
-        raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+        raise ValueError(
+            f"num_heads ({problem.num_heads}) is not a multiple of num_kv_heads ({problem.num_kv_heads})"
+        )
     return Fa4Attention(problem)

@@ -1,4 +1,4 @@
-"""The attention backend `blackwell`: prompts by the Triton kernel of `prompts_kernel`."""
+"""The attention backend `blackwell`: prefill with the Triton kernel of `prefill_kernel`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_kernels_blackwell.attention.prefill_kernel import attend
 
-BLOCK_M = 128  # rows of a tile: what one tcgen05 instruction takes
+BLOCK_M = 128  # rows of a tile, as in one tcgen05 instruction
 NUM_WARPS = 8  # with 4, the scores of a tile do not fit into registers
-NUM_STAGES = {
-    64: 3,
-    128: 3,
-    256: 2,
-}  # blocks in flight by head size, within the 227 KiB of shared memory
+# Pipeline stages by head size, within the 227 KiB of shared memory.
+NUM_STAGES = {64: 3, 128: 3, 256: 2}
 LOG2_E = 1.4426950408889634
 
 
 class BlackwellAttention:
-    """Attention for any mix of rows, made for prompts: a row's keys are never split over programs.
+    """Attention for any mix of rows, intended for prefill: keys are never split over programs.
 
-    `prepare` does host arithmetic only, so graphs may replay it.
+    `prepare` does host arithmetic only, so CUDA graphs may replay `forward`.
     """
 
     prepares_on_host = True
@@ -33,7 +30,7 @@ class BlackwellAttention:
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Keep the step, whose tensors `forward` reads on the device."""
+        """Keep the step for `forward`, which reads its tensors on the device."""
         self._step = step
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
@@ -70,20 +67,20 @@ class BlackwellAttention:
 def attention(
     problem: AttentionProblem, limits: AttentionLimits, device: torch.device
 ) -> BlackwellAttention:
-    """Build the backend (an AttentionFactory). Raises ValueError where the heads do not fit into a tile."""
+    """Build the backend (an AttentionFactory). Raises ValueError for unsupported numbers of heads."""
     if (
         problem.num_heads % problem.num_kv_heads
         or problem.num_heads // problem.num_kv_heads > BLOCK_M
     ):
         raise ValueError(
-            f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads: a whole number is needed, "
-            f"{BLOCK_M} at most"
+            f"num_heads ({problem.num_heads}) must be a multiple of num_kv_heads ({problem.num_kv_heads}), "
+            f"at most {BLOCK_M} times as many"
         )
     return BlackwellAttention(problem)
 
 
 def _by_head(cache: Tensor) -> TensorDescriptor:
-    """Describe a cache [B, block_size, K, D] to the tensor memory accelerator: a key head of a block is a box."""
+    """Return a TMA descriptor of a cache [B, block_size, K, D]; one box is a KV head of a block."""
     box = [1, 1, cache.shape[1], cache.shape[3]]
     heads = cache.transpose(1, 2)
     return TensorDescriptor(heads, list(heads.shape), list(heads.stride()), box)

@@ -1,9 +1,9 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""Triton code of attention for prompts, shaped for the tensor cores of compute capability 10.0.
+"""The prefill attention kernel for the tensor cores of compute capability 10.0.
 
-Whole blocks of keys come through the tensor memory accelerator; both products are single-thread `tcgen05` instructions
-whose results lie in tensor memory, so a tile of 128 rows costs no registers for its sums. The query heads that share a
-key head stand together in the rows of a tile. Softmax is online (Milakov and Gimelshein, 2018); scores are in base 2.
+Whole blocks of keys and values are loaded with TMA. Both GEMMs are `tcgen05` instructions that accumulate in tensor
+memory, so a tile of 128 rows needs no registers for its sums. The query heads that share a KV head form the rows of
+one tile. Softmax is online (Milakov and Gimelshein, 2018); scores are in base 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile_of(query_start_ptr, num_rows, wanted, TOKENS: tl.constexpr):
-    """Return the row of a tile, and the tile's place in it: row i's tiles start at query_start[i] // TOKENS + i."""
+    """Return a tile's row and its index in the row. The tiles of row i start at query_start[i] // TOKENS + i."""
     origin = tl.load(query_start_ptr)
     row = tl.zeros([], dtype=tl.int32)
     above = num_rows
@@ -46,7 +46,7 @@ def _attend_blocks(
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Attend to keys [start, stop), `start` the first of a block; what MASKED hides may be NaN."""
+    """Attend to keys [start, stop); `start` is the first key of a block. With MASKED, hidden keys may be NaN."""
     for first in tl.range(start, stop, BLOCK_SIZE):
         block = tl.load(table + first // BLOCK_SIZE)
         k = k_desc.load([block, kv_head, 0, 0]).reshape(BLOCK_SIZE, D)
@@ -66,9 +66,8 @@ def _attend_blocks(
         total = total * keep + tl.sum(p, axis=1)
         v = v_desc.load([block, kv_head, 0, 0]).reshape(BLOCK_SIZE, D)
         if MASKED:
-            v = tl.where(
-                (key < stop)[:, None], v, 0.0
-            )  # what nobody wrote, times a weight of zero, may be NaN
+            # Unwritten values may be NaN, and NaN times a weight of zero is NaN.
+            v = tl.where((key < stop)[:, None], v, 0.0)
         acc = tl.dot(p.to(q.dtype), v, acc * keep[:, None])
         highest = new_highest
     return acc, highest, total
@@ -100,12 +99,11 @@ def attend(
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Grid (tiles, key heads); a surplus tile finds no query and leaves. Keys and values are [B, K, block_size, D]."""
+    """Grid (tiles, KV heads). Surplus tiles return at once. Keys and values are descriptors of [B, K, block_size, D]."""
     TOKENS: tl.constexpr = BLOCK_M // G
     kv_head = tl.program_id(1)
-    wanted = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    )  # later tiles see more keys: heavy ones first
+    # Later tiles see more keys. Start with those.
+    wanted = tl.num_programs(0) - 1 - tl.program_id(0)
     row, tile = _tile_of(query_start_ptr, num_rows, wanted, TOKENS)
     start_token = tl.load(query_start_ptr + row)
     num_queries = tl.load(query_start_ptr + row + 1) - start_token

@@ -1,4 +1,4 @@
-"""Paged attention by the kernels that FlashInfer (Ye et al. 2025, arXiv:2501.01005) takes from TensorRT-LLM."""
+"""Paged attention with the TensorRT-LLM kernels in FlashInfer (Ye et al., 2025, arXiv:2501.01005)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tokenspeed_core.api import AttentionLimits, AttentionProblem, AttentionStep
 
 WORKSPACE_BYTES = (
     128 * 2**20
-)  # what the library's own tests give, for the parts of rows that programs share
+)  # for partial results of split rows; the size that FlashInfer's own tests use
 MAX_MULTIPROCESSORS = (
-    512  # the library counts the programs of each in a cell, or of each row and head
+    512  # lower bound of the counters: the library counts per multiprocessor, or per row and head
 )
 
 
 class FlashInferAttention:
-    """Attention for rows of one length ("decode") or of any lengths ("prefill").
+    """Attention for rows with equal query lengths ("decode") or any query lengths ("prefill").
 
-    The library wants the rows' keys counted from the first row on. `prepare` counts them on the device for prompts,
-    into memory that stays; for decodes it only keeps the step.
+    For prefill the library needs the cumulative KV lengths, which `prepare` computes on the device into a fixed
+    buffer. For decode `prepare` only keeps the step.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class FlashInferAttention:
         self._decode = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
         self._prefill = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
         num_counters = max(limits.max_num_rows * problem.num_heads, MAX_MULTIPROCESSORS)
-        self._shared = {  # by all layers: both are left as they were found, zeros where counted
+        # Shared by all layers. Each call leaves the counters zero.
+        self._shared = {
             "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
             "multi_ctas_kv_counter_buffer": torch.zeros(
                 -(-num_counters // 8) * 8, dtype=torch.int32, device=device
@@ -42,7 +43,7 @@ class FlashInferAttention:
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
-        """Keep the step, and for prompts sum the rows' lengths up."""
+        """Keep the step; for prefill, also compute the cumulative KV lengths."""
         self._step = step
         if not self.prepares_on_host:
             torch.cumsum(
@@ -53,7 +54,7 @@ class FlashInferAttention:
         """Attend. q, out [T, H, D]; caches [B, block_size, K, D], strided on B."""
         problem, step = self._problem, self._step
         assert step is not None, "forward before prepare"
-        assert step.block_table.is_contiguous(), "the library takes a row's length for its stride"
+        assert step.block_table.is_contiguous(), "the library assumes a contiguous block table"
         common = {
             **self._shared,
             "kv_cache": (k_cache, v_cache),
@@ -90,7 +91,9 @@ class FlashInferAttention:
 def attention(
     problem: AttentionProblem, limits: AttentionLimits, device: torch.device
 ) -> FlashInferAttention:
-    """Build the backend (an AttentionFactory). Raises ImportError where the library cannot be loaded."""
+    """Build the backend (an AttentionFactory). Raises ImportError if the library cannot be loaded."""
     if problem.num_heads % problem.num_kv_heads:
-        raise ValueError(f"{problem.num_heads} query heads over {problem.num_kv_heads} key heads")
+        raise ValueError(
+            f"num_heads ({problem.num_heads}) is not a multiple of num_kv_heads ({problem.num_kv_heads})"
+        )
     return FlashInferAttention(problem, limits, device)

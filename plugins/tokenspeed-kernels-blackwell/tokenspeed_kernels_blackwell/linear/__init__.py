@@ -1,1 +1,1 @@
-"""The linear kernels for Blackwell."""
+"""Block-scaled (MXFP8, NVFP4) linear layers and quantization."""

@@ -1,4 +1,4 @@
-"""Linear maps of block-scaled operands by the Triton kernel of `block_scaled_kernel`."""
+"""Block-scaled linear layers (MXFP8, NVFP4) with the Triton kernel of `block_scaled_kernel`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels_blackwell.linear.block_scaled_kernel import multiply
 
-BLOCK_N = 128  # output features of a tile: what one tcgen05 instruction takes
-BLOCK_K = 128  # input features of a step
+BLOCK_N = 128  # output features per tile, as in one tcgen05 instruction
+BLOCK_K = 128  # input features per iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How operands are held: their name in Triton, values in an element, values that share a scale."""
+    """A storage format: its name in Triton, values per element, and values per scale."""
 
     name: str
     packed: int
@@ -27,7 +27,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tokens of a tile, warps of a program, tiles in flight."""
+    """Tokens per tile, warps, pipeline stages."""
 
     block_t: int
     num_warps: int
@@ -35,15 +35,15 @@ class Tiling:
 
 
 MXFP8, NVFP4 = Format("e4m3", 1, 32), Format("e2m1", 2, 16)
+# For up to `block_t` tokens; the last also for more.
 TILINGS = (Tiling(16, 4, 4), Tiling(64, 4, 4), Tiling(128, 4, 4))
-"""By rising number of tokens; the last is for all that are more."""
 
 LinearMx = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 LinearNv = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def linear_mxfp8(problem: Problem) -> LinearMx:
-    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`, whose shapes stand in the contract."""
+    """Return `linear(x, x_scale, weight, weight_scale, bias) -> y [T, O]`; see the op's contract for shapes."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
     def linear(
@@ -55,7 +55,7 @@ def linear_mxfp8(problem: Problem) -> LinearMx:
 
 
 def linear_nvfp4(problem: Problem) -> LinearNv:
-    """Return `linear(x, x_scale, weight, weight_scale, scale, bias) -> y [T, O]`; shapes stand in the contract."""
+    """Return `linear(x, x_scale, weight, weight_scale, scale, bias) -> y [T, O]`; see the op's contract."""
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
     def linear(
@@ -81,7 +81,7 @@ def _multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return y [T, O] of `dtype`; rows of x and its scales may be strided, the weight and its scales are contiguous."""
+    """Return y [T, O] of `dtype`. Rows of x and its scales may be strided; the weight and its scales are contiguous."""
     num_rows, out_size = x.shape[0], weight.shape[0]
     y = torch.empty((num_rows, out_size), dtype=dtype, device=x.device)
     if num_rows == 0:

@@ -1,5 +1,5 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""Triton code of products of block-scaled operands, which these tensor cores scale themselves."""
+"""The block-scaled GEMM kernel. The tensor cores of compute capability 10.0 apply the scales themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def operand(
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return pointers to the first BLOCK_K values of rows, PACKED in an element, and to the scales of their groups."""
+    """Return pointers to the first BLOCK_K values of rows, PACKED per element, and to their scales."""
     values = ptr + row[:, None] * stride + tl.arange(0, BLOCK_K // PACKED)[None, :]
     return values, scale_ptr + row[:, None] * scale_stride + tl.arange(0, BLOCK_K // GROUP)[None, :]
 
@@ -46,17 +46,16 @@ def multiply(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Store y [T, N]: grid (tiles of N, tiles of T). The weight is the side of 128 rows, whatever the number of tokens.
+    """Compute y [T, N]. Grid (tiles of N, tiles of T). The weight is always the side of 128 rows.
 
-    x and w hold PACKED values of FORMAT in an element; GROUP values share a scale; `scale` is one factor of all.
+    x and w hold PACKED values of FORMAT per element; GROUP values share a scale; `scale` is a per-tensor factor.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = column < N
     real = row < num_rows
-    wide_row = tl.minimum(row, num_rows - 1).to(
-        tl.int64
-    )  # rows that are none repeat the last, and are not stored
+    # Rows beyond the end repeat the last one and are not stored.
+    wide_row = tl.minimum(row, num_rows - 1).to(tl.int64)
     wide_column = tl.minimum(column, N - 1).to(tl.int64)
     w_ptrs, w_scale_ptrs = operand(
         w_ptr, w_scale_ptr, wide_column, K // PACKED, K // GROUP, PACKED, GROUP, BLOCK_K

@@ -1,4 +1,4 @@
-"""Inputs for the ops of `contracts`."""
+"""Input generators for the block-scaled linear ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NV_LARGEST = 448.0 * 6.0
 def quantize_mxfp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, N] whose rows differ in size a thousandfold, every third of them zero."""
+    """Make x [T, N] with row magnitudes over three decades; every third row is zero."""
     size = torch.logspace(-2, 1, max(num, 1))[:num] * (torch.arange(num) % 3 != 2)
     x = random_rows(num, problem["size"], problem, at, seed, strided)
     return {"x": x.mul_(size.unsqueeze(1).to(x))}
@@ -26,7 +26,7 @@ def quantize_mxfp8(
 def quantize_nvfp4(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As quantize_mxfp8, and the scale of all rows."""
+    """Like `quantize_mxfp8`, with the per-tensor scale."""
     given = quantize_mxfp8(problem, num, at, seed, strided)
     return {**given, "scale": _scale(given["x"])}
 
@@ -34,7 +34,7 @@ def quantize_nvfp4(
 def linear_mxfp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, I] and a weight [O, I] of unit gain, both quantised, and a bias [O] for even T."""
+    """Make x [T, I] and weight [O, I] of unit gain, both quantized, and a bias [O] for even T."""
     x, weight, bias = _operands(problem, num, at, seed)
     (x, x_scale), (weight, weight_scale) = mxfp8_rows(x), mxfp8_rows(weight)
     if strided:
@@ -51,7 +51,7 @@ def linear_mxfp8(
 def linear_nvfp4(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As linear_mxfp8, and the product of the scales over both operands."""
+    """Like `linear_mxfp8`, with the product of both per-tensor scales."""
     x, weight, bias = _operands(problem, num, at, seed)
     scales = _scale(x), _scale(weight)
     (x, x_scale), (weight, weight_scale) = nvfp4_rows(x, scales[0]), nvfp4_rows(weight, scales[1])

@@ -1,4 +1,4 @@
-"""Rows quantised in groups by the Triton kernels of `quantize_kernel`."""
+"""Quantization to MXFP8 and NVFP4 with the Triton kernels of `quantize_kernel`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels_blackwell.linear import quantize_kernel as kernel
 
-BLOCK = 64  # groups of a program
+BLOCK = 64  # groups per program
 MX_GROUP, NV_GROUP = 32, 16
 
 Quantized = tuple[Tensor, Tensor]
 
 
 def mxfp8_rows(x: Tensor) -> Quantized:
-    """Return x [T, N] as float8_e4m3fn [T, N] and its scales' exponents, uint8 [T, N / 32]; rows may be strided."""
+    """Return x [T, N] as float8_e4m3fn [T, N] and scale exponents uint8 [T, N / 32]. Rows may be strided."""
     num_rows, size = x.shape
     codes = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((num_rows, size // MX_GROUP), dtype=torch.uint8, device=x.device)
@@ -32,7 +32,7 @@ def mxfp8_rows(x: Tensor) -> Quantized:
 
 
 def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
-    """Return x [T, N] as e2m1 uint8 [T, N / 2] and e4m3 scales [T, N / 16] under `scale`; rows may be strided."""
+    """Return x [T, N] as e2m1 in uint8 [T, N / 2] and e4m3 scales [T, N / 16]; `scale` is the per-tensor scale."""
     num_rows, size = x.shape
     codes = torch.empty((num_rows, size // 2), dtype=torch.uint8, device=x.device)
     group_scale = torch.empty(
@@ -49,7 +49,7 @@ def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
 
 def quantize_mxfp8(problem: Problem) -> Callable[[Tensor], Quantized]:
     """Return `quantize(x [T, N]) -> (y float8_e4m3fn [T, N], scale uint8 [T, N / 32])`."""
-    del problem  # the rows tell their size
+    del problem
     return mxfp8_rows
 
 

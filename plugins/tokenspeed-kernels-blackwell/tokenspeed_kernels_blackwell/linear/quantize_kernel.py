@@ -1,5 +1,5 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""Triton code that quantises rows in groups of neighbours, to the bit as the reference does."""
+"""Kernels that quantize rows in groups, bit by bit like the reference."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import triton.language as tl
 
 @triton.jit
 def to_mxfp8(x_ptr, codes_ptr, scale_ptr, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, blocks of groups): e4m3 codes and exponents of groups of 32."""
+    """Quantize to e4m3 codes and scale exponents of groups of 32. Grid (T, blocks of groups)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = group < GROUPS
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(x_ptr + row * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
     bits = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True)
-    # 448 is 1.75 * 2^8: what exceeds 1.75 in the mantissa carries into the exponent
+    # 448 = 1.75 * 2^8: a mantissa above 1.75 carries into the exponent.
     scale = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
     factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)  # 2^(127 - scale)
     codes = (x * factor[:, None]).to(tl.float8e4nv)
@@ -28,7 +28,7 @@ def to_mxfp8(x_ptr, codes_ptr, scale_ptr, x_stride, GROUPS: tl.constexpr, BLOCK:
 def to_nvfp4(
     x_ptr, codes_ptr, scale_ptr, over_all_ptr, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (rows, blocks of groups): e2m1 codes, two in a byte, and e4m3 scales of groups of 16."""
+    """Quantize to e2m1 codes, two per byte, and e4m3 scales of groups of 16. Grid (T, blocks of groups)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = group < GROUPS
@@ -40,7 +40,7 @@ def to_nvfp4(
     divisor = (scale.to(tl.float32) * over_all)[:, None] + tl.zeros([BLOCK, 16], tl.float32)
     scaled = tl.where(divisor == 0.0, 0.0, tl.div_rn(x, divisor))
     size = tl.abs(scaled)
-    # of two codes as near, the even one
+    # Ties round to the even code.
     code = (size > 0.25).to(tl.int32) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
     code += (size > 2.5).to(tl.int32) + (size >= 3.5) + (size > 5.0)
     code |= (scaled < 0.0).to(tl.int32) << 3

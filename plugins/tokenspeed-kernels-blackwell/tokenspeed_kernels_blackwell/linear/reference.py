@@ -1,7 +1,7 @@
-"""Linear maps of block-scaled operands in plain torch: their meaning, on any device.
+"""Block-scaled linear layers (MXFP8, NVFP4) in plain torch, the reference on any device.
 
-MXFP8 is that of the OCP Microscaling specification 1.0 (arXiv:2310.10537), its scale rounded up so that no value
-saturates; NVFP4 is described in arXiv:2509.25149.
+MXFP8 follows the OCP Microscaling specification 1.0 (arXiv:2310.10537), with scales rounded up so that no value
+saturates. NVFP4 follows arXiv:2509.25149.
 """
 
 from __future__ import annotations
@@ -18,43 +18,40 @@ from tokenspeed_core.api import Problem
 E4M3_LARGEST, E2M1_LARGEST = 448.0, 6.0
 MX_GROUP, NV_GROUP = 32, 16
 E8M0_BIAS = 127
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; the fourth bit is the sign
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values by code; the fourth bit is the sign
 
 Quantized = tuple[Tensor, Tensor]
 
 
 def mxfp8_rows(x: Tensor) -> Quantized:
-    """Return x [T, N] as float8_e4m3fn [T, N] and its scales' exponents, uint8 [T, N / 32], 127 being 1."""
+    """Return x [T, N] as float8_e4m3fn [T, N] and scale exponents uint8 [T, N / 32] with a bias of 127."""
     groups = _groups(x.to(torch.float32), MX_GROUP)
     mantissa, exponent = torch.frexp(groups.abs().amax(dim=-1))
-    exponent = (
-        exponent - 9 + (mantissa > E4M3_LARGEST / 2**9).to(torch.int32)
-    )  # a mantissa is 1/2 to 1
+    # frexp returns mantissas in [0.5, 1).
+    exponent = exponent - 9 + (mantissa > E4M3_LARGEST / 2**9).to(torch.int32)
     exponent = exponent.clamp(-E8M0_BIAS, E8M0_BIAS)
     exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
-    factor = ((E8M0_BIAS - exponent) << 23).view(
-        torch.float32
-    )  # 2^-exponent to the bit, as a device's pow may not be
+    # Exactly 2^-exponent; pow on a device may be off by a bit.
+    factor = ((E8M0_BIAS - exponent) << 23).view(torch.float32)
     codes = (groups * factor.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
     return codes, (exponent + E8M0_BIAS).to(torch.uint8)
 
 
 def mxfp8_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return what `mxfp8_rows` stored, in float32."""
+    """Dequantize the result of `mxfp8_rows` to float32."""
     exponent = scale.to(torch.int32) - E8M0_BIAS
     groups = _groups(codes.to(torch.float32), MX_GROUP)
     return torch.ldexp(groups, exponent.unsqueeze(-1)).flatten(-2)
 
 
 def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
-    """Return x [T, N] as e2m1, two in a uint8 [T, N / 2], the earlier in the low bits, and e4m3 scales [T, N / 16].
+    """Return x [T, N] as e2m1 in uint8 [T, N / 2], the first value in the low bits, and e4m3 scales [T, N / 16].
 
-    `scale`, float32 of one element above 0, stands over those: the largest magnitude of all values / 2688, or more.
+    `scale`, float32 [1], is the per-tensor scale: above 0, and at least the largest magnitude / 2688.
     """
     groups = _groups(x.to(torch.float32), NV_GROUP)
-    largest_code = torch.full_like(
-        scale, E2M1_LARGEST
-    )  # divided by a number, a device rounds otherwise
+    # A tensor, because division by a Python number rounds differently on a device.
+    largest_code = torch.full_like(scale, E2M1_LARGEST)
     largest = groups.abs().amax(dim=-1) / largest_code / scale
     group_scale = largest.clamp_(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
     divisor = (group_scale.to(torch.float32) * scale).unsqueeze(-1)
@@ -64,10 +61,10 @@ def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
 
 
 def nvfp4_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return what `nvfp4_rows` stored, in float32, without the scale over all."""
+    """Dequantize the result of `nvfp4_rows` to float32, without the per-tensor scale."""
     each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
     low = each & 7
-    # Twice the value, from exponent and mantissa: a table would be copied to the device, which a graph cannot hold.
+    # Twice the value, computed from exponent and mantissa: copying a table to the device cannot be captured in a graph.
     twice = torch.where(low < 2, low, (2 + low % 2) << (low // 2 - 1).clamp(min=0)).to(
         torch.float32
     )
@@ -129,7 +126,7 @@ def _groups(x: Tensor, size: int) -> Tensor:
 
 
 def _nearest_e2m1(magnitude: Tensor) -> Tensor:
-    """Return the codes of the nearest values, the even code where two are as near, the largest where none is above."""
+    """Return the codes of the nearest values. Ties round to the even code; large values saturate."""
     codes = torch.zeros(magnitude.shape, dtype=torch.uint8, device=magnitude.device)
     for code, (low, high) in enumerate(pairwise(E2M1)):
         middle = (low + high) / 2

@@ -1,1 +1,1 @@
-"""The mla kernels for Blackwell."""
+"""Multi-head latent attention (MLA) for decode."""

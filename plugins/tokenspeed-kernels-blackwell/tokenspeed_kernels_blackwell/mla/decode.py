@@ -1,4 +1,4 @@
-"""The backend `blackwell` of the op `mla_decode`, by the Triton kernels of `latent_kernel`."""
+"""The backend `blackwell` of the op `mla_decode`, with the Triton kernels of `decode_kernel`."""
 
 from __future__ import annotations
 
@@ -12,35 +12,33 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels_blackwell.mla.decode_kernel import attend, merge
-from tokenspeed_kernels_blackwell.mla.reference import LatentDecode
+from tokenspeed_kernels_blackwell.mla.reference import MlaDecode
 
-TAIL = 16  # entries that are masked at once
-NUM_STAGES = 2  # blocks in flight, within the 227 KiB of shared memory
-MULTIPROCESSORS = 148  # of a B200; programs beyond it wait
-MIN_SHARE = 256  # tokens for which a program of its own is worth the merging
+TAIL = 16  # entries per iteration in a row's last block, where masking is needed
+NUM_STAGES = 2  # pipeline stages, within the 227 KiB of shared memory
+MULTIPROCESSORS = 148  # of a B200
+MIN_SHARE = 256  # fewest tokens per split for which merging pays
 MAX_SPLITS = 32
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Heads of a tile, warps of a program."""
+    """Heads per tile, and warps."""
 
     block_h: int
     num_warps: int
 
 
+# For up to 16 heads, and for more. Larger tiles read the cache fewer times, but 64 heads do not fit into registers.
 FEW, MANY = Tiling(16, 4), Tiling(32, 8)
-"""For up to 16 heads, and for more, where fewer tiles read the cache; of 64 the sums do not fit into registers."""
 
 
-def mla_decode(problem: Problem) -> LatentDecode:
-    """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale) -> y [T, H, L]`, as the contract says."""
-    num_heads, latent_size, rope_size = (
-        problem["num_heads"],
-        problem["latent_size"],
-        problem["rope_size"],
-    )
+def mla_decode(problem: Problem) -> MlaDecode:
+    """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale) -> y [T, H, L]`; see the op's contract for shapes."""
+    num_heads: int = problem["num_heads"]
+    latent_size: int = problem["latent_size"]
+    rope_size: int = problem["rope_size"]
     block_size = problem["block_size"]
     tiling = FEW if num_heads <= FEW.block_h else MANY
     num_tiles = triton.cdiv(num_heads, tiling.block_h)
@@ -93,13 +91,13 @@ def mla_decode(problem: Problem) -> LatentDecode:
 
 
 def num_splits(num_programs: int, max_seq_len: int) -> int:
-    """Return over how many programs a row is split, so that about all multiprocessors have one."""
+    """Return the number of splits per row that gives about one program per multiprocessor."""
     wanted = MULTIPROCESSORS // num_programs
     return max(1, min(wanted, max_seq_len // MIN_SHARE, MAX_SPLITS))
 
 
 def _boxes(cache: Tensor, num_entries: int, *widths: int) -> Iterator[TensorDescriptor]:
-    """Describe a cache [B, block_size, L + R] to the tensor memory accelerator, once for each width of a box."""
+    """Yield a TMA descriptor of a cache [B, block_size, L + R] for each box width."""
     for width in widths:
         yield TensorDescriptor(
             cache, list(cache.shape), list(cache.stride()), [1, num_entries, width]

@@ -1,10 +1,10 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""Triton code of latent attention for decodes, shaped for the tensor cores of compute capability 10.0.
+"""MLA decode kernels for the tensor cores of compute capability 10.0.
 
-A block of the cache comes through the tensor memory accelerator once, as keys and as values. Its entries stand in the
-rows of the products, where `tcgen05` wants many, and the few heads of a tile in their columns. A row's blocks are split
-over programs, whose parts are merged by their log-sum-exps, as in FlashDecoding (Dao et al., 2023). Softmax is online
-(Milakov and Gimelshein, 2018); scores are in base 2.
+A block of the cache is loaded once with TMA and serves as keys and as values. Its entries are the rows of the GEMMs,
+of which `tcgen05` needs many, and the few heads of a tile are the columns. A row's blocks are split over programs, and
+partial results are merged by their log-sum-exps, as in FlashDecoding (Dao et al., 2023). Softmax is online (Milakov
+and Gimelshein, 2018); scores are in base 2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _attend_entries(
     STEP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend to entries [start, stop), STEP at once, `start` the first of such; what MASKED hides may be NaN."""
+    """Attend to entries [start, stop), STEP per iteration. With MASKED, entries from `stop` on may be NaN."""
     for first in tl.range(start, stop, STEP, num_stages=1 if MASKED else 2):
         block, place = tl.load(table + first // BLOCK_SIZE), first % BLOCK_SIZE
         latent = latent_desc.load([block, place, 0]).reshape(STEP, L)
@@ -41,16 +41,14 @@ def _attend_entries(
         inside = first + tl.arange(0, STEP) < stop
         if MASKED:
             scores = tl.where(inside[:, None], scores, float("-inf"))
-        new_highest = tl.maximum(
-            highest, tl.max(scores, axis=0) * log2_scale
-        )  # the first entry is always inside
+        # Finite, because the first entry is never masked.
+        new_highest = tl.maximum(highest, tl.max(scores, axis=0) * log2_scale)
         p = tl.exp2(scores * log2_scale - new_highest[None, :])
         keep = tl.exp2(highest - new_highest)
         total = total * keep + tl.sum(p, axis=0)
         if MASKED:
-            latent = tl.where(
-                inside[:, None], latent, 0.0
-            )  # what nobody wrote, times a weight of zero, may be NaN
+            # Unwritten values may be NaN, and NaN times a weight of zero is NaN.
+            latent = tl.where(inside[:, None], latent, 0.0)
         acc = tl.dot(latent.T, p.to(q.dtype), acc * keep[None, :])
         highest = new_highest
     return acc, highest, total
@@ -78,9 +76,9 @@ def attend(
     BLOCK_H: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Grid (head tiles, rows, splits). part is [T, H, splits, L], lse float32 [T, H, splits]; -inf without entries.
+    """Grid (head tiles, rows, splits). part is [T, H, splits, L]; lse float32 [T, H, splits], -inf for empty splits.
 
-    What is left of a row's last block goes TAIL at once: to mask a whole block's values takes too many registers.
+    The rest of a row's last block is processed TAIL entries at a time: masking a whole block needs too many registers.
     """
     row, split, num_splits = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -142,7 +140,7 @@ def attend(
 
 @triton.jit
 def merge(part_ptr, lse_ptr, y_ptr, num_splits, L: tl.constexpr, SPLITS: tl.constexpr):
-    """Grid (rows times heads): y [T, H, L] from the parts; zeros where no part has an entry."""
+    """Merge the splits into y [T, H, L]; zeros for rows without entries. Grid (T * H)."""
     cell = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, L)
     lse = tl.load(lse_ptr + cell * num_splits + split, mask=split < num_splits, other=float("-inf"))

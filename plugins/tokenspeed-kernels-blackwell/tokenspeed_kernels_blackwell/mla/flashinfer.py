@@ -1,4 +1,4 @@
-"""Latent attention by the kernels that FlashInfer (Ye et al. 2025, arXiv:2501.01005) takes from TensorRT-LLM."""
+"""MLA decode with the TensorRT-LLM kernels in FlashInfer (Ye et al., 2025, arXiv:2501.01005)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels_blackwell.attention.trtllm import MAX_MULTIPROCESSORS, WORKSPACE_BYTES
 
-MAX_ROWS = 4096  # for which counters are allocated: 16 KiB a head
-NOPE_SIZE = 128  # of DeepSeek's heads before absorption; these kernels do not read it
+MAX_ROWS = 4096  # rows with counters; they take 16 KiB per head
+NOPE_SIZE = 128  # required by the library's signature, not used by these kernels
 
 
-class FlashInferLatentDecode:
-    """The op `mla_decode`, for all layers of one problem on one device.
+class FlashInferMlaDecode:
+    """The op `mla_decode` for all layers of one problem on one device.
 
-    What calls share is allocated by the first one, which must not be captured in a graph.
+    The first call allocates the workspace, so it must not be captured in a CUDA graph.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -35,12 +35,10 @@ class FlashInferLatentDecode:
         max_seq_len: int,
         scale: float,
     ) -> Tensor:
-        """Attend, as the op's contract says. Raises ValueError on more than `MAX_ROWS` rows."""
+        """Attend as in the op's contract. Raises ValueError for more than `MAX_ROWS` rows."""
         num_rows = q.shape[0]
         if num_rows > MAX_ROWS:
-            raise ValueError(
-                f"{num_rows} rows of one query; the counters of this backend are for {MAX_ROWS}"
-            )
+            raise ValueError(f"mla_decode by flashinfer supports {MAX_ROWS} rows, got {num_rows}")
         if num_rows == 0:
             return q.new_empty((0, self._num_heads, self._latent_size))
         if not self._shared:
@@ -51,7 +49,7 @@ class FlashInferLatentDecode:
             qk_nope_head_dim=NOPE_SIZE,
             kv_lora_rank=self._latent_size,
             qk_rope_head_dim=self._rope_size,
-            block_tables=block_table.contiguous(),  # the library takes a row's length for its stride
+            block_tables=block_table.contiguous(),  # the library assumes so
             seq_lens=seq_lens,
             max_seq_len=max(max_seq_len, 1),
             bmm1_scale=scale,
@@ -59,11 +57,11 @@ class FlashInferLatentDecode:
             backend="trtllm-gen",
             **self._shared,
         )
-        # What the library gives for a row without keys is not documented; NaN in a padding row would spread.
+        # Results of rows without keys are not documented, and NaN in padding rows would spread.
         return y.squeeze(1).masked_fill_((seq_lens == 0).view(-1, 1, 1), 0.0)
 
     def _allocate(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the memory that each call leaves as it found it: zeros where it counts."""
+        """Allocate the workspace. Each call leaves the counters zero."""
         num_counters = max(MAX_ROWS * self._num_heads, MAX_MULTIPROCESSORS)
         return {
             "workspace_buffer": torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
@@ -73,6 +71,6 @@ class FlashInferLatentDecode:
         }
 
 
-def mla_decode(problem: Problem) -> FlashInferLatentDecode:
-    """Build the kernel of a problem. Raises ImportError where the library cannot be loaded."""
-    return FlashInferLatentDecode(problem)
+def mla_decode(problem: Problem) -> FlashInferMlaDecode:
+    """Build the kernel. Raises ImportError if the library cannot be loaded."""
+    return FlashInferMlaDecode(problem)

@@ -11,13 +11,13 @@ from torch import Generator, device
 from tokenspeed_core.api import Problem
 
 LENGTHS = (37, 1, 0, 64, 130, 8, 65, 300)
-UNWRITTEN = 3e4  # NaN is not equal to itself, so whether an input was written to could not be told
+UNWRITTEN = 3e4  # fills unwritten memory; not NaN, because inputs are compared to detect writes
 
 
 def mla_decode(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make rows of every kind of length in scattered blocks of one of two layers; table entries past a row are -1."""
+    """Make rows of various lengths in scattered blocks of the second of two layers. Unused table entries are -1."""
     size, width = problem["block_size"], problem["latent_size"] + problem["rope_size"]
     lengths = [LENGTHS[row % len(LENGTHS)] for row in range(num)]
     num_blocks = -(-max(LENGTHS) // size) + 1

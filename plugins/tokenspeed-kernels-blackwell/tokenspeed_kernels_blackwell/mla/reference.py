@@ -1,7 +1,7 @@
-"""Multi-head latent attention over a paged cache in plain torch: its meaning, on any device.
+"""Multi-head latent attention (MLA) over a paged cache in plain torch, the reference of `mla_decode`.
 
-The form is that of DeepSeek-V2 (arXiv:2405.04434, section 2.1), the up-projections of keys and values drawn into the
-products before and after, so that all heads share one key a token, whose first part is the value too.
+From DeepSeek-V2 (arXiv:2405.04434, section 2.1), with the up-projections of keys and values absorbed into the
+projections before and after. All heads then share one key per token, and its first part is also the value.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tokenspeed_core.api import Problem
 
-LatentDecode = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+MlaDecode = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
-def mla_decode(problem: Problem) -> LatentDecode:
+def mla_decode(problem: Problem) -> MlaDecode:
     """Return `decode(q, cache, block_table, seq_lens, max_seq_len, scale) -> y [T, H, L]`, computed in float32.
 
     Each call gathers `max_seq_len` entries for every row.
@@ -34,10 +34,10 @@ def mla_decode(problem: Problem) -> LatentDecode:
         blocks = block_table[:, : -(-max_seq_len // block_size)].clamp(0, cache.shape[0] - 1)
         entries = cache[blocks].flatten(1, 2).to(torch.float32)
         unseen = torch.arange(entries.shape[1], device=q.device) >= seq_lens.unsqueeze(1)
-        entries.masked_fill_(unseen.unsqueeze(2), 0.0)  # a weight of 0 does not undo NaN
+        entries.masked_fill_(unseen.unsqueeze(2), 0.0)  # NaN times a weight of 0 is NaN
         scores = torch.einsum("thd,tnd->thn", q.to(torch.float32), entries) * scale
         weights = scores.masked_fill(unseen.unsqueeze(1), float("-inf")).softmax(-1)
-        weights.masked_fill_(unseen.unsqueeze(1), 0.0)  # for rows without any key
+        weights.masked_fill_(unseen.unsqueeze(1), 0.0)  # for rows without keys
         return torch.einsum("thn,tnl->thl", weights, entries[..., :latent_size]).to(q.dtype)
 
     return decode

@@ -1,1 +1,1 @@
-"""The moe kernels for Blackwell."""
+"""Block-scaled (MXFP8, NVFP4) mixture of experts."""

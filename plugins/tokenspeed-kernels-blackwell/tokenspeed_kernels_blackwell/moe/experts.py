@@ -1,6 +1,7 @@
-"""Experts of block-scaled operands by the Triton kernels of `experts_kernel`.
+"""Block-scaled (MXFP8, NVFP4) mixture of experts with the Triton kernels of `experts_kernel`.
 
-Tokens are sorted by expert, so that a tile meets one expert's weights; grids are bounds, so graphs may replay it.
+Token-expert pairs are sorted by expert, so that a tile uses the weights of one expert. Grids are upper bounds, so CUDA
+graphs may replay it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from tokenspeed_kernels_blackwell.linear.block_scaled import (
 from tokenspeed_kernels_blackwell.linear.quantize import Quantized, mxfp8_rows, nvfp4_rows
 from tokenspeed_kernels_blackwell.moe import experts_kernel as kernel
 
+# For up to `block_t` pairs per expert on average; the last also for more.
 TILINGS = (Tiling(16, 4, 4), Tiling(64, 4, 4), Tiling(128, 8, 4))
-"""By how many pairs an expert has on average; the last is for all that are more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weights of all experts [E, O, I], the scales of their groups, and of each expert's values (NVFP4)."""
+    """Weights of all experts [E, O, I], their group scales, and a per-tensor scale per expert (NVFP4 only)."""
 
     codes: Tensor
     scale: Tensor
@@ -39,16 +40,16 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How rows are quantised, and the scale over all of their values (NVFP4)."""
+    """How to quantize activations, and their per-tensor scale (NVFP4 only)."""
 
     quantize: Callable[[Tensor], Quantized]
     factor: Tensor | None = None
 
 
 def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
-    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`, as the contract says.
+    """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`.
 
-    x may be strided on T; everything else is contiguous.
+    See the op's contract for shapes. x may be strided on T; everything else is contiguous.
     """
     num_experts: int = problem["num_experts"]
 
@@ -71,7 +72,7 @@ def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
 def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
     """Return `experts(x, x_scale, gate_up, gate_up_scale, gate_up_factor, hidden_scale, down, ...) -> y [T, N]`.
 
-    All arguments stand in the contract. x may be strided on T; everything else is contiguous.
+    See the op's contract for all arguments. x may be strided on T; everything else is contiguous.
     """
     num_experts: int = problem["num_experts"]
 
@@ -110,14 +111,14 @@ def _run(
     weights: Tensor,
     ids: Tensor,
 ) -> Tensor:
-    """Return y [T, N] of x's dtype. What gate and up give stays float32 until it is quantised, as the contract says."""
+    """Return y [T, N] of x's dtype. The hidden state stays float32 until it is quantized, as the contract requires."""
     (num_tokens, size), (_, top_k) = x.shape, ids.shape
     inner, num_pairs = gate_up.codes.shape[1] // 2, ids.numel()
     if num_pairs == 0:
         return torch.zeros((num_tokens, size), dtype=x.dtype, device=x.device)
     pairs, ends = _sort(ids, num_experts)
-    most = num_pairs / num_experts
-    tiling = next((each for each in TILINGS if most <= each.block_t), TILINGS[-1])
+    average = num_pairs / num_experts
+    tiling = next((each for each in TILINGS if average <= each.block_t), TILINGS[-1])
     num_tiles = num_pairs // tiling.block_t + min(num_experts, num_pairs)
     tile = {
         "E": num_experts,
@@ -166,7 +167,7 @@ def _run(
 
 
 def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs (indices into flattened ids) sorted by expert, and where each expert's run ends, int32 [E]."""
+    """Return pairs (indices into flattened ids) sorted by expert, and the end of each expert's run, int32 [E]."""
     of_expert, pairs = ids.flatten().sort(stable=True)
     experts = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
     return pairs, torch.searchsorted(of_expert, experts, right=True, out_int32=True)

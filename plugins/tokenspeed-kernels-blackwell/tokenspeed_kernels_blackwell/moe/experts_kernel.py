@@ -1,8 +1,8 @@
 # mypy: allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, no-warn-return-any
-"""Triton code of experts whose operands are block-scaled. A *pair* is a token and one of its experts: token * k + j.
+"""Kernels for block-scaled mixture of experts. A *pair* is a token and one of its experts, with index token * k + j.
 
-Pairs are sorted by expert; `ends_ptr` holds where each expert's run of them ends. As in `multiply`, the weight is the
-side of 128 rows, and rows that are none repeat the last, and are not stored.
+Pairs are sorted by expert; `ends_ptr` holds the end of each expert's run. As in `multiply`, the weight is the side of
+128 rows, and rows beyond the end repeat the last one and are not stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenspeed_kernels_blackwell.linear.block_scaled_kernel import operand
 
 @triton.jit
 def _find_tile(ends_ptr, tile, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the expert of a tile (E: of none), the first of its places among the sorted pairs, the end of the run."""
+    """Return a tile's expert (E if none), the tile's start in the sorted pairs, and the end of the expert's run."""
     expert = tl.arange(0, BLOCK_E)
     end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
     begin = tl.load(ends_ptr + expert - 1, mask=(expert > 0) & (expert < E), other=0)
@@ -51,7 +51,7 @@ def gate_up(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid (tiles of N, tiles of pairs): hidden float32 [pairs, N] = silu(gate @ x) * (up @ x), in sorted order."""
+    """hidden float32 [pairs, N] = silu(gate @ x) * (up @ x), in sorted order. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = _find_tile(ends_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
     if expert < E:
         place = first + tl.arange(0, BLOCK_T)
@@ -113,7 +113,7 @@ def down(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid (tiles of N, tiles of pairs): scaled [pairs, N] = weight * down @ hidden, at the pairs' own places."""
+    """scaled [pairs, N] = weight * down @ hidden, in the order of tokens. Grid (tiles of N, tiles of pairs)."""
     expert, first, end = _find_tile(ends_ptr, tl.program_id(1), E, BLOCK_E, BLOCK_T)
     if expert < E:
         place = first + tl.arange(0, BLOCK_T)

@@ -1,4 +1,4 @@
-"""Inputs for the ops of `experts_contracts`."""
+"""Input generators for the block-scaled mixture of experts ops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenspeed_kernels_blackwell.linear.reference import mxfp8_rows, nvfp4_rows
 def moe_experts_mxfp8(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make x [T, N], quantised weights of unit gain, and distinct experts of each token; some experts get none."""
+    """Make x [T, N], quantized weights of unit gain, and distinct experts per token; some experts get no token."""
     gate_up, down = _weights(problem, at, seed)
     (gate_up, gate_up_scale), (down, down_scale) = mxfp8_rows(gate_up), mxfp8_rows(down)
     return {
@@ -32,7 +32,7 @@ def moe_experts_mxfp8(
 def moe_experts_nvfp4(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """As moe_experts_mxfp8, with the scales over all values, which differ from expert to expert."""
+    """Like `moe_experts_mxfp8`, with per-tensor scales that differ by expert."""
     gate_up, down = _weights(problem, at, seed)
     gate_up, gate_up_scale, gate_up_factor = _each_nvfp4(gate_up)
     down, down_scale, down_factor = _each_nvfp4(down)
@@ -52,7 +52,7 @@ def moe_experts_nvfp4(
 
 
 def _weights(problem: Problem, at: device, seed: Generator) -> tuple[Tensor, Tensor]:
-    """Make gate_up [E, 2I, N] and down [E, N, I], later experts a little larger, neighbouring rows unlike."""
+    """Make gate_up [E, 2I, N] and down [E, N, I] with magnitudes that differ by expert and row."""
     experts, size, inner = (
         problem["num_experts"],
         problem["hidden_size"],
@@ -73,7 +73,7 @@ def _routing(problem: Problem, num: int, at: device, seed: Generator) -> dict[st
 
 
 def _each_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an expert's codes, the scales of its groups, and the scale of all its values, for every expert."""
+    """Return codes, group scales and per-tensor scales, stacked over experts."""
     factors = weight.abs().amax(dim=(1, 2)) / NV_LARGEST
     quantised = [
         nvfp4_rows(each, factor.view(1)) for each, factor in zip(weight, factors, strict=True)

@@ -1,4 +1,4 @@
-"""Experts of block-scaled operands in plain torch: their meaning, on any device."""
+"""Block-scaled (MXFP8, NVFP4) mixture of experts in plain torch, the reference on any device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenspeed_kernels_blackwell.linear.reference import (
 def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
     """Return `experts(x, gate_up, gate_up_scale, down, down_scale, weights, ids) -> y [T, N]`.
 
-    Widens an expert's weights at each call, and waits for the device to learn which experts have tokens.
+    Dequantizes the weights at each call, and synchronises with the device to learn which experts have tokens.
     """
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
@@ -50,7 +50,7 @@ def moe_experts_mxfp8(problem: Problem) -> Callable[..., Tensor]:
 def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
     """Return `experts(x, x_scale, gate_up, gate_up_scale, gate_up_factor, hidden_scale, down, ...) -> y [T, N]`.
 
-    As moe_experts_mxfp8 it widens and waits; all arguments stand in the contract.
+    Like `moe_experts_mxfp8`; see the op's contract for all arguments.
     """
     dtype: torch.dtype = getattr(torch, problem["dtype"])
 
@@ -83,7 +83,7 @@ def moe_experts_nvfp4(problem: Problem) -> Callable[..., Tensor]:
 
 
 def _with_tokens(ids: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that has tokens, with those, int64 [t], and what they weigh it by, [t, 1]."""
+    """Yield each expert that has tokens, with the tokens int64 [t] and their routing weights [t, 1]."""
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, rank = torch.nonzero(ids == expert, as_tuple=True)
         yield expert, tokens, weights[tokens, rank].unsqueeze(1)
