@@ -22,8 +22,10 @@ import nox
 ROOT = Path(__file__).parent
 VENV, NOX = ROOT / ".venv", ROOT / ".nox"
 WHEELS, VENDOR_WHEELS = NOX / "wheels", NOX / "vendors"
+FROM_WHEELS = ["--no-index", "--find-links", str(WHEELS)]
 PYTHON = str(VENV / "bin" / "python")
 CORE = "tokenspeed_core"
+KIT = "tokenspeed-testing"  # tests import it
 WORKERS = min(4, os.cpu_count() or 1)  # pytest processes; each may import torch
 GROUPS = ("build", "test", "oracle", "docs", "lint")
 
@@ -146,9 +148,11 @@ def release(session: nox.Session) -> None:
     pytest(session, python, "-m", "release", *SUITE)
     pytest(session, python, "-m", "release", "tests/interpreter", TRITON_INTERPRET="1")
     build_wheels(session, python)
-    outside(session, core_alone(session), "tests/core")
+    core = core_alone(session)
+    pip(session, "--python", core, "install", *FROM_WHEELS, KIT)
+    outside(session, core, "tests/core")
     for each in PLUGINS:
-        alone = environment(session, f"{Path(each.folder).name}-alone", wheel(each))
+        alone = environment(session, f"{Path(each.folder).name}-alone", wheel(each), KIT)
         outside(session, alone, "tests/wheels", *each.tests, *each.settings.get("alone", ()))
     together = environment(session, "together", "tokenspeed-core[default]")
     outside(session, together, "tests/wheels", "tests/together", num_workers=1)
@@ -246,8 +250,7 @@ def environment(session: nox.Session, name: str, *packages: str) -> str:
         if "tokenspeed" not in path.name and path.suffix != ".pth":
             (site / path.name).symlink_to(path)
     python = str(home / "bin" / "python")
-    links = ["--no-index", "--find-links", str(WHEELS)]
-    pip(session, "--python", python, "install", *links, *packages)
+    pip(session, "--python", python, "install", *FROM_WHEELS, *packages)
     return python
 
 
