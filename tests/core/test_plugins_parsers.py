@@ -131,12 +131,12 @@ def test_a_server_without_text_takes_no_parser() -> None:
 @pytest.mark.parametrize(
     ("parser", "asked"),
     [
-        (Forgetful, "test_however_a_reply_is_cut_the_result_is_the_same"),
-        (Forgetful, "test_what_is_no_reasoning_and_no_call_stays_as_it_is"),
-        (Hasty, "test_however_a_reply_is_cut_the_result_is_the_same"),
-        (Hasty, "test_a_reply_that_ends_in_the_middle_loses_nothing"),
-        (Hasty, "test_it_finds_in_its_example_what_was_put_there"),
-        (Empty, "test_events_are_in_order_and_never_empty"),
+        (Forgetful, "test_result_does_not_depend_on_cuts"),
+        (Forgetful, "test_other_text_is_unchanged"),
+        (Hasty, "test_result_does_not_depend_on_cuts"),
+        (Hasty, "test_truncated_reply_loses_nothing"),
+        (Hasty, "test_example_is_parsed"),
+        (Empty, "test_events_are_ordered_and_not_empty"),
     ],
 )
 def test_the_kit_finds_a_parser_that_does_not_keep_its_word(

@@ -10,7 +10,7 @@ from unittest import SkipTest
 
 import pytest
 import torch
-from tokenspeed_testing.cases import beyond, cells, covering, outside
+from tokenspeed_testing.cases import beyond, cases, covering, outside
 from tokenspeed_testing.kernel import KernelConformance
 from tokenspeed_testing.shapes import contract_of
 from torch import Tensor
@@ -63,18 +63,18 @@ def test_a_declared_dtype_that_does_not_run_is_found(suite: Suite) -> None:
     with pytest.raises(
         AssertionError, match=r"it declares .*bfloat16.* and fails on cpu: NotImplementedError"
     ):
-        suite("linear", knows_float32_alone).test_every_declared_cell_runs()
-    suite("linear", knows_float32_alone, dtypes=("float32",)).test_every_declared_cell_runs()
+        suite("linear", knows_float32_alone).test_declared_cases_run()
+    suite("linear", knows_float32_alone, dtypes=("float32",)).test_declared_cases_run()
 
 
 def test_a_pair_of_declared_values_that_does_not_run_is_found(suite: Suite) -> None:
     with pytest.raises(AssertionError, match=r"head_size': 96.* no such tile"):
-        suite("attention", OneHeadSize).test_every_declared_cell_runs()
+        suite("attention", OneHeadSize).test_declared_cases_run()
 
 
 def test_a_claim_of_batch_invariance_is_held_to_the_bit(suite: Suite) -> None:
     claim = {"features": frozenset({"batch_invariant"}), "dtypes": ("float32",)}
-    ask = "test_rows_do_not_depend_on_each_other_where_it_claims_so"
+    ask = "test_batch_invariance"
     with pytest.raises(AssertionError, match="other bits another time"):
         getattr(suite("linear", calls_differ, **claim), ask)()
     with pytest.raises(AssertionError, match="a row depends on the others"):
@@ -88,12 +88,12 @@ def test_a_bound_on_an_axis_that_the_op_does_not_have_is_found(suite: Suite) -> 
     with pytest.raises(
         AssertionError, match="bounds the axis 'hidden_size', which op 'linear' has not"
     ):
-        odd.test_one_value_beyond_each_bound_is_refused()
+        odd.test_values_beyond_limits_are_refused()
 
 
 def test_a_kernel_for_devices_that_are_not_here_is_skipped_with_the_reason(suite: Suite) -> None:
     with pytest.raises(SkipTest, match="this machine lacks a device npu"):
-        suite("linear", product_of, platforms=("npu",)).test_every_declared_cell_runs()
+        suite("linear", product_of, platforms=("npu",)).test_declared_cases_run()
 
 
 def test_one_value_beyond_each_bound_is_tried() -> None:
@@ -143,7 +143,7 @@ def test_a_covering_has_every_pair_of_values_and_few_rows() -> None:
 def test_on_a_device_every_combination_is_a_cell_and_on_a_cpu_every_pair() -> None:
     (spec,) = descriptors.TORCH_ATTENTION
     contract = contract_of(spec)
-    pairs, every = (list(cells(spec, contract, pairs_only=only)) for only in (True, False))
+    pairs, every = (list(cases(spec, contract, pairs_only=only)) for only in (True, False))
     assert len(pairs) < 60 < 400 < len(every)
     assert all(problem in every for problem in pairs)
 
@@ -153,7 +153,7 @@ def test_a_factory_that_raises_is_a_failed_cell_and_no_crash(suite: Suite) -> No
         raise SystemError("driver")
 
     with pytest.raises(AssertionError, match="SystemError: driver"):
-        suite("linear", raises).test_every_declared_cell_runs()
+        suite("linear", raises).test_declared_cases_run()
 
 
 def test_our_own_descriptors_declare_no_bound_that_refuses_nothing() -> None:
@@ -168,7 +168,7 @@ def test_our_own_descriptors_declare_no_bound_that_refuses_nothing() -> None:
     for spec in specs:
         type(
             "Ours", (KernelConformance,), {"spec": replace(spec, requires=())}
-        )().test_one_value_beyond_each_bound_is_refused()
+        )().test_values_beyond_limits_are_refused()
 
 
 @pytest.mark.parametrize(
@@ -192,19 +192,19 @@ def test_what_was_not_run_says_how_many_cells_need_which_device(
         max_compute_capability=high,
     )
     if named == "a device cuda" and torch.cuda.is_available():
-        mine.test_no_declared_cell_waits_for_another_machine()
+        mine.test_declared_hardware_is_present()
         return
-    num_cells = sum(1 for _ in cells(mine.spec, contract_of(mine.spec), pairs_only=False))
+    num_cells = sum(1 for _ in cases(mine.spec, contract_of(mine.spec), pairs_only=False))
     assert num_cells > 2
     with pytest.raises(SkipTest, match=f"^{num_cells} cells need {named}$"):
-        mine.test_no_declared_cell_waits_for_another_machine()
+        mine.test_declared_hardware_is_present()
 
 
 def test_a_kernel_whose_device_and_libraries_are_here_leaves_no_cell(suite: Suite) -> None:
     mine = suite("linear", product_of)
-    mine.test_no_declared_cell_waits_for_another_machine()
+    mine.test_declared_hardware_is_present()
     lacking = type(
         "Lacking", (KernelConformance,), {"spec": replace(mine.spec, requires=("no_such_library",))}
     )()
     with pytest.raises(SkipTest, match=r"^\d+ cells need the module no_such_library$"):
-        lacking.test_no_declared_cell_waits_for_another_machine()
+        lacking.test_declared_hardware_is_present()

@@ -41,14 +41,14 @@ IN_GRAPHS = {
 }
 INVARIANT = {"features": frozenset({"batch_invariant"})}
 SMALL = {"head_sizes": (16,), "block_sizes": (8,), "kv_dtypes": ("float32", "bfloat16")}
-AGREES = "test_it_agrees_with_the_reference_in_poisoned_memory"
-CELLS = "test_every_declared_cell_runs"
+AGREES = "test_agrees_with_reference"
+CELLS = "test_declared_cases_run"
 LARGE = "test_large_steps_agree_with_the_reference"
 MANY = "test_many_rows_agree_with_the_reference"
-EDGES = "test_what_it_leaves_open_is_computed_at_its_edges"
-BOUNDS = "test_one_value_beyond_each_bound_is_refused"
-ROWS = "test_rows_do_not_depend_on_each_other_where_it_claims_so"
-GRAPHS = "test_a_captured_call_replays_where_it_claims_so"
+EDGES = "test_open_axes_hold_at_their_boundaries"
+BOUNDS = "test_values_beyond_limits_are_refused"
+ROWS = "test_batch_invariance"
+GRAPHS = "test_cuda_graph_replay"
 
 
 def right(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tokenspeed_core.api import AttentionProblem, AttentionStep, Capability, Ker
 from tokenspeed_kernels.reference.attention import TorchAttention
 
 CPU = torch.device("cpu")
-ASK = "test_a_captured_call_replays_where_it_claims_so"
+ASK = "test_cuda_graph_replay"
 CAPABILITY = Capability(
     ("cpu", "cuda"),
     ("float32",),

@@ -46,7 +46,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_internal_imports_are_found(package: Any, source: str, name: str) -> None:
     with pytest.raises(AssertionError, match=rf"__init__\.py:\d: {re.escape(name)}\b"):
-        package(f"{source}\n").test_imports_only_the_public_api_of_the_core()
+        package(f"{source}\n").test_imports_only_public_api()
 
 
 def test_public_names_may_be_imported(package: Any) -> None:
@@ -55,19 +55,19 @@ def test_public_names_may_be_imported(package: Any) -> None:
         "from tokenspeed_core.api import View\n"
         "from tokenspeed_core.commands.settings import configure\nrun = print\n"
     )
-    package(source).test_imports_only_the_public_api_of_the_core()
+    package(source).test_imports_only_public_api()
 
 
 def test_wrong_version_is_found(package: Any) -> None:
     suite = package('__version__ = "0.9"\nrun = print\n')
     with pytest.raises(AssertionError, match=r"acme.__version__ is 0.9, and its metadata says 1.0"):
-        suite.test_it_is_installed_once_and_says_its_version_truly()
+        suite.test_installed_once_with_its_version()
 
 
 def test_second_installation_is_found(package: Any) -> None:
     package("run = print\n", "first")
     with pytest.raises(AssertionError, match="installed 2 times"):
-        package("run = print\n", "second").test_it_is_installed_once_and_says_its_version_truly()
+        package("run = print\n", "second").test_installed_once_with_its_version()
 
 
 SPEC = """
@@ -102,13 +102,13 @@ def kernels(package: Any, tmp_path: Path) -> Any:
 def test_unusable_kernel_fails(kernels: Any, backend: str, reference: bool, said: str) -> None:
     suite = kernels(backend, "acme:make", reference=reference)
     with pytest.raises(AssertionError, match=rf"kernels\.sampling acme: .*{said}"):
-        suite.test_its_entries_load()
+        suite.test_entries_load()
 
 
 def test_reference_kernel_passes(kernels: Any) -> None:
     kernels(
         "acme", "tokenspeed_kernels.reference.sampling:greedy", reference=True
-    ).test_its_entries_load()
+    ).test_entries_load()
 
 
 def test_core_range_covers_two_minor_versions() -> None:
@@ -125,6 +125,6 @@ def test_core_range_covers_two_minor_versions() -> None:
 )
 def test_our_own_distributions_pass(name: str) -> None:
     suite = type("Ours", (DistributionConformance,), {"distribution": name})()
-    suite.test_its_metadata_names_known_kinds_their_api_and_the_core_it_needs()
-    suite.test_imports_only_the_public_api_of_the_core()
-    suite.test_it_is_installed_once_and_says_its_version_truly()
+    suite.test_metadata_is_complete()
+    suite.test_imports_only_public_api()
+    suite.test_installed_once_with_its_version()

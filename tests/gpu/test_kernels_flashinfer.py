@@ -27,7 +27,7 @@ from tokenspeed_testing.attention import (
     attends_once,
     check_attention,
     limits_of,
-    make_scene,
+    make_fixture,
 )
 
 from tokenspeed_core import LLM, SamplingParams
@@ -83,8 +83,8 @@ def test_the_backend_conforms_on_the_device(
 def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan() -> None:
     compiled()
     device, given = torch.device("cuda"), problem("prefill")
-    first = make_scene(given, Rows((9, 5, 2), (20, 5, 40)), device, seed=1, max_len=256)
-    second = make_scene(given, Rows((1, 10, 3), (200, 90, 3)), device, seed=2, max_len=256)
+    first = make_fixture(given, Rows((9, 5, 2), (20, 5, 40)), device, seed=1, max_len=256)
+    second = make_fixture(given, Rows((1, 10, 3), (200, 90, 3)), device, seed=2, max_len=256)
     kernel = FACTORY(given, limits_of(first), device)
     step = replace(
         first.step, max_num_query=16, max_seq_len=256, host_query_start=None, host_seq_lens=None
@@ -114,7 +114,7 @@ def test_captured_decodes_of_many_rows_and_few_replay_beside_each_other(size: in
     device, given = torch.device("cuda"), problem("decode")
     lengths = tuple(20 + 37 * row % 300 for row in range(size))
     rows = Rows((1,) * size, lengths)
-    scene = make_scene(given, rows, device, seed=0)
+    scene = make_fixture(given, rows, device, seed=0)
     kernel = FACTORY(given, limits_of(scene), device)
     outs: list[torch.Tensor] = []
     graphs: list[torch.cuda.CUDAGraph] = []
@@ -159,7 +159,7 @@ def test_mixed_rows_that_the_host_knows_and_rows_that_it_does_not_take_turns() -
     compiled()
     device, given = torch.device("cuda"), problem("prefill")
     rows = Rows((1, 1, 33, 200), (64, 700, 50, 456))
-    scene = make_scene(given, rows, device, seed=0)
+    scene = make_fixture(given, rows, device, seed=0)
     kernel = FACTORY(given, limits_of(scene), device)
     unknown = replace(scene, step=replace(scene.step, host_query_start=None, host_seq_lens=None))
     for each in (scene, unknown, scene, unknown):

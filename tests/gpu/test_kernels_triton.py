@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_scene
+from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_fixture
 from tokenspeed_testing.conformance import check
 
 from tokenspeed_core.api.attention import AttentionProblem
@@ -55,7 +55,7 @@ def test_parts_of_rows_are_merged_to_the_same_bits_at_every_replay(
     problem = AttentionProblem(
         "decode", num_heads, 8, 128, "bfloat16", "bfloat16", 16, 128**-0.5, None
     )
-    scene = make_scene(problem, rows, device, seed=0)
+    scene = make_fixture(problem, rows, device, seed=0)
     kernel = TritonAttention(problem, limits_of(scene), device)
     attends(kernel, problem, scene, rows)
     outs = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenspeed_testing.attention import Rows, attend, attends, limits_of, make_scene
+from tokenspeed_testing.attention import Rows, attend, attends, limits_of, make_fixture
 
 from tokenspeed_core.api.attention import AttentionLimits, AttentionProblem, AttentionStep
 from tokenspeed_core.worker.slots import SHARED_PREFIX, SHORT
@@ -56,7 +56,7 @@ def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
     ],
 )
 def test_the_keys_that_all_rows_share_are_found_and_attended_to(rows: Rows, num_found: int) -> None:
-    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     padded = rows.seq_lens.index(0) if 0 in rows.seq_lens else len(rows.seq_lens)
     if any(rows.seq_lens[padded:]):  # the kit compares the rows before the first padding row
@@ -68,9 +68,9 @@ def test_the_keys_that_all_rows_share_are_found_and_attended_to(rows: Rows, num_
 
 def test_padding_rows_before_and_between_others_are_passed_over() -> None:
     rows = rows_of((0, *LENGTHS[:4], 0, *LENGTHS[4:]), 0)
-    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     table = scene.step.block_table
-    together = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=1)
+    together = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=1)
     real = torch.tensor([1, 2, 3, 4, 6, 7, 8, 9, 10])
     table.fill_(-1)
     table[real, : together.step.block_table.shape[1]] = together.step.block_table
@@ -85,8 +85,8 @@ def test_padding_rows_before_and_between_others_are_passed_over() -> None:
 
 
 def test_each_pass_over_the_layers_finds_the_shared_keys_anew() -> None:
-    scene = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
-    other = make_scene(PROBLEM, rows_of(LENGTHS, 0), CPU, seed=1)
+    scene = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
+    other = make_fixture(PROBLEM, rows_of(LENGTHS, 0), CPU, seed=1)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     attend(kernel, scene)
     for step_tensor in ("block_table", "seq_lens"):
@@ -110,7 +110,7 @@ def test_each_pass_over_the_layers_finds_the_shared_keys_anew() -> None:
 def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
     problem = replace(PROBLEM, num_kv_heads=1)
     rows = rows_of((3000,), 0)
-    scene = make_scene(problem, rows, CPU, seed=0)
+    scene = make_fixture(problem, rows, CPU, seed=0)
     kernel = TritonAttention(problem, limits_of(scene), CPU)
     for _ in range(
         2
@@ -121,7 +121,7 @@ def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
 def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none() -> None:
     assert SHARED_PREFIX <= MIN_KEYS
     assert SHORT <= LONG_SPLIT, "a plain step has no parts"
-    scene = make_scene(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
+    scene = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     kernel.shared.found.fill_(320)  # of a step before
     kernel.prepare(replace(scene.step, shares_prefix=False))
@@ -134,7 +134,7 @@ def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none
 
 def test_rows_of_several_query_tokens_share_nothing() -> None:
     rows = Rows((2,) * MIN_ROWS, LENGTHS, 320)
-    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     attends(kernel, PROBLEM, scene, rows)
     assert int(kernel.shared.found[0]) == 0
@@ -146,7 +146,7 @@ def test_rows_of_several_tiles_attend_to_the_shared_keys(
 ) -> None:
     problem = replace(PROBLEM, num_heads=num_heads, num_kv_heads=1, head_size=head_size)
     rows = rows_of(tuple(300 + 3 * row for row in range(num_rows)), 256)
-    scene = make_scene(problem, rows, CPU, seed=0)
+    scene = make_fixture(problem, rows, CPU, seed=0)
     kernel = TritonAttention(problem, limits_of(scene), CPU)
     launch = kernel.shared.launch(num_rows)
     assert launch is not None
@@ -196,7 +196,7 @@ def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(
 def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> None:
     problem = replace(PROBLEM, dtype="float16", kv_dtype="float8_e4m3fn")
     rows = rows_of(LENGTHS, 320)
-    scene = make_scene(problem, rows, CPU, seed=0)
+    scene = make_fixture(problem, rows, CPU, seed=0)
     kernel = TritonAttention(problem, limits_of(scene), CPU)
     attends(kernel, problem, scene, rows)
     assert int(kernel.shared.found[0]) == 320
@@ -204,7 +204,7 @@ def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> 
 
 def test_an_operator_may_have_no_keys_cut_and_none_shared() -> None:
     rows = rows_of(LENGTHS, 320)
-    scene = make_scene(PROBLEM, rows, CPU, seed=0)
+    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     whole = AttentionOptions(max_splits=1, shared_prefix=False)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU, options=whole)
     attends(kernel, PROBLEM, scene, rows)

@@ -8,7 +8,7 @@ from tokenspeed_kernels_blackwell import BLOCK_SCALED, MLA, PREFILL
 from tokenspeed_kernels_blackwell.linear.block_scaled import TILINGS
 from tokenspeed_kernels_blackwell.linear.reference import nvfp4_values
 from tokenspeed_kernels_blackwell.mla import decode as mla_decode
-from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_scene
+from tokenspeed_testing.attention import Rows, attends, check_attention, limits_of, make_fixture
 from tokenspeed_testing.conformance import agrees_with_reference, check, make_inputs
 from tokenspeed_testing.shapes import contract_of
 
@@ -65,7 +65,7 @@ def test_prompts_of_several_tiles_and_blocks_follow_the_formula(window: int | No
         40, 1, 64, window
     )  # three query tokens fill a tile of 128 rows, and leave eight of them
     rows = Rows((1, 64, 2, 65, 1), (129, 192, 2, 130, 64))
-    scene = make_scene(asked, rows, CPU, seed=0)
+    scene = make_fixture(asked, rows, CPU, seed=0)
     attends(PREFILL.factory()(asked, limits_of(scene), CPU), asked, scene, rows)
 
 

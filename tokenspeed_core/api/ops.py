@@ -121,7 +121,7 @@ _CONTRACTS = (
             "window": "positions seen, its own included; None: all",
         },
         "tokenspeed_kernels.reference.attention:attention",
-        "tokenspeed_testing.attention:make_scene",
+        "tokenspeed_testing.attention:make_fixture",
         DOTS,
     ),
     OpContract(

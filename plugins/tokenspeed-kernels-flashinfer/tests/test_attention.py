@@ -20,12 +20,12 @@ from tokenspeed_kernels_flashinfer import ATTENTION, attention, compiled
 from tokenspeed_kernels_flashinfer.cascade import shared_blocks
 from tokenspeed_kernels_flashinfer.options import FlashInferOptions
 from tokenspeed_testing.attention import (
+    Fixture,
     Rows,
-    Scene,
     attend,
     check_attention,
     limits_of,
-    make_scene,
+    make_fixture,
 )
 from tokenspeed_testing.signatures import held_to, kept, library_of, parsed, read
 from torch import Tensor
@@ -237,7 +237,7 @@ def test_over_a_class_that_computes_the_definition_the_backend_conforms() -> Non
     assert check_attention(small, torch.device("cpu")) > 20
 
 
-def without_host(scene: Scene) -> Scene:
+def without_host(scene: Fixture) -> Fixture:
     """Return a scene as a captured step sees it."""
     return replace(scene, step=replace(scene.step, host_query_start=None, host_seq_lens=None))
 
@@ -246,7 +246,7 @@ def without_host(scene: Scene) -> Scene:
 def test_keys_that_all_rows_share_are_attended_to_once_and_by_rows_that_have_them(
     stand_in: type[Wrapper],
 ) -> None:
-    scene = make_scene(HALVES, SHARING, torch.device("cpu"), seed=0)
+    scene = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
     kernel = ATTENTION[-1].factory()(HALVES, limits_of(scene), torch.device("cpu"))
     found = attend(kernel, without_host(scene))
     own, common = stand_in.made
@@ -258,7 +258,7 @@ def test_keys_that_all_rows_share_are_attended_to_once_and_by_rows_that_have_the
 
 @ON_CPU
 def test_the_option_reads_all_keys_for_every_row(stand_in: type[Wrapper]) -> None:
-    scene = make_scene(HALVES, SHARING, torch.device("cpu"), seed=0)
+    scene = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
     factory = ATTENTION[-1].factory(FlashInferOptions(shared_prefix=False))
     attend(factory(HALVES, limits_of(scene), torch.device("cpu")), scene)
     (own,) = stand_in.made
@@ -271,7 +271,7 @@ def test_a_captured_step_is_planned_again_at_the_same_addresses_for_other_length
 ) -> None:
     problem = replace(HALVES, phase="prefill")
     scenes = [
-        make_scene(problem, rows, torch.device("cpu"), seed=seed, max_len=256)
+        make_fixture(problem, rows, torch.device("cpu"), seed=seed, max_len=256)
         for seed, rows in enumerate((Rows((9, 5, 2), (20, 5, 40)), Rows((1, 12, 3), (200, 90, 3))))
     ]
     kernel = ATTENTION[-1].factory()(problem, limits_of(scenes[0]), torch.device("cpu"))
@@ -286,7 +286,7 @@ def test_a_captured_step_is_planned_again_at_the_same_addresses_for_other_length
 @ON_CPU
 def test_padding_tokens_of_a_captured_step_get_zeros(stand_in: type[Wrapper]) -> None:
     problem = replace(HALVES, phase="prefill")
-    scene = without_host(make_scene(problem, Rows((9, 5), (20, 5)), torch.device("cpu"), seed=0))
+    scene = without_host(make_fixture(problem, Rows((9, 5), (20, 5)), torch.device("cpu"), seed=0))
     kernel = ATTENTION[-1].factory()(problem, limits_of(scene), torch.device("cpu"))
     scene.step.query_start.copy_(torch.tensor([0, 9, 9], dtype=torch.int32))
     scene.step.seq_lens[1] = 0

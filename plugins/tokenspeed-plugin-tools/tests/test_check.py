@@ -260,7 +260,7 @@ def test_a_descriptor_of_the_wrong_type_fails_with_what_was_found_and_what_is_ne
 ) -> None:
     status, verdicts = checked("X = 1\n", group=kind, value="acme:X [api1]")
     assert status == 1
-    assert verdicts["its entries load"]["verdict"] == "failed"
+    assert verdicts["entries load"]["verdict"] == "failed"
     assert failures(verdicts).startswith(f"{kind} acme: ")
     assert said in failures(verdicts)
 
@@ -276,4 +276,4 @@ def test_a_descriptor_of_the_wrong_type_fails_with_what_was_found_and_what_is_ne
 def test_among_several_kernels_each_must_be_one(checked: Any, value: str, said: str) -> None:
     status, verdicts = checked(f"X = {value}\n", group="kernels.attention", value="acme:X [api1]")
     assert status == 1
-    assert said in verdicts["its entries load"]["detail"]
+    assert said in verdicts["entries load"]["detail"]

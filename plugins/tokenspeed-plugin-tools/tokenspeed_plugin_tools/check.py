@@ -66,7 +66,7 @@ def check(
 def summary(distribution: str, status: int, verdicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the report on a distribution. `passed` speaks of what was run, `is_complete` says whether that is all."""
     not_run = [
-        {"subject": each["subject"], "num_cells": each["num_cells_not_run"], "needs": each["needs"]}
+        {"subject": each["subject"], "num_cells": each["num_cases_not_run"], "needs": each["needs"]}
         for each in verdicts
         if each["needs"]
     ]

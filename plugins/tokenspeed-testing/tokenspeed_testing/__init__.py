@@ -1,5 +1,5 @@
-"""The conformance kit, for the authors of plugins. Its modules import torch where they need it; the core does not.
+"""Conformance kit for plugin authors, and the fakes that the project's own tests use.
 
-`distribution`, `kernel`, `model`, `parser` and `policy` have a class each to inherit, whose questions are tests;
-`verdicts` asks them of what is installed. The other modules are what these are made of.
+`distribution`, `kernel`, `model`, `parser` and `policy` each have a class to inherit, whose methods
+are tests. `report` runs them on an installed distribution.
 """

@@ -1,4 +1,4 @@
-"""`python -m tokenspeed_testing DISTRIBUTION`: its verdicts, a JSON object a line."""
+"""`python -m tokenspeed_testing DISTRIBUTION` runs all checks and prints one JSON object per line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from tokenspeed_testing.report import verdicts
+from tokenspeed_testing.report import run_checks
 
 if __name__ == "__main__":
-    for verdict in verdicts(sys.argv[1]):
+    for verdict in run_checks(sys.argv[1]):
         print(json.dumps(asdict(verdict)), flush=True)

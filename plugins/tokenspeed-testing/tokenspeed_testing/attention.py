@@ -1,4 +1,4 @@
-"""The conformance of attention backends: generated steps over a poisoned arena, against the formula itself."""
+"""Conformance of attention backends: generated steps over a poisoned cache, against the definition."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tokenspeed_core.api.attention import (
 )
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import common_ops
-from tokenspeed_testing.canaries import guarded
+from tokenspeed_testing.canaries import with_canaries
 from tokenspeed_testing.conformance import labelled
-from tokenspeed_testing.fixtures import Rows, Scene, limits_of, make_scene
+from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture
 from tokenspeed_testing.host_syncs import nothing_waits
 from tokenspeed_testing.replays import replays
 from tokenspeed_testing.shapes import kv_dtypes
 
 __all__ = [
     "Rows",
-    "Scene",
+    "Fixture",
     "attend",
     "attends",
     "attends_once",
@@ -35,7 +35,7 @@ __all__ = [
     "compare",
     "ignores_other_rows",
     "limits_of",
-    "make_scene",
+    "make_fixture",
     "never_waits",
     "serves_layers_and_steps",
 ]
@@ -60,7 +60,7 @@ PADDED_ROWS = Rows((1, 1, 1, 1), (33, 90, 0, 0))
 
 
 def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
-    """Yield declared problems: each dtype, head size, block size, grouping and window with some of the others."""
+    """Yield declared problems that cover each dtype, head size, block size, grouping and window."""
     capability = spec.capability
     sizes = capability.head_sizes or (64, 32, 96, 128)
     blocks = capability.block_sizes or (16, 64, 32, 8)
@@ -90,21 +90,22 @@ def attention_problems(spec: KernelSpec) -> Iterator[AttentionProblem]:
 def check_attention(
     spec: KernelSpec, device: torch.device, *, cases: Iterable[AttentionProblem] | None = None
 ) -> int:
-    """Run a backend over steps of every kind and return their number. Raises AssertionError naming the case.
+    """Run a backend on steps of every kind and return their number. Raises AssertionError naming
+    the case.
 
-    On a device with graphs they are replayed, too, where it claims that; these runs are not counted.
+    On a GPU, CUDA graph replays run too if the backend declares graph_safe; they are not counted.
     """
     factory: AttentionFactory = spec.factory()
     runs = 0
     for problem in attention_problems(spec) if cases is None else cases:
         kinds = DECODE_ROWS if problem.phase == "decode" else PREFILL_ROWS
         for index, rows in enumerate((*kinds, PADDED_ROWS)):
-            scene = make_scene(problem, rows, device, seed=index)
-            kernel = factory(problem, limits_of(scene), device)
-            attends(kernel, problem, scene, rows)
+            fixture = make_fixture(problem, rows, device, seed=index)
+            kernel = factory(problem, limits_of(fixture), device)
+            attends(kernel, problem, fixture, rows)
             if index == 0:  # a step whose lengths the host does not know exactly
-                step = replace(scene.step, host_query_start=None, host_seq_lens=None)
-                attends(kernel, problem, replace(scene, step=step), rows)
+                step = replace(fixture.step, host_query_start=None, host_seq_lens=None)
+                attends(kernel, problem, replace(fixture, step=step), rows)
             runs += 1
         serves_layers_and_steps(factory, problem, device, kinds[1:3])
         if "graph_safe" in spec.capability.features and device.type == "cuda":
@@ -112,30 +113,32 @@ def check_attention(
     return runs
 
 
-def attends(kernel: AttentionKernel, problem: AttentionProblem, scene: Scene, rows: Rows) -> None:
-    """Compare a backend with the formula on a scene, its output poisoned before; and all else with before."""
-    given, guards = guarded(
+def attends(
+    kernel: AttentionKernel, problem: AttentionProblem, fixture: Fixture, rows: Rows
+) -> None:
+    """Compare a backend with the definition on a step, with a poisoned output and guarded inputs."""
+    given, canaries = with_canaries(
         {
-            "q": scene.q,
-            "k_cache": scene.k_cache,
-            "v_cache": scene.v_cache,
-            "out": _unwritten(scene.q),
+            "q": fixture.q,
+            "k_cache": fixture.k_cache,
+            "v_cache": fixture.v_cache,
+            "out": _unwritten(fixture.q),
             **{
-                name: getattr(scene.step, name)
+                name: getattr(fixture.step, name)
                 for name in ("query_start", "seq_lens", "block_table")
             },
         }
     )
     q, k_cache, v_cache, found = (given.pop(name) for name in ("q", "k_cache", "v_cache", "out"))
-    kernel.prepare(replace(scene.step, **given))
+    kernel.prepare(replace(fixture.step, **given))
     kernel.forward(q, k_cache, v_cache, found)
-    for guard in guards:
-        guard.check(f"{problem}, {rows}", ("out",))
+    for canary in canaries:
+        canary.check(f"{problem}, {rows}", ("out",))
     num_real = sum(n for n, length in zip(rows.num_queries, rows.seq_lens, strict=True) if length)
     assert not found[: sum(rows.num_queries)].isnan().any(), (
         f"{problem}, {rows}: NaN, or unwritten rows"
     )
-    compare(f"{problem}, {rows}", problem, found[:num_real], scene.expected[:num_real])
+    compare(f"{problem}, {rows}", problem, found[:num_real], fixture.expected[:num_real])
 
 
 def serves_layers_and_steps(
@@ -144,21 +147,22 @@ def serves_layers_and_steps(
     device: torch.device,
     kinds: Iterable[Rows],
 ) -> None:
-    """Give one backend several steps in turn, each of two layers, and compare with backends that see one layer alone.
+    """Run several steps of two layers each on one backend, and compare with a new backend per
+    layer.
 
-    The queries of the second layer are those of the first in another order.
+    The second layer has the first layer's queries in reverse order.
     """
-    scenes = [make_scene(problem, rows, device, seed=seed) for seed, rows in enumerate(kinds)]
+    fixtures = [make_fixture(problem, rows, device, seed=seed) for seed, rows in enumerate(kinds)]
     limits = AttentionLimits(
         **{
-            each.name: max(getattr(limits_of(scene), each.name) for scene in scenes)
+            each.name: max(getattr(limits_of(fixture), each.name) for fixture in fixtures)
             for each in fields(AttentionLimits)
         }
     )
     kernel = factory(problem, limits, device)
     steps = []
-    for scene in scenes:
-        layers = (scene, replace(scene, q=scene.q.flip(0)))
+    for fixture in fixtures:
+        layers = (fixture, replace(fixture, q=fixture.q.flip(0)))
         steps.append(
             [(layer, attend(factory(problem, limits_of(layer), device), layer)) for layer in layers]
         )
@@ -173,31 +177,31 @@ def serves_layers_and_steps(
             )
 
 
-def attend(kernel: AttentionKernel, scene: Scene) -> Tensor:
-    """Prepare and run one layer over a scene, into NaN; return the output."""
-    out = _unwritten(scene.q)
-    kernel.prepare(scene.step)
-    kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
+def attend(kernel: AttentionKernel, fixture: Fixture) -> Tensor:
+    """Prepare and run one layer into an output of NaN; return the output."""
+    out = _unwritten(fixture.q)
+    kernel.prepare(fixture.step)
+    kernel.forward(fixture.q, fixture.k_cache, fixture.v_cache, out)
     return out
 
 
 def attends_once(
     factory: AttentionFactory, problem: AttentionProblem, device: torch.device, rows: Rows
 ) -> None:
-    """Build a backend for a problem and compare one step with the formula."""
-    scene = make_scene(problem, rows, device, seed=0)
-    attends(factory(problem, limits_of(scene), device), problem, scene, rows)
+    """Build a backend for a problem and compare one step with the definition."""
+    fixture = make_fixture(problem, rows, device, seed=0)
+    attends(factory(problem, limits_of(fixture), device), problem, fixture, rows)
 
 
 def ignores_other_rows(
     factory: AttentionFactory, problem: AttentionProblem, device: torch.device
 ) -> None:
-    """Compare the bits of some of a step's rows with those that they have alone, and all with those of a second run."""
+    """Check that rows have the same bits alone, among others, and in a second run."""
     rows = _MANY_DECODES if problem.phase == "decode" else _MANY_PROMPTS
-    scene = make_scene(problem, rows, device, seed=0)
-    step = scene.step
-    kernel = factory(problem, limits_of(scene), device)
-    together, again = attend(kernel, scene), attend(kernel, scene)
+    fixture = make_fixture(problem, rows, device, seed=0)
+    step = fixture.step
+    kernel = factory(problem, limits_of(fixture), device)
+    together, again = attend(kernel, fixture), attend(kernel, fixture)
     assert torch.equal(together, again), f"{problem}: the same step gave other bits the second time"
     edges = tuple(pairwise(step.host_query_start or ()))
     for row in (0, 1, len(edges) - 1):
@@ -215,18 +219,18 @@ def ignores_other_rows(
             host_query_start=(0, num),
             host_seq_lens=(length,),
         )
-        single = attend(kernel, replace(scene, step=alone, q=scene.q[first:last]))
+        single = attend(kernel, replace(fixture, step=alone, q=fixture.q[first:last]))
         assert torch.equal(together[first:last], single), f"{problem}: a row depends on the others"
 
 
 def never_waits(factory: AttentionFactory, problem: AttentionProblem, device: torch.device) -> None:
-    """Watch a layer on the CPU for what would wait for a device; a step's preparation may."""
+    """Check on the CPU that `forward` does nothing that would synchronize with a device."""
     rows = DECODE_ROWS[2] if problem.phase == "decode" else PREFILL_ROWS[1]
-    scene = make_scene(problem, rows, device, seed=0)
-    kernel = factory(problem, limits_of(scene), device)
-    kernel.prepare(scene.step)
+    fixture = make_fixture(problem, rows, device, seed=0)
+    kernel = factory(problem, limits_of(fixture), device)
+    kernel.prepare(fixture.step)
     with nothing_waits(str(problem)):
-        kernel.forward(scene.q, scene.k_cache, scene.v_cache, _unwritten(scene.q))
+        kernel.forward(fixture.q, fixture.k_cache, fixture.v_cache, _unwritten(fixture.q))
 
 
 def _unwritten(q: Tensor) -> Tensor:

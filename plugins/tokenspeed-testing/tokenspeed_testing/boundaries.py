@@ -1,7 +1,7 @@
-"""Problems at the edges of what a spec leaves open: a kernel that has a bound there, and does not say so, shows it.
+"""Problems at the boundaries of what a spec leaves open.
 
-What a spec does not bound it claims. Which values mean anything for an op, its own inputs and reference tell: what
-these refuse is no problem of the op.
+A spec claims every value that it does not exclude. A value has a meaning if the op's input
+generator and reference accept it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from tokenspeed_core.api.kernels import Capability, KernelSpec
 from tokenspeed_core.api.ops import OpContract, Problem
 from tokenspeed_core.kernels.select import problem_refusals
-from tokenspeed_testing.cases import LARGEST, cells, is_sensible
+from tokenspeed_testing.cases import LARGEST, cases, is_sensible
 
 _SIZES = (1, 3, 17, 257, LARGEST + 1)
 _LARGE = {"vocab_size": (262_145,)}  # what is larger in the field than other axes are
@@ -27,9 +27,9 @@ _EIGHT_BITS = (
 )
 
 
-def edges(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:
-    """Yield problems that a spec does not exclude, each unlike a declared one in one axis that it leaves open."""
-    inside = next(cells(spec, contract, pairs_only=True), None)
+def boundary_cases(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:
+    """Yield problems that a spec does not exclude, each with one unusual value on an open axis."""
+    inside = next(cases(spec, contract, pairs_only=True), None)
     if inside is None:
         return
     for changed in _changes(spec.capability, contract, inside):
@@ -45,7 +45,7 @@ def edges(spec: KernelSpec, contract: OpContract) -> Iterator[Problem]:
 
 
 def _open_axes(capability: Capability, axes: Iterable[str]) -> list[str]:
-    """Return those of an op's axes that a capability bounds by nothing."""
+    """Return the axes that a capability does not bound."""
     named = {
         "kv_dtype": capability.kv_dtypes,
         "head_size": capability.head_sizes,

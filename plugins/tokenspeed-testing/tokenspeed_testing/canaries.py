@@ -1,4 +1,4 @@
-"""Memory around a kernel's arguments: a kernel may not write there, and what it reads there may not matter."""
+"""Canary memory around a kernel's arguments, to detect writes and reads outside of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _GUARD = 1024  # bytes before and after what is copied, which keep its alignment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guard:
-    """A stretch of memory that some arguments are in: its bytes, those it had, and by argument which it covers."""
+class Canary:
+    """Memory that holds some arguments: its bytes, their former values, and the elements of each
+    argument.
+    """
 
     memory: Tensor  # uint8 [elements, bytes of one]
     before: Tensor
     covered: Mapping[str, Tensor]  # bool [elements]
 
     def check(self, case: str, mutates: Collection[str]) -> None:
-        """Raise AssertionError, naming what was written to, where a byte changed that `mutates` does not cover."""
+        """Raise AssertionError if a byte outside the arguments in `mutates` changed."""
         changed = (self.memory != self.before).any(dim=1)
         for name, mask in self.covered.items():
             assert name in mutates or not changed[mask].any(), f"{case}: it wrote into {name}"
@@ -29,31 +31,32 @@ class Guard:
         assert not changed.any(), f"{case}: it wrote beyond {' and '.join(self.covered)}"
 
 
-def guarded(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Guard, ...]]:
-    """Return arguments of the same values and strides in longer memory, with the guards of that.
+def with_canaries(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Canary, ...]]:
+    """Return the arguments in larger memory with the same values and strides, and the canaries.
 
-    All that no argument covers is NaN, and of integers the largest. Those that share memory share it again.
+    Memory outside the arguments is NaN, or the largest integer. Arguments that share memory share
+    it again.
     """
-    given, guards = dict(arguments), []
+    given, canaries = dict(arguments), []
     shared: dict[tuple[int, torch.dtype], list[str]] = {}
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.numel():
             shared.setdefault((value.untyped_storage().data_ptr(), value.dtype), []).append(name)
     for names in shared.values():
-        views, guard = _moved({name: arguments[name] for name in names})
+        views, canary = _moved({name: arguments[name] for name in names})
         given |= views
-        guards.append(guard)
-    return given, tuple(guards)
+        canaries.append(canary)
+    return given, tuple(canaries)
 
 
 def is_shared(one: Tensor, other: Any) -> bool:
-    """Say whether two tensors are in the same memory; nothing is where there are no elements."""
+    """Return whether two tensors share memory."""
     has_both = isinstance(other, Tensor) and one.numel() and other.numel()
     return bool(has_both and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
 
 
-def _moved(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Guard]:
-    """Copy tensors of one type and one stretch of memory to the middle of a longer one."""
+def _moved(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Canary]:
+    """Copy tensors of one dtype and storage into the middle of larger memory."""
     first = next(iter(tensors.values()))
     size = first.element_size()
     old = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
@@ -74,7 +77,7 @@ def _moved(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Guard]:
         name: memory.as_strided(each.shape, each.stride(), each.storage_offset() + room)
         for name, each in tensors.items()
     }
-    return views, Guard(raw, raw.clone(), covered)
+    return views, Canary(raw, raw.clone(), covered)
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -1,6 +1,6 @@
-"""The cells of what a kernel declares: which problems it promises to compute, and the nearest ones it must refuse.
+"""The problems that a kernel declares, and the nearest ones that it must refuse.
 
-On a CPU every pair of declared values occurs in some problem; on a device, where runs are cheap, every combination.
+On a CPU every pair of declared values occurs in some problem; on a GPU every combination.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _HEAD_SIZES, _BLOCK_SIZES, _WINDOW = (64, 32, 96, 128), (16, 64, 32, 8), 20
 
 
 class NotRun(SkipTest):
-    """Declared cells that this machine cannot run: how many, and in words what they need."""
+    """Declared cases that this machine cannot run: their number, and what they need."""
 
-    def __init__(self, num_cells: int, needs: str) -> None:
-        """Say both."""
-        super().__init__(f"{num_cells} cells need {needs}")
-        self.num_cells, self.needs = num_cells, needs
+    def __init__(self, num_cases: int, needs: str) -> None:
+        """Store both."""
+        super().__init__(f"{num_cases} cells need {needs}")
+        self.num_cases, self.needs = num_cases, needs
 
 
-def cells(spec: KernelSpec, contract: OpContract, *, pairs_only: bool) -> Iterator[Problem]:
-    """Yield declared problems, each once: every pair of declared values, or every combination of them."""
+def cases(spec: KernelSpec, contract: OpContract, *, pairs_only: bool) -> Iterator[Problem]:
+    """Yield declared problems once each: every pair of declared values, or every combination."""
     axes = _attention_axes(spec) if contract.name == "attention" else _axes(spec, contract)
     seen: list[Problem] = []
     for chosen in covering(axes) if pairs_only else _combinations(axes):
@@ -49,7 +49,7 @@ def cells(spec: KernelSpec, contract: OpContract, *, pairs_only: bool) -> Iterat
 
 
 def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield choices of a value for each axis until every pair of values of two axes has occurred together."""
+    """Yield choices of a value per axis until every pair of values occurred together."""
     index = {axis: range(len(values)) for axis, values in axes.items()}
     left = {
         ((a, i), (b, j)) for a, b in combinations(axes, 2) for i in index[a] for j in index[b]
@@ -66,11 +66,11 @@ def covering(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Problem]]:
-    """Yield (what is beyond, a problem that differs from a declared one in just that), for every bound.
+    """Yield (the axis and value, a problem that exceeds one limit), for every limit.
 
-    Raises AssertionError for a limit on an axis that the op does not have: it would never refuse anything.
+    Raises AssertionError for a limit on an axis that the op does not have.
     """
-    inside = next(cells(spec, contract, pairs_only=True), None)
+    inside = next(cases(spec, contract, pairs_only=True), None)
     assert inside is not None, (
         f"{spec.backend} declares no problem of op {spec.op!r} that the kit can make"
     )
@@ -100,7 +100,7 @@ def beyond(spec: KernelSpec, contract: OpContract) -> Iterator[tuple[str, Proble
 
 
 def outside(limit: AxisLimit) -> Iterator[int]:
-    """Yield a value just beyond each bound of a limit."""
+    """Yield a value just beyond each end of a limit."""
     step = limit.multiple_of
     lowest = -(-limit.minimum // step) * step
     if lowest - step > 0:
@@ -112,7 +112,7 @@ def outside(limit: AxisLimit) -> Iterator[int]:
 
 
 def _axes(spec: KernelSpec, contract: OpContract) -> dict[str, list[tuple[tuple[str, Any], ...]]]:
-    """Return shapes, corners of the limits among them, and types; each choice is a set of axes with values."""
+    """Return the axes of an op with the values to try: shapes, ends of limits, dtypes."""
     shapes = [dict(shape) for shape in shapes_of(spec.op, contract)]
     corners = [
         {**shape, limit.axis: value}
@@ -154,7 +154,7 @@ def _types(spec: KernelSpec, *, has_cache: bool) -> Iterator[dict[str, str]]:
 
 
 def _inside(limit: AxisLimit) -> Iterator[int]:
-    """Yield the values in the corners of a limit, as far as they are not too large to try."""
+    """Yield the values at the ends of a limit, up to a size that is cheap to try."""
     step = limit.multiple_of
     lowest = max(step, -(-limit.minimum // step) * step)
     yield lowest
@@ -167,7 +167,7 @@ def _neighbours(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def is_sensible(problem: Problem) -> bool:
-    """Say whether a problem means anything: corners may contradict the shape that they were put into."""
+    """Return whether a problem is consistent, for example top_k <= num_experts."""
     return bool(
         problem.get("top_k", 0) <= problem.get("num_experts", problem.get("top_k", 0))
         and problem.get("rotary_size", 0) <= problem.get("head_size", problem.get("rotary_size", 0))

@@ -1,6 +1,6 @@
-"""Runs a kernel against its op's reference, over what its spec declares.
+"""Comparison of a kernel with its op's reference, over the problems that its spec declares.
 
-`check` is what a plugin's tests call, once per spec; each of the questions it asks is a function here.
+Plugins call `check` once per spec.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.api.ops import OpContract, Problem
 from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_testing.canaries import guarded, is_shared
+from tokenspeed_testing.canaries import is_shared, with_canaries
 from tokenspeed_testing.host_syncs import nothing_waits
 from tokenspeed_testing.shapes import NUM_ROWS, contract_of, problems
 
@@ -36,9 +36,9 @@ def check(
     cases: Iterable[Problem] | None = None,
     num_rows: Iterable[int] = NUM_ROWS,
 ) -> int:
-    """Ask everything of a kernel on a device and return how many runs it took.
+    """Run all comparisons of a kernel on a device and return their number.
 
-    Raises AssertionError naming the case. Attention has its own check, in `testing.attention`.
+    Raises AssertionError naming the case. Attention has its own `check_attention`.
     """
     contract = contract_of(spec) if contract is None else contract
     runs = 0
@@ -66,14 +66,14 @@ def make_inputs(
     strided: bool,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return fresh inputs for a problem; the same arguments give the same inputs."""
+    """Return inputs for a problem; the same arguments give the same inputs."""
     generator = torch.Generator().manual_seed(seed * 7919 + rows)
     inputs: dict[str, Any] = load_target(contract.inputs)(problem, rows, device, generator, strided)
     return inputs
 
 
 def run(kernel: Callable[..., Any], contract: OpContract, arguments: Arguments) -> list[Tensor]:
-    """Call a kernel; return its results and then what it mutated."""
+    """Call a kernel; return its results, then the arguments that it mutates."""
     result = kernel(*arguments.values())
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     return [*results, *(arguments[name] for name in contract.mutates)]
@@ -88,16 +88,16 @@ def agrees_with_reference(
     *,
     strided: bool,
 ) -> None:
-    """Compare a kernel, given poisoned memory, with the reference in float32; and what it may not write with before.
+    """Compare a kernel with the reference in float32, with poisoned memory around its arguments.
 
-    Around each input is poison, too. Results are in memory of their own, unless they are what the op mutates.
+    Results must not share memory with inputs, unless the op mutates them.
     """
-    given, guards = guarded(make_inputs(contract, problem, rows, device, strided=strided))
+    given, canaries = with_canaries(make_inputs(contract, problem, rows, device, strided=strided))
     case = f"{contract.name} {dict(problem)}, {rows} rows{', strided' if strided else ''}, {device}"
     with poisoned_memory():
         found = run(kernel, contract, given)
-    for guard in guards:
-        guard.check(case, contract.mutates)
+    for canary in canaries:
+        canary.check(case, contract.mutates)
     for index, name in product(range(len(found) - len(contract.mutates)), given):
         same = name not in contract.mutates and is_shared(found[index], given[name])
         assert not same, f"{case}: result {index} is in the memory of {name}"
@@ -108,7 +108,7 @@ def agrees_with_reference(
 
 
 def reference(contract: OpContract, problem: Problem, arguments: Arguments) -> list[Tensor]:
-    """Return what the op's reference gives in float32, as `run` does. It may write into what the op mutates."""
+    """Return the results of the op's reference in float32, as `run` does."""
     wide = {axis: "float32" if value in _RAISED else value for axis, value in problem.items()}
     raised = {
         name: _wide(value) if _is_raised(value) else value for name, value in arguments.items()
@@ -117,7 +117,7 @@ def reference(contract: OpContract, problem: Problem, arguments: Arguments) -> l
 
 
 def has_meaning(contract: OpContract, problem: Problem, rows: int, device: torch.device) -> bool:
-    """Say whether an op has this problem: its own inputs and reference take it."""
+    """Return whether the op's input generator and reference accept a problem."""
     try:
         reference(contract, problem, make_inputs(contract, problem, rows, device, strided=False))
     except Exception:  # whatever they raise, they refuse it
@@ -132,9 +132,9 @@ def keeps_nothing(
     rows: int,
     device: torch.device,
 ) -> None:
-    """Call a kernel twice with the same memory, which holds other values the second time.
+    """Call a kernel twice with the same memory and different values.
 
-    The second call agrees with the reference on those, and what the first gave back is as it was.
+    The second call must agree with the reference and must not change the first result.
     """
     given, other, plain = (
         make_inputs(contract, problem, rows, device, strided=False, seed=seed) for seed in (0, 1, 1)
@@ -170,7 +170,7 @@ def ignores_other_rows(
     rows: int,
     device: torch.device,
 ) -> None:
-    """Compare the bits of rows computed together with those of a few, the first and the last among them."""
+    """Check that some rows have the same bits when computed alone."""
     if any(name not in contract.rows for name in contract.mutates):
         return  # what all rows share is written, and what no row wrote is not compared
     together = run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
@@ -191,7 +191,7 @@ def repeats(
     rows: int,
     device: torch.device,
 ) -> None:
-    """Compare the bits of a few calls with equal inputs."""
+    """Check that repeated calls give the same bits."""
     first, *others = (
         run(kernel, contract, make_inputs(contract, problem, rows, device, strided=False))
         for _ in range(_NUM_CALLS)
@@ -210,7 +210,7 @@ def never_waits(
     rows: int,
     device: torch.device,
 ) -> None:
-    """Watch a call on the CPU for what would wait for a device."""
+    """Check on the CPU that a call does nothing that would synchronize with a device."""
     given = make_inputs(contract, problem, rows, device, strided=False)
     with nothing_waits(f"{contract.name} {dict(problem)}"):
         run(kernel, contract, given)
@@ -223,7 +223,9 @@ def replays(
     rows: int,
     device: torch.device,
 ) -> None:
-    """Capture a call in a CUDA graph, replay it on other inputs, and compare bits with a plain call."""
+    """Capture a call in a CUDA graph, replay it with other inputs, and compare bits with a plain
+    call.
+    """
     first, second, plain = (
         make_inputs(contract, problem, rows, device, strided=False, seed=seed) for seed in (0, 1, 1)
     )
@@ -265,7 +267,7 @@ def _agree(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Let torch fill what it allocates uninitialised with NaN (integers: their largest), its default here."""
+    """Make torch fill uninitialized allocations with NaN or the largest integer."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -278,7 +280,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def labelled(case: str) -> Callable[[str], str]:
-    """Return what puts a case before torch's account of a difference."""
+    """Return a function that puts the case before torch's message."""
     return lambda text: f"{case}: {text}"
 
 

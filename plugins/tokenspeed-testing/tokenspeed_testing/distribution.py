@@ -1,4 +1,4 @@
-"""The conformance of an installed distribution as a class to inherit; it needs no tensor library.
+"""Conformance of an installed distribution, as a class to inherit. It needs no tensor library.
 
 Subclasses set `distribution = "acme-attention"`.
 """
@@ -35,12 +35,12 @@ print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - before)
 
 
 class DistributionConformance:
-    """What is asked of any plugin distribution, whatever it provides. Subclasses set `distribution`."""
+    """Checks of any plugin distribution. Subclasses set `distribution`."""
 
     distribution: ClassVar[str]
 
-    def test_its_metadata_names_known_kinds_their_api_and_the_core_it_needs(self) -> None:
-        """Every entry is usable here, and the distribution says for which tokenspeed-core it was made."""
+    def test_metadata_is_complete(self) -> None:
+        """Every entry is usable, and the distribution declares a range of tokenspeed-core."""
         for entry in entries_of(self.distribution):
             assert entry.status in (Status.OK, Status.SHADOWED), (
                 f"{entry.kind} {entry.name}: {entry.reason}"
@@ -49,8 +49,8 @@ class DistributionConformance:
                 f"{entry.distribution} says no range of tokenspeed-core; write {core_range()!r} in its dependencies"
             )
 
-    def test_it_is_installed_once_and_says_its_version_truly(self) -> None:
-        """No second copy on the path, and `__version__`, where a package has one, is that of the metadata."""
+    def test_installed_once_with_its_version(self) -> None:
+        """The distribution is installed once, and `__version__` matches the metadata."""
         wanted = normalise(self.distribution)
         copies = importlib.metadata.distributions(name=wanted)  # others' metadata may be unreadable
         found = {(str(each.locate_file("")), each.version) for each in copies}
@@ -62,13 +62,13 @@ class DistributionConformance:
                 f"{package.name}.__version__ is {said}, and its metadata says {version}"
             )
 
-    def test_its_compiled_code_was_built_for_what_is_here(self) -> None:
-        """Its wheel's tags fit this Python and platform, and what it requires is installed in a version that fits."""
+    def test_compiled_code_fits_this_platform(self) -> None:
+        """The wheel's tags fit this Python and platform, and its requirements are installed."""
         misfit = build_misfit(self.distribution)
         assert not misfit, misfit
 
-    def test_importing_what_its_entries_name_loads_no_tensor_library_and_is_quick(self) -> None:
-        """Descriptors are imported by every process that chooses; kernels are loaded when they are chosen."""
+    def test_entry_modules_import_fast(self) -> None:
+        """Entry modules import quickly and load no tensor library."""
         for entry in entries_of(self.distribution):
             module = entry.value.partition(":")[0]
             done = subprocess.run(
@@ -89,16 +89,18 @@ class DistributionConformance:
                 f"importing {module} takes {seconds:.2f} s; at most {MAX_SECONDS} s"
             )
 
-    def test_imports_only_the_public_api_of_the_core(self) -> None:
-        """Only `tokenspeed_core.api`, `.commands` and the names that `tokenspeed_core` exports are imported."""
+    def test_imports_only_public_api(self) -> None:
+        """The distribution imports only `tokenspeed_core.api`, `.commands` and the exports of
+        `tokenspeed_core`.
+        """
         private = [
             f"{path.name}:{line}: {name}"
             for path, line, name in internal_imports(self.distribution)
         ]
         assert not private, f"imports internal names of the core: {'; '.join(private)}"
 
-    def test_its_entries_load(self) -> None:
-        """What each entry names exists, and is what its kind needs, as a KernelSpec is for kernels."""
+    def test_entries_load(self) -> None:
+        """Every entry loads and has the type that its kind requires."""
         everything = Catalog.discover(Selection(), check=False).all()
         usable = (each for each in entries_of(self.distribution) if each.status is Status.OK)
         failed = [
@@ -113,7 +115,7 @@ class DistributionConformance:
 
 
 def build_misfit(distribution: str) -> str:
-    """Return what compiled code of a distribution was built for that is not here, "" where it may be loaded."""
+    """Return why compiled code of a distribution does not fit this machine, or ""."""
     try:
         check_build(distribution)
     except ImportError as error:
@@ -122,13 +124,15 @@ def build_misfit(distribution: str) -> str:
 
 
 def core_range(version: str = tokenspeed_core.__version__) -> str:
-    """Return the range of tokenspeed-core that a new plugin declares: this minor version and the next."""
+    """Return the range of tokenspeed-core that a new plugin declares: this minor version and the
+    next.
+    """
     major, minor = version.split(".")[:2]
     return f"tokenspeed-core>={major}.{minor},<{major}.{int(minor) + 2}"
 
 
 def literal(path: Path, name: str) -> str | None:
-    """Return the text that a module assigns to a name, without importing it; None where it does not."""
+    """Return the string that a module assigns to a name, without importing it, or None."""
     if not path.is_file():
         return None
     for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""A kernel plan in a form for assertions: what was taken, what was not, and why."""
+"""A kernel plan as text for assertions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tokenspeed_core.kernels.plan import KernelPlan, PlannedOp
 
 
 def explain(plan: KernelPlan, op: str, layer: int | None = None) -> str:
-    """Return every candidate for an op or family with its reasons and what would change them, a line each.
+    """Return every candidate for an op or family with its reasons and hints, one per line.
 
-    Raises ValueError, naming the ops there are, if the plan has none of that name.
+    Raises ValueError naming the ops of the plan if there is none of that name.
     """
     found = plan.find(op, layer)
     if not found:

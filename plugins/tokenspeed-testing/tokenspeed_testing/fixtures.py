@@ -1,4 +1,4 @@
-"""Steps that attention is tried on: rows of any lengths over a poisoned arena, and what the result should be."""
+"""Attention steps with expected outputs: rows of any length over a poisoned cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NUM_LAYERS = 2  # of the arena: a block holds all layers, so caches are strided
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a step: query tokens and tokens in the cache afterwards, decodes first.
+    """The rows of a step: query tokens, and tokens in the cache after the step; decodes first.
 
-    The blocks that `num_shared` tokens fill are the same in all rows.
+    The blocks of the first `num_shared` tokens are the same in all rows.
     """
 
     num_queries: tuple[int, ...]
@@ -27,7 +27,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scene:
+class Fixture:
     """A step with its tensors, and the expected output (float32 [T, H, D])."""
 
     step: AttentionStep
@@ -37,7 +37,7 @@ class Scene:
     expected: Tensor
 
 
-def make_scene(
+def make_fixture(
     problem: AttentionProblem,
     rows: Rows,
     device: torch.device,
@@ -47,7 +47,7 @@ def make_scene(
     first_block: int = 0,
     query_scale: float = 1.0,
     last_value: float = 0.0,
-) -> Scene:
+) -> Fixture:
     """Build a step over scattered blocks.
 
     Memory that no token wrote is NaN, and table entries after a row's last block are -1. Block ids
@@ -101,7 +101,7 @@ def make_scene(
         host_query_start=starts,
         host_seq_lens=rows.seq_lens,
     )
-    return Scene(
+    return Fixture(
         step,
         wide.to(device)[:, : problem.num_heads],
         moved[:, NUM_LAYERS - 1, 0],
@@ -110,13 +110,13 @@ def make_scene(
     )
 
 
-def limits_of(scene: Scene) -> AttentionLimits:
-    """Return limits that just hold a scene."""
-    num_blocks = scene.step.block_table.shape[1]
+def limits_of(fixture: Fixture) -> AttentionLimits:
+    """Return the smallest limits that fit a fixture."""
+    num_blocks = fixture.step.block_table.shape[1]
     return AttentionLimits(
-        max_num_rows=scene.step.num_rows,
-        max_num_tokens=scene.step.num_tokens,
-        max_model_len=num_blocks * scene.k_cache.shape[1],
+        max_num_rows=fixture.step.num_rows,
+        max_num_tokens=fixture.step.num_tokens,
+        max_model_len=num_blocks * fixture.k_cache.shape[1],
         max_num_blocks=num_blocks,
     )
 

@@ -1,7 +1,7 @@
-"""What a kernel's Python asks of tensors for which a device would have to be waited, as far as a CPU can show it.
+"""Detection of host-device synchronization on the CPU.
 
-A call that waits cannot be captured in a graph. Only what goes through torch's functions is seen, not what compiled
-code does.
+A call that synchronizes cannot be captured in a CUDA graph. Only calls of torch functions are seen,
+not those of compiled code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WAITS = frozenset(
 
 @contextmanager
 def nothing_waits(case: str) -> Iterator[None]:
-    """Raise AssertionError, naming the lines, where what runs inside asks tensors for values on the host."""
+    """Raise AssertionError naming the lines that read tensor values on the host."""
     with _Watch() as watch:
         yield
     assert not watch.seen, (
@@ -55,7 +55,7 @@ def nothing_waits(case: str) -> Iterator[None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes each call that waits, with the line that it comes from."""
+    """Records each synchronizing call with its source line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _has_unknown_shape(name: str, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Say whether the values of an argument decide the shape of a result."""
+    """Return whether the shape of a result depends on tensor values."""
     if name == "where":
         return len(args) == 1 and not given
     if name == "repeat_interleave":
@@ -87,7 +87,7 @@ def _has_unknown_shape(name: str, args: Sequence[Any], given: Mapping[str, Any])
 
 
 def _line() -> str:
-    """Return the file and line outside torch that a call comes from."""
+    """Return the file and line of the caller outside torch."""
     torchs = Path(torch.__file__).parent
     frames = [
         each for each in traceback.extract_stack() if torchs not in Path(each.filename).parents

@@ -1,7 +1,7 @@
-"""Inputs for the common ops, by problem: seeded, awkwardly strided if asked, with poison where nobody reads.
+"""Input generators for the common ops.
 
-Each generator takes the problem, a number of tokens (rows), a device, a torch.Generator on the CPU and
-whether to make inputs non-contiguous; it returns the arguments of the kernel by name, in their order.
+Each takes the problem, the number of tokens (rows), a device, a torch.Generator on the CPU, and
+whether inputs are non-contiguous. It returns the kernel's arguments by name, in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from tokenspeed_core.api.ops import Problem
 def write_kv(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make k and v [T, K, D]; caches of one of two layers of an arena; distinct slots, every fifth one -1."""
+    """Make k and v [T, K, D], caches of one of two layers, and distinct KV slots; every fifth is
+    -1.
+    """
     heads, size, block = problem["num_kv_heads"], problem["head_size"], problem["block_size"]
     num_blocks = num // block + 3
     dtype = getattr(torch, problem["kv_dtype"])
@@ -42,7 +44,7 @@ def write_kv(
 def greedy(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make logits [S, V], coarse enough to have equal ones."""
+    """Make logits [S, V] with ties."""
     return {
         "logits": (random_rows(num, problem["vocab_size"], problem, at, seed, strided) * 2).round()
         / 2
@@ -52,7 +54,7 @@ def greedy(
 def sample(
     problem: Problem, num: int, at: device, seed: Generator, strided: bool
 ) -> dict[str, Any]:
-    """Make logits float32 [S, V] and every mix of filters, temperature 0 included."""
+    """Make float32 logits [S, V] and all combinations of filters, including temperature 0."""
     logits = random_rows(num, problem["vocab_size"], {"dtype": "float32"}, at, seed, strided) * 3
     row = torch.arange(num)
     return {
@@ -67,14 +69,14 @@ def sample(
 
 
 def random(shape: tuple[int, ...], problem: Problem, at: device, seed: Generator) -> Tensor:
-    """Make a normal tensor of the problem's dtype."""
+    """Make a normally distributed tensor of the problem's dtype."""
     return torch.randn(shape, generator=seed).to(getattr(torch, problem["dtype"])).to(at)
 
 
 def random_rows(
     num: int, size: int, problem: Problem, at: device, seed: Generator, strided: bool
 ) -> Tensor:
-    """Make normal rows [T, size], cut from wider ones if strided."""
+    """Make normally distributed rows [T, size], as a slice of wider rows if strided."""
     if not strided:
         return random((num, size), problem, at, seed)
     return random((num, size + 48), problem, at, seed)[:, 16 : 16 + size]

@@ -1,6 +1,6 @@
-"""The conformance of a kernel as a class to inherit: set `spec = MINE`, and its questions are tests.
+"""Conformance of a kernel, as a class to inherit: set `spec = MINE`.
 
-Each runs on every device of this machine that the spec declares, and is skipped where there is none.
+Each test runs on every declared device of this machine, and is skipped if there is none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokenspeed_core.api.ops import OpContract, Problem
 from tokenspeed_core.kernels.select import has_module
 from tokenspeed_testing import attention as of_attention
 from tokenspeed_testing import conformance
-from tokenspeed_testing.boundaries import edges
-from tokenspeed_testing.cases import NotRun, beyond, cells
+from tokenspeed_testing.boundaries import boundary_cases
+from tokenspeed_testing.cases import NotRun, beyond, cases
 from tokenspeed_testing.large_steps import check_large_steps
 from tokenspeed_testing.replays import replays
 from tokenspeed_testing.selection import DOES_NOT_LOAD, Asked
@@ -32,13 +32,13 @@ _MANY = (33, 130)  # rows of the runs in which each is to have the bits that it 
 
 
 class KernelConformance:
-    """What is asked of a kernel. Subclasses set `spec`, and `contract` where its op is not installed."""
+    """Checks of a kernel. Subclasses set `spec`, and `contract` if the op is not installed."""
 
     spec: ClassVar[KernelSpec]
     contract: ClassVar[OpContract | None] = None
 
-    def test_it_agrees_with_the_reference_in_poisoned_memory(self) -> None:
-        """Odd shapes, no rows, strided inputs; what nobody wrote is NaN; inputs stay as they were."""
+    def test_agrees_with_reference(self) -> None:
+        """Odd shapes, no rows, strided inputs, poisoned memory."""
         for device in self._devices():
             if self.spec.op == "attention":
                 assert of_attention.check_attention(self.spec, device), (
@@ -47,10 +47,10 @@ class KernelConformance:
             else:
                 conformance.check(self.spec, device, contract=self._contract())
 
-    def test_every_declared_cell_runs(self) -> None:
-        """Every pair of declared values on a CPU, every combination on a device, against the reference."""
+    def test_declared_cases_run(self) -> None:
+        """Every pair of declared values on a CPU, every combination on a GPU."""
         for device in self._devices():
-            problems = list(cells(self.spec, self._contract(), pairs_only=device.type == "cpu"))
+            problems = list(cases(self.spec, self._contract(), pairs_only=device.type == "cpu"))
             assert problems, (
                 f"{self.spec.backend} declares no problem of op {self.spec.op!r} that the kit can make"
             )
@@ -65,48 +65,50 @@ class KernelConformance:
             assert check_large_steps(self.spec, device), "the spec declares no problem of the kit"
 
     def test_many_rows_agree_with_the_reference(self) -> None:
-        """More rows than a small test has, for ops with independent rows."""
+        """More rows than the other tests have, for ops with independent rows."""
         contract = self._contract()
         if not contract.rows or {"max_rows", "min_rows"} & set(contract.axes):
             raise SkipTest("the op has no unbounded number of rows")
         for device in self._devices():
-            problem = next(cells(self.spec, contract, pairs_only=True))
+            problem = next(cases(self.spec, contract, pairs_only=True))
             kernel = self.spec.factory()(problem)
             for num_rows in _LARGE_NUM_ROWS:
                 conformance.agrees_with_reference(
                     kernel, contract, problem, num_rows, device, strided=False
                 )
 
-    def test_what_it_leaves_open_is_computed_at_its_edges(self) -> None:
-        """What a spec does not bound it claims: sizes of one, odd and large ones, any scale, a cache of eight bits."""
+    def test_open_axes_hold_at_their_boundaries(self) -> None:
+        """What a spec does not exclude it claims: sizes of one, odd and large sizes, any scale, FP8
+        caches.
+        """
         contract = self._contract()
         for device in self._devices():
-            for problem in edges(self.spec, contract):
+            for problem in boundary_cases(self.spec, contract):
                 if contract.name == "attention" or conformance.has_meaning(
                     contract, problem, _FEW, device
                 ):
                     self._computes(problem, device, "does not exclude")
 
-    def test_no_declared_cell_waits_for_another_machine(self) -> None:
-        """Skipped where this machine lacks a declared device or a library, with the number of cells that need it."""
+    def test_declared_hardware_is_present(self) -> None:
+        """Skipped if a declared device or library is missing, with the number of affected cases."""
         lacks = self._lacks()
         if lacks:
             pairs_only = self.spec.capability.platforms == ("cpu",)
-            num_cells = sum(1 for _ in cells(self.spec, self._contract(), pairs_only=pairs_only))
-            raise NotRun(num_cells, " and ".join(lacks))
+            num_cases = sum(1 for _ in cases(self.spec, self._contract(), pairs_only=pairs_only))
+            raise NotRun(num_cases, " and ".join(lacks))
 
-    def test_one_value_beyond_each_bound_is_refused(self) -> None:
-        """Asked for it by name, selection refuses the nearest problems that are not declared, and names the bound.
+    def test_values_beyond_limits_are_refused(self) -> None:
+        """Selection refuses the nearest undeclared problems, hardware and features, and names the
+        limit.
 
-        So it does other hardware and features that are not claimed; and it takes what is declared. Whether the kernel
-        computes all that its bounds let through, the cells and the edges ask.
+        It accepts what is declared.
         """
         contract, here = self._contract(), self._declared_platform()
         asked, inside = (
             Asked(self.spec, contract),
-            next(cells(self.spec, contract, pairs_only=True), None),
+            next(cases(self.spec, contract, pairs_only=True), None),
         )
-        cases = [
+        refusals = [
             (
                 "it does not declare the feature window"
                 if what.startswith("window")
@@ -117,15 +119,15 @@ class KernelConformance:
         ]
         assert inside is not None
         for feature in sorted({"graph_safe", "batch_invariant"} - self.spec.capability.features):
-            cases.append(
+            refusals.append(
                 (
                     f"it does not declare the feature {feature}",
                     asked.refusals(inside, here, frozenset({feature})),
                 )
             )
         for platform, said in self._other_platforms():
-            cases.append((said, asked.refusals(inside, platform)))
-        for said, reasons in cases:
+            refusals.append((said, asked.refusals(inside, platform)))
+        for said, reasons in refusals:
             why = "; ".join(reasons) or "nothing, and taken"
             assert any(reason.startswith(said) for reason in reasons), (
                 f"not refused because '{said} …', but for {why}"
@@ -134,12 +136,12 @@ class KernelConformance:
         left = [each for each in reasons if not (each.startswith(DOES_NOT_LOAD) and self._lacks())]
         assert not left, f"it declares {dict(inside)}, and is refused: {'; '.join(left)}"
 
-    def test_rows_do_not_depend_on_each_other_where_it_claims_so(self) -> None:
-        """Batch invariance, to the bit; and the same call gives the same bits twice."""
+    def test_batch_invariance(self) -> None:
+        """Rows have the same bits alone and among others, if declared."""
         if "batch_invariant" not in self.spec.capability.features:
             raise SkipTest("it does not claim batch_invariant")
         for device in self._devices():
-            for problem in cells(self.spec, self._contract(), pairs_only=True):
+            for problem in cases(self.spec, self._contract(), pairs_only=True):
                 if self.spec.op == "attention":
                     of_attention.ignores_other_rows(
                         self.spec.factory(), AttentionProblem(**problem), device
@@ -152,17 +154,17 @@ class KernelConformance:
                             kernel, self._contract(), problem, rows, device
                         )
 
-    def test_a_captured_call_replays_where_it_claims_so(self) -> None:
-        """CUDA graphs, captured on some inputs and replayed on others. Attention: decodes, and prompts beside them.
+    def test_cuda_graph_replay(self) -> None:
+        """A captured call replays with other inputs, if declared.
 
-        Where there is no such device, the cells are counted as not run. On a CPU calls are then watched for what would
-        wait for a device, and attention computes those steps in turn with the same buffers.
+        Without such a device the cases count as not run, and calls on the CPU are checked for
+        synchronization.
         """
         if "graph_safe" not in self.spec.capability.features:
             raise SkipTest("it does not claim graph_safe")
         if "cuda" not in self.spec.capability.platforms:
             raise SkipTest("it declares no device that has graphs")
-        problems = list(cells(self.spec, self._contract(), pairs_only=True))
+        problems = list(cases(self.spec, self._contract(), pairs_only=True))
         devices = [] if self._missing_modules() else self._here()
         for device, problem in product(devices, problems):
             if self.spec.op == "attention":
@@ -181,7 +183,7 @@ class KernelConformance:
         return self.contract or contract_of(self.spec)
 
     def _devices(self) -> list[torch.device]:
-        """Return this machine's devices that the spec declares. Raises SkipTest where there is none."""
+        """Return the declared devices of this machine. Raises SkipTest if there is none."""
         missing = self._missing_modules()
         if missing:
             raise SkipTest(
@@ -227,7 +229,7 @@ class KernelConformance:
         return (low is None or low <= found) and (high is None or found <= high)
 
     def _computes(self, problem: Problem, device: torch.device, says: str) -> None:
-        """Run a problem of which the spec says something. Raises AssertionError, whatever the kernel raises."""
+        """Run a problem. Raises AssertionError for any exception of the kernel."""
         try:
             self._runs(problem, device)
         except AssertionError:
@@ -259,7 +261,7 @@ class KernelConformance:
         )
 
     def _other_platforms(self) -> list[tuple[PlatformInfo, str]]:
-        """Return devices that are not declared, each with what a refusal of it begins with."""
+        """Return undeclared devices, each with the start of its refusal."""
         declared = self.spec.capability
         low, high = declared.min_compute_capability, declared.max_compute_capability
         beside = [(low[0] - 1, 9)] if low is not None else []
@@ -275,7 +277,7 @@ class KernelConformance:
 
 
 def _named(kind: str, low: tuple[int, int] | None, high: tuple[int, int] | None) -> str:
-    """Return a declared device in words, such as "a device sm100 to sm103"."""
+    """Return a declared device as text, such as "a device sm100 to sm103"."""
     if kind == "cpu" or (low is None and high is None):
         return f"a device {kind}"
     first, last = ("" if bound is None else f"sm{bound[0]}{bound[1]}" for bound in (low, high))

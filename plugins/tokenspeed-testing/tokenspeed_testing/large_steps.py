@@ -16,7 +16,7 @@ from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_core.kernels.select import problem_refusals
 from tokenspeed_testing.attention import attend, attention_problems, compare
-from tokenspeed_testing.fixtures import Rows, limits_of, make_scene
+from tokenspeed_testing.fixtures import Rows, limits_of, make_fixture
 
 HIGH_BLOCK = 5000  # the first block id of a step with high ids
 
@@ -57,7 +57,7 @@ def check_large_steps(spec: KernelSpec, device: torch.device) -> int:
     num_steps = 0
     for problem in large_problems(spec):
         for step in DECODES if problem.phase == "decode" else CHUNKS:
-            scene = make_scene(
+            fixture = make_fixture(
                 problem,
                 step.rows,
                 device,
@@ -66,8 +66,8 @@ def check_large_steps(spec: KernelSpec, device: torch.device) -> int:
                 query_scale=step.query_scale,
                 last_value=step.last_value,
             )
-            found = attend(factory(problem, limits_of(scene), device), scene)
-            compare(f"{step.name}: {problem}", problem, found, scene.expected)
+            found = attend(factory(problem, limits_of(fixture), device), fixture)
+            compare(f"{step.name}: {problem}", problem, found, fixture.expected)
             num_steps += 1
     return num_steps
 

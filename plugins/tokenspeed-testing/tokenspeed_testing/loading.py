@@ -1,7 +1,4 @@
-"""What a start says of an entry, asked of the loaders that the start itself uses.
-
-What is loaded on demand alone, such as a policy, is held to what its kind needs.
-"""
+"""Loading of entries as a server start does it."""
 
 from __future__ import annotations
 
@@ -35,9 +32,10 @@ _CALLED = ("commands", "locks", "policies")
 
 
 def judged(entry: Entry, entries: Sequence[Entry]) -> Entry:
-    """Load an entry, and return it with what is known then: `failed`, with the reason, where a start leaves it out.
+    """Load an entry, and return it with status `failed` and the reason if a start would leave it
+    out.
 
-    `entries` are all that are installed, in the catalog's order: of these, the ops are loaded too where it needs them.
+    `entries` are all installed entries, in the catalog's order.
     """
     catalog = _beside_ops(entry, entries)
     if entry.kind.startswith(KERNELS_PREFIX):
@@ -54,7 +52,7 @@ def judged(entry: Entry, entries: Sequence[Entry]) -> Entry:
 
 
 def kernel_failures(entry: Entry, entries: Sequence[Entry]) -> Iterator[str]:
-    """Import the kernels of an entry that selection may take on this machine, and their options; yield what fails."""
+    """Import the kernels of an entry that may run on this machine; yield the failures."""
     for kernel in installed_kernels(_beside_ops(entry, entries)):
         spec = kernel.spec
         if all(map(has_module, spec.requires)) and _may_run_here(spec.capability):
@@ -67,7 +65,7 @@ def kernel_failures(entry: Entry, entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def _beside_ops(entry: Entry, entries: Sequence[Entry]) -> Catalog:
-    """Return a catalog of an entry, and of the ops that it may compute or whose names it may take."""
+    """Return a catalog of an entry and the ops that it may need."""
     alone = replace(entry, status=Status.OK, reason="")  # a clash may be settled where it was asked
     if entry.kind != "ops" and not entry.kind.startswith(KERNELS_PREFIX):
         return Catalog([alone])
@@ -86,7 +84,7 @@ def _load_on_demand(entry: Entry, catalog: Catalog) -> None:
 
 
 def _may_run_here(capability: Capability) -> bool:
-    """Say whether this machine has a device that a kernel declares; what there is besides a CPU, the runner tells."""
+    """Return whether this machine has a device that a kernel declares."""
     if "cpu" in capability.platforms:
         return True
     if not has_module("torch"):

@@ -1,6 +1,7 @@
-"""The conformance of a model family as a class to inherit: a small configuration, and random weights.
+"""Conformance of a model family, as a class to inherit: a small configuration with random weights.
 
-Subclasses set `spec = MINE` and `config = {"architectures": ["MineForCausalLM"], "hidden_size": 64, ...}`.
+Subclasses set `spec = MINE` and `config = {"architectures": ["MineForCausalLM"], "hidden_size": 64,
+...}`.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ BLOCK_SIZE, MAX_TOKENS, NUM_NEW = 4, 96, 6
 
 
 class ModelConformance:
-    """What is asked of a family. Subclasses set `spec` and `config`; the family must be installed."""
+    """Checks of a family. Subclasses set `spec` and `config`; the family must be installed."""
 
     spec: ClassVar[ModelSpec]
     config: ClassVar[Mapping[str, Any]]
 
-    def test_its_description_is_that_of_the_architecture(self) -> None:
-        """`describe` answers from config.json alone."""
+    def test_description_matches_the_architecture(self) -> None:
+        """`describe` needs only config.json."""
         info = self._describe(self.config)
         assert isinstance(info, ModelInfo)
         assert info.architecture == self.spec.architecture
         assert info.cache_groups, "a family names what each sequence keeps"
 
-    def test_a_configuration_without_its_keys_is_refused_by_name(self) -> None:
-        """`describe` raises ValueError that names the key which is missing."""
+    def test_missing_keys_are_named(self) -> None:
+        """`describe` raises ValueError naming a missing key."""
         needed = [key for key in self.config if not self._is_described_without(key)]
         assert needed, "no key of the configuration is needed"
 
-    def test_tokens_do_not_depend_on_how_a_prompt_is_cut_nor_on_other_rows(self) -> None:
-        """Greedy tokens of a prompt computed whole and alone are those of one in chunks, beside another."""
+    def test_chunks_and_other_rows_do_not_change_tokens(self) -> None:
+        """Greedy tokens of a prompt are the same whole and in chunks, alone and among others."""
         prompt, other = list(range(3, 20)), [7, 7, 5]
         alone = self._generate({"a": prompt}, [{"a": len(prompt)}])
         cut = self._generate({"a": prompt, "b": other}, [{"a": 5}, {"a": 7, "b": 3}, {"a": 5}])

@@ -1,4 +1,5 @@
-"""The conformance of a parser of replies as a class to inherit: its example and texts made of it, cut in every way.
+"""Conformance of a reply parser, as a class to inherit. It feeds the spec's example in every
+possible cut.
 
 Subclasses set `spec = MINE`, and `kind = "tool_parsers"` or `"reasoning_parsers"`.
 """
@@ -43,21 +44,21 @@ Parts = Sequence[tuple[str, str]]  # (kind, text), neighbours of a kind joined
 
 
 class ParserConformance:
-    """What is asked of a parser, whichever of the two kinds it is."""
+    """Checks of a parser of either kind."""
 
     spec: ClassVar[ParserSpec]
     kind: ClassVar[str]
 
-    def test_it_makes_a_parser_for_each_reply(self) -> None:
-        """What `load` names makes a ReplyParser, and what one reads is no other's."""
+    def test_each_reply_has_its_own_parser(self) -> None:
+        """`load` names a factory of independent ReplyParser objects."""
         one, other = self.spec.make(CONTEXT), self.spec.make(CONTEXT)
         assert isinstance(one, ReplyParser)
         events = [*one.feed(self.spec.example or "a")]
         assert joined([*other.feed("b"), *other.finish()]) == self._read("b")
         assert joined([*events, *one.finish()]) == self._read(self.spec.example or "a")
 
-    def test_it_finds_in_its_example_what_was_put_there(self) -> None:
-        """The call of `get_weather` with the city of Paris, or the thought and the answer."""
+    def test_example_is_parsed(self) -> None:
+        """The example contains the call of `get_weather` for Paris, or the thought and the answer."""
         if not self.spec.example:
             raise SkipTest("it has no example: it finds nothing")
         parts = self._read(self.spec.example)
@@ -68,13 +69,15 @@ class ParserConformance:
         else:
             assert parts == [("reasoning", THOUGHT), ("content", ANSWER)], parts
 
-    def test_however_a_reply_is_cut_the_result_is_the_same(self) -> None:
-        """The example and whatever is made of it: whole, in characters, in two, and anyhow."""
+    def test_result_does_not_depend_on_cuts(self) -> None:
+        """The example and texts made from it: whole, by character, in two parts, and at random."""
         for text, deltas in cuts(self.spec.example):
             assert self._read(*deltas) == self._read(text), f"{deltas} are not read as {text!r} is"
 
-    def test_events_are_in_order_and_never_empty(self) -> None:
-        """Arguments follow a call; calls are for tool parsers, reasoning for the others."""
+    def test_events_are_ordered_and_not_empty(self) -> None:
+        """Arguments follow a call. Only tool parsers emit calls, only reasoning parsers emit
+        reasoning.
+        """
         known = (
             {"content", "call", "arguments"}
             if self.kind == "tool_parsers"
@@ -89,8 +92,8 @@ class ParserConformance:
                 )
                 before = event.kind
 
-    def test_what_is_no_reasoning_and_no_call_stays_as_it_is(self) -> None:
-        """Plain text comes through to the letter; so does whatever has no call. Nothing is made up."""
+    def test_other_text_is_unchanged(self) -> None:
+        """Text without calls and reasoning passes through unchanged."""
         for text in PLAIN:
             assert "".join(said for _, said in self._read(text)) == text
         for text, _ in cuts(self.spec.example):
@@ -100,8 +103,8 @@ class ParserConformance:
                 assert content == text
             assert is_within(content, text), f"{content!r} is not all in {text!r}"
 
-    def test_a_reply_that_ends_in_the_middle_loses_nothing(self) -> None:
-        """Of a reply that was cut off, a mark may go, as of the whole one; a call has the arguments so far."""
+    def test_truncated_reply_loses_nothing(self) -> None:
+        """A truncated reply loses at most a marker; a call has the arguments so far."""
         example = self.spec.example
         whole = self._read(example) if example else []
         num_marks = len(example) - sum(len(said) for _, said in whole)
@@ -124,7 +127,7 @@ class ParserConformance:
 def read(
     spec: ParserSpec, deltas: Sequence[str], context: ParserContext = CONTEXT
 ) -> Iterator[ReplyEvent]:
-    """Yield the events of a reply that comes in deltas."""
+    """Yield the events of a reply given in deltas."""
     parser = spec.make(context)
     for delta in deltas:
         yield from parser.feed(delta)
@@ -132,7 +135,7 @@ def read(
 
 
 def joined(events: Sequence[ReplyEvent] | Iterator[ReplyEvent]) -> Parts:
-    """Return what events say, however they are cut."""
+    """Return the content of events, independent of cuts."""
     parts: list[tuple[str, str]] = []
     for event in events:
         if parts and parts[-1][0] == event.kind != "call":
@@ -143,7 +146,9 @@ def joined(events: Sequence[ReplyEvent] | Iterator[ReplyEvent]) -> Parts:
 
 
 def cuts(example: str, num: int = NUM_TEXTS) -> Iterator[tuple[str, list[str]]]:
-    """Yield (text, its deltas): the example in each way in two, then it and shuffles of it, anyhow."""
+    """Yield (text, its deltas): the example cut in two at every place, then random cuts of
+    variations.
+    """
     for at in range(1, len(example)):
         yield example, [example[:at], example[at:]]
     chance = random.Random(7)
@@ -179,6 +184,6 @@ def cuts(example: str, num: int = NUM_TEXTS) -> Iterator[tuple[str, list[str]]]:
 
 
 def is_within(part: str, text: str) -> bool:
-    """Say whether a part is in a text, in order, perhaps with gaps."""
+    """Return whether `part` is a subsequence of `text`."""
     rest = iter(text)
     return all(character in rest for character in part)

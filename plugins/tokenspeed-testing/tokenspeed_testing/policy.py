@@ -1,4 +1,4 @@
-"""The conformance of a scheduling policy as a class to inherit: generated views, and what must hold for any.
+"""Conformance of a scheduling policy, as a class to inherit: generated views and invariants.
 
 Subclasses set `make = staticmethod(MyPolicy)`, the factory that the entry names.
 """
@@ -17,16 +17,16 @@ NUM_VIEWS = 300
 
 
 class PolicyConformance:
-    """What is asked of a policy."""
+    """Checks of a policy."""
 
     make: ClassVar[Callable[[], Policy]]
 
-    def test_it_has_what_a_policy_has(self) -> None:
-        """The factory takes nothing and makes a Policy."""
+    def test_factory_makes_a_policy(self) -> None:
+        """The factory takes no arguments and makes a Policy."""
         assert isinstance(type(self).make(), Policy)
 
-    def test_no_row_gets_more_than_it_wants_and_prompts_stay_in_the_budget(self) -> None:
-        """Chunks share what decodes leave of the step's budget."""
+    def test_rows_and_prompts_stay_in_the_budget(self) -> None:
+        """No row gets more than it wants, and chunks share what decodes leave of the budget."""
         for view, limits in views():
             decision = self._decide(view, limits)
             got, num = decision.num_query_tokens, view.num_decodes
@@ -39,8 +39,8 @@ class PolicyConformance:
                     f"{got} of {limits}"
                 )
 
-    def test_what_runs_has_its_blocks_and_no_victim_runs(self) -> None:
-        """Rows that run fit into the available blocks; victims are distinct rows of the view."""
+    def test_running_rows_have_their_blocks(self) -> None:
+        """Running rows fit into the available blocks; victims are distinct and do not run."""
         for view, limits in views():
             decision = self._decide(view, limits)
             runs = decision.num_query_tokens > 0
@@ -51,7 +51,7 @@ class PolicyConformance:
             assert not runs[decision.victims].any(), "a victim runs"
 
     def test_all_decodes_run_when_there_are_blocks(self) -> None:
-        """Nobody's tokens stall, and nobody is preempted, while there is room."""
+        """No decode stalls and no row is preempted while there is room."""
         for view, limits in views():
             if int(view.num_new_blocks.sum()) <= limits.num_available_blocks:
                 decision = self._decide(view, limits)
@@ -59,8 +59,8 @@ class PolicyConformance:
                 assert np.array_equal(decision.num_query_tokens[:num], view.num_query_tokens[:num])
                 assert not len(decision.victims)
 
-    def test_a_step_that_runs_nothing_makes_room(self) -> None:
-        """Where no blocks are coming and no row fits, rows are preempted: a server never stands still."""
+    def test_blocked_step_preempts(self) -> None:
+        """If no row fits and no blocks are pending, rows are preempted."""
         for view, limits in views():
             decision = self._decide(view, limits)
             others_hold = int(view.num_held_blocks.sum()) - view.num_held_blocks
@@ -73,15 +73,15 @@ class PolicyConformance:
                 f"nothing runs and nobody makes room: {view} {limits}"
             )
 
-    def test_the_same_view_gives_the_same_decision_and_stays_as_it_was(self) -> None:
-        """A policy is a pure function; its columns are read-only."""
+    def test_decision_is_pure(self) -> None:
+        """The same view gives the same decision; its columns are read-only."""
         for view, limits in views():
             first, second = self._decide(view, limits), self._decide(view, limits)
             assert np.array_equal(first.num_query_tokens, second.num_query_tokens)
             assert np.array_equal(first.victims, second.victims)
 
-    def test_an_admission_fits_the_room_and_one_alone_is_never_refused(self) -> None:
-        """A first chunk is no longer than what is left to compute, and nobody starves in an empty server."""
+    def test_admission_fits_the_room(self) -> None:
+        """A first chunk fits the budget, and an empty server admits any sequence."""
         policy = type(self).make()
         for candidate, room in admissions():
             chunk = policy.admit(candidate, room)
@@ -101,7 +101,7 @@ class PolicyConformance:
 
 
 def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
-    """Yield any rows, decodes first, prompts in order of arrival, and any limits; nobody may write."""
+    """Yield random rows, decodes first and prompts by arrival, with random limits."""
     random = np.random.default_rng(7)
     for _ in range(num):
         decodes, prompts = int(random.integers(0, 7)), int(random.integers(0, 6))
@@ -136,7 +136,7 @@ def views(num: int = NUM_VIEWS) -> Iterator[tuple[View, Limits]]:
 
 
 def admissions(num: int = NUM_VIEWS) -> Iterator[tuple[Candidate, Room]]:
-    """Yield any waiting sequence, and any room."""
+    """Yield random waiting sequences with random room."""
     random = np.random.default_rng(11)
     for _ in range(num):
         hit = int(random.integers(0, 41))

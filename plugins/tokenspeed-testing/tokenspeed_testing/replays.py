@@ -1,8 +1,8 @@
-"""The replay of attention backends in captured steps, of sizes and with padding as the runner gives them.
+"""CUDA graph replay of attention backends, with the sizes and padding that the worker uses.
 
-A step of each size is captured while all its rows are padding, and replayed with rows of other lengths in other
-blocks; the sizes share a backend and take turns. In a mixed step decodes and prompts have kernels of their own, which
-run beside each other. On a CPU, which has no graphs, each replay is a call with the same buffers.
+A step of each size is captured while all its rows are padding, and replayed with rows of other
+lengths in other blocks. The sizes share a backend. In a mixed step decodes and prompts have kernels
+of their own. On a CPU each replay is a plain call with the same buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenspeed_core.api.ops import common_ops
 from tokenspeed_core.kernels.select import problem_refusals
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_testing.conformance import labelled
-from tokenspeed_testing.fixtures import Rows, Scene, limits_of, make_scene
+from tokenspeed_testing.fixtures import Fixture, Rows, limits_of, make_fixture
 
 MANY_ROWS, FEW_ROWS = BucketSize(11, 0, 0), BucketSize(4, 0, 0)
 MIXED, PROMPTS = BucketSize(10, 4, 48), BucketSize(0, 3, 16)
@@ -32,10 +32,10 @@ NUM_CALLS = 2  # of layers in a step, for which the backend prepares once
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The rows of one replay of a step of a captured size, without padding.
+    """The rows of one replay, without padding.
 
-    `decodes` are lengths; `chunks` are (query tokens, length). The blocks that `num_shared` tokens fill are the same in
-    all rows.
+    `decodes` are lengths; `chunks` are (query tokens, length). The blocks of the first `num_shared`
+    tokens are the same in all rows.
     """
 
     size: BucketSize
@@ -88,10 +88,11 @@ def replays(
     device: torch.device,
     wanted: Iterable[Replay] | None = None,
 ) -> None:
-    """Capture the steps in which a kernel runs, and replay them as `wanted`. Raises AssertionError naming the case.
+    """Capture the steps that a kernel serves, and replay them as `wanted`. Raises AssertionError
+    naming the case.
 
-    A problem of decodes runs in steps of decodes alone; one of prompts beside decodes, too, which the same backend
-    serves if it declares them.
+    A decode problem runs in decode steps. A prefill problem also runs in mixed steps, with the same
+    backend for decodes if it declares them.
     """
     if problem.phase == "decode":
         _replay([problem], spec, tuple(wanted or DECODES), device)
@@ -107,7 +108,7 @@ def _replay(
     wanted: Sequence[Replay],
     device: torch.device,
 ) -> None:
-    """Capture a step of every size that occurs, the largest first; then replay them. `problems` differ in the phase."""
+    """Capture a step of every size, the largest first, then replay. `problems` differ in the phase."""
     problem = problems[0]
     sizes = sorted(
         {each.size for each in wanted},
@@ -115,8 +116,8 @@ def _replay(
         reverse=True,
     )
     longest = max(256, *(length for each in wanted for length in each.rows().seq_lens))
-    padding, *scenes = (
-        make_scene(problem, each.rows(), device, seed=seed, max_len=longest)
+    padding, *fixtures = (
+        make_fixture(problem, each.rows(), device, seed=seed, max_len=longest)
         for seed, each in enumerate((Replay(sizes[0]), *wanted))
     )
     wide = padding.q.new_zeros(
@@ -129,17 +130,17 @@ def _replay(
     kernels = {each.phase: spec.factory()(each, limits, device) for each in problems}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     steps = {size: _Step(size, kernels, buffers, pool) for size in sizes}
-    for each, scene in zip(wanted, scenes, strict=True):
-        steps[each.size].fill(scene)
+    for each, fixture in zip(wanted, fixtures, strict=True):
+        steps[each.size].fill(fixture)
         steps[each.size].run()
-        steps[each.size].agrees(scene, problem, f"{problem}: a captured step replayed as {each}")
+        steps[each.size].agrees(fixture, problem, f"{problem}: a captured step replayed as {each}")
 
 
 class _Step:
-    """A step of one size over the buffers of the largest, captured while they hold padding alone."""
+    """A step of one size in the buffers of the largest, captured with padding only."""
 
     def __init__(
-        self, size: BucketSize, kernels: Mapping[str, AttentionKernel], buffers: Scene, pool: Any
+        self, size: BucketSize, kernels: Mapping[str, AttentionKernel], buffers: Fixture, pool: Any
     ) -> None:
         self._size, self._buffers = size, buffers
         middle, device = size.num_decodes, buffers.q.device
@@ -171,20 +172,20 @@ class _Step:
             with torch.cuda.graph(self._graph, pool=pool):
                 self._forward()
 
-    def fill(self, scene: Scene) -> None:
-        """Write a scene's rows into the buffers."""
-        buffers, rows, tokens = self._buffers, self._size.num_rows, len(scene.q)
-        buffers.step.seq_lens[:rows].copy_(scene.step.seq_lens)
-        buffers.step.block_table[:rows].copy_(scene.step.block_table)
+    def fill(self, fixture: Fixture) -> None:
+        """Write a fixture's rows into the buffers."""
+        buffers, rows, tokens = self._buffers, self._size.num_rows, len(fixture.q)
+        buffers.step.seq_lens[:rows].copy_(fixture.step.seq_lens)
+        buffers.step.block_table[:rows].copy_(fixture.step.block_table)
         self._chunk_start.copy_(
-            scene.step.query_start[self._size.num_decodes :] - self._size.num_decodes
+            fixture.step.query_start[self._size.num_decodes :] - self._size.num_decodes
         )
-        buffers.q[:tokens].copy_(scene.q)
-        buffers.k_cache[: len(scene.k_cache)].copy_(scene.k_cache)
-        buffers.v_cache[: len(scene.v_cache)].copy_(scene.v_cache)
+        buffers.q[:tokens].copy_(fixture.q)
+        buffers.k_cache[: len(fixture.k_cache)].copy_(fixture.k_cache)
+        buffers.v_cache[: len(fixture.v_cache)].copy_(fixture.v_cache)
 
     def run(self) -> None:
-        """Compute what the buffers hold, into NaN, as a step of the runner does."""
+        """Run the step into an output of NaN."""
         for out in self._out:
             out.fill_(float("nan"))
         if self._graph is None or not all(
@@ -196,12 +197,12 @@ class _Step:
         else:
             self._graph.replay()
 
-    def agrees(self, scene: Scene, problem: AttentionProblem, case: str) -> None:
-        """Compare each layer's output with the formula; only padding of chunks may be left as it was."""
+    def agrees(self, fixture: Fixture, problem: AttentionProblem, case: str) -> None:
+        """Compare each layer's output with the definition; only padding of chunks may be unwritten."""
         tolerance = common_ops()["attention"].tolerance(problem.dtype)
         for out in self._out:
             for _, _, tokens in self._parts:
-                found, expected = out[: len(scene.q)][tokens].float(), scene.expected[tokens]
+                found, expected = out[: len(fixture.q)][tokens].float(), fixture.expected[tokens]
                 assert not found.isnan().any(), f"{case}: NaN, or unwritten rows"
                 found = torch.where(expected.isnan(), expected, found)  # of padding rows, anything
                 torch.testing.assert_close(

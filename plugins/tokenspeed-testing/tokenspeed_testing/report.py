@@ -1,4 +1,4 @@
-"""Which conformance suites an installed distribution gets, and what each of their questions answered."""
+"""Conformance checks of an installed distribution, and their results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ EXAMPLE = Path(
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one question of a suite answered: "ok", "failed" or "skipped", and in how many seconds.
+class CheckResult:
+    """The result of one check: "ok", "failed" or "skipped", and its seconds.
 
-    A question under way has the verdict "running": where nothing follows it, the process died in it. One skipped since
-    this machine lacks something has the number of cells that were therefore not run, and in `needs` what they need.
+    A check in progress has the result "running"; if nothing follows, the process died in it. A
+    check that this machine cannot run has the number of cases and in `needs` what they need.
     """
 
     subject: str
@@ -40,16 +40,16 @@ class Verdict:
     verdict: str
     detail: str = ""
     seconds: float = 0.0
-    num_cells_not_run: int = 0
+    num_cases_not_run: int = 0
     needs: str = ""
 
 
-def verdicts(distribution: str) -> Iterator[Verdict]:
-    """Ask everything of a distribution, each question announced before it is asked."""
+def run_checks(distribution: str) -> Iterator[CheckResult]:
+    """Run all checks of a distribution; yield each when it starts and when it ends."""
     for subject, suite in suites(distribution):
         for name in [name for name in vars(_origin(suite)) if name.startswith("test_")]:
             question = name.removeprefix("test_").replace("_", " ")
-            asked = Verdict(subject, question, "running")
+            asked = CheckResult(subject, question, "running")
             yield asked
             start = time.monotonic()
             answer = _ask(suite, name)
@@ -57,7 +57,7 @@ def verdicts(distribution: str) -> Iterator[Verdict]:
 
 
 def suites(distribution: str) -> Iterator[tuple[str, object]]:
-    """Yield (what is asked, its suite): the distribution itself first, then each kernel, family, parser and policy."""
+    """Yield (subject, suite): the distribution first, then each kernel, family, parser and policy."""
     yield normalise(distribution), _suite(DistributionConformance, distribution=distribution)
     catalog = Catalog.discover(Selection(), check=False)
     for entry in catalog.all():
@@ -105,12 +105,12 @@ def _suites_of(entry: Entry, catalog: Catalog) -> Iterator[tuple[str, object]]:
 
 
 class _Unasked:
-    """Stands for the questions about a family that brings no configuration to build it from."""
+    """Placeholder for a family that ships no example configuration."""
 
     reason: ClassVar[NotRun]
 
-    def test_its_example_is_built_and_asked(self) -> None:
-        """Without one nothing of the family is run, so none of its questions has an answer."""
+    def test_example_is_built(self) -> None:
+        """Skipped: without an example configuration no check of the family can run."""
         raise self.reason
 
 
@@ -119,9 +119,9 @@ def _package(target: str) -> str:
 
 
 def _example(packages: Iterable[str], architecture: str) -> dict[str, Any] | None:
-    """Return the small configuration of a family that a package brings, None where none does.
+    """Return the example configuration that a package ships for an architecture, or None.
 
-    Of several families each has one in a folder of its own beside `EXAMPLE`.
+    A package with several families has a folder per family in `example/`.
     """
     from importlib.util import find_spec
 
@@ -151,11 +151,11 @@ def _origin(suite: object) -> type[Any]:
 
 
 def _ask(suite: object, name: str) -> dict[str, Any]:
-    """Return what a verdict says besides the question."""
+    """Run one check and return its result."""
     try:
         getattr(suite, name)()
     except NotRun as reason:
-        left = {"num_cells_not_run": reason.num_cells, "needs": reason.needs}
+        left = {"num_cases_not_run": reason.num_cases, "needs": reason.needs}
         return {"verdict": "skipped", "detail": str(reason), **left}
     except SkipTest as reason:
         return {"verdict": "skipped", "detail": str(reason)}

@@ -1,4 +1,4 @@
-"""What selection says of a spec among all that is installed, where a user asks for its backend by name."""
+"""Selection of a spec among all installed kernels, if a user names its backend."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DOES_NOT_LOAD = (
 
 
 class Asked:
-    """A spec among the installed kernels, in place of those of its own op and name; modules count as there."""
+    """A spec among the installed kernels, replacing those of the same op and name."""
 
     def __init__(self, spec: KernelSpec, contract: OpContract) -> None:
-        """Read what is installed, once."""
+        """Read the installed kernels once."""
         catalog = Catalog.discover()
         found = installed_kernels(catalog)
         mine = next(
@@ -37,7 +37,7 @@ class Asked:
     def refusals(
         self, problem: Problem, platform: PlatformInfo, needs: frozenset[str] = frozenset()
     ) -> tuple[str, ...]:
-        """Return selection's reasons against the spec for a problem served with `needs`, none where it is taken."""
+        """Return the reasons against the spec for a problem, or none if it is selected."""
         wish = Override(self._op, (self._backend,), f"--kernel-backend {self._op}")
         selector = Selector(
             self._kernels,

@@ -1,4 +1,4 @@
-"""Problems on which the conformance kit runs each common op: small, odd, and pairwise rather than crossed."""
+"""Small problems for the common ops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHAPES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def contract_of(spec: KernelSpec) -> OpContract:
-    """Return the contract of a spec's op, a common one or a plugin's that is installed. Raises KeyError."""
+    """Return the contract of a spec's op. Raises KeyError if it is not installed."""
     return installed_ops(Catalog.discover())[spec.op]
 
 
@@ -35,9 +35,10 @@ def common_contracts() -> tuple[OpContract, ...]:
 
 
 def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[Problem]:
-    """Yield the problems of a spec's op that it declares: every shape in some dtype, every dtype somewhere.
+    """Yield the declared problems of a spec's op: every shape in some dtype, every dtype in some
+    shape.
 
-    A plugin's op brings its shapes in its contract. Raises KeyError if no installed plugin has such an op.
+    A plugin's op declares its shapes in its contract. Raises KeyError if the op is not installed.
     """
     contract = contract or contract_of(spec)
     shapes = shapes_of(spec.op, contract)
@@ -55,12 +56,12 @@ def problems(spec: KernelSpec, contract: OpContract | None = None) -> Iterator[P
 
 
 def shapes_of(op: str, contract: OpContract) -> tuple[Problem, ...]:
-    """Return the problems of an op, without dtypes: what its contract brings, or the kit's own for the common ones."""
+    """Return the shapes of an op, without dtypes."""
     return contract.cases or _SHAPES[op]
 
 
 def kv_dtypes(spec: KernelSpec, dtype: str) -> tuple[str, ...]:
-    """Return the types of a cache beside activations of `dtype`: the same, and the declared ones of eight bits."""
+    """Return the cache dtypes for an activation dtype: the same, and declared 8-bit ones."""
     declared = spec.capability.kv_dtypes
     same = (dtype,) if not declared or dtype in declared else ()
     return (*same, *(kind for kind in declared if kind.startswith("float8")))

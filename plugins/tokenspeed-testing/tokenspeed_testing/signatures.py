@@ -1,9 +1,9 @@
-"""What a vendor's library takes: read from its wheel, which is not imported, and kept beside a plugin's tests.
+"""Signatures of vendor libraries, read from their wheels without importing them.
 
-A stand-in for a function of the library that is `held_to` the signatures kept of it refuses what the library would, on
-any machine. `python -m tokenspeed_testing.signatures FILE WHEEL …` writes the file anew. What it keeps, its "read"
-lists: "path/in/wheel.py:function" or ":Class.method", and of compiled code "path/in/wheel.so:name", the schema that
-torch is given for that op.
+A stand-in that is `held_to` a recorded signature rejects calls that the library would reject.
+`python -m tokenspeed_testing.signatures FILE WHEEL ...` rewrites the file. Its "read" entry lists
+"path/in/wheel.py:function" or ":Class.method", and for compiled code "path/in/wheel.so:name", the
+schema of a registered torch op.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MADE_BY = "python -m tokenspeed_testing.signatures"
 
 
 def kept(path: Path) -> Mapping[str, Mapping[str, str]]:
-    """Return the signatures that a file keeps, by library (with its version) and then by name."""
+    """Return the recorded signatures by library (with version) and name."""
     libraries: Mapping[str, Mapping[str, str]] = json.loads(path.read_text(encoding="utf-8"))[
         "libraries"
     ]
@@ -31,7 +31,9 @@ def kept(path: Path) -> Mapping[str, Mapping[str, str]]:
 
 
 def held_to(function: Callable[..., Any], *signatures: str) -> Callable[..., Any]:
-    """Return a function that first raises TypeError for arguments which one of these signatures does not take."""
+    """Return a function that raises TypeError for arguments that a recorded signature does not
+    take.
+    """
     taken = [parsed(each) for each in signatures]
 
     @wraps(function)
@@ -44,7 +46,7 @@ def held_to(function: Callable[..., Any], *signatures: str) -> Callable[..., Any
 
 
 def parsed(signature: str) -> inspect.Signature:
-    """Return a kept signature of a Python function. Its defaults are `...`, whatever they are in the library."""
+    """Return a recorded signature of a Python function; its defaults are `...`."""
     (made,) = ast.parse(f"def made{signature}: pass").body
     assert isinstance(made, ast.FunctionDef)
     kinds, given, empty = inspect.Parameter, made.args, inspect.Parameter.empty
@@ -70,7 +72,9 @@ def parsed(signature: str) -> inspect.Signature:
 
 
 def read(wheel: Path, name: str) -> str:
-    """Return the signature of "path:function", "path:Class.method" or an op in a wheel. Raises LookupError."""
+    """Return the signature of "path:function", "path:Class.method" or an op in a wheel. Raises
+    LookupError.
+    """
     path, _, wanted = name.partition(":")
     with zipfile.ZipFile(wheel) as archive:
         try:
@@ -88,7 +92,7 @@ def read(wheel: Path, name: str) -> str:
 
 
 def _in_source(tree: ast.Module, wanted: str) -> str:
-    """Return the signature of a function, without types and what its defaults are; of an overloaded one the last."""
+    """Return the signature of a function without types and default values."""
     body: list[ast.stmt] = tree.body
     *owners, last = wanted.split(".")
     for owner in owners:
@@ -127,7 +131,9 @@ def _in_code(content: bytes, wanted: str) -> str:
 
 
 def renew(path: Path, wheels: Iterable[Path]) -> None:
-    """Write a file anew: of what its "read" lists, the signatures in each library's wheel. Raises LookupError."""
+    """Rewrite a file with the signatures in each wheel that its "read" entry lists. Raises
+    LookupError.
+    """
     names = json.loads(path.read_text(encoding="utf-8"))["read"]
     libraries = {library_of(wheel): {name: read(wheel, name) for name in names} for wheel in wheels}
     command = f"{MADE_BY} {path.name} WHEEL ..., of {', '.join(libraries)}"
