@@ -25,11 +25,11 @@ from tokenspeed_bench.connection import Target
 from tokenspeed_bench.metrics import of_records
 from tokenspeed_bench.shapes import write
 from tokenspeed_bench.traffic import Traffic, load
-from tokenspeed_server.lifecycle import Launch, serve
+from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
 from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.subprocesses import Program
-from tokenspeed_server.supervisor import Chief, Crew
+from tokenspeed_server.supervisor import Supervised, Supervisor
 
 from tokenspeed_core.engine.messages import (
     Abort,
@@ -91,10 +91,10 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
             send(socket, Heartbeat(num_steps, len(left), 0, is_draining=False))
 
 
-def launch(bound: Socket, folder: Path) -> Launch:
+def launch(bound: Socket, folder: Path) -> WorkerConfig:
     """Return a worker that serves with the tokenizer of a folder."""
     text = ModelText(load_tokenizer(folder), None, Defaults())
-    return Launch(
+    return WorkerConfig(
         bound,
         Options("canned"),
         lambda: text,
@@ -110,14 +110,15 @@ def be_server(step_seconds: float, num_workers: int, folder: str) -> int:
     engine = Program([sys.executable, str(HERE), "--engine"], {"step_seconds": step_seconds})
     command = [sys.executable, str(HERE), "--worker", folder]
     return serve(
-        launch(bound, Path(folder)), Chief(engine, [Program(command, {}, each) for each in others])
+        launch(bound, Path(folder)),
+        Supervisor(engine, [Program(command, {}, each) for each in others]),
     )
 
 
 def be_worker(folder: str, arguments: list[str]) -> int:
     """Be one of the others."""
     told, pipe = attach_to_parent(arguments)
-    crew = Crew(told["worker"], told["addresses"][told["worker"]], pipe)
+    crew = Supervised(told["worker"], told["addresses"][told["worker"]], pipe)
     return serve(launch(Socket(fileno=told["listen_fds"][0]), Path(folder)), crew)
 
 

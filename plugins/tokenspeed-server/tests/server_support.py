@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenspeed_server.generate import log_request
-from tokenspeed_server.lifecycle import Launch, serve
+from tokenspeed_server.lifecycle import WorkerConfig, serve
 from tokenspeed_server.listen import listen, url
+from tokenspeed_server.responses import log_request
 from tokenspeed_server.service import ModelText, Options
 from tokenspeed_server.subprocesses import Program
-from tokenspeed_server.supervisor import Chief, Crew
+from tokenspeed_server.supervisor import Supervised, Supervisor
 
 from tokenspeed_core.engine.parent_death import attach_to_parent
 from tokenspeed_core.engine.requests import Defaults
@@ -161,7 +161,7 @@ def running(
             process.stdout.close()
 
 
-def launch(setup: Setup, bound: socket.socket) -> Launch:
+def launch(setup: Setup, bound: socket.socket) -> WorkerConfig:
     """Return what a worker of the server is started with."""
     logging.basicConfig(level=logging.INFO, filename=f"{setup.log}.server")
     tokenizer = make_tokenizer() if setup.has_tokenizer else None
@@ -177,7 +177,7 @@ def launch(setup: Setup, bound: socket.socket) -> Launch:
         print("ready", flush=True)
 
     options = Options(**{"model_name": "fake", "observers": (log_request,), **setup.options})
-    return Launch(bound, options, load_text, log_level="warning", on_ready=ready)
+    return WorkerConfig(bound, options, load_text, log_level="warning", on_ready=ready)
 
 
 def main(argument: str) -> int:
@@ -191,7 +191,7 @@ def main(argument: str) -> int:
     )
     command, told = [sys.executable, str(HERE / "server_support.py")], {"setup": asdict(setup)}
     return serve(
-        launch(setup, bound), Chief(engine, [Program(command, told, each) for each in others])
+        launch(setup, bound), Supervisor(engine, [Program(command, told, each) for each in others])
     )
 
 
@@ -202,7 +202,8 @@ def be_worker(arguments: list[str]) -> int:
     bound, number = socket.socket(fileno=told["listen_fds"][0]), told["worker"]
     try:
         return serve(
-            launch(Setup(**told["setup"]), bound), Crew(number, told["addresses"][number], pipe)
+            launch(Setup(**told["setup"]), bound),
+            Supervised(number, told["addresses"][number], pipe),
         )
     except EngineDeadError:
         return 1

@@ -1,61 +1,77 @@
-"""The gate stands before everything, plugins' middleware too, and answers for what breaks behind it."""
+"""The application without a socket: the API key, middleware of plugins, and unexpected errors."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from tokenspeed_server.app import Gate
+from tokenspeed_server.app import create_app
+from tokenspeed_server.service import Options, Service
+
+from tokenspeed_core.commands.serving import State
 
 
-async def wide_open(scope: Any, receive: Any, send: Any) -> None:
-    """A plugin's middleware with a route of its own."""
+class Engine:
+    """The client of an engine that is ready and gets no request."""
+
+    state = State.READY
+
+    def why_unhealthy(self) -> str | None:
+        return None
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    async def make() -> Service:
+        engine: Any = Engine()
+        return Service(Options("m", api_key="k"), engine)
+
+    service = asyncio.run(make())
+    yield service
+    service.close()
+
+
+async def with_own_route(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"secret"})
 
 
-async def broken(scope: Any, receive: Any, send: Any) -> None:
+async def failing(scope: Any, receive: Any, send: Any) -> None:
     raise ZeroDivisionError
 
 
-async def leaving(scope: Any, receive: Any, send: Any) -> None:
+async def exiting(scope: Any, receive: Any, send: Any) -> None:
     raise SystemExit("no licence")
 
 
-def get(app: Any, path: str = "/x", **headers: str) -> httpx.Response:
+def get(app: Any, path: str = "/x", key: str = "k") -> httpx.Response:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.get(path, headers=headers)
+            return await client.get(path, headers={"authorization": f"Bearer {key}"})
 
     return asyncio.run(ask())
 
 
-def test_middleware_of_plugins_is_behind_the_key() -> None:
-    gate = Gate(wide_open, "k")
-    assert get(gate).status_code == 401
-    assert get(gate, authorization="Bearer k").text == "secret"
+def test_middleware_of_plugins_is_behind_the_key(service: Service) -> None:
+    app = create_app(service, lambda app: with_own_route)
+    assert get(app, key="wrong").status_code == 401
+    assert get(app).text == "secret"
 
 
-def test_what_breaks_is_a_500_that_tells_nothing_of_the_inside(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    response = get(Gate(broken, None))
+@pytest.mark.parametrize("middleware", [failing, exiting])
+def test_unexpected_error_is_a_500_without_details(service: Service, middleware: Any) -> None:
+    response = get(create_app(service, lambda app: middleware))
     assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
     assert "ZeroDivision" not in response.text
-    assert "ZeroDivision" in caplog.text
+    assert "licence" not in response.text
 
 
-def test_middleware_that_would_end_the_process_ends_its_request_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert get(Gate(leaving, None)).json()["error"]["message"].endswith("its log says why")
-    assert "GET /x failed: no licence" in caplog.text
-
-
-def test_what_breaks_in_the_middle_of_an_answer_begins_no_second_one() -> None:
+def test_error_after_the_start_of_an_answer_sends_no_second_one(service: Service) -> None:
     sent: list[str] = []
 
     async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
@@ -65,8 +81,31 @@ def test_what_breaks_in_the_middle_of_an_answer_begins_no_second_one() -> None:
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/x",
+        "headers": [(b"authorization", b"Bearer k")],
+    }
+    app = create_app(service, lambda app: breaks_off)
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(
-            Gate(breaks_off, None)({"method": "GET", "path": "/x", "headers": []}, None, send)
-        )  # type: ignore[arg-type]
+        asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
     assert sent == ["http.response.start"]
+
+
+def test_openapi_describes_bodies_with_their_bounds(service: Service) -> None:
+    described = create_app(service).openapi()
+    schemas = described["components"]["schemas"]
+    for path, name in (
+        ("/v1/completions", "CompletionRequest"),
+        ("/v1/chat/completions", "ChatRequest"),
+    ):
+        body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert body["schema"]["$ref"].endswith(f"/{name}")
+        number, null = schemas[name]["properties"]["n"]["anyOf"]
+        assert (number["minimum"], number["maximum"]) == (1, 128)
+        assert null == {"type": "null"}
+    assert "prompt" in schemas["CompletionRequest"]["required"]
+    assert schemas["Message"]["properties"]["role"]["enum"]
+    assert get(create_app(service), "/openapi.json").json() == described
+    assert get(create_app(service), "/docs").status_code == 404

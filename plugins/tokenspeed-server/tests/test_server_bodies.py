@@ -1,4 +1,4 @@
-"""How bodies of requests are read: only where they may be served, up to the cap, and the long ones off the loop."""
+"""How bodies are read: only if the request would be admitted, within the limit, long ones in a thread."""
 
 from __future__ import annotations
 
@@ -11,32 +11,28 @@ from typing import Any
 
 import pytest
 from server_support import make_tokenizer
-from tokenspeed_server import service as module
-from tokenspeed_server.app import Routes
+from tokenspeed_server import routes
+from tokenspeed_server.app import create_app
 from tokenspeed_server.errors import ApiError
-from tokenspeed_server.generate import read_body
-from tokenspeed_server.protocol import CompletionRequest, parse
-from tokenspeed_server.service import MAX_INLINE_BYTES, ModelText, Options, Service
+from tokenspeed_server.service import ModelText, Options, Service
 
 from tokenspeed_core.commands.serving import Defaults, Ready, State
 
-READY = Ready(2**30, 2**30, 2**31 - 1, "")
-TEXT = ModelText(make_tokenizer(), None, Defaults())
 
-
-class Link:
+class Engine:
     """The client of an engine that is ready and gets no request."""
 
     state = State.READY
 
 
 @contextmanager
-def serving(is_open: bool = True) -> Iterator[Service]:
-    """Return a service without an engine."""
-    link: Any = Link()
-    service = Service(Options("m"), link)
+def serving(*, is_open: bool = True) -> Iterator[Service]:
+    """Return a service without an engine, which takes bodies of 5,000 bytes."""
+    engine: Any = Engine()
+    service = Service(Options("m", max_body_bytes=5000), engine)
     if is_open:
-        service.open(TEXT, READY)
+        text = ModelText(make_tokenizer(), None, Defaults())
+        service.open(text, Ready(2**30, 2**30, 400, ""))
     try:
         yield service
     finally:
@@ -44,10 +40,12 @@ def serving(is_open: bool = True) -> Iterator[Service]:
 
 
 class Body:
-    """A body that comes in parts; remembers how many were read."""
+    """A body that arrives in parts and counts how many were read."""
 
     def __init__(self, *parts: bytes, between: Callable[[], None] = lambda: None) -> None:
-        self.parts, self.between, self.num_read = parts, between, 0
+        self.parts = parts
+        self.between = between
+        self.num_read = 0
 
     async def receive(self) -> dict[str, Any]:
         if self.num_read == len(self.parts):
@@ -59,31 +57,37 @@ class Body:
         return {"type": "http.request", "body": self.parts[self.num_read - 1], "more_body": more}
 
 
-async def ask(service: Service, body: Body) -> tuple[int, dict[str, Any]]:
-    """Return the status and the JSON of an answer."""
+async def ask(service: Service, body: Body, length: bytes = b"") -> tuple[int, dict[str, Any]]:
+    """Return the status and the error of an answer."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"method": "POST", "path": "/v1/completions", "headers": []}
-    await Routes(service)(scope, body.receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"])
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-length", length)] if length else [],
+    }
+    await create_app(service)(scope, body.receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"])["error"]
 
 
 @pytest.mark.parametrize("code", ["starting", "draining"])
-def test_a_body_that_will_not_be_served_is_not_read(code: str) -> None:
+def test_body_of_a_refused_request_is_not_read(code: str) -> None:
     async def test() -> None:
         with serving(is_open=code == "draining") as service:
             service.is_draining = code == "draining"
             body = Body(b"{}")
-            status, answer = await ask(service, body)
-            assert (status, answer["error"]["code"], body.num_read) == (503, code, 0)
+            status, error = await ask(service, body)
+            assert (status, error["code"], body.num_read) == (503, code, 0)
 
     asyncio.run(test())
 
 
-def test_a_drain_waits_for_no_body_and_what_comes_during_it_is_refused() -> None:
+def test_drain_does_not_wait_for_unread_bodies() -> None:
     async def test() -> None:
         with serving() as service:
 
@@ -91,41 +95,36 @@ def test_a_drain_waits_for_no_body_and_what_comes_during_it_is_refused() -> None
                 assert service.num_active == 0
                 service.is_draining = True
 
-            status, answer = await ask(service, Body(b'{"prompt": ', b'"hello"}', between=drain))
-            assert (status, answer["error"]["code"]) == (503, "draining")
+            status, error = await ask(service, Body(b'{"prompt": ', b'"hello"}', between=drain))
+            assert (status, error["code"]) == (503, "draining")
 
     asyncio.run(test())
 
 
-@pytest.mark.parametrize(("length", "num_read"), [("101", 0), ("", 2)])
-def test_a_body_beyond_the_cap_is_not_read_on(length: str, num_read: int) -> None:
-    headers = [(b"content-length", length.encode())] if length else []
-    body = Body(b"x" * 100, b"x", b"x")
-    with pytest.raises(ApiError, match="larger than the 100 bytes") as caught:
-        asyncio.run(read_body({"headers": headers}, body.receive, 100))
-    assert caught.value.status == 413
-    assert body.num_read == num_read
+@pytest.mark.parametrize(("length", "num_read"), [(b"5001", 0), (b"", 2)])
+def test_body_beyond_the_limit_is_not_read_to_its_end(length: bytes, num_read: int) -> None:
+    async def test() -> None:
+        with serving() as service:
+            body = Body(b"x" * 5000, b"x", b"x")
+            status, error = await ask(service, body, length)
+            assert (status, error["code"], body.num_read) == (413, "too_large", num_read)
+
+    asyncio.run(test())
 
 
-def test_long_bodies_are_parsed_and_encoded_off_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_bodies_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
 
-    def noted(name: str, work: Any) -> Any:
-        def run(*arguments: Any, **options: Any) -> Any:
-            threads.append(f"{name}: {threading.current_thread().name.partition('_')[0]}")
-            return work(*arguments, **options)
+    def note(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        raise ApiError(400, "parsed")
 
-        return run
-
-    monkeypatch.setattr(module, "parse", noted("parse", parse))
-    monkeypatch.setattr(module, "encode", noted("encode", module.encode))
+    monkeypatch.setattr(routes, "parse_request", note)
 
     async def test() -> None:
         with serving() as service:
-            for length in (1, MAX_INLINE_BYTES):
-                await service.read(CompletionRequest, json.dumps({"prompt": "x" * length}).encode())
+            for length in (1, routes.MAX_INLINE_BYTES + 1):
+                assert (await ask(service, Body(b"x" * length)))[0] == 400
 
     asyncio.run(test())
-    assert threads == ["parse: MainThread", "encode: MainThread", "parse: text", "encode: text"]
+    assert threads == ["MainThread", "text"]

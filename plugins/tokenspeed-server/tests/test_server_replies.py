@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_support import make_tokenizer
-from tokenspeed_server.chat_reply import Reader, message
 from tokenspeed_server.errors import ApiError
-from tokenspeed_server.events import Chat, Completion, Usage
-from tokenspeed_server.replies import Choice, Reply, Shape
+from tokenspeed_server.formats import ChatFormat, CompletionFormat, Usage
+from tokenspeed_server.parser_chain import ParserChain, message
+from tokenspeed_server.replies import Choice, Reply, ReplyOptions
 
 from tokenspeed_core.api.parsers import ReplyEvent, ReplyParser
 from tokenspeed_core.api.sampling import FinishReason
@@ -55,11 +55,14 @@ class Capitals(Shouts):
 
 
 def make(
-    shape: Shape, stops: list[str], kind: Any = Completion, parsers: Sequence[ReplyParser] = ()
+    options: ReplyOptions,
+    stops: list[str],
+    kind: Any = CompletionFormat,
+    parsers: Sequence[ReplyParser] = (),
 ) -> tuple[Reply, Choice]:
-    reply = Reply(kind("m", TOKENIZER, False), shape, Usage(3, 0, 0))
+    reply = Reply(kind("m", TOKENIZER, False), options, Usage(3, 0, 0))
     assembler = Assembler(TOKENIZER.detokenizer(), stops)
-    reader = Reader({type(each).__name__: each for each in parsers})
+    reader = ParserChain({type(each).__name__: each for each in parsers})
     return reply, reply.add_choice(assembler, reader, is_first_of_prompt=True)
 
 
@@ -97,17 +100,17 @@ def test_rows_of_any_length_and_any_interval_make_the_same_reply(
     ids: list[int], stops: list[str], interval: int, width: int, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=5)))
-    whole, choice = make(Shape(False, 1, width), stops)
+    whole, choice = make(ReplyOptions(False, 1, width), stops)
     feed(choice, ids, list(range(1, len(ids))), width)
     answer = whole.answers[0]
-    streamed, choice = make(Shape(True, interval, width), stops)
+    streamed, choice = make(ReplyOptions(True, interval, width), stops)
     feed(choice, ids, cuts, width)
     parts = [event["choices"][0] for event in events(streamed)]
     assert "".join(part["text"] for part in parts) == answer.text
     assert parts[-1]["finish_reason"] == answer.finish_reason
     assert streamed.usage == whole.usage
     if width >= 0:
-        report = json.loads(whole.dialect.body(whole.answers, whole.usage, True, False))["choices"][
+        report = json.loads(whole.format.body(whole.answers, whole.usage, True, False))["choices"][
             0
         ]["logprobs"]
         for name, values in report.items():
@@ -122,12 +125,14 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
     ids: list[int], interval: int, width: int, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=5)))
-    whole, choice = make(Shape(False, 1, width), [], Chat, [Shouts(), Capitals()])
+    whole, choice = make(ReplyOptions(False, 1, width), [], ChatFormat, [Shouts(), Capitals()])
     feed(choice, ids, [], width)
-    (body,) = json.loads(whole.dialect.body(whole.answers, whole.usage, width >= 0, False))[
+    (body,) = json.loads(whole.format.body(whole.answers, whole.usage, width >= 0, False))[
         "choices"
     ]
-    streamed, choice = make(Shape(True, interval, width), [], Chat, [Shouts(), Capitals()])
+    streamed, choice = make(
+        ReplyOptions(True, interval, width), [], ChatFormat, [Shouts(), Capitals()]
+    )
     feed(choice, ids, cuts, width)
     parts = [event["choices"][0] for event in events(streamed)]
     deltas = [part["delta"] for part in parts]
@@ -164,7 +169,7 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
 def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_that_are_whole(
     text: str, reason: str
 ) -> None:
-    reply, choice = make(Shape(True), [";"], Chat, [Shouts()])
+    reply, choice = make(ReplyOptions(True), [";"], ChatFormat, [Shouts()])
     ids = TOKENIZER.encode(text, add_special_tokens=False).tolist()
     choice.take([*ids, 0], FinishReason.STOP, 0, None)
     parts = [event["choices"][0] for event in events(reply)]
@@ -174,7 +179,7 @@ def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_th
 
 
 def test_a_whole_reply_that_is_a_call_alone_has_no_content() -> None:
-    reader = Reader({"shouts": Shouts()})
+    reader = ParserChain({"shouts": Shouts()})
     deltas = reader.read("h12", is_over=False)
     assert message(deltas)["content"] is None
     assert message(deltas) == message(deltas), "deltas stay as they are"
@@ -216,7 +221,7 @@ def test_whatever_a_parser_raises_or_returns_is_an_error_that_names_it_and_no_ot
     gives: Any, said: str, is_first: bool
 ) -> None:
     both = {"the bad one of acme 1.0": Breaks(gives), "the good one of other 2.0": Shouts()}
-    reader = Reader(both if is_first else dict(reversed(both.items())))
+    reader = ParserChain(both if is_first else dict(reversed(both.items())))
     with pytest.raises(PluginError, match=r"^the bad one of acme 1.0 fails on a reply: ") as caught:
         reader.read("x", is_over=False)
     assert said in str(caught.value)
@@ -225,19 +230,19 @@ def test_whatever_a_parser_raises_or_returns_is_an_error_that_names_it_and_no_ot
 
 def test_a_parser_that_fails_at_the_end_is_named_too() -> None:
     with pytest.raises(PluginError, match=r"^acme fails on a reply: SystemExit: 5"):
-        Reader({"acme": BreaksAtTheEnd()}).read("", is_over=True)
+        ParserChain({"acme": BreaksAtTheEnd()}).read("", is_over=True)
 
 
 def test_events_hold_as_many_tokens_as_the_interval_says() -> None:
-    reply, choice = make(Shape(True, 3), [])
+    reply, choice = make(ReplyOptions(True, 3), [])
     feed(choice, [70] * 8, list(range(1, 8)))
     assert [len(event["choices"][0]["text"]) for event in events(reply)] == [1, 3, 3, 1]
 
 
 def test_minus_infinity_is_written_as_a_number_that_json_has() -> None:
-    reply, choice = make(Shape(False, 1, 3), [], Chat)
+    reply, choice = make(ReplyOptions(False, 1, 3), [], ChatFormat)
     feed(choice, [70], [], 3)
-    body = reply.dialect.body(reply.answers, reply.usage, True, False)
+    body = reply.format.body(reply.answers, reply.usage, True, False)
     top = json.loads(body)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     assert top[2]["logprob"] == -9999.0
 
@@ -248,7 +253,7 @@ def test_minus_infinity_is_written_as_a_number_that_json_has() -> None:
 def test_a_sequence_that_the_engine_gave_up_fails_the_request(
     finish: FinishReason, status: int
 ) -> None:
-    reply, choice = make(Shape(True), [])
+    reply, choice = make(ReplyOptions(True), [])
     assert choice.take([], finish, 0, None)
     assert reply.error is not None
     assert reply.error.status == status
@@ -256,7 +261,7 @@ def test_a_sequence_that_the_engine_gave_up_fails_the_request(
 
 
 def test_the_first_token_is_noted_once_and_not_where_there_is_none() -> None:
-    reply, choice = make(Shape(True), [])
+    reply, choice = make(ReplyOptions(True), [])
     choice.take([], FinishReason.NOT, 0, None)
     assert reply.first_token_at is None
     choice.take([1], FinishReason.NOT, 0, None)
@@ -267,7 +272,7 @@ def test_the_first_token_is_noted_once_and_not_where_there_is_none() -> None:
 
 
 def test_a_sequence_with_log_probabilities_may_end_without_another_token() -> None:
-    reply, choice = make(Shape(False, 1, 0), [])
+    reply, choice = make(ReplyOptions(False, 1, 0), [])
     assert not choice.take([70], FinishReason.NOT, 0, TokenLogprobs([-0.5], [1], [[]]))
     assert choice.take([], FinishReason.LENGTH, 0, TokenLogprobs([], [], []))
     assert reply.answers[0].finish_reason == "length"
@@ -275,7 +280,7 @@ def test_a_sequence_with_log_probabilities_may_end_without_another_token() -> No
 
 
 def test_only_the_first_error_counts_and_wakes_who_waits() -> None:
-    reply, _ = make(Shape(True), [])
+    reply, _ = make(ReplyOptions(True), [])
 
     async def wait() -> bytes:
         asyncio.get_running_loop().call_later(0.01, reply.fail, ApiError(429, "full"))
@@ -289,7 +294,7 @@ def test_only_the_first_error_counts_and_wakes_who_waits() -> None:
 
 @pytest.mark.parametrize("finish", [FinishReason.NOT, FinishReason.ERROR])
 def test_tokens_of_a_sequence_that_did_not_end_well_are_counted_too(finish: FinishReason) -> None:
-    reply, choice = make(Shape(True), [])
+    reply, choice = make(ReplyOptions(True), [])
     choice.take([1, 2], FinishReason.NOT, 0, None)
     choice.take([3], finish, 0, None)
     assert reply.usage.num_output == 3

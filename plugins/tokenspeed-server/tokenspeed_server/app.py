@@ -1,145 +1,175 @@
-"""The ASGI application: one gate before every route, and the routes. `openapi.json` describes them."""
+"""The FastAPI application: middleware, error handlers and the OpenAPI description."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from hmac import compare_digest
-from importlib.resources import files
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 import tokenspeed_core
+from tokenspeed_core.commands.serving import BadRequestError, RequestFailedError
 from tokenspeed_server.errors import ApiError
-from tokenspeed_server.generate import (
-    Receive,
-    Scope,
-    Send,
-    generate,
-    header,
-    send_error,
-    send_json,
-)
 from tokenspeed_server.protocol import ChatRequest, CompletionRequest
-from tokenspeed_server.service import Body, Service
+from tokenspeed_server.responses import DIRECT_SEND
+from tokenspeed_server.routes import router
+from tokenspeed_server.service import Service
 
-_GENERATING: dict[str, type[Body]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-}
-_OPEN = "/health"  # the one route that needs no key: load balancers have none
-
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-log = logging.getLogger(__name__)
+Wrap = Callable[[ASGIApp], ASGIApp]
 
 
-class Gate:
-    """The outermost layer: checks the key on every route, known or not, and answers for what breaks inside."""
+class ErrorBody(BaseModel):
+    """What went wrong. `param` is the field at fault, where there is one."""
 
-    def __init__(self, inner: AsgiApp, api_key: str | None) -> None:
-        self._inner = inner
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """An error in OpenAI's shape."""
+
+    error: ErrorBody
+
+
+class ApiKeyMiddleware:
+    """Refuses requests without the key, on unknown routes and those of plugins' middleware too."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Nothing but HTTP comes here: the server has neither websockets nor a lifespan."""
-        key = self._expected
-        if (
-            scope["path"] != _OPEN
-            and key is not None
-            and not compare_digest(header(scope, b"authorization"), key)
-        ):
-            error = ApiError(
-                401,
-                "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-            await send_error(send, error)
+        """Pass a request on if it has the key or asks for /health."""
+        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+        if scope["path"] == "/health" or compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
             return
-        has_begun = False
-
-        async def noting_send(message: Any) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._inner(scope, receive, noting_send)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # of one request, a plugin's too: no other is harmed, its client told
-            log.exception("%s %s failed: %s", scope["method"], scope["path"], error)
-            if has_begun:
-                raise
-            await send_error(
-                send, ApiError(500, "the server failed on this request; its log says why")
-            )
+        error = ApiError(
+            401,
+            "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+        await _respond(error)(scope, receive, send)
 
 
-class Routes:
-    """All routes: two that generate, and those that tell of the server."""
+class App(FastAPI):
+    """The application. It gives responses the `send` without the wrappers of the framework.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    Each wrapper would cost a third of a microsecond per token; `GenerationResponse` uses this
+    `send` for what follows the start of a response.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        path = scope["path"]
-        kind = _GENERATING.get(path)
-        allowed = "GET" if kind is None else "POST"
+        """Serve a request."""
+        scope[DIRECT_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
+class PluginMiddleware:
+    """Runs the middleware of plugins; one that would end the process fails its request instead."""
+
+    def __init__(self, app: ASGIApp, wrap: Wrap) -> None:
+        async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[DIRECT_SEND] = send  # the plugins see all that is sent
+            await app(scope, receive, send)
+
+        wrapped = wrap(inner)
+        self._app = app if wrapped is inner else wrapped
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
         try:
-            status, body = self._tell(path) if kind is None else (200, b"")
-            if scope["method"] != allowed:
-                raise ApiError(405, f"{path} takes {allowed} only", headers={"allow": allowed})
-            if kind is None:
-                await send_json(send, status, body, [])
-            else:
-                await generate(self._service, kind, scope, receive, send)
-        except ApiError as error:
-            await send_error(send, error)
+            await self._app(scope, receive, send)
+        except SystemExit as error:
+            raise RuntimeError(f"plugin middleware raised SystemExit: {error}") from error
 
-    def _tell(self, path: str) -> tuple[int, bytes]:
-        """Return the status and the JSON of a route that generates nothing. Raises ApiError."""
-        service, name = self._service, self._service.options.model_name
-        match path:
-            case "/health":
-                reason = service.why_unhealthy()
-                state = (
-                    {"status": "ok"}
-                    if reason is None
-                    else {"status": "unhealthy", "reason": reason}
-                )
-                return 200 if reason is None else 503, json.dumps(state).encode()
-            case "/version":
-                return 200, json.dumps({"version": tokenspeed_core.__version__}).encode()
-            case "/openapi.json":
-                return 200, files("tokenspeed_server").joinpath("openapi.json").read_bytes()
-            case "/v1/plugins":
-                if service.serving is None:
-                    raise ApiError(503, "the engine is starting", headers={"retry-after": "1"})
-                return 200, service.serving.limits.report.encode()
-            case "/v1/models":
-                return 200, json.dumps({"object": "list", "data": [self._model()]}).encode()
-        if not path.startswith("/v1/models/"):
-            raise ApiError(404, f"no route {path}")
-        asked = path.removeprefix("/v1/models/")
-        if asked != name:
-            raise ApiError(
-                404,
-                f"the model {asked!r} does not exist; available: {name!r}",
-                "model",
-                "model_not_found",
-            )
-        return 200, json.dumps(self._model()).encode()
 
-    def _model(self) -> dict[str, Any]:
-        serving = self._service.serving
-        return {
-            "id": self._service.options.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "tokenspeed",
-            "max_model_len": None if serving is None else serving.limits.longest,
-        }
+def create_app(service: Service, wrap: Wrap | None = None) -> App:
+    """Return the application. `wrap` adds the middleware of plugins."""
+    app = App(
+        title="TokenSpeed",
+        version=tokenspeed_core.__version__,
+        docs_url=None,  # these pages load scripts from another site
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    app.include_router(router)
+    if wrap is not None:
+        app.add_middleware(PluginMiddleware, wrap=wrap)
+    if service.options.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(BadRequestError, _on_bad_request)
+    app.add_exception_handler(RequestFailedError, _on_request_failed)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected)
+    app.middleware_stack = app.build_middleware_stack()  # now: errors of plugins end the start
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _respond(error: ApiError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _respond(error)
+
+
+async def _on_bad_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BadRequestError)
+    return _respond(ApiError(400, error.message, error.param, error.code))
+
+
+async def _on_request_failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestFailedError)
+    return _respond(ApiError.of(error))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Answer an unknown route or a wrong method."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 405:
+        allowed = (error.headers or {})["Allow"]
+        return _respond(ApiError(405, f"{path} takes {allowed} only", headers={"allow": allowed}))
+    return _respond(ApiError(error.status_code, f"no route {path}"))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody receives it
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    """Answer with a 500; uvicorn logs the traceback."""
+    return _respond(ApiError(500, "the server failed on this request; its log says why"))
+
+
+def _openapi(app: App) -> dict[str, Any]:
+    """Return the description of the routes, with the bodies that dependencies parse."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        components = schema.setdefault("components", {}).setdefault("schemas", {})
+        for model in (CompletionRequest, ChatRequest, Error):
+            described = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            components.update(described.pop("$defs", {}))
+            components[model.__name__] = described
+        bearer = {"type": "http", "scheme": "bearer"}
+        schema["components"]["securitySchemes"] = {"api_key": bearer}
+        schema["security"] = [{"api_key": []}, {}]
+        app.openapi_schema = schema
+    return app.openapi_schema

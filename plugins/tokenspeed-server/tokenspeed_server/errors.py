@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors in the shape that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -66,3 +66,13 @@ class ApiError(TokenSpeedError):
     def event(self) -> bytes:
         """Return the error as the last events of a stream."""
         return b"data: " + self.body() + b"\n\ndata: [DONE]\n\n"
+
+
+def model_not_found(asked: str, available: str) -> ApiError:
+    """Return the error for a request that names another model than the served one."""
+    return ApiError(
+        404,
+        f"the model {asked!r} does not exist; available: {available!r}",
+        "model",
+        "model_not_found",
+    )

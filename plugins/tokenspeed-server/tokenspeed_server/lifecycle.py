@@ -1,4 +1,4 @@
-"""The life of an API worker: start, ready, drain, death. One coroutine, a few events, no polling."""
+"""The life of an API worker: start, serve, drain, end. One coroutine waits for events."""
 
 from __future__ import annotations
 
@@ -15,167 +15,169 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tokenspeed_core.commands.serving import EngineClient, EngineDeadError, WorkerReady
-from tokenspeed_server.app import AsgiApp, Gate, Routes
+from tokenspeed_server.app import Wrap, create_app
 from tokenspeed_server.service import ModelText, Options, Service
-from tokenspeed_server.supervisor import Crew
+from tokenspeed_server.supervisor import Supervised
 
-FLUSH_SECONDS = 5  # for answers under way when the engine died
+FLUSH_SECONDS = 5  # for answers in progress when the engine dies
 UNREAD_SECONDS = 20  # that a drain waits for clients to read what the engine has finished
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """What a worker is started with."""
+class WorkerConfig:
+    """How to run an API worker. `wrap` adds the middleware of plugins."""
 
     socket: socket.socket
     options: Options
     load_text: Callable[[], ModelText]
     log_level: str = "info"
     on_ready: Callable[[ModelText], None] = lambda text: None
-    wrap: Callable[[AsgiApp], AsgiApp] = lambda app: (
-        app
-    )  # plugins' middleware, behind the key's check
+    wrap: Wrap | None = None
 
 
-def serve(launch: Launch, crew: Crew) -> int:
-    """Serve until told to stop; return the exit status. Raises EngineDeadError when the engine or a worker dies."""
-    return asyncio.run(_Life(launch, crew).run())
+def serve(config: WorkerConfig, processes: Supervised) -> int:
+    """Serve until interrupted; return the exit status.
+
+    Raises EngineDeadError when the engine or another worker dies.
+    """
+    return asyncio.run(ApiWorker(config, processes).run())
 
 
-def _http_config(app: AsgiApp, launch: Launch) -> uvicorn.Config:
-    config = uvicorn.Config(
+def _http_config(app: ASGIApp, config: WorkerConfig) -> uvicorn.Config:
+    http = uvicorn.Config(
         app,
         lifespan="off",
         log_config=None,
-        log_level="debug"
-        if launch.log_level == "debug"
-        else "warning",  # at "info" it narrates its own start
-        access_log=launch.log_level in ("debug", "info"),
+        # At "info", uvicorn logs its own start.
+        log_level="debug" if config.log_level == "debug" else "warning",
+        access_log=config.log_level in ("debug", "info"),
         server_header=False,
         date_header=False,
         ws="none",
-        http="h11",  # bounds a request's head; with httptools headers without end fill the memory
+        http="h11",  # it bounds the head of a request; httptools does not
         timeout_keep_alive=75,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    logging.getLogger("uvicorn.access").setLevel(launch.log_level.upper())
-    return config
+    logging.getLogger("uvicorn.access").setLevel(config.log_level.upper())
+    return http
 
 
-class _Life:
-    """One run of a worker."""
+class ApiWorker:
+    """One run of an API worker."""
 
-    def __init__(self, launch: Launch, crew: Crew) -> None:
-        self._launch, self._crew = launch, crew
+    def __init__(self, config: WorkerConfig, processes: Supervised) -> None:
+        self._config = config
+        self._processes = processes
         self._signals: list[signal.Signals] = []
-        self._asked_to_stop = asyncio.Event()
-        self._asked_twice = asyncio.Event()
+        self._interrupted = asyncio.Event()
+        self._interrupted_again = asyncio.Event()
 
     async def run(self) -> int:
-        """Run from start to end; return the exit status. However it ends, nothing is left behind."""
+        """Run from start to end; return the exit status. Leaves no process or folder behind."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        crew = self._crew
-        link = EngineClient(crew.address, worker=crew.worker)
-        service = Service(self._launch.options, link)
-        app = Gate(self._launch.wrap(Routes(service)), self._launch.options.api_key)
-        http = uvicorn.Server(_http_config(app, self._launch))
-        sockets = [self._launch.socket]
+        processes, config = self._processes, self._config
+        engine = EngineClient(processes.address, worker=processes.worker)
+        service = Service(config.options, engine)
+        sockets = [config.socket]
+        http: uvicorn.Server | None = None
         try:
-            # Its parts, not its `serve`: that would handle signals, which do not drain, and tick ten times a second.
+            http = uvicorn.Server(_http_config(create_app(service, config.wrap), config))
+            # Not uvicorn's `serve`, which handles signals without a drain and polls.
             http.config.load()
             http.lifespan = http.config.lifespan_class(http.config)
             await http.startup(sockets)
-            await crew.start(link)
+            await processes.start(engine)
             return await self._live(service)
         finally:
-            await crew.stop()
-            http.force_exit = self._asked_twice.is_set()
-            if http.started:
+            await processes.stop()
+            if http is not None and http.started:
+                http.force_exit = self._interrupted_again.is_set()
                 await http.shutdown(sockets)
             service.close()
-            link.close()
+            engine.close()
 
     async def _live(self, service: Service) -> int:
-        link, watches = service.link, self._crew.watches  # of the other workers
-        watch = asyncio.create_task(self._crew.watch_engine(link))
+        engine, other_workers = service.engine, self._processes.watches
+        watch = asyncio.create_task(self._processes.watch_engine(engine))
         opening = asyncio.create_task(self._open(service))
         try:
-            await _first(link.dead, opening, *watches, self._asked_to_stop.wait())
+            await _first(engine.dead, opening, *other_workers, self._interrupted.wait())
             if opening.done():
-                opening.result()  # raises what kept the text side from loading
-                await _first(link.dead, *watches, self._asked_to_stop.wait())
+                opening.result()  # raises if the tokenizer could not be loaded
+                await _first(engine.dead, *other_workers, self._interrupted.wait())
         finally:
             opening.cancel()
-        is_drained = not link.dead.done() and await self._drain(service)
+        is_drained = not engine.dead.done() and await self._drain(service)
         watch.cancel()
-        if self._asked_twice.is_set():
-            self._crew.ask_to_stop(signal.SIGINT)
-            link.die("it was told to stop at once")  # those who wait for answers hear of it
+        if self._interrupted_again.is_set():
+            self._processes.ask_to_stop(signal.SIGINT)
+            engine.die("it was told to stop at once")
             return 128 + self._signals[-1]
         if is_drained:
-            await asyncio.gather(*watches)  # raises EngineDeadError for a worker that died
+            await asyncio.gather(*other_workers)  # raises EngineDeadError if one died
             return 0
-        raise EngineDeadError(
-            f"the engine {'died' if link.ready.done() else 'could not start'}: {link.dead.result()}"
-        )
+        what = "died" if engine.ready.done() else "could not start"
+        raise EngineDeadError(f"the engine {what}: {engine.dead.result()}")
 
     async def _open(self, service: Service) -> None:
-        """Load the text side while the engine loads, then begin to take requests."""
-        text = await asyncio.to_thread(self._launch.load_text)
-        service.link.send(WorkerReady())
-        ready = await asyncio.shield(service.link.ready)
+        """Load the tokenizer while the engine loads, then admit requests."""
+        text = await asyncio.to_thread(self._config.load_text)
+        service.engine.send(WorkerReady())
+        ready = await asyncio.shield(service.engine.ready)
         gc.collect()
-        gc.freeze()  # what was made so far stays: no collection during a stream need look at it again
+        gc.freeze()  # no collection during a stream needs to look at what exists now
         service.open(text, ready)
-        self._launch.on_ready(text)
+        self._config.on_ready(text)
 
     async def _drain(self, service: Service) -> bool:
-        """Take no more requests, finish those that run, let the engine go. Return whether all that worked."""
-        self._crew.ask_to_stop(signal.SIGTERM)
-        if (service.num_active or service.link.has_work) and not self._crew.worker:
-            with suppress(OSError):  # the disk that the log is on may be full
+        """Finish the active requests and end the engine. Return whether all of that worked."""
+        engine, processes = service.engine, self._processes
+        processes.ask_to_stop(signal.SIGTERM)
+        if (service.num_active or engine.has_work) and not processes.worker:
+            with suppress(OSError):  # stderr may be a file on a full disk
                 print("draining; interrupt again to stop at once", file=sys.stderr, flush=True)
         drained = asyncio.create_task(service.drained())
-        unread = asyncio.create_task(_only_unread(service.link))
-        await _first(drained, unread, service.link.dead, self._asked_twice.wait())
+        unread = asyncio.create_task(_only_unread(engine))
+        await _first(drained, unread, engine.dead, self._interrupted_again.wait())
         unread.cancel()
         if not drained.done():
             drained.cancel()
             if not unread.done():
                 return False
-            log.warning("%d clients do not read their answers; they are left", service.num_active)
-        if service.serving is None:
+            log.warning("%d clients do not read their answers: ending", service.num_active)
+        if not service.is_open:
             return True
-        await _first(self._crew.retire(service.link), service.link.dead, self._asked_twice.wait())
-        return all(
-            watch.done() for watch in self._crew.watches
-        )  # if not, the engine died before what they finish
+        await _first(processes.retire(engine), engine.dead, self._interrupted_again.wait())
+        # A worker that is still running needed an engine that died.
+        return all(watch.done() for watch in processes.watches)
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals.append(number)
-        # A worker beside the first may get a service manager's SIGTERM, and that with which the first one answers it.
-        if self._asked_to_stop.is_set() and not (self._crew.worker and number is signal.SIGTERM):
-            self._asked_twice.set()
-        self._asked_to_stop.set()
+        # A secondary worker may get SIGTERM from the service manager and from the first worker.
+        is_repeated = self._processes.worker and number is signal.SIGTERM
+        if self._interrupted.is_set() and not is_repeated:
+            self._interrupted_again.set()
+        self._interrupted.set()
 
 
-async def _only_unread(link: EngineClient) -> None:
-    """Return when the engine has had nothing to do for a while: what is left waits for clients that do not read."""
+async def _only_unread(engine: EngineClient) -> None:
+    """Return when the engine has been idle for a while: clients do not read their answers."""
     since = time.monotonic()
     while time.monotonic() - since < UNREAD_SECONDS:
         await asyncio.sleep(1)
-        if link.num_live:
+        if engine.num_live:
             since = time.monotonic()
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:
-    """Wait for the first of several; tasks and futures among them go on, coroutines are cancelled."""
+    """Wait for the first of several. Tasks and futures go on; coroutines are cancelled."""
     made = [asyncio.ensure_future(each) for each in awaitables]
     try:
         await asyncio.wait(made, return_when=asyncio.FIRST_COMPLETED)

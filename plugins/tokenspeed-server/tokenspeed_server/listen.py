@@ -1,4 +1,4 @@
-"""The listening socket: bound before anything slow starts, with an error that says who has the port."""
+"""The listening sockets, opened before anything slow starts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tokenspeed_core.commands.serving import CapacityError, ConfigError
 
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
-    """Return sockets that listen at one address; port 0 takes a free one. The system spreads connections over them.
+    """Return `count` sockets that share one address; port 0 takes a free port.
 
-    Raises CapacityError when the port is taken or not allowed, ConfigError for an unknown host.
+    Raises CapacityError if the port is in use or not allowed, ConfigError for an unknown host.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -26,20 +26,20 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
     try:
         bound.append(_open(family, address))
         if count > 1:
-            # Sockets that share a port would share it with another server of this user's, too: the first one, which
-            # does not, has found that there is none.
-            with bound.pop() as alone:
-                address = alone.getsockname()
+            # Sockets with SO_REUSEPORT would also share the port with another server of this
+            # user. The first socket, without it, has shown that there is none.
+            with bound.pop() as exclusive:
+                address = exclusive.getsockname()
             bound += [_open(family, address, shares=True) for _ in range(count)]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise CapacityError(
-                f"port {port} on {host} is in use{_owner(port)}: stop that, or choose another with --port "
-                "(0 takes a free one)"
+                f"port {port} on {host} is in use{_owner(port)}. "
+                "Choose another with --port; 0 takes a free port."
             ) from error
-        what = os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0)
         raise CapacityError(
-            f"cannot listen on {host}:{port}: {what}; see --host and --port"
+            f"cannot listen on {host}:{port}: {reason}. See --host and --port."
         ) from error
     return bound
 
@@ -52,12 +52,12 @@ def _open(family: int, address: Any, *, shares: bool = False) -> socket.socket:
         reuse_port=shares,
         dualstack_ipv6=family == socket.AF_INET6,
     )
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which all that it accepts inherit
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
     return bound
 
 
 def _owner(port: int) -> str:
-    """Return who listens on a port, as part of a sentence; empty where this user may not know."""
+    """Return " by PROGRAM (pid N)" for the listener on a port, or "" if this user may not know."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if (
@@ -70,7 +70,7 @@ def _owner(port: int) -> str:
 
 
 def url(bound: socket.socket) -> str:
-    """Return the URL under which a socket is reached."""
+    """Return the URL of a socket."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

@@ -1,4 +1,4 @@
-"""From a request's body to token ids: which prompts it has, and how messages become one."""
+"""From the prompts and messages of requests to token ids."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from tokenspeed_core.commands.serving import (
 from tokenspeed_server.protocol import ChatRequest, Message, ToolCall
 
 MAX_PROMPTS = 512
-MAX_CHARS_PER_TOKEN = (
-    256  # no vocabulary has longer tokens, so longer texts cannot fit and are not tokenised
-)
+MAX_CHARS_PER_TOKEN = 256  # vocabularies have no longer tokens: text beyond this cannot fit
 
 
 def read_prompts(prompt: Any) -> list[str | I32]:
-    """Return the prompts of a completion: texts, or int32 columns of ids. Raises BadRequestError."""
+    """Return the prompts of a completion: texts, or int32 arrays of ids. Raises BadRequestError."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
@@ -56,9 +54,9 @@ def encode(
     add_special_tokens: bool,
     salt: str = "",
 ) -> I32:
-    """Return the ids of a bare prompt, or of rendered messages, which have special tokens of their own.
+    """Return the token ids of a prompt, or of rendered messages (without `add_special_tokens`).
 
-    Raises BadRequestError for text that cannot fit, before the work of tokenising.
+    Raises BadRequestError for text that cannot fit, without tokenising it.
     """
     param = "prompt" if add_special_tokens else "messages"
     if tokenizer is None:
@@ -81,9 +79,9 @@ def chat_ids(
     tools: Sequence[Mapping[str, Any]] | None,
     limits: Ready,
 ) -> I32:
-    """Render and encode a chat. `tools` are as they came, so that the template writes what the user wrote.
+    """Render and encode a chat, with `tools` as the user wrote them.
 
-    Raises BadRequestError for messages that the template refuses.
+    Raises BadRequestError for messages that the template rejects.
     """
     if template is None:
         why = (
@@ -107,7 +105,7 @@ def chat_ids(
 
 
 def _for_template(message: Message, position: int, template: ChatTemplate) -> dict[str, Any]:
-    """Return a message as templates know it: content as one text, arguments of calls as objects."""
+    """Return a message as templates expect it: content is one text, arguments are objects."""
     is_system = message.role == "developer" and not template.knows_developer
     rendered: dict[str, Any] = {"role": "system" if is_system else message.role}
     content = message.content

@@ -1,10 +1,10 @@
-"""What an HTTP request waits for: its choices, filled by the engine's tokens, and what is ready to be sent."""
+"""A reply in the making: choices that receive the engine's tokens, and events that are ready to send."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tokenspeed_core.commands.serving import (
@@ -13,16 +13,17 @@ from tokenspeed_core.commands.serving import (
     RequestFailedError,
     TokenLogprobs,
 )
-from tokenspeed_server.chat_reply import Delta, Reader
 from tokenspeed_server.errors import ApiError
-from tokenspeed_server.events import Answer, Dialect, TokenLogprob, Usage
+from tokenspeed_server.formats import Answer, ResponseFormat, TokenLogprob, Usage
+from tokenspeed_server.parser_chain import Delta, ParserChain
 
-MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON lacks
+_NO_EXTRA: Mapping[str, object] = {}
+MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How an answer is to look. `interval`: tokens per streamed event."""
+class ReplyOptions:
+    """How to answer. `interval`: tokens per streamed event; `num_logprobs`: -1 for none."""
 
     is_stream: bool
     interval: int = 1
@@ -33,29 +34,33 @@ class Shape:
 class Reply:
     """Collects the choices of one HTTP request; one task waits on it."""
 
-    def __init__(self, dialect: Dialect, shape: Shape, usage: Usage) -> None:
-        self.dialect = dialect
-        self.shape = shape
+    def __init__(
+        self, response_format: ResponseFormat, options: ReplyOptions, usage: Usage
+    ) -> None:
+        self.format = response_format
+        self.options = options
         self.usage = usage
         self.answers: list[Answer] = []
         self.num_open = 0
         self.error: ApiError | None = None
-        self.is_abandoned = False  # the client is gone
+        self.is_abandoned = False  # the client disconnected
         self.first_token_at: float | None = None  # on the monotonic clock, in seconds
         self._ready: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def add_choice(
-        self, assembler: Assembler, reader: Reader, *, is_first_of_prompt: bool
+        self, assembler: Assembler, parsers: ParserChain, *, is_first_of_prompt: bool
     ) -> Choice:
-        """Return the sink for one more sequence."""
+        """Add a sequence; return the sink of its tokens."""
         index = len(self.answers)
         self.answers.append(Answer())
         self.num_open += 1
-        return Choice(self, index, assembler, reader, is_first_of_prompt, self.shape.interval - 1)
+        return Choice(
+            self, index, assembler, parsers, is_first_of_prompt, self.options.interval - 1
+        )
 
     def push(self, event: bytes) -> None:
-        """Make an event ready to be sent."""
+        """Add an event to send."""
         self._ready.append(event)
         self._wake()
 
@@ -66,7 +71,7 @@ class Reply:
             self._wake()
 
     def abandon(self) -> None:
-        """Note that the client is gone."""
+        """Note that the client disconnected."""
         self.is_abandoned = True
         self._wake()
 
@@ -77,12 +82,13 @@ class Reply:
             self._wake()
 
     async def wait(self) -> bytes:
-        """Wait for events, the end, an error or the client's leaving; return the events, joined."""
+        """Wait for events, the end, an error or a disconnect; return the events, joined."""
         while not (self._ready or self.error or self.is_abandoned or not self.num_open):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        ready, self._ready = self._ready, []
-        return b"".join(ready)
+        ready = self._ready
+        self._ready = []
+        return ready[0] if len(ready) == 1 else b"".join(ready)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -91,14 +97,14 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence's place in a reply: the engine link hands its tokens to `take`."""
+    """One sequence of a reply. The engine's client hands its tokens to `take`."""
 
     reply: Reply
     index: int
     assembler: Assembler
-    reader: Reader
+    parsers: ParserChain
     is_first_of_prompt: bool
-    num_waiting: int  # tokens since the last event; one short of the interval at first: the first goes out at once
+    num_waiting: int  # tokens since the last event; starts so that the first token is sent at once
     _text: list[str] = field(default_factory=list)
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _token_ids: list[int] = field(default_factory=list)
@@ -106,23 +112,23 @@ class Choice:
     def take(
         self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenLogprobs | None
     ) -> bool:
-        """Add tokens. Return whether the sequence is at its end, whatever the engine thinks."""
+        """Add tokens. Return whether the sequence is over, which the engine may not know."""
         reply, assembler = self.reply, self.assembler
         if reply.first_token_at is None and token_ids:
             reply.first_token_at = time.monotonic()
         if num_cached and self.is_first_of_prompt and reply.usage.num_cached is not None:
             reply.usage.num_cached += num_cached
         num_before = assembler.num_tokens
-        if logprobs is not None and reply.shape.num_logprobs >= 0:
+        if logprobs is not None and reply.options.num_logprobs >= 0:
             text = self._feed_with_logprobs(token_ids, finish, logprobs)
         else:
             text = assembler.feed(token_ids, finish)
         reply.usage.num_output += assembler.num_tokens - num_before
-        if reply.shape.wants_ids:
+        if reply.options.wants_ids:
             self._token_ids += token_ids
         reason = assembler.finish_reason
         if reason is None:
-            if reply.shape.is_stream:
+            if reply.options.is_stream:
                 self._stream(text, len(token_ids))
             else:
                 self._text.append(text)
@@ -136,30 +142,34 @@ class Choice:
 
     def _stream(self, text: str, num_tokens: int) -> None:
         self.num_waiting += num_tokens
-        if self.num_waiting < self.reply.shape.interval:
+        if self.num_waiting < self.reply.options.interval:
             self._text.append(text)
             return
         if self._text:
             text = "".join(self._text) + text
             self._text.clear()
-        deltas = self.reader.read(text, is_over=False)
+        deltas = self.parsers.read(text, is_over=False)
         if deltas or self._token_ids:
-            self._emit(deltas, None)
             self.num_waiting = 0
-        # Otherwise a character, a stop string or a parser's mark is half here: the next token decides.
+            if len(deltas) == 1 and not self._token_ids and not self._logprobs:
+                reply = self.reply  # the common case, for each token
+                reply.push(reply.format.event(self.index, deltas[0], None, _NO_EXTRA))
+            else:
+                self._emit(deltas, None)
+        # Otherwise a character, stop string or parser's tag may be incomplete: wait for more tokens.
 
     def _emit(self, deltas: Sequence[Delta], reason: str | None) -> None:
         reply = self.reply
         extra: dict[str, object] = {}
         if self._logprobs:
-            extra["logprobs"] = reply.dialect.logprobs(self._logprobs)
+            extra["logprobs"] = reply.format.logprobs(self._logprobs)
             self._logprobs = []
         if self._token_ids:
             extra["token_ids"] = self._token_ids
             self._token_ids = []
         for delta in deltas[:-1]:
-            reply.push(reply.dialect.event(self.index, delta, None, {}))
-        reply.push(reply.dialect.event(self.index, deltas[-1] if deltas else "", reason, extra))
+            reply.push(reply.format.event(self.index, delta, None, {}))
+        reply.push(reply.format.event(self.index, deltas[-1] if deltas else "", reason, extra))
 
     def _end(self, text: str, reason: str) -> None:
         reply = self.reply
@@ -174,11 +184,11 @@ class Choice:
             )
             return
         text = "".join(self._text) + text
-        deltas = self.reader.read(text, is_over=True)
-        reason = "tool_calls" if reason == "stop" and self.reader.has_called else reason
+        deltas = self.parsers.read(text, is_over=True)
+        reason = "tool_calls" if reason == "stop" and self.parsers.has_called else reason
         answer = reply.answers[self.index]
         answer.finish_reason = reason
-        if reply.shape.is_stream:
+        if reply.options.is_stream:
             self._emit(deltas, reason)
         else:
             answer.text, answer.deltas = text, deltas
@@ -188,9 +198,9 @@ class Choice:
     def _feed_with_logprobs(
         self, token_ids: Sequence[int], finish: int, columns: TokenLogprobs
     ) -> str:
-        """Feed token by token, since each one's place in the text is reported."""
+        """Feed token by token, since the offset of each in the text is reported."""
         assembler, text = self.assembler, []
-        width = self.reply.shape.num_logprobs
+        width = self.reply.options.num_logprobs
         for position, token_id in enumerate(token_ids):
             offset = assembler.num_chars
             is_last = position == len(token_ids) - 1

@@ -1,4 +1,4 @@
-"""A reply between text and client: what the parsers find in it, in the words of OpenAI's API."""
+"""From the text of a reply to the deltas of OpenAI's chats, through the parsers of plugins."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 from tokenspeed_core.api.parsers import ReplyEvent, ReplyParser
 from tokenspeed_core.commands.serving import PluginError
 
-Delta = str | Mapping[str, Any]  # of a reply: content, or what else it adds to a chat's message
+Delta = str | Mapping[str, Any]  # content, or other fields of a chat's message
 
 
-class Reader:
-    """Reads one choice; each parser reads the content that the one before it found."""
+class ParserChain:
+    """Parses one choice. Each parser gets the content that the parser before it left."""
 
     def __init__(self, parsers: Mapping[str, ReplyParser]) -> None:
-        """Take the parsers, each by what it is called in errors."""
-        self._parsers = tuple(parsers.items())  # which is faster to walk, for each token
+        """Take the parsers by the names that errors use."""
+        self._parsers = tuple(parsers.items())
         self._num_calls = 0
         self._arguments: list[str] = []  # of the last call
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls, the last of them complete: a stop string may have cut it."""
+        """Whether there are tool calls and the last is complete. A stop string may have cut it."""
         try:
             return bool(self._num_calls and isinstance(json.loads("".join(self._arguments)), dict))
         except (ValueError, RecursionError):
             return False
 
     def read(self, text: str, *, is_over: bool) -> Sequence[Delta]:
-        """Take the next delta of text and return what is certain by now.
+        """Parse the next piece of text; return the deltas that are certain by now.
 
-        Raises PluginError, which names the parser, for whatever one raises and for what is no event.
+        Raises PluginError that names the parser if it raises or returns something else than events.
         """
         if not self._parsers:
             return [text] if text else []
@@ -48,16 +48,15 @@ class Reader:
                 ]
                 events, finder = [*found, *parser.finish()] if is_over else found, name
             return [each.text if each.kind == "content" else self._delta(each) for each in events]
-        except (
-            BaseException
-        ) as error:  # plugin code may raise anything; Ctrl-C, which drains, does not come here
-            whose = name if all(isinstance(each, ReplyEvent) for each in events) else finder
+        except BaseException as error:
+            # Plugin code may raise anything. Ctrl-C does not arrive here: a handler drains.
+            culprit = name if all(isinstance(each, ReplyEvent) for each in events) else finder
             raise PluginError(
-                f"{whose} fails on a reply: {type(error).__name__}: {error}"
+                f"{culprit} fails on a reply: {type(error).__name__}: {error}"
             ) from error
 
     def _delta(self, event: ReplyEvent) -> Delta:
-        """Return what is no content as a delta of the message."""
+        """Return an event that is not content as a delta of the message."""
         if event.kind == "reasoning":
             return {"reasoning_content": event.text}
         call: dict[str, Any] = {"function": {"arguments": event.text}}
@@ -71,7 +70,7 @@ class Reader:
 
 
 def message(deltas: Iterable[Delta]) -> dict[str, Any]:
-    """Return the whole message that deltas make."""
+    """Return the message that the deltas add up to."""
     whole: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
     for delta in deltas:
         fields: Mapping[str, Any] = {"content": delta} if isinstance(delta, str) else delta

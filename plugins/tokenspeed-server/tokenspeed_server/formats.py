@@ -1,4 +1,4 @@
-"""What goes to clients: event templates for streams, bodies for whole answers. Both APIs, nothing else."""
+"""The JSON of answers: events of streams and whole bodies, for completions and for chats."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any
 
 from tokenspeed_core.commands.serving import Tokenizer
-from tokenspeed_server.chat_reply import Delta, message
+from tokenspeed_server.parser_chain import Delta, message
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's log-probability, its alternatives, likeliest first, and where it begins in the text."""
+    """A token's log-probability, the top alternatives, and the token's offset in the text."""
 
     token_id: int
     value: float
-    top: Sequence[tuple[int, float]]  # ids and values
+    top: Sequence[tuple[int, float]]  # ids and values, most probable first
     text_offset: int
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request. `num_cached` is None where it is not reported."""
+    """Token counts of a request. `num_cached` is None if it is not reported."""
 
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the usage as OpenAI writes it."""
+        """Return the usage in OpenAI's shape."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_output,
@@ -49,7 +49,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Answer:
-    """One choice of a whole answer, as it stands at its end; `deltas` make up a chat's message."""
+    """A finished choice. `deltas` make up the message of a chat."""
 
     text: str = ""
     deltas: Sequence[Delta] = ()
@@ -58,11 +58,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
 
 
-class _Dialect(ABC):
-    """What both APIs share: the envelope, cut into bytes once per request.
-
-    Each has `event`, what is sent of a delta of a reply (`extra`: "logprobs" and "token_ids" if asked for).
-    """
+class ResponseFormat(ABC):
+    """The format of one request's answer. The parts that all events share are encoded once."""
 
     prefix: str
     kind: str
@@ -78,11 +75,11 @@ class _Dialect(ABC):
         self._tail = b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
 
     def opening(self, num_choices: int) -> bytes:
-        """Return the events before any text."""
+        """Return the events that precede all text."""
         return b""
 
     def usage(self, usage: Usage) -> bytes:
-        """Return the event with the usage, which ends a stream that asked for it."""
+        """Return the event with the usage."""
         return self._head + b'],"usage":' + json.dumps(usage.as_json()).encode() + b"}\n\n"
 
     def body(
@@ -92,7 +89,7 @@ class _Dialect(ABC):
         choices = [
             {
                 "index": index,
-                **self.said(answer),
+                **self.content(answer),
                 "finish_reason": answer.finish_reason,
                 "logprobs": self.logprobs(answer.logprobs) if wants_logprobs else None,
                 **({"token_ids": answer.token_ids} if wants_ids else {}),
@@ -111,33 +108,39 @@ class _Dialect(ABC):
         ).encode()
 
     @abstractmethod
-    def said(self, answer: Answer) -> dict[str, Any]:
-        """Return what a choice says, as this API writes it."""
+    def event(
+        self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]
+    ) -> bytes:
+        """Return the events of a delta. `extra` may have "logprobs" and "token_ids"."""
+
+    @abstractmethod
+    def content(self, answer: Answer) -> dict[str, Any]:
+        """Return the fields of a choice that hold its text."""
 
     @abstractmethod
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return log-probabilities as this API writes them."""
+        """Return the log-probabilities of tokens."""
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
         piece = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
         return piece.decode(errors="replace"), piece
 
 
-class Completion(_Dialect):
-    """/v1/completions."""
+class CompletionFormat(ResponseFormat):
+    """Answers of /v1/completions."""
 
     prefix, kind, event_kind = "cmpl", "text_completion", "text_completion"
 
     def event(
         self, index: int, delta: Delta, finish_reason: str | None, extra: Mapping[str, Any]
     ) -> bytes:
-        assert isinstance(delta, str), "nothing parses completions"
+        assert isinstance(delta, str), "completions have no parsers"
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         more = _more(extra) if extra else ',"logprobs":null'
         choice = f'{{"index":{index},"text":{quote(delta)}{more},"finish_reason":{reason}}}'
         return self._head + choice.encode() + self._tail
 
-    def said(self, answer: Answer) -> dict[str, Any]:
+    def content(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -156,8 +159,8 @@ class Completion(_Dialect):
         }
 
 
-class Chat(_Dialect):
-    """/v1/chat/completions."""
+class ChatFormat(ResponseFormat):
+    """Answers of /v1/chat/completions."""
 
     prefix, kind, event_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -174,15 +177,17 @@ class Chat(_Dialect):
         events = b""
         if delta or extra:
             more = _more(extra) if extra else ',"logprobs":null'
-            said = f'{{"content":{quote(delta)}}}' if isinstance(delta, str) else json.dumps(delta)
-            choice = f'{{"index":{index},"delta":{said}{more},"finish_reason":null}}'
+            fields = (
+                f'{{"content":{quote(delta)}}}' if isinstance(delta, str) else json.dumps(delta)
+            )
+            choice = f'{{"index":{index},"delta":{fields}{more},"finish_reason":null}}'
             events = self._head + choice.encode() + self._tail
         if finish_reason is not None:
             end = f'{{"index":{index},"delta":{{}},"logprobs":null,"finish_reason":"{finish_reason}"}}'
             events += self._head + end.encode() + self._tail
         return events
 
-    def said(self, answer: Answer) -> dict[str, Any]:
+    def content(self, answer: Answer) -> dict[str, Any]:
         return {"message": message(answer.deltas)}
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -202,13 +207,8 @@ class Chat(_Dialect):
         return {"token": token, "logprob": value, "bytes": list(piece)}
 
 
-Dialect = Completion | Chat  # one object per request
-
-
 def _more(extra: Mapping[str, Any]) -> str:
-    """Return the JSON of optional fields, each with the comma before it."""
+    """Return the JSON of optional fields, each after a comma."""
     logprobs = json.dumps(extra["logprobs"]) if "logprobs" in extra else "null"
-    ids = (
-        f',"token_ids":{extra["token_ids"]}' if "token_ids" in extra else ""
-    )  # Python writes them as JSON does
+    ids = f',"token_ids":{extra["token_ids"]}' if "token_ids" in extra else ""
     return f',"logprobs":{logprobs}{ids}'
