@@ -22,7 +22,7 @@ from typing import TypeVar
 from tokenspeed_bench.result import machine
 from tokenspeed_demo.score import CHECKPOINT
 from tokenspeed_server.prompts import chat_ids
-from tokenspeed_server.protocol import ChatRequest, parse
+from tokenspeed_server.protocol import ChatRequest, parse_body
 
 from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.text.template import load_chat_template
@@ -79,7 +79,7 @@ def main() -> None:
     for turn in range(given.turns + 1):
         messages += [{"role": "user", "content": words(rng, given.turn_chars)}]
         body = json.dumps({"messages": messages}).encode()
-        json_ms, (request, _, _) = timed(partial(parse, body, ChatRequest))
+        json_ms, (request, _) = timed(partial(parse_body, body, ChatRequest))
         new, other = load_tokenizer(given.folder), load_tokenizer(given.folder)
         kept_ms, ids = timed(partial(chat_ids, kept, template, request, None, LIMITS))
         new_ms, same = timed(partial(chat_ids, new, template, request, None, LIMITS))

@@ -1,4 +1,4 @@
-"""`tokenspeed serve` as a child process, as a user starts it: the bundled demo on this machine's CPU."""
+"""Runs `tokenspeed serve` as a user does: the demo on the CPU, in its own process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DEMO: dict[str, Any] = {"model": "demo", "temperature": 0}
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return what a child process gets: its temporary files where a test can count them, one thread."""
+    """Return the environment of a child: one thread, temporary files in this folder."""
     return {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs. `curl` is the line it printed to try it with."""
+    """A running server. `curl` is the command that it printed."""
 
     url: str
     curl: str
@@ -58,25 +58,25 @@ class Served:
         return (self.folder / "stderr").read_text()
 
     def sockets(self) -> list[Path]:
-        """Return the folders in which servers keep their sockets."""
+        """Return the folders of the servers' sockets."""
         return [*self.folder.glob("tokenspeed-*"), *self.folder.glob(".tokenspeed-*")]
 
 
 def engine_of(pid: int) -> psutil.Process:
-    """Return the engine's process, of the server with this process id."""
+    """Return the engine's process of a server."""
     children = psutil.Process(pid).children()
     return next(child for child in children if "tokenspeed_core.engine.process" in child.cmdline())
 
 
 def wait_for_work(engine: psutil.Process) -> None:
-    """Wait until an engine that was idle has a request, which is when it spends time."""
+    """Wait until an idle engine has a request, by its CPU time."""
     before = sum(engine.cpu_times()[:2])
     wait_until(lambda: sum(engine.cpu_times()[:2]) > before + 0.05, 30, "at work")
 
 
 @contextmanager
 def served(folder: Path, *flags: str) -> Iterator[Served]:
-    """Run a server until the block ends; yield it once it says that it serves."""
+    """Run a server until the block ends; yield it when it serves."""
     with (folder / "stderr").open("w") as errors:
         process = subprocess.Popen(
             [*COMMAND, "serve", "--port", "0", *flags],
@@ -102,7 +102,7 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
 def said_at_its_end(
     folder: Path, *arguments: str, environ: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Run a command that ends by itself; return its status and what it wrote to stderr, less the progress."""
+    """Run a command to its end; return its status and its stderr without progress lines."""
     done = subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -126,7 +126,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 class Background:
-    """Calls a function in a thread; `result` waits for what it returned or raised."""
+    """Calls a function in a thread."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call

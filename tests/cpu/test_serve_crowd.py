@@ -1,4 +1,4 @@
-"""A crowd at the real server: forty connections, a pool too small for them, and clients that leave at any time."""
+"""Forty clients on a server with a small KV pool; some disconnect early."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_REQUESTS, NUM_PROMPTS, MAX_TOKENS = 160, 24, 60
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve in float32, where a batch changes no token, with room for four sequences of the greatest length."""
+    """Serve in float32, where batching changes no token, with KV blocks for four long sequences."""
     flags = "--dtype float32 --max-total-tokens 640 --max-model-len 320 --block-size 4 --chunked-prefill-size 24 "
     folder: Path = tmp_path_factory.mktemp("crowd")
     with served(folder, *flags.split(), "--max-num-seqs", "12") as running:
@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 class Crowd:
-    """Sends requests of many kinds and compares each greedy text with what its prompt gets alone."""
+    """Sends various requests and compares each greedy text with that of a single client."""
 
     def __init__(self, server: Served) -> None:
         self.random = random.Random(1)
@@ -44,7 +44,7 @@ class Crowd:
         self.alone: list[str] = []
 
     def ask_alone(self) -> None:
-        """Note what each prompt gets when nobody else asks."""
+        """Record the answer to each prompt without other requests."""
         with self.server.http() as http:
             for prompt in self.prompts:
                 body = {
@@ -72,7 +72,7 @@ class Crowd:
             await asyncio.gather(*(one() for _ in range(NUM_REQUESTS)))
 
     async def ask(self, client: httpx.AsyncClient) -> None:
-        """Send one request: streamed or not, perhaps left half-way, perhaps sampled."""
+        """Send one request: streamed or not, some sampled, some closed early."""
         chance = self.random.random
         number = self.random.randrange(NUM_PROMPTS)
         body: dict[str, Any] = {
@@ -103,7 +103,7 @@ class Crowd:
         self.num_answered += bool(texts)
 
     async def leave(self, client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-        """Give up before an answer is there."""
+        """Disconnect before the answer."""
         try:
             await client.post("/v1/completions", json=body, timeout=0.3 * self.random.random())
         except httpx.TimeoutException:
@@ -136,7 +136,7 @@ def seconds_used(server: Served) -> float:
     return float(sum(server.engine().cpu_times()[:2]) - before)
 
 
-def test_a_crowd_that_comes_and_goes_gets_what_each_gets_alone_and_leaves_nothing(
+def test_crowd_gets_the_answers_of_single_clients(
     server: Served,
 ) -> None:
     crowd = Crowd(server)

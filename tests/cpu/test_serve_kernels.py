@@ -1,4 +1,4 @@
-"""A stranger's kernel that would end the engine's process, and one whose results are no numbers."""
+"""Third-party kernels that exit the process or return NaN."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last_words(folder: Path, *flags: str) -> str:
-    """Return the one line with which a start ends."""
+    """Return the error line of a start."""
     status, said = said_at_its_end(folder, "serve", "--port", "0", "--device", "cpu", *flags)
     assert status == 2
     return said.splitlines()[-1]
 
 
-def test_a_kernel_that_would_end_the_process_in_prepare_is_named(tmp_path: Path) -> None:
+def test_kernel_that_exits_is_named(tmp_path: Path) -> None:
     said = last_words(tmp_path, "--attention-backend", "strange/leaves")
     assert said.startswith(
         "tokenspeed: the engine could not start: step 1: forward failed: SystemExit: 4; raised in "
@@ -61,7 +61,7 @@ def test_a_kernel_that_would_end_the_process_in_prepare_is_named(tmp_path: Path)
     assert "attention (prefill) by strange/leaves of strange; `--attention-backend " in said
 
 
-def test_a_kernel_that_gives_no_number_ends_the_start_and_is_named(tmp_path: Path) -> None:
+def test_kernel_without_finite_results_ends_the_start(tmp_path: Path) -> None:
     said = last_words(
         tmp_path,
         "--attention-backend.decode",
@@ -76,7 +76,7 @@ def test_a_kernel_that_gives_no_number_ends_the_start_and_is_named(tmp_path: Pat
     assert "prefill" not in said
 
 
-def test_weights_that_are_noise_are_served_whatever_their_logits(tmp_path: Path) -> None:
+def test_dummy_weights_are_served_with_any_logits(tmp_path: Path) -> None:
     with served(
         tmp_path, "--attention-backend", "strange/empty", "--load-format", "dummy"
     ) as running:

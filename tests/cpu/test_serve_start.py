@@ -1,4 +1,4 @@
-"""Starts of `tokenspeed serve` that fail, are broken off, or are only tried: one line, and nothing left behind."""
+"""Starts of `tokenspeed serve` that fail or are interrupted: one line, no process left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKPOINT = Path(tokenspeed_demo.__file__).parent / "checkpoint"
 
 
 def spoil(folder: Path, how: str) -> None:
-    """Copy the demo's checkpoint and break it."""
+    """Copy the demo's checkpoint and damage it."""
     shutil.copytree(CHECKPOINT, folder)
     config = json.loads((folder / "config.json").read_text())
     if how == "wrong shape":
@@ -61,7 +61,7 @@ def spoil(folder: Path, how: str) -> None:
         ("no tokenizer", "tokenizer.json"),
     ],
 )
-def test_a_bad_checkpoint_ends_in_one_line(tmp_path: Path, how: str, names: str) -> None:
+def test_bad_checkpoint_is_reported_in_one_line(tmp_path: Path, how: str, names: str) -> None:
     spoil(tmp_path / "model", how)
     status, said = said_at_its_end(
         tmp_path, "serve", str(tmp_path / "model"), "--port", "0", "--log-level", "warning"
@@ -72,7 +72,7 @@ def test_a_bad_checkpoint_ends_in_one_line(tmp_path: Path, how: str, names: str)
     assert len(said) < 1500
 
 
-def test_a_dry_run_says_what_would_be_and_loads_nothing(tmp_path: Path) -> None:
+def test_dry_run_loads_no_weights(tmp_path: Path) -> None:
     spoil(tmp_path / "model", "cut short")  # whose weights cannot be read
     done = subprocess.run(
         [*COMMAND, "serve", str(tmp_path / "model"), "--dry-run", "--max-model-len", "512"],
@@ -97,9 +97,7 @@ def test_a_dry_run_says_what_would_be_and_loads_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "active"])
-def test_threads_that_wait_leave_their_cores_to_others_unless_somebody_wants_them_to_spin(
-    tmp_path: Path, asked: str | None
-) -> None:
+def test_idle_threads_sleep_unless_configured(tmp_path: Path, asked: str | None) -> None:
     environ = {
         **environment(tmp_path),
         "OMP_DISPLAY_ENV": "verbose",
@@ -128,7 +126,7 @@ def test_threads_that_wait_leave_their_cores_to_others_unless_somebody_wants_the
         ("--chat-template /missing", "--chat-template /missing"),
     ],
 )
-def test_a_setting_that_cannot_be_met_says_so(tmp_path: Path, flags: str, names: str) -> None:
+def test_impossible_setting_is_named(tmp_path: Path, flags: str, names: str) -> None:
     status, said = said_at_its_end(
         tmp_path, "serve", "--port", "0", "--log-level", "warning", *flags.split()
     )
@@ -139,7 +137,7 @@ def test_a_setting_that_cannot_be_met_says_so(tmp_path: Path, flags: str, names:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_hook_sets_what_the_first_process_does_before_the_engine_starts(
+def test_hook_changes_settings_of_the_first_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "site" / "setting-1.0.dist-info"
@@ -167,7 +165,7 @@ def test_a_hook_sets_what_the_first_process_does_before_the_engine_starts(
 @pytest.mark.parametrize(
     ("flags", "expected"), [("", ["process", "serve"]), ("--api-workers 1", ["process"])]
 )
-def test_two_processes_serve_http_where_processors_are_many_unless_a_flag_says_how_many(
+def test_number_of_api_workers_depends_on_processors(
     tmp_path: Path, many_processors: None, flags: str, expected: list[str]
 ) -> None:
     with served(tmp_path, *flags.split()) as running, running.http() as http:
@@ -181,9 +179,7 @@ def test_two_processes_serve_http_where_processors_are_many_unless_a_flag_says_h
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_start_that_is_broken_off_leaves_no_process(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_interrupted_start_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     starting = subprocess.Popen(
         [*COMMAND, "serve", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -205,11 +201,12 @@ def test_a_start_that_is_broken_off_leaves_no_process(
     assert (out, "Traceback" in err) == ("", False)
     _, alive = psutil.wait_procs(engines, 30)
     assert not alive
-    wait_until(lambda: not list(tmp_path.iterdir()), 10, "nothing left behind")
+    if number != signal.SIGKILL:  # a killed server cannot remove the folder of its sockets
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-def test_logs_on_a_full_disk_stop_neither_start_nor_drain(tmp_path: Path) -> None:
+def test_full_disk_for_logs_is_harmless(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

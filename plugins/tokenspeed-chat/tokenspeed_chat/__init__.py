@@ -1,1 +1,1 @@
-"""`tokenspeed chat`: a conversation in the terminal, with a running server or one started for it."""
+"""The command `tokenspeed chat`: a conversation in the terminal."""

@@ -1,4 +1,4 @@
-"""The little of an OpenAI client that a terminal chat needs, on the standard library alone."""
+"""A small client of OpenAI's API on the standard library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TIMEOUT = 600.0  # seconds without a byte
 _SPACES = set(" \t\r\n")
 
 
-class Unreachable(Exception):
-    """A server that cannot be reached, or that refused; the message says what it said."""
+class ServerError(Exception):
+    """A server that cannot be reached or answers with an error."""
 
 
 class ChatClient:
-    """Talks to the server at `base_url`, with or without its `/v1`."""
+    """A client of the server at `base_url`, which may end in `/v1`."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         with_scheme = base_url if "://" in base_url else f"http://{base_url}"
@@ -29,21 +29,21 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model(self) -> str:
-        """Return the name of the first model served. Raises Unreachable."""
+        """Return the name of the first served model. Raises ServerError."""
         with self._open("/v1/models") as response:
             body = response.read()
         try:
             models = [str(each["id"]) for each in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise Unreachable(f"{self._no_api('/v1/models')} with something else") from error
+            raise ServerError(self._no_api("/v1/models", "an unexpected body")) from error
         if not models:
-            raise Unreachable(f"{self.base_url} serves no model")
+            raise ServerError(f"{self.base_url} serves no model")
         return models[0]
 
     def stream(
         self, model: str, messages: list[dict[str, str]], options: dict[str, Any]
     ) -> Iterator[str]:
-        """Yield the text of the answer as it comes. Closing it ends the request. Raises Unreachable."""
+        """Yield the text of an answer. Closing the iterator ends the request. Raises ServerError."""
         body = {"model": model, "messages": messages, "stream": True, **options}
         with self._open("/v1/chat/completions", body) as response:
             try:
@@ -55,19 +55,19 @@ class ChatClient:
                         return
                     yield from _text(json.loads(data))
             except (OSError, HTTPException) as error:
-                raise Unreachable(f"the server went away: {error}") from error
+                raise ServerError(f"the connection was lost: {error}") from error
             except (ValueError, AttributeError, TypeError) as error:
-                raise Unreachable(
-                    f"{self._no_api('/v1/chat/completions')} with events of another form"
+                raise ServerError(
+                    self._no_api("/v1/chat/completions", "unexpected events")
                 ) from error
-        raise Unreachable("the server ended the answer early")
+        raise ServerError("the server ended the answer early")
 
     def is_healthy(self) -> bool:
-        """Say whether `/health` answers with 200."""
+        """Return whether `/health` answers with 200."""
         try:
             with self._open("/health"):
                 return True
-        except Unreachable:
+        except ServerError:
             return False
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
@@ -77,30 +77,27 @@ class ChatClient:
             response = urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             with error:
-                told = _message(error.read())
-            said = (
-                f"{error.code} {told}"
-                if told
-                else f"{self._no_api(path)} {error.code} {error.reason}"
-            )
-            raise Unreachable(said) from error
+                message = _message(error.read())
+            if message:
+                raise ServerError(f"{error.code} {message}") from error
+            raise ServerError(self._no_api(path, f"{error.code} {error.reason}")) from error
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             why = getattr(reason, "strerror", None) or reason
-            raise Unreachable(
-                f"no server at {self.base_url} ({why}); start one with `tokenspeed serve`, or leave out --base-url: "
-                "`tokenspeed chat` starts its own"
+            raise ServerError(
+                f"no server at {self.base_url} ({why}). Start one with `tokenspeed serve`, or "
+                "omit --base-url: `tokenspeed chat` then starts one."
             ) from error
         assert isinstance(response, HTTPResponse)
         return response
 
-    def _no_api(self, path: str) -> str:
-        return f"{self.base_url} has no OpenAI API: {path} answers"
+    def _no_api(self, path: str, answer: str) -> str:
+        return f"{self.base_url} has no OpenAI API: {path} answers with {answer}"
 
 
 def _text(event: Any) -> Iterator[str]:
     if "error" in event:
-        raise Unreachable(str(event["error"].get("message", event["error"])))
+        raise ServerError(str(event["error"].get("message", event["error"])))
     for choice in event.get("choices", ()):
         text = choice.get("delta", {}).get("content")
         if text:
@@ -108,7 +105,7 @@ def _text(event: Any) -> Iterator[str]:
 
 
 def _message(body: bytes) -> str:
-    """Return what an API says of a refusal, "" where the body is of another form."""
+    """Return the message of an error body, "" if the body has another form."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -116,7 +113,7 @@ def _message(body: bytes) -> str:
 
 
 def is_address(text: str) -> bool:
-    """Say whether a text is the http address of a server, with or without the scheme."""
+    """Return whether a text is an HTTP address, with or without the scheme."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         is_whole = bool(parts.hostname) and parts.port != 0

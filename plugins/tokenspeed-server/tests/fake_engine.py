@@ -1,4 +1,4 @@
-"""An engine process without a model: it speaks the messages and echoes prompts. Some first tokens misbehave."""
+"""An engine process without a model. It echoes prompts; some first tokens make it misbehave."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STALLS, DIES, ERRS, QUEUE_FULL, NEVER_ENDS = 390, 391, 392, 393, 394  # first to
 
 @dataclass
 class Sequence:
-    """One sequence: it says its prompt, over and over, from its own place on."""
+    """A sequence. It repeats its prompt, from its own offset on."""
 
     request: Submit
     index: int
@@ -54,7 +54,7 @@ class Sequence:
 
 
 class FakeEngine:
-    """Answers its API workers until told to drain or the pipe to its parent closes."""
+    """Answers API workers until it drained or its parent's pipe closes."""
 
     def __init__(self, config: dict[str, Any], addresses: list[str], parent: int) -> None:
         self.config = config
@@ -173,5 +173,5 @@ class FakeEngine:
 
 
 if __name__ == "__main__":
-    told, pipe = attach_to_parent(sys.argv[1:])
-    FakeEngine(told["config"], told["addresses"], pipe).run()
+    data, pipe = attach_to_parent(sys.argv[1:])
+    FakeEngine(data["config"], data["addresses"], pipe).run()

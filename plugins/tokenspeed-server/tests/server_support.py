@@ -1,4 +1,4 @@
-"""A real server, uvicorn and all, on a fake engine, in processes of their own."""
+"""A server on a fake engine, each in its own process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TEMPLATE = (
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level, 389 trained tokens, then those by which the fake engine is told to misbehave."""
+    """Return a byte-level tokenizer of 400 tokens. The fake engine misbehaves on the last ones."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def make_tokenizer() -> Tokenizer:
 
 @dataclass
 class Setup:
-    """What differs between servers under test."""
+    """The settings of a server under test."""
 
     log: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -80,11 +80,11 @@ class Running:
     log: Path
 
     def client(self, **kinds: Any) -> httpx.Client:
-        """Return a client of the server's."""
+        """Return a client of the server."""
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **kinds)
 
     def notes(self) -> list[str]:
-        """Return what the fake engine wrote down."""
+        """Return the lines that the fake engine wrote."""
         return [line.split(" ", 1)[1] for line in self.log.read_text().splitlines()]
 
     def said(self) -> str:
@@ -92,7 +92,7 @@ class Running:
         return Path(f"{self.log}.server").read_text()
 
     def complaints(self) -> str:
-        """Return what the server wrote to stderr."""
+        """Return the server's stderr."""
         return Path(f"{self.log}.stderr").read_text()
 
     def engine_pid(self) -> int:
@@ -100,7 +100,7 @@ class Running:
         return int(self.log.read_text().split(" ", 1)[0])
 
     def wait_for(self, note: str, seconds: float = 20.0) -> None:
-        """Wait until the fake engine has written something down."""
+        """Wait until the fake engine has written a line with this text."""
         wait_until(
             lambda: any(note in line for line in self.notes()),
             seconds,
@@ -162,7 +162,7 @@ def running(
 
 
 def launch(setup: Setup, bound: socket.socket) -> WorkerConfig:
-    """Return what a worker of the server is started with."""
+    """Return the configuration of an API worker."""
     logging.basicConfig(level=logging.INFO, filename=f"{setup.log}.server")
     tokenizer = make_tokenizer() if setup.has_tokenizer else None
     template = None if tokenizer is None else ChatTemplate(TEMPLATE, tokenizer.special_tokens)
@@ -181,7 +181,7 @@ def launch(setup: Setup, bound: socket.socket) -> WorkerConfig:
 
 
 def main(argument: str) -> int:
-    """Run the server that `running` starts."""
+    """Run a server."""
     setup = Setup(**json.loads(argument))
     bound, *others = listen("127.0.0.1", 0, setup.num_workers)
     print(url(bound), flush=True)
@@ -189,21 +189,21 @@ def main(argument: str) -> int:
         [sys.executable, str(HERE / "fake_engine.py")],
         {"config": {"vocab_size": 400, "log": setup.log, **setup.engine}},
     )
-    command, told = [sys.executable, str(HERE / "server_support.py")], {"setup": asdict(setup)}
+    command, data = [sys.executable, str(HERE / "server_support.py")], {"setup": asdict(setup)}
     return serve(
-        launch(setup, bound), Supervisor(engine, [Program(command, told, each) for each in others])
+        launch(setup, bound), Supervisor(engine, [Program(command, data, each) for each in others])
     )
 
 
 def be_worker(arguments: list[str]) -> int:
-    """Be one more worker of a server."""
-    told, pipe = attach_to_parent(arguments)
-    time.sleep(told["setup"]["engine"].get("worker_seconds", 0))
-    bound, number = socket.socket(fileno=told["listen_fds"][0]), told["worker"]
+    """Run a secondary API worker."""
+    data, pipe = attach_to_parent(arguments)
+    time.sleep(data["setup"]["engine"].get("worker_seconds", 0))
+    bound, number = socket.socket(fileno=data["listen_fds"][0]), data["worker"]
     try:
         return serve(
-            launch(Setup(**told["setup"]), bound),
-            Supervised(number, told["addresses"][number], pipe),
+            launch(Setup(**data["setup"]), bound),
+            Supervised(number, data["addresses"][number], pipe),
         )
     except EngineDeadError:
         return 1

@@ -1,4 +1,4 @@
-"""A reply is the same however the engine groups its tokens, and whether it is streamed or not."""
+"""Replies: their text, deltas, log-probabilities, usage and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Kind = Literal["content", "reasoning", "call", "arguments"]
 
 
 class Shouts:
-    """A parser: letters after an o are thought, an h is a call of those after it, up to an a."""
+    """A parser: an "o" starts reasoning, an "h" a call with arguments, an "a" ends either."""
 
     def __init__(self) -> None:
         self.kind: Kind = "content"
@@ -48,7 +48,7 @@ class Shouts:
 
 
 class Capitals(Shouts):
-    """A parser of the content that the one before it leaves."""
+    """A parser that changes the content."""
 
     def feed(self, text: str) -> list[ReplyEvent]:
         return [ReplyEvent("content", text.upper())]
@@ -67,7 +67,7 @@ def make(
 
 
 def feed(choice: Choice, ids: list[int], cuts: list[int], num_logprobs: int = -1) -> None:
-    """Hand out tokens in rows of any length until either side ends it."""
+    """Hand out tokens in groups until either side ends the sequence."""
     for start, end in itertools.pairwise([0, *cuts, len(ids)]):
         num = end - start
         columns = TokenLogprobs(
@@ -96,7 +96,7 @@ tokens = st.lists(st.integers(1, 388), min_size=1, max_size=16)
     width=st.integers(-1, 2),
     data=st.data(),
 )
-def test_rows_of_any_length_and_any_interval_make_the_same_reply(
+def test_reply_does_not_depend_on_token_grouping(
     ids: list[int], stops: list[str], interval: int, width: int, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=5)))
@@ -114,14 +114,16 @@ def test_rows_of_any_length_and_any_interval_make_the_same_reply(
             0
         ]["logprobs"]
         for name, values in report.items():
-            told = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
-            assert told == values
+            reported = [
+                value for part in parts if part["logprobs"] for value in part["logprobs"][name]
+            ]
+            assert reported == values
         assert len(report["tokens"]) == whole.usage.num_output
 
 
 @settings(max_examples=200, deadline=None)
 @given(ids=tokens, interval=st.integers(1, 5), width=st.integers(-1, 2), data=st.data())
-def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
+def test_streamed_deltas_add_up_to_the_message(
     ids: list[int], interval: int, width: int, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=5)))
@@ -150,8 +152,10 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
     assert calls == [call["function"] for call in message.get("tool_calls", ())]
     assert all(call.keys() == {"id", "type", "function"} for call in message.get("tool_calls", ()))
     assert parts[-1]["finish_reason"] == body["finish_reason"] == "length"
-    told = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
-    assert told == (body["logprobs"]["content"] if width >= 0 else [])
+    reported = [
+        entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]
+    ]
+    assert reported == (body["logprobs"]["content"] if width >= 0 else [])
 
 
 @pytest.mark.parametrize(
@@ -166,9 +170,7 @@ def test_a_parsed_chat_streamed_is_the_message_that_it_is_whole(
         ('h{"x": 1}ah{"y"', "stop"),
     ],
 )
-def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_that_are_whole(
-    text: str, reason: str
-) -> None:
+def test_finish_reason_is_tool_calls_if_calls_are_complete(text: str, reason: str) -> None:
     reply, choice = make(ReplyOptions(True), [";"], ChatFormat, [Shouts()])
     ids = TOKENIZER.encode(text, add_special_tokens=False).tolist()
     choice.take([*ids, 0], FinishReason.STOP, 0, None)
@@ -178,16 +180,16 @@ def test_a_reply_that_ends_by_itself_or_at_a_stop_string_says_so_of_its_calls_th
     assert sum("id" in call for call in calls) == text.count("h")
 
 
-def test_a_whole_reply_that_is_a_call_alone_has_no_content() -> None:
+def test_message_with_only_a_call_has_no_content() -> None:
     reader = ParserChain({"shouts": Shouts()})
     deltas = reader.read("h12", is_over=False)
     assert message(deltas)["content"] is None
-    assert message(deltas) == message(deltas), "deltas stay as they are"
+    assert message(deltas) == message(deltas), "deltas must not change"
     assert message([])["content"] == ""
 
 
 class Breaks(Shouts):
-    """A parser that raises, or returns, what it is given."""
+    """A parser that raises or returns a given value."""
 
     def __init__(self, gives: Any) -> None:
         self.gives = gives
@@ -217,9 +219,7 @@ class BreaksAtTheEnd(Shouts):
     ],
 )
 @pytest.mark.parametrize("is_first", [True, False])
-def test_whatever_a_parser_raises_or_returns_is_an_error_that_names_it_and_no_other(
-    gives: Any, said: str, is_first: bool
-) -> None:
+def test_failing_parser_is_named(gives: Any, said: str, is_first: bool) -> None:
     both = {"the bad one of acme 1.0": Breaks(gives), "the good one of other 2.0": Shouts()}
     reader = ParserChain(both if is_first else dict(reversed(both.items())))
     with pytest.raises(PluginError, match=r"^the bad one of acme 1.0 fails on a reply: ") as caught:
@@ -228,18 +228,18 @@ def test_whatever_a_parser_raises_or_returns_is_an_error_that_names_it_and_no_ot
     assert "other" not in str(caught.value)
 
 
-def test_a_parser_that_fails_at_the_end_is_named_too() -> None:
+def test_parser_that_fails_at_the_end_is_named() -> None:
     with pytest.raises(PluginError, match=r"^acme fails on a reply: SystemExit: 5"):
         ParserChain({"acme": BreaksAtTheEnd()}).read("", is_over=True)
 
 
-def test_events_hold_as_many_tokens_as_the_interval_says() -> None:
+def test_interval_groups_tokens_after_the_first() -> None:
     reply, choice = make(ReplyOptions(True, 3), [])
     feed(choice, [70] * 8, list(range(1, 8)))
     assert [len(event["choices"][0]["text"]) for event in events(reply)] == [1, 3, 3, 1]
 
 
-def test_minus_infinity_is_written_as_a_number_that_json_has() -> None:
+def test_minus_infinity_is_a_json_number() -> None:
     reply, choice = make(ReplyOptions(False, 1, 3), [], ChatFormat)
     feed(choice, [70], [], 3)
     body = reply.format.body(reply.answers, reply.usage, True, False)
@@ -250,9 +250,7 @@ def test_minus_infinity_is_written_as_a_number_that_json_has() -> None:
 @pytest.mark.parametrize(
     ("finish", "status"), [(FinishReason.ERROR, 500), (FinishReason.ABORT, 503)]
 )
-def test_a_sequence_that_the_engine_gave_up_fails_the_request(
-    finish: FinishReason, status: int
-) -> None:
+def test_aborted_sequence_fails_the_request(finish: FinishReason, status: int) -> None:
     reply, choice = make(ReplyOptions(True), [])
     assert choice.take([], finish, 0, None)
     assert reply.error is not None
@@ -260,7 +258,7 @@ def test_a_sequence_that_the_engine_gave_up_fails_the_request(
     assert reply.first_token_at is None
 
 
-def test_the_first_token_is_noted_once_and_not_where_there_is_none() -> None:
+def test_first_token_time_is_recorded_once() -> None:
     reply, choice = make(ReplyOptions(True), [])
     choice.take([], FinishReason.NOT, 0, None)
     assert reply.first_token_at is None
@@ -271,7 +269,7 @@ def test_the_first_token_is_noted_once_and_not_where_there_is_none() -> None:
     assert reply.first_token_at == first
 
 
-def test_a_sequence_with_log_probabilities_may_end_without_another_token() -> None:
+def test_sequence_with_logprobs_may_end_without_a_token() -> None:
     reply, choice = make(ReplyOptions(False, 1, 0), [])
     assert not choice.take([70], FinishReason.NOT, 0, TokenLogprobs([-0.5], [1], [[]]))
     assert choice.take([], FinishReason.LENGTH, 0, TokenLogprobs([], [], []))
@@ -279,7 +277,7 @@ def test_a_sequence_with_log_probabilities_may_end_without_another_token() -> No
     assert len(reply.answers[0].logprobs) == 1
 
 
-def test_only_the_first_error_counts_and_wakes_who_waits() -> None:
+def test_first_error_ends_the_wait() -> None:
     reply, _ = make(ReplyOptions(True), [])
 
     async def wait() -> bytes:
@@ -293,7 +291,7 @@ def test_only_the_first_error_counts_and_wakes_who_waits() -> None:
 
 
 @pytest.mark.parametrize("finish", [FinishReason.NOT, FinishReason.ERROR])
-def test_tokens_of_a_sequence_that_did_not_end_well_are_counted_too(finish: FinishReason) -> None:
+def test_usage_counts_tokens_of_failed_sequences(finish: FinishReason) -> None:
     reply, choice = make(ReplyOptions(True), [])
     choice.take([1, 2], FinishReason.NOT, 0, None)
     choice.take([3], finish, 0, None)

@@ -1,4 +1,4 @@
-"""Answers of the two routes, streaming and not, as clients see them."""
+"""Answers of the generation routes, whole and streamed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-def test_a_completion_has_text_usage_and_a_reason(client: httpx.Client) -> None:
+def test_completion_has_text_usage_and_reason(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json={"prompt": "hello world", "max_tokens": 3}).json()
     ids = TOKENIZER.encode("hello world", add_special_tokens=True).tolist()
     assert answer["object"] == "text_completion"
@@ -64,19 +64,19 @@ def test_a_completion_has_text_usage_and_a_reason(client: httpx.Client) -> None:
     }
 
 
-def test_a_completion_without_a_length_has_sixteen_tokens(client: httpx.Client) -> None:
+def test_completion_defaults_to_sixteen_tokens(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json={"prompt": "hello"}).json()
     assert answer["usage"]["completion_tokens"] == 16
 
 
-def test_a_chat_without_a_length_runs_to_the_end_of_the_context(client: httpx.Client) -> None:
+def test_chat_defaults_to_the_whole_context(client: httpx.Client) -> None:
     messages = [{"role": "user", "content": "hello"}]
     usage = client.post("/v1/chat/completions", json={"messages": messages}).json()["usage"]
     assert usage["total_tokens"] == 512
 
 
 @pytest.mark.parametrize("prompt", ["é 🙂 日本 hello", "x", [200, 201, 150, 151, 230, 10]])
-def test_streamed_text_is_the_unstreamed_text(client: httpx.Client, prompt: Any) -> None:
+def test_streamed_text_equals_the_whole_text(client: httpx.Client, prompt: Any) -> None:
     body = {"prompt": prompt, "max_tokens": 40}
     whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     parts = [event["choices"][0]["text"] for event in events(client, "/v1/completions", body)]
@@ -87,11 +87,11 @@ def test_streamed_text_is_the_unstreamed_text(client: httpx.Client, prompt: Any)
 def test_no_event_splits_a_character(client: httpx.Client) -> None:
     parts = events(client, "/v1/completions", {"prompt": "🙂日é", "max_tokens": 30})
     ids = TOKENIZER.encode("🙂日é", add_special_tokens=True)
-    assert len(ids) > 3, "the characters must be several tokens each for this to say anything"
+    assert len(ids) > 3
     assert not any("�" in event["choices"][0]["text"] for event in parts[:-1])
 
 
-def test_a_stream_ends_with_the_usage_if_asked(client: httpx.Client) -> None:
+def test_stream_ends_with_the_usage_on_request(client: httpx.Client) -> None:
     body = {"prompt": "hello", "max_tokens": 4, "stream_options": {"include_usage": True}}
     *others, last = events(client, "/v1/completions", body)
     assert all(event["usage"] is None for event in others)
@@ -99,7 +99,7 @@ def test_a_stream_ends_with_the_usage_if_asked(client: httpx.Client) -> None:
     assert last["usage"]["completion_tokens"] == 4
 
 
-def test_prompts_of_every_kind_are_taken(client: httpx.Client) -> None:
+def test_every_kind_of_prompt_is_accepted(client: httpx.Client) -> None:
     for prompt, expected in ((["a", "b"], 2), ([[5, 6], [7]], 2), ([5, 6, 7], 1), ("a", 1)):
         answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).json()
         assert [choice["index"] for choice in answer["choices"]] == list(range(expected)), answer
@@ -115,9 +115,7 @@ def test_n_sequences_stream_with_their_indices(client: httpx.Client) -> None:
     assert whole["usage"]["completion_tokens"] == 30
 
 
-def test_a_stop_string_ends_the_text_across_events_and_in_the_engine(
-    server: Running, client: httpx.Client
-) -> None:
+def test_stop_string_cuts_the_text_and_aborts(server: Running, client: httpx.Client) -> None:
     body = {"prompt": "hello world", "max_tokens": 400, "stop": ["o wor", "zzz"]}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("hell", "stop")
@@ -130,7 +128,7 @@ def test_a_stop_string_ends_the_text_across_events_and_in_the_engine(
     assert kept["usage"]["completion_tokens"] <= len(ids)
 
 
-def test_the_end_of_sequence_token_stops_and_has_no_text(client: httpx.Client) -> None:
+def test_eos_token_stops_without_text(client: httpx.Client) -> None:
     body = {"prompt": [70, 71, 0], "max_tokens": 9}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]
     assert (choice["finish_reason"], choice["text"]) == ("stop", TOKENIZER.decode([70, 71]))
@@ -138,7 +136,7 @@ def test_the_end_of_sequence_token_stops_and_has_no_text(client: httpx.Client) -
     assert ignoring["choices"][0]["finish_reason"] == "length"
 
 
-def test_log_probabilities_of_a_completion_line_up_with_its_text(client: httpx.Client) -> None:
+def test_completion_logprobs_match_the_text(client: httpx.Client) -> None:
     body = {"prompt": "hello world é", "max_tokens": 20, "logprobs": 2}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]
     report = choice["logprobs"]
@@ -154,7 +152,7 @@ def test_log_probabilities_of_a_completion_line_up_with_its_text(client: httpx.C
     assert [token for part in streamed if part for token in part["tokens"]] == report["tokens"]
 
 
-def test_log_probabilities_of_a_chat_have_bytes(client: httpx.Client) -> None:
+def test_chat_logprobs_have_bytes(client: httpx.Client) -> None:
     body = {
         "messages": [{"role": "user", "content": "é"}],
         "max_tokens": 9,
@@ -170,7 +168,7 @@ def test_log_probabilities_of_a_chat_have_bytes(client: httpx.Client) -> None:
     assert all(len(entry["top_logprobs"]) == 3 for entry in entries)
 
 
-def test_a_chat_is_its_template_with_roles_and_tools(client: httpx.Client) -> None:
+def test_chat_is_rendered_with_roles_and_tools(client: httpx.Client) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
     body: dict[str, Any] = {
@@ -240,7 +238,7 @@ def test_the_openai_client_works_unmodified(sdk: openai.OpenAI) -> None:
         sdk.completions.create(model="other", prompt="a")
 
 
-def test_a_model_may_be_left_out_and_its_report_is_public(client: httpx.Client) -> None:
+def test_information_routes_answer(client: httpx.Client) -> None:
     assert client.get("/v1/plugins").json() == {"plan": []}
     assert client.get("/version").json()["version"]
     assert client.get("/openapi.json").json()["paths"].keys() >= {
@@ -249,7 +247,7 @@ def test_a_model_may_be_left_out_and_its_report_is_public(client: httpx.Client) 
     }
 
 
-def test_each_request_that_ends_is_a_line_in_the_log(server: Running, client: httpx.Client) -> None:
+def test_finished_requests_are_logged(server: Running, client: httpx.Client) -> None:
     body = {"prompt": [70, 71, 72], "max_tokens": 3}
     whole = client.post("/v1/completions", json=body).json()["id"]
     streamed = events(client, "/v1/completions", body)[0]["id"]
@@ -258,7 +256,7 @@ def test_each_request_that_ends_is_a_line_in_the_log(server: Running, client: ht
         wait_until(lambda line=line: line in server.said(), 2, line)
 
 
-def test_tokens_wait_for_the_stream_interval(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_stream_interval_groups_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
     options = {"stream_interval": 4, "reports_cached_tokens": False}
     with (
         running(tmp_path_factory.mktemp("interval"), options=options) as server,
@@ -271,7 +269,9 @@ def test_tokens_wait_for_the_stream_interval(tmp_path_factory: pytest.TempPathFa
         assert "prompt_tokens_details" not in answer["usage"]
 
 
-def test_without_a_tokenizer_ids_go_in_and_out(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_server_without_tokenizer_takes_and_returns_ids(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     with (
         running(tmp_path_factory.mktemp("ids"), has_tokenizer=False) as server,
         server.client() as client,

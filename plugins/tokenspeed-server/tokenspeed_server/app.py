@@ -156,7 +156,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     """Answer with a 500; uvicorn logs the traceback."""
-    return _respond(ApiError(500, "the server failed on this request; its log says why"))
+    return _respond(ApiError(500, "the request failed; see the server log"))
 
 
 def _openapi(app: App) -> dict[str, Any]:

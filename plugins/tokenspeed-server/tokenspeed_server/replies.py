@@ -71,9 +71,10 @@ class Reply:
             self._wake()
 
     def abandon(self) -> None:
-        """Note that the client disconnected."""
-        self.is_abandoned = True
-        self._wake()
+        """Note that the client disconnected, unless the reply is over."""
+        if self.num_open and self.error is None:
+            self.is_abandoned = True
+            self._wake()
 
     def end_choice(self) -> None:
         """Count a choice as done."""
@@ -178,7 +179,7 @@ class Choice:
             reply.fail(
                 ApiError(
                     status,
-                    "the engine could not finish this request; its log says why",
+                    "the engine could not finish this request; see the server log",
                     code=reason,
                 )
             )
