@@ -125,7 +125,7 @@ class Ours:
         while waiting or engine.has_work:
             while waiting and begin + waiting[0].arrival <= time.perf_counter():
                 request = waiting.pop(0)
-                refused = engine.submit(self.llm._submit_for(prompt(request), params(request)))
+                refused = engine.submit(self.llm._build_submit(prompt(request), params(request)))
                 assert refused is None
             if engine.has_work:
                 num_tokens += sum(len(outputs.token_ids) for outputs in engine.step())

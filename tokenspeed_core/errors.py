@@ -1,4 +1,4 @@
-"""The exceptions that TokenSpeed raises on purpose; the command line prints each as one line."""
+"""The exceptions that TokenSpeed raises. The command line prints each as one line."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from difflib import get_close_matches
 
 
 class TokenSpeedError(Exception):
-    """Anything that TokenSpeed refuses or cannot do; the message says what to do about it."""
+    """Base class. The message says what is wrong and what to do."""
 
 
 class ConfigError(TokenSpeedError):
-    """A setting that does not exist, is out of bounds, or contradicts another one."""
+    """A setting is unknown, out of bounds, without effect, or contradicts another one."""
 
 
 class PluginError(TokenSpeedError):
-    """A plugin that is missing, clashes with another, does not fit this core, or fails to load."""
+    """A plugin is missing, conflicts with another, is incompatible, or fails to load."""
 
 
 class CheckpointError(TokenSpeedError):
-    """A model that cannot be found, read or served."""
+    """A model cannot be found, read or served."""
 
 
 class SelectionError(TokenSpeedError):
-    """A backend or kernel that was asked for and cannot do the work, with all the reasons."""
+    """No allowed kernel supports an op; the message lists the reasons."""
 
 
 class CapacityError(TokenSpeedError):
-    """Memory, disk or a port that is too small or taken."""
+    """Memory or disk space is too small, or a port is in use."""
 
 
 class RequestFailedError(TokenSpeedError):
-    """A request that the engine rejected or could not finish.
+    """The engine rejected a request or could not finish it.
 
-    `reason` is "queue_full", "too_long", "engine_dead", "internal" or another reason of a `Rejected` message.
+    `reason` is "engine_dead", "internal", or the reason of a `Rejected` message.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -43,30 +43,30 @@ class RequestFailedError(TokenSpeedError):
 
 
 class EngineDeadError(TokenSpeedError):
-    """An engine process that ended or stopped stepping while it was needed."""
+    """The engine ended or cannot continue."""
 
 
 def printable(text: str) -> str:
-    """Return a text that cannot steer a terminal: names and reasons are as plugins wrote them."""
+    """Escape control characters, since plugins choose names and messages."""
     return "".join(
         each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text
     )
 
 
 def describe_error(error: BaseException) -> str:
-    """Return any exception in one line, its type and its whole message, of a very long one without the middle."""
+    """Return the type and the message of an exception in one line; long messages are cut in the middle."""
     text = "its message cannot be read"
-    with suppress(Exception):  # a plugin's own exception may raise when it is printed
+    # Formatting a plugin's exception may raise.
+    with suppress(Exception):
         text = " ".join(str(error).split())
-    if (
-        isinstance(error, SyntaxError) and error.filename
-    ):  # by itself it tells the file without its folder
+    # The message of a SyntaxError has the name of the file without its folder.
+    if isinstance(error, SyntaxError) and error.filename:
         text = f"{error.msg} ({error.filename}, line {error.lineno})"
     short = text if len(text) <= 800 else f"{text[:400]} … {text[-400:]}"
     return f"{type(error).__name__}: {short}".removesuffix(": ")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name, "; did you mean NEAREST?"; "" where none is near."""
+    """Return "; did you mean NEAREST?" to end a message about an unknown name, or "" if none is similar."""
     near = get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -231,7 +231,7 @@ def test_health_follows_the_pulse(tmp_path: Path) -> None:
 
             await hear(pulse(1))
             now[0] += 100
-            assert "not been heard of" in (link.why_unhealthy() or "")
+            assert "no heartbeat" in (link.why_unhealthy() or "")
             await hear(pulse(2, 3))
             assert link.why_unhealthy() is None
             for _ in range(3):

@@ -68,7 +68,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    """A catalog of one family, one bundled checkpoint and three load formats, all of them in this module."""
+    """Return a catalog of one family, one bundled checkpoint and three load formats, all in this module."""
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
     monkeypatch.setitem(globals(), "BUNDLED", Checkpoint("demo", str(checkpoint), "a tiny one"))
     info = tmp_path / "site" / "tiny_plugin-1.0.dist-info"
@@ -93,29 +93,22 @@ def refusal(model: str, catalog: Catalog, **options: Any) -> str:
     return message
 
 
-def test_a_path_a_bundled_name_and_no_name_find_the_same_checkpoint(
-    catalog: Catalog, checkpoint: Path
-) -> None:
+def test_path_and_bundled_name_find_the_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
     for model in (str(checkpoint), "demo", None):
         found = resolve_checkpoint(Config(model=model), catalog)
         assert (found.path, found.info.vocab_size, found.spec) == (checkpoint, 7, TINY)
         assert found.generation == {"temperature": 0.6}
 
 
-def test_the_folder_of_a_user_that_there_is_not_is_no_folder(
-    catalog: Catalog, checkpoint: Path
-) -> None:
-    assert (
-        refusal("~nobody-has-this-name/m", catalog)
-        == "there is no directory ~nobody-has-this-name/m"
-    )
+def test_home_of_unknown_user_is_refused(catalog: Catalog, checkpoint: Path) -> None:
+    assert "~nobody-has-this-name/m" in refusal("~nobody-has-this-name/m", catalog)
     with pytest.raises(
         CheckpointError, match="--tokenizer ~nobody-has-this-name: no such directory"
     ):
         load_text(Config(tokenizer="~nobody-has-this-name"), checkpoint)
 
 
-def test_overrides_are_merged_key_by_key_before_the_family_reads_them(catalog: Catalog) -> None:
+def test_overrides_are_merged_before_the_family_reads_them(catalog: Catalog) -> None:
     overrides = {"vocab_size": 9, "rope_parameters": {"factor": 2.0}}
     found = resolve_checkpoint(Config(model="demo", hf_overrides=overrides), catalog)
     assert found.info.vocab_size == 9
@@ -123,18 +116,16 @@ def test_overrides_are_merged_key_by_key_before_the_family_reads_them(catalog: C
     assert merged({"a": {"b": 1}}, {"a": None}) == {"a": None}
 
 
-def test_a_path_that_is_not_there_is_named_with_the_nearest_bundled_name(catalog: Catalog) -> None:
-    assert refusal("./demo", catalog) == "there is no directory ./demo; did you mean demo?"
-    assert refusal("/no/such/folder", catalog) == "there is no directory /no/such/folder"
+def test_missing_path_suggests_a_bundled_name(catalog: Catalog) -> None:
+    assert refusal("./demo", catalog).endswith("./demo; did you mean demo?")
+    assert refusal("/no/such/folder", catalog).endswith("/no/such/folder")
 
 
-def test_a_file_is_not_a_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
+def test_file_is_not_a_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
     assert "give the directory" in refusal(str(checkpoint / "config.json"), catalog)
 
 
-def test_a_directory_without_a_readable_configuration_is_no_checkpoint(
-    catalog: Catalog, checkpoint: Path
-) -> None:
+def test_unreadable_config_is_refused(catalog: Catalog, checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text("{oops")
     assert "config.json" in refusal("demo", catalog)
     (checkpoint / "config.json").write_text("[]")
@@ -143,18 +134,14 @@ def test_a_directory_without_a_readable_configuration_is_no_checkpoint(
     assert "no config.json" in refusal("demo", catalog)
 
 
-def test_an_architecture_that_no_family_serves_is_named_with_those_installed(
-    catalog: Catalog, checkpoint: Path
-) -> None:
+def test_unknown_architecture_lists_installed_families(catalog: Catalog, checkpoint: Path) -> None:
     message = refusal("demo", catalog, hf_overrides={"architectures": ["TinyForCausalML"]})
     assert "did you mean TinyForCausalLM?" in message
     assert "installed: TinyForCausalLM" in message
-    assert "names no architectures" in refusal(
-        "demo", catalog, hf_overrides={"architectures": None}
-    )
+    assert "no architectures" in refusal("demo", catalog, hf_overrides={"architectures": None})
 
 
-def test_a_family_and_a_demo_that_were_left_out_say_by_what(
+def test_disabled_plugin_is_named_with_its_variable(
     catalog: Catalog, checkpoint: Path, tmp_path: Path
 ) -> None:
     selection = Selection.read({"TOKENSPEED_PLUGINS": "-tiny-plugin"})
@@ -168,7 +155,7 @@ def test_a_family_and_a_demo_that_were_left_out_say_by_what(
             resolve_checkpoint(Config(model=model), without)
 
 
-def test_what_a_family_refuses_says_where_it_stood(catalog: Catalog, checkpoint: Path) -> None:
+def test_error_of_a_family_names_the_checkpoint(catalog: Catalog, checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
     assert refusal("demo", catalog) == f"{checkpoint}: config.json: vocab_size is missing"
 
@@ -184,7 +171,7 @@ def breaks(config: Mapping[str, Any]) -> ModelInfo:
         (f"{HERE}:breaks", "KeyError: "),
     ],
 )
-def test_a_family_that_fails_ends_in_a_line_that_names_its_plugin(
+def test_failing_family_names_its_plugin(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch, target: str, why: str
 ) -> None:
     monkeypatch.setitem(globals(), "TINY", ModelSpec("TinyForCausalLM", target, f"{HERE}:Tiny"))
@@ -195,24 +182,24 @@ def test_a_family_that_fails_ends_in_a_line_that_names_its_plugin(
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_demo_a_start_without_a_model_says_what_to_type(tmp_path: Path) -> None:
+def test_missing_demo_says_what_to_install(tmp_path: Path) -> None:
     empty = Catalog.discover(Selection.read({}), distributions=[])
-    assert "name a directory or a hub id" in refusal("demo", empty)
+    assert "tokenspeed-core[default]" in refusal("demo", empty)
 
 
-def test_auto_prefers_safetensors_and_a_name_is_taken_as_it_is(catalog: Catalog) -> None:
+def test_auto_prefers_safetensors(catalog: Catalog) -> None:
     both = ["model.bin", "model.safetensors"]
     assert choose_format(both, "auto", catalog) is SAFE
     with pytest.raises(CheckpointError, match="--load-format pt"):
         choose_format(both[:1], "auto", catalog)
     assert choose_format([], "dummy", catalog) is DUMMY
-    with pytest.raises(CheckpointError, match="one of: dummy, pt, safetensors"):
+    with pytest.raises(CheckpointError, match="dummy, pt, safetensors"):
         choose_format(["config.json"], "auto", catalog)
     with pytest.raises(PluginError, match="did you mean safetensors"):
         choose_format(both, "safetensor", catalog)
 
 
-def test_only_one_copy_of_the_weights_is_wanted(catalog: Catalog) -> None:
+def test_one_copy_of_the_weights_is_downloaded(catalog: Catalog) -> None:
     side = ["config.json", "tokenizer.json", "chat_template.jinja"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = "model.safetensors.index.json"
@@ -232,7 +219,7 @@ def test_only_one_copy_of_the_weights_is_wanted(catalog: Catalog) -> None:
     ]
 
 
-def test_a_dry_run_wants_no_weights_but_says_as_early_that_none_can_be_read(
+def test_dry_run_refuses_unreadable_weights(
     catalog: Catalog,
 ) -> None:
     side = ["config.json", "tokenizer.json", "chat_template.jinja"]

@@ -1,4 +1,4 @@
-"""Downloads from a server that speaks the hub's protocol, each by a process of its own, as a user's would be."""
+"""Downloads from a fake hub, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAIN, OLD = "a" * 40, "b" * 40
 
 @dataclass
 class Hub:
-    """A hub with one repository, `maker/tiny`, at two revisions. It notes what was fetched."""
+    """A hub with one repository, `maker/tiny`, at two revisions. It records the files it sent."""
 
     url: str = ""
     revisions: dict[str, str] = field(
@@ -54,8 +54,8 @@ class Hub:
         }
     )
     fetched: list[str] = field(default_factory=list)
-    stalls_at: str | None = None  # a file whose second half never comes
-    drops_once: str | None = None  # a file whose connection ends at the half, once
+    stalls_at: str | None = None  # a file of which it sends only the first half
+    drops_once: str | None = None  # a file during which it closes the connection once
     stalled: threading.Event = field(default_factory=threading.Event)
     goes_on: threading.Event = field(default_factory=threading.Event)
 
@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
     def _answer(self, with_body: bool) -> None:
         parts = self.path.split("?")[0].strip("/").split("/")
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(404, b"{}", {"X-Error-Code": code}, "")
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], name: str | None) -> None:
-        """Send an answer; `name` is the file's, empty for other bodies, None for no body."""
+        """Send a response; `name` is a file name, empty for other bodies, None for no body."""
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
@@ -178,9 +178,7 @@ def run(
     return process.returncode, out.strip(), err.strip()
 
 
-def test_a_repository_is_downloaded_once_and_then_taken_from_the_cache(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_repository_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     code, out, err = run(hub.url, tmp_path)
     assert code == 0, err
     assert Path(out, "two.safetensors").read_bytes() == b"2" * 5000
@@ -188,9 +186,7 @@ def test_a_repository_is_downloaded_once_and_then_taken_from_the_cache(
     hub.fetched.clear()
     assert run(hub.url, tmp_path)[:2] == (0, out)
     assert hub.fetched == []
-    assert run("http://127.0.0.1:9", tmp_path)[:2] == (0, out), (
-        "the network is gone, the cache is not"
-    )
+    assert run("http://127.0.0.1:9", tmp_path)[:2] == (0, out), "the cache works without a network"
     assert run(hub.url, tmp_path, HF_HUB_OFFLINE="1")[:2] == (0, out)
 
 
@@ -213,9 +209,7 @@ SAFE = LoadFormat("safetensors", "tiny_family:read", ("*.safetensors",))
 """
 
 
-def test_a_dry_run_downloads_what_describes_a_model_and_none_of_its_weights(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_dry_run_downloads_no_weights(hub: Hub, tmp_path: Path) -> None:
     site = tmp_path / "site"
     info = site / "tiny_family-1.0.dist-info"
     info.mkdir(parents=True)
@@ -238,27 +232,24 @@ def test_a_dry_run_downloads_what_describes_a_model_and_none_of_its_weights(
     assert sorted(hub.fetched) == ["chat_template.jinja", "config.json", "tokenizer.json"]
 
 
-def test_a_revision_is_what_was_asked_for(hub: Hub, tmp_path: Path) -> None:
+def test_revision_selects_the_files(hub: Hub, tmp_path: Path) -> None:
     code, out, err = run(hub.url, tmp_path, revision="v0")
     assert code == 0, err
     assert json.loads(Path(out, "config.json").read_text()) == {"a": 0}
     code, _, err = run(hub.url, tmp_path, revision="v7")
     assert code == 1
-    assert err.splitlines() == [
-        "CheckpointError: maker/tiny has no revision 'v7'; --revision is a branch, tag or commit"
-    ]
+    (line,) = err.splitlines()
+    assert line.startswith("CheckpointError: maker/tiny has no revision 'v7'")
 
 
-def test_ctrl_c_ends_a_download_at_once_and_the_next_one_keeps_what_is_complete(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_ctrl_c_stops_a_download_and_keeps_complete_files(hub: Hub, tmp_path: Path) -> None:
     hub.stalls_at = "two.safetensors"
     process = start(hub.url, tmp_path)
     assert hub.stalled.wait(60)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "the same command goes on after the files that are complete" in err
+    assert "run the same command" in err
     hub.stalls_at = None
     hub.fetched.clear()
     code, out, err = run(hub.url, tmp_path)
@@ -267,7 +258,7 @@ def test_ctrl_c_ends_a_download_at_once_and_the_next_one_keeps_what_is_complete(
     assert Path(out, "two.safetensors").read_bytes() == b"2" * 5000
 
 
-def test_a_killed_download_is_taken_up_by_the_next(hub: Hub, tmp_path: Path) -> None:
+def test_killed_download_can_continue(hub: Hub, tmp_path: Path) -> None:
     hub.stalls_at = "one.safetensors"
     process = start(hub.url, tmp_path)
     assert hub.stalled.wait(60)
@@ -279,7 +270,7 @@ def test_a_killed_download_is_taken_up_by_the_next(hub: Hub, tmp_path: Path) -> 
     assert Path(out, "one.safetensors").read_bytes() == b"1" * 5000
 
 
-def test_a_connection_that_breaks_once_is_made_again(hub: Hub, tmp_path: Path) -> None:
+def test_lost_connection_is_retried(hub: Hub, tmp_path: Path) -> None:
     hub.drops_once = "one.safetensors"
     code, out, err = run(hub.url, tmp_path)
     assert code == 0, err
@@ -288,33 +279,25 @@ def test_a_connection_that_breaks_once_is_made_again(hub: Hub, tmp_path: Path) -
     assert Path(out, "one.safetensors").read_bytes() == b"1" * 5000
 
 
-def test_a_repository_that_does_not_exist_is_one_line(hub: Hub, tmp_path: Path) -> None:
+def test_unknown_repository_is_refused(hub: Hub, tmp_path: Path) -> None:
     code, _, err = run(hub.url, tmp_path, repo="maker/tinny")
     assert code == 1
     (line,) = err.splitlines()
-    assert line.startswith(
-        "CheckpointError: there is no directory and no repo 'maker/tinny' on the hub"
-    )
+    assert line.startswith("CheckpointError: ")
+    assert "maker/tinny" in line
 
 
-def test_a_repository_without_a_configuration_is_no_model(hub: Hub, tmp_path: Path) -> None:
+def test_repository_without_config_is_refused(hub: Hub, tmp_path: Path) -> None:
     del hub.files[MAIN]["config.json"]
     code, _, err = run(hub.url, tmp_path)
-    assert (code, err.splitlines()) == (
-        1,
-        [
-            "CheckpointError: maker/tiny has no config.json, so it is no model that can be served from here"
-        ],
-    )
+    assert (code, err) == (1, "CheckpointError: maker/tiny has no config.json")
 
 
-def test_no_network_and_no_cache_is_one_line(tmp_path: Path) -> None:
+def test_no_network_and_no_cache_is_refused(tmp_path: Path) -> None:
     code, _, err = run("http://127.0.0.1:9", tmp_path)
     assert code == 1
     (line,) = err.splitlines()
-    assert line.startswith(
-        "CheckpointError: maker/tiny is not in the cache, and the hub cannot be reached"
-    )
+    assert line.startswith("CheckpointError: maker/tiny is not in the cache")
     code, _, offline = run("http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1")
     assert (code, offline) == (1, err)
 
@@ -325,7 +308,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 @pytest.mark.parametrize(
     "error", [FULL, RuntimeError("Data processing error: No space left on device")]
 )
-def test_a_full_disk_says_what_is_free_and_where(
+def test_full_disk_names_the_folder(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **keywords: object) -> str:
@@ -334,7 +317,5 @@ def test_a_full_disk_says_what_is_free_and_where(
     listing = SimpleNamespace(siblings=[])
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *arguments, **keywords: listing)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(
-        CapacityError, match=r"no space left for maker/tiny: .* GB free at .*--download-dir"
-    ):
+    with pytest.raises(CapacityError, match=r"maker/tiny: .* GB free at (.|\s)*--download-dir"):
         download("maker/tiny", None, str(tmp_path), list)

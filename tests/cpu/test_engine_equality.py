@@ -178,7 +178,7 @@ def test_greedy_tokens_do_not_depend_on_who_arrives_when(
     model, wanted = families(family), prompts()
     params = greedy(20)
     with model.start(depth, chunked_prefill_size=9, max_num_seqs=4) as llm:
-        submits = [llm._submit_for({"prompt_token_ids": prompt}, params) for prompt in wanted]
+        submits = [llm._build_submit({"prompt_token_ids": prompt}, params) for prompt in wanted]
         got, _ = drive(llm, submits[::-1])  # the longest first
     for submit in submits:
         assert len(got[submit.request_id]) == 20
@@ -412,7 +412,7 @@ def test_an_abort_while_log_probabilities_are_computed_harms_nobody(
     llm: LLM, qwen3: Family
 ) -> None:
     engine = llm._engine
-    submit = llm._submit_for({"prompt_token_ids": [5, 6, 7]}, greedy(20, logprobs=2))
+    submit = llm._build_submit({"prompt_token_ids": [5, 6, 7]}, greedy(20, logprobs=2))
     engine.submit(submit)
     draft = engine.scheduler.plan()
     assert draft is not None
@@ -430,7 +430,7 @@ def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(
         weights = {slot.name: slot.target for slot in llm._engine.runner._model.weight_map()}  # type: ignore[attr-defined]
         weights["model.embed_tokens.weight"][50] = float("nan")
         good, bad = (
-            llm._submit_for({"prompt_token_ids": ids}, greedy(8, **each))
+            llm._build_submit({"prompt_token_ids": ids}, greedy(8, **each))
             for ids, each in (([5, 6, 7], {}), ([5, 50, 7], asked))
         )
         tokens, finish = drive(llm, [bad, good])

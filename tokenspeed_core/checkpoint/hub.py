@@ -1,4 +1,4 @@
-"""Downloading a checkpoint from a hub that speaks Hugging Face's protocol, with errors a person can act on."""
+"""Downloading a checkpoint from the Hugging Face hub, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def download(
     download_dir: str | None,
     wanted: Callable[[Sequence[str]], Sequence[str]],
 ) -> Path:
-    """Return the folder of a repository's wanted files, downloading those that are not in the cache.
+    """Return the folder of a repository's files, downloading those that are not in the cache.
 
-    `wanted` chooses among the file names of the repository. Files are fetched one after another, so that
-    Ctrl-C ends at once; those that are complete stay, and the next call goes on after them. Without a
-    network the cache is used as it is. `download_dir` None means Hugging Face's own cache. Raises
-    CheckpointError, and CapacityError on a full disk.
+    `wanted` selects from the names of all files. Files are downloaded one after another, so Ctrl-C stops at
+    once, and the next call skips the complete ones. Without a network, the cached files are used.
+    `download_dir` None is Hugging Face's cache. Raises CheckpointError, and CapacityError on a full disk.
     """
     from huggingface_hub import HfApi, hf_hub_download  # imported here: it takes 0.2 s
     from huggingface_hub.errors import HTTPError
@@ -34,37 +33,32 @@ def download(
         names = [
             file.rfilename for file in HfApi().model_info(repo, revision=revision).siblings or ()
         ]
-        # By branch or tag once, which is noted in the cache; then by commit, so that all files agree.
+        # The first download records the branch or tag in the cache. The others use the commit, so that
+        # all files belong to the same one.
         config = hf_hub_download(repo, "config.json", revision=revision, cache_dir=download_dir)
         folder = Path(config).parent
         for name in wanted(names):
             hf_hub_download(repo, name, revision=folder.name, cache_dir=download_dir)
     except KeyboardInterrupt:
         logger.warning(
-            "download of %s stopped; the same command goes on after the files that are complete",
+            "download of %s stopped; run the same command to continue",
             repo,
         )
         raise
-    except (
-        HTTPError,
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # the last is what hf_xet raises
+    # hf_xet raises RuntimeError.
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
         cached = (
             _cached(repo, revision, download_dir) if names is None and _is_network(error) else None
         )
         if cached is None:
-            raise _explained(error, repo, revision, download_dir) from error
-        logger.warning(
-            "the hub cannot be reached; using the files of %s that are in the cache", repo
-        )
+            raise _explain(error, repo, revision, download_dir) from error
+        logger.warning("cannot reach the hub; using the cached files of %s", repo)
         return cached
     return folder
 
 
 def _cached(repo: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Return the folder of a repository in the cache, or None. Asks nobody."""
+    """Return the folder of a repository in the cache, or None. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repo, "config.json", cache_dir=download_dir, revision=revision)
@@ -72,7 +66,7 @@ def _cached(repo: str, revision: str | None, download_dir: str | None) -> Path |
 
 
 def _is_network(error: Exception) -> bool:
-    """Whether an error means that the hub cannot be reached, or must not be asked."""
+    """Return whether the hub cannot be reached or offline mode is on."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
     if isinstance(error, HfHubHTTPError):
@@ -80,10 +74,10 @@ def _is_network(error: Exception) -> bool:
     return isinstance(error, HTTPError | OfflineModeIsEnabled | ConnectionError | TimeoutError)
 
 
-def _explained(
+def _explain(
     error: Exception, repo: str, revision: str | None, download_dir: str | None
 ) -> Exception:
-    """Return the error that says in one line what to do."""
+    """Return an error with a clear message."""
     from huggingface_hub import errors
 
     at = f"{repo}@{revision}" if revision else repo
@@ -93,21 +87,16 @@ def _explained(
         folder = Path(download_dir or getattr(error, "filename", None) or Path.home())
         free = shutil.disk_usage(folder if folder.exists() else Path.home()).free
         return CapacityError(
-            f"no space left for {repo}: {free / 1e9:.1f} GB free at {folder}; free some, or give "
-            "--download-dir on another disk; complete files are kept"
+            f"no space left for {repo}: {free / 1e9:.1f} GB free at {folder}. Free some space, or use "
+            "another disk with --download-dir. Complete files are kept."
         )
     if isinstance(error, errors.HFValidationError):
-        return CheckpointError(
-            f"{repo!r} is neither a directory nor a repo id of the form owner/name"
-        )
+        return CheckpointError(f"{repo!r} is neither a directory nor a repo id such as owner/name")
     if isinstance(error, errors.GatedRepoError):
-        return CheckpointError(
-            f"{repo} needs its owner's permission: accept its terms on its page, then set HF_TOKEN"
-        )
+        return CheckpointError(f"{repo} is gated: accept its terms on its page, then set HF_TOKEN")
     if isinstance(error, errors.RepositoryNotFoundError):
         return CheckpointError(
-            f"there is no directory and no repo {repo!r} on the hub (or it is private: set "
-            "HF_TOKEN)"
+            f"no directory and no hub repo {repo!r}; if the repo is private, set HF_TOKEN"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return CheckpointError(
@@ -115,16 +104,13 @@ def _explained(
         )
     if _is_network(error) and _cached(repo, revision, download_dir) is not None:
         return CheckpointError(
-            f"the connection was lost while {at} was downloaded; the same command goes on after "
-            "the files that are complete"
+            f"lost the connection while downloading {at}; run the same command to continue"
         )
     if isinstance(error, errors.LocalEntryNotFoundError) or _is_network(error):
         return CheckpointError(
-            f"{at} is not in the cache, and the hub cannot be reached; check the network (or "
-            "HF_HUB_OFFLINE and HF_ENDPOINT), or give the path of a local copy"
+            f"{at} is not in the cache and the hub cannot be reached; check the network, HF_HUB_OFFLINE "
+            "and HF_ENDPOINT, or give the path of a local copy"
         )
     if isinstance(error, errors.EntryNotFoundError):
-        return CheckpointError(
-            f"{at} has no config.json, so it is no model that can be served from here"
-        )
-    return CheckpointError(f"{at} cannot be downloaded: {' '.join(str(error).split())}")
+        return CheckpointError(f"{at} has no config.json")
+    return CheckpointError(f"cannot download {at}: {' '.join(str(error).split())}")

@@ -1,4 +1,4 @@
-"""From what a user typed for a model to a directory, its configuration and its family. No tensor library."""
+"""From a model's name to its directory, configuration and family. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_core.files import read_json
 from tokenspeed_core.plugins.catalog import Catalog, make
 from tokenspeed_core.plugins.entry import Entry, load_target
 
-DEFAULT = "demo"  # the bundled checkpoint that is served where none is named
+DEFAULT = "demo"  # the bundled checkpoint
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.\w+\Z")
@@ -27,40 +27,42 @@ _NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.\w+\Z")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedCheckpoint:
-    """A checkpoint on this machine and the family that serves it.
+    """A checkpoint on this machine and the model family that serves it."""
 
-    `name` is what the user typed. `config` is config.json with the overrides merged in, `generation` is
-    generation_config.json, empty where there is none. `files` are the names at the top of the repository or
-    directory, those included that were not fetched.
-    """
-
-    name: str
+    name: str  # as the user gave it
     path: Path
-    config: Mapping[str, Any]
-    generation: Mapping[str, Any]
+    config: Mapping[str, Any]  # config.json with --hf-overrides merged in
+    generation: Mapping[str, Any]  # generation_config.json, or empty
     spec: ModelSpec
     info: ModelInfo
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # at the top of the repository or directory, downloaded or not
 
 
 def resolve_checkpoint(
     config: Config, catalog: Catalog, *, with_weights: bool = True
 ) -> ResolvedCheckpoint:
-    """Find a model, downloading it if it is a hub id, and read what it says of itself.
+    """Find a model, downloading it if it is a hub id, and read its configuration.
 
-    Without `with_weights` no weight file is downloaded: what remains tells all about a model but its answers.
-    Raises CheckpointError, CapacityError or PluginError, in one line that says what to do.
+    Without `with_weights`, weight files are not downloaded. Raises CheckpointError, CapacityError,
+    ConfigError or PluginError.
     """
     name = config.model if config.model is not None else DEFAULT
     path, files = locate(name, config, catalog, with_weights)
-    beside = path / "hf_quant_config.json"  # where some writers say what others say in config.json
-    told = {"quantization_config": read_json(beside)} if beside.is_file() else {}
-    own = merged({**told, **read_json(path / "config.json")}, config.hf_overrides)
-    entry = find_family(own, catalog, path)
+    model_config = read_json(path / "config.json")
+    # ModelOpt writes the quantization settings to a file of their own.
+    quantization = path / "hf_quant_config.json"
+    if quantization.is_file():
+        model_config.setdefault("quantization_config", read_json(quantization))
+    model_config = merged(model_config, config.hf_overrides)
+    entry = find_family(model_config, catalog, path)
     spec = catalog.need(entry, ModelSpec)
     try:
         info = make(
-            entry, spec.describe, lambda: load_target(spec.describe)(own), ModelInfo, (ValueError,)
+            entry,
+            spec.describe,
+            lambda: load_target(spec.describe)(model_config),
+            ModelInfo,
+            (ValueError,),
         )
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
@@ -68,7 +70,7 @@ def resolve_checkpoint(
     return ResolvedCheckpoint(
         name,
         path,
-        own,
+        model_config,
         read_json(generation) if generation.is_file() else {},
         spec,
         info,
@@ -79,7 +81,7 @@ def resolve_checkpoint(
 def locate(
     name: str, config: Config, catalog: Catalog, with_weights: bool
 ) -> tuple[Path, tuple[str, ...]]:
-    """Return a checkpoint's directory and its files: a path, the name of a bundled one, or a hub id, in this order."""
+    """Return the directory of a checkpoint and its files. A name is a path, a bundled checkpoint, or a hub id."""
     # pathlib's own expanduser raises for an unknown user.
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
@@ -87,7 +89,7 @@ def locate(
         return folder, _names(folder)
     if folder.is_file():
         raise CheckpointError(
-            f"{name} is a file; give the directory with config.json and the weights"
+            f"{name} is a file; give the directory of config.json and the weights"
         )
     bundled = catalog.names("checkpoints")
     if catalog.is_installed("checkpoints", name):
@@ -96,11 +98,11 @@ def locate(
         return folder, _names(folder)
     if name == DEFAULT:
         raise CheckpointError(
-            "no model is named and no demo is installed; name a directory or a hub id, or "
-            "pip install tokenspeed-core[default]"
+            "no model is given and the demo is not installed; give a directory or a hub id, or run "
+            "`pip install 'tokenspeed-core[default]'`"
         )
     if not _REPO.match(name) or name.startswith("."):
-        raise CheckpointError(f"there is no directory {name}{suggest(name, bundled)}")
+        raise CheckpointError(f"no such directory: {name}{suggest(name, bundled)}")
     listed: list[str] = []
 
     def wanted(names: Sequence[str]) -> list[str]:
@@ -124,7 +126,7 @@ def _refuse_hub_settings(config: Config, why: str) -> None:
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with overrides: objects are merged key by key, null removes a key's value."""
+    """Return a configuration with overrides. Nested objects are merged key by key."""
     result = dict(config)
     for key, value in overrides.items():
         inner = result.get(key)
@@ -137,29 +139,29 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def find_family(config: Mapping[str, Any], catalog: Catalog, path: Path) -> Entry:
-    """Return the entry of the family of the first architecture that one is installed for. Raises CheckpointError."""
+    """Return the family of the first architecture for which one is installed. Raises CheckpointError."""
     named = config.get("architectures")
     if not isinstance(named, list) or not named:
         raise CheckpointError(
-            f"{path}/config.json names no architectures; add the family's name with "
+            f"{path}/config.json has no architectures; give one with "
             '--hf-overrides \'{"architectures": ["…"]}\''
         )
     available = catalog.names("models")
-    for architecture in sorted(
-        named, key=lambda each: each not in available
-    ):  # what is left says why it is of no use
+    # `is_installed` raises for a plugin that failed to load, so available architectures come first.
+    for architecture in sorted(named, key=lambda each: each not in available):
         if catalog.is_installed("models", architecture):
             return catalog.get("models", architecture)
     raise CheckpointError(
-        f"{path}: no installed family serves {', '.join(map(str, named))}{suggest(str(named[0]), available)}; "
-        f"installed: {', '.join(available) or 'none'}; pip install a plugin for it"
+        f"{path}: no installed model family supports {', '.join(map(str, named))}"
+        f"{suggest(str(named[0]), available)}; installed: {', '.join(available) or 'none'}"
     )
 
 
 def choose_format(files: Sequence[str], load_format: str, catalog: Catalog) -> LoadFormat:
-    """Return the load format of a name, for "auto" that of the files: safetensors first, then by name.
+    """Return a load format by name, or for "auto" the first one that matches the files.
 
-    Raises PluginError on an unknown name and CheckpointError if no installed format fits the files.
+    safetensors comes first, then the order is alphabetical. Raises PluginError for an unknown name and
+    CheckpointError if no installed format matches.
     """
     if load_format != "auto":
         return catalog.need(catalog.get("load_formats", load_format), LoadFormat)
@@ -168,27 +170,27 @@ def choose_format(files: Sequence[str], load_format: str, catalog: Catalog) -> L
     for name in sorted(formats, key=lambda name: (name != "safetensors", name)):
         if _weights(files, formats[name]) and not formats[name].by_name_only:
             return formats[name]
-    unasked = [
+    by_name_only = [
         name for name, each in formats.items() if each.by_name_only and _weights(files, each)
     ]
-    if unasked:
+    if by_name_only:
         raise CheckpointError(
-            f"the only weights are pickles, which are not opened unasked; "
-            f"if you trust where they come from, give --load-format {unasked[0]}"
+            "the only weights are pickles, which can run code when they are opened; "
+            f"if you trust their source, give --load-format {by_name_only[0]}"
         )
     raise CheckpointError(
-        f"there are no weight files that auto knows; --load-format is one of: "
-        f"{', '.join(sorted(formats)) or 'none installed'}"
+        "no weight files of a known format; installed for --load-format: "
+        f"{', '.join(sorted(formats)) or 'none'}"
     )
 
 
 def wanted_files(
     names: Sequence[str], load_format: str, catalog: Catalog, *, with_weights: bool = True
 ) -> list[str]:
-    """Return the files of a repository to download: those at the top, with weights in one format only.
+    """Return the files of a repository to download: those at the top, with weights in one format.
 
-    Where an index tells of numbered shards, other weight files are second copies and are left out. A format is
-    looked for also where no weights are wanted, so that its lack is told as early.
+    If there is an index of numbered shards, other weight files are copies and are left out. Raises what
+    `choose_format` raises, also without weights.
     """
     top = [name for name in names if "/" not in name]
     weights = _weights(top, choose_format(top, load_format, catalog))
@@ -208,7 +210,7 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 
 def _weights(names: Iterable[str], load_format: LoadFormat) -> list[str]:
-    """Return the weight files of a format, its index first where it has one."""
+    """Return the weight files of a format; an index comes first."""
     found = [
         name for name in names if any(fnmatch(name, pattern) for pattern in load_format.detect)
     ]

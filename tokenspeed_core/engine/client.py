@@ -1,4 +1,4 @@
-"""An API worker's end of the socket to the engine: requests out, columns of tokens in, and its health."""
+"""An API worker's client of the engine: it sends requests, delivers tokens, and watches the health."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ from tokenspeed_core.engine.messages import (
 from tokenspeed_core.engine.wire import WireError, pack
 from tokenspeed_core.errors import RequestFailedError
 
-STALL_SECONDS = 8.0  # with the pulse's second, the health of a stuck engine fails within ten
+# Heartbeats come every second, so the health of a stuck engine fails within ten.
+STALL_SECONDS = 8.0
 MESSAGES_PER_TURN = 64
-_POLLIN = int(zmq.POLLIN)  # as a plain number: flags of an enum cost microseconds
+# A plain integer: operations on zmq's enum take microseconds.
+_POLLIN = int(zmq.POLLIN)
 
 log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Who waits for a sequence."""
+    """The receiver of one sequence's tokens."""
 
     def take(
         self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenLogprobs | None
     ) -> bool:
-        """Add tokens. Return whether the sequence is at its end, whatever the engine thinks."""
+        """Add tokens. Return whether the engine must abort the sequence, since it is complete."""
 
     def fail(self, error: RequestFailedError) -> None:
-        """End with an error."""
+        """End the sequence with an error."""
 
 
 class State(Enum):
-    """What an engine is to an API worker."""
+    """The state of the engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -56,14 +58,14 @@ class State(Enum):
 
 
 class EngineClient:
-    """One engine's socket, watched by the event loop; nothing here blocks or polls."""
+    """The connection to one engine, driven by the event loop. Nothing blocks or polls."""
 
     def __init__(
         self, address: str, clock: Callable[[], float] = time.monotonic, worker: int = 0
     ) -> None:
-        """Connect to the `address` (ipc://...) that the engine binds. Must be made inside a running event loop.
+        """Connect to the `address` (ipc://...) that the engine binds. Needs a running event loop.
 
-        Ids of sequences begin with the number of the `worker`, which no other one has.
+        `worker` is the number of this API worker; it makes sequence ids unique among workers.
         """
         self.state = State.STARTING
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -78,32 +80,32 @@ class EngineClient:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._socket.linger = 0
         self._socket.set_hwm(0)
-        self._socket.reconnect_ivl = 10  # milliseconds, until the engine is there
+        self._socket.reconnect_ivl = 10  # milliseconds
         self._socket.connect(address)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
 
     @property
     def num_live(self) -> int:
-        """Sequences that the engine still works on."""
+        """Number of sequences that the engine still works on."""
         return len(self._sinks)
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine had work when it was last heard of, for whichever worker."""
+        """Whether the engine had work, for any worker, at its last heartbeat."""
         return (
             self.heartbeat is not None
             and self.heartbeat.num_running + self.heartbeat.num_waiting > 0
         )
 
     def take_ids(self, count: int) -> int:
-        """Return the first of `count` fresh sequence ids."""
+        """Allocate `count` consecutive sequence ids and return the first."""
         first = self._next_id
         self._next_id += count
         return first
 
     def submit(self, request: Submit, sinks: Sequence[Sink]) -> None:
-        """Send a request; sequence i's tokens go to `sinks[i]`. Raises RequestFailedError when the engine is dead."""
+        """Send a request; `sinks[i]` gets the tokens of sequence i. Raises RequestFailedError if the engine is dead."""
         if self.state is not State.READY:
             raise dead_error()
         for index, sink in enumerate(sinks):
@@ -111,7 +113,7 @@ class EngineClient:
         self.send(request)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Drop sequences that nobody waits for; those that have ended are left out."""
+        """Abort sequences. Ids of ended sequences are ignored."""
         live = [
             sequence_id
             for sequence_id in sequence_ids
@@ -121,17 +123,17 @@ class EngineClient:
             self.send(Abort(np.array(live, np.int64)))
 
     def send(self, message: Any) -> None:
-        """Send a message, which waits for an engine that is not there yet."""
+        """Send a message. It is queued until the engine has started."""
         self._socket.send(pack(message), zmq.DONTWAIT)
-        # Sending may swallow the edge by which the descriptor tells of messages that came meanwhile.
+        # The descriptor is edge-triggered, and sending may consume the edge of an arrived message.
         if self._has_message():
             self._loop.call_soon(self._read)
 
     def die(self, reason: str) -> None:
-        """Note that the engine is gone and end whatever waits for it. Only the first reason counts."""
+        """Mark the engine as dead and fail all sequences. Only the first reason is kept."""
         if self.dead.done():
             return
-        self._read()  # what it said last may be its own, better reason
+        self._read()  # the engine may have sent a better reason before it died
         if self.dead.done():
             return
         self.state = State.DEAD
@@ -148,16 +150,16 @@ class EngineClient:
             self._context.term()
 
     def why_unhealthy(self) -> str | None:
-        """Return why requests should go elsewhere; None when all is well."""
+        """Return why the engine is unhealthy, or None if it is healthy."""
         if self.state is not State.READY:
             return (
                 "the engine is starting" if self.state is State.STARTING else "the engine is dead"
             )
         now = self._clock()
         if now - self._heartbeat_at > STALL_SECONDS:
-            return f"the engine has not been heard of for {now - self._heartbeat_at:.0f} s"
+            return f"no heartbeat from the engine for {now - self._heartbeat_at:.0f} s"
         if now - self._progress_at > STALL_SECONDS:
-            return f"the engine has work and has not stepped for {now - self._progress_at:.0f} s"
+            return f"the engine has work but has not stepped for {now - self._progress_at:.0f} s"
         return None
 
     def _has_message(self) -> bool:
@@ -170,7 +172,7 @@ class EngineClient:
             try:
                 message = to_api.unpack(self._socket.recv(zmq.DONTWAIT))
             except WireError as error:
-                log.error("the engine sent what this version cannot read: %s", error)
+                log.error("unreadable message from the engine: %s", error)
                 continue
             self._dispatch(message)
         self._loop.call_soon(self._read)
@@ -178,7 +180,7 @@ class EngineClient:
     def _dispatch(self, message: Outputs | Rejected | Heartbeat | Ready | Failed) -> None:
         match message:
             case Outputs():
-                self._hand_out(message)
+                self._deliver(message)
             case Heartbeat():
                 self._note_heartbeat(message)
             case Rejected():
@@ -192,13 +194,15 @@ class EngineClient:
             case Failed():
                 self.die(message.message)
 
-    def _note_heartbeat(self, pulse: Heartbeat) -> None:
-        self._heartbeat_at, before, self.heartbeat = self._clock(), self.heartbeat, pulse
-        if before is None or pulse.num_steps != before.num_steps or not self.has_work:
+    def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
+        before = self.heartbeat
+        self.heartbeat = heartbeat
+        self._heartbeat_at = self._clock()
+        if before is None or heartbeat.num_steps != before.num_steps or not self.has_work:
             self._progress_at = self._heartbeat_at
 
-    def _hand_out(self, outputs: Outputs) -> None:
-        """Give each sequence its tokens; abort those that their readers ended."""
+    def _deliver(self, outputs: Outputs) -> None:
+        """Deliver the tokens of each sequence; abort the sequences that their sinks completed."""
         ended = []
         for delta in outputs.each():
             sink = self._sinks.get(delta.sequence_id)
@@ -222,5 +226,5 @@ class EngineClient:
 
 
 def dead_error() -> RequestFailedError:
-    """Return the error of requests that a dead engine leaves unfinished."""
+    """Return the error for requests that a dead engine did not finish."""
     return RequestFailedError("engine_dead", "the engine process died; see the server log")

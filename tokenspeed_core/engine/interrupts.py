@@ -1,4 +1,4 @@
-"""Ctrl-C between steps: one that broke a step in two would leave the engine waiting for its result for ever."""
+"""Ctrl-C between steps: an interrupted step could never be collected."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
-    """Hold Ctrl-C back; yields a call, to be made between steps, that raises KeyboardInterrupt if it came.
+    """Defer Ctrl-C; yield a function that raises KeyboardInterrupt if it was pressed.
 
-    A second Ctrl-C raises at once. Nothing is held on other threads than the main one, which get none, and
-    where the program handles SIGINT itself.
+    A second Ctrl-C raises at once. Does nothing outside the main thread, which alone gets signals, or if
+    the program handles SIGINT itself.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield lambda: None
         return
-    has_come = False
+    is_pressed = False
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_pressed
         check()
-        has_come = True
+        is_pressed = True
 
     def check() -> None:
-        if has_come:
+        if is_pressed:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, handle)
     try:
         yield check
     finally:

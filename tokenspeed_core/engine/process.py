@@ -1,4 +1,4 @@
-"""The engine as a process: a socket to each API worker, the step loop, and an end when its parent ends."""
+"""The engine as a process: a socket to each API worker, and the step loop."""
 
 from __future__ import annotations
 
@@ -37,23 +37,26 @@ log = logging.getLogger("tokenspeed.engine")
 
 
 class EngineLoop:
-    """Receive, step, send; idle it sleeps on its sockets. Returns when drained or when the parent is gone."""
+    """Receives requests, steps, and sends outputs. When idle, it sleeps on its sockets."""
 
     def __init__(
         self, engine: Engine, ready: Ready, sockets: Sequence[Socket], parent_fd: int
     ) -> None:
-        """Take over the sockets to the API workers, the first one's first, and the reading end of the parent's pipe."""
-        self.engine, self._ready, self._sockets, self._parent_fd = engine, ready, sockets, parent_fd
+        """Take one socket per API worker, in their order, and the reading end of the parent's pipe."""
+        self.engine = engine
+        self._ready = ready
+        self._sockets = sockets
+        self._parent_fd = parent_fd
         self._poller = zmq.Poller()
         for each in (parent_fd, *sockets):
             self._poller.register(each, zmq.POLLIN)
-        self._num_silent = len(sockets)  # workers that cannot serve yet
+        self._num_starting = len(sockets)  # API workers that cannot serve yet
         self._is_draining = False
         self._heartbeat_at = time.monotonic() - HEARTBEAT_SECONDS
         self._was_working = False
 
     def run(self) -> None:
-        """Serve until drained or orphaned. Raises EngineDeadError or, for a plugin's policy, PluginError."""
+        """Serve until drained or until the parent exits. Raises EngineDeadError, or PluginError for a policy."""
         engine = self.engine
         while True:
             readable = [each for each, _ in self._poller.poll(self._sleep_ms())]
@@ -80,16 +83,16 @@ class EngineLoop:
                 return
             match message:
                 case Submit():
-                    refused = self.engine.submit(message)
-                    if refused is not None:
-                        send(socket, refused)
+                    rejected = self.engine.submit(message)
+                    if rejected is not None:
+                        send(socket, rejected)
                 case Abort():
                     self.engine.abort(message.sequence_ids.tolist())
                 case Drain():
                     self._is_draining = True
                 case WorkerReady():
-                    self._num_silent -= 1
-                    if not self._num_silent:
+                    self._num_starting -= 1
+                    if not self._num_starting:
                         self._send_all(self._ready)
 
     def _send_all(self, message: Ready | Heartbeat) -> None:
@@ -97,11 +100,13 @@ class EngineLoop:
             send(socket, message)
 
     def _send_heartbeat(self) -> None:
-        """Say each second, and when work begins or ends, that the loop turns."""
-        now, works = time.monotonic(), self.engine.has_work
-        if now - self._heartbeat_at < HEARTBEAT_SECONDS and works == self._was_working:
+        """Send a heartbeat if one is due or if work began or ended."""
+        now, is_working = time.monotonic(), self.engine.has_work
+        is_due = now - self._heartbeat_at >= HEARTBEAT_SECONDS
+        if not is_due and is_working == self._was_working:
             return
-        self._heartbeat_at, self._was_working = now, works
+        self._heartbeat_at = now
+        self._was_working = is_working
         roster = self.engine.scheduler.roster
         self._send_all(
             Heartbeat(
@@ -111,13 +116,13 @@ class EngineLoop:
 
 
 def main() -> int:
-    """Run an engine process: `process.py PIPE`. Returns the exit status."""
-    told, parent_fd = attach_to_parent(sys.argv[1:])
-    # A service manager sends it to every process of a unit: the first one drains this one, or ends it by the pipe.
+    """Run an engine process: `process.py PIPE`. Return the exit status."""
+    settings, parent_fd = attach_to_parent(sys.argv[1:])
+    # A service manager signals every process of a unit. The parent drains this one, or closes the pipe.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    sockets = [bind(address) for address in told["addresses"]]
+    sockets = [bind(address) for address in settings["addresses"]]
     try:
-        _serve(told, sockets, parent_fd)
+        _serve(settings, sockets, parent_fd)
     except TokenSpeedError as error:
         sockets[0].send(pack(Failed(str(error))))
         return 1
@@ -127,17 +132,17 @@ def main() -> int:
     return 0
 
 
-def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
-    logging.getLogger(
-        "tokenspeed.plugins.metadata"
-    ).disabled = True  # the launcher said what cannot be read
-    config, catalog = discover_in_subprocess(told)
+def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
+    # The launcher has logged the same warnings.
+    logging.getLogger("tokenspeed.plugins.metadata").disabled = True
+    config, catalog = discover_in_subprocess(settings)
     hooks = Hooks.load(catalog)
     with StartProgress() as progress:
         resolved = resolve(config, catalog, num_threads=_num_threads(len(sockets)))
         started = start(resolved, catalog, hooks, progress.report)
+    # Garbage collections skip the objects that exist now.
     gc.collect()
-    gc.freeze()  # what was made so far stays: no collection need look at it again
+    gc.freeze()
     try:
         EngineLoop(started.engine, started.ready, sockets, parent_fd).run()
     finally:
@@ -145,15 +150,12 @@ def _serve(told: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> N
 
 
 def _num_threads(num_workers: int) -> int:
-    """Return the threads for a model on the CPU, a core being left to each API worker."""
-    asked = (
-        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    )  # a list has a number per level
-    return (
-        int(asked)
-        if asked.isdecimal() and int(asked)
-        else max(1, len(os.sched_getaffinity(0)) - num_workers)
-    )
+    """Return the threads for a model on the CPU, leaving one core to each API worker."""
+    # OMP_NUM_THREADS may be a list, with a number for each level of nesting.
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if given.isdecimal() and int(given):
+        return int(given)
+    return max(1, len(os.sched_getaffinity(0)) - num_workers)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What people see while an engine starts: a bar on a terminal, a line per stage elsewhere."""
+"""Progress of an engine's start: a bar on a terminal, one line per stage elsewhere."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from contextlib import AbstractContextManager, suppress
 
 
 class StartProgress(AbstractContextManager["StartProgress"]):
-    """Shows `report(what, done, total)` calls on stderr, one stage after the other; a context manager."""
+    """Shows the stages of a start on stderr."""
 
     def __init__(self) -> None:
-        """Draw nothing yet."""
         self._is_terminal = sys.stderr.isatty()
         self._shown = "\n"
 
-    def report(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` is done of a stage. The line of one that is whole ends: the log goes on below."""
+    def report(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done. A bar ends its line when the stage is complete."""
+        if not self._is_terminal:
+            self._show(f"{stage} ...\n")
+            return
         percent = 100 * done // max(total, 1)
-        bar = f"\r{what:8} {'=' * (percent * 2 // 5):40} {percent:3} %" + "\n" * (done >= total)
-        self._show(bar if self._is_terminal else f"{what} ...\n")
+        end = "\n" if done >= total else ""
+        self._show(f"\r{stage:8} {'=' * (percent * 2 // 5):40} {percent:3} %{end}")
 
     def _show(self, text: str) -> None:
         if text != self._shown:
             self._shown = text
-            with suppress(OSError):  # a log on a full disk, or closed, is no reason not to start
+            # The disk of a log may be full, and stderr closed. The start goes on.
+            with suppress(OSError):
                 print(text, end="", file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:

@@ -1,4 +1,4 @@
-"""From what a user asks to what the engine is told: defaults and bounds, applied by one function."""
+"""From sampling parameters to an engine request: defaults and bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_core.errors import CheckpointError, TokenSpeedError
 
 
 class BadRequestError(TokenSpeedError, ValueError):
-    """A request that cannot be served as asked. `param` is the field at fault, where there is one."""
+    """An invalid request. `param` is the invalid field, if it is one."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class BadRequestError(TokenSpeedError, ValueError):
 
 
 class _Generation(SamplingParams):
-    """What is read of a generation_config.json, within the bounds of a request's own parameters."""
+    """The settings of a generation_config.json, with the bounds of sampling parameters."""
 
     eos_token_id: Annotated[
         tuple[TokenId, ...],
@@ -38,7 +38,7 @@ class _Generation(SamplingParams):
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """The model's own sampling, for what a request leaves open."""
+    """The model's default sampling parameters."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -49,9 +49,9 @@ class Defaults:
 
     @classmethod
     def of(cls, generation: Mapping[str, Any], eos_token_ids: Sequence[int]) -> Defaults:
-        """Read a generation_config.json. Its end-of-sequence ids join those of the model's configuration.
+        """Read a generation_config.json, and add its end-of-sequence ids to those of the model.
 
-        Raises CheckpointError naming the value that is out of bounds.
+        Raises CheckpointError if a value is out of bounds.
         """
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id")
         given = {name: generation[name] for name in names if generation.get(name) is not None}
@@ -62,9 +62,9 @@ class Defaults:
             name = str(first["loc"][0])
             raise CheckpointError(
                 f"generation_config.json: {name} is {given[name]!r}: {first['msg']}. "
-                "Mend the file or remove that key."
+                "Correct the file or remove the key."
             ) from error
-        # As validated: 50.0 and "50" have become 50.
+        # Validation converts 50.0 and "50" to 50.
         values = {name: getattr(read, name) for name in given if name != "eos_token_id"}
         values["top_k"] = max(0, values.get("top_k", 0))
         return cls(
@@ -72,30 +72,30 @@ class Defaults:
         )
 
 
-def _pick(asked: float | None, default: float) -> float:
-    return default if asked is None else asked
+def _pick(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) -> int:
-    """Return the most tokens that a sequence may get. Raises BadRequestError where they do not fit."""
+    """Return the maximum number of output tokens. Raises BadRequestError if they do not fit the context."""
     room = limits.longest - num_prompt
-    why = (
+    limit = (
         f"the model's context is {limits.max_model_len} tokens"
         if limits.max_model_len <= limits.num_kv_tokens
         else f"the KV cache holds {limits.num_kv_tokens} tokens"
     )
     if num_prompt == 0:
-        raise BadRequestError("the prompt is empty: it must have at least 1 token", "prompt")
+        raise BadRequestError("the prompt is empty; it needs at least 1 token", "prompt")
     if room < 1:
         raise BadRequestError(
-            f"the prompt has {num_prompt} tokens, and {why}: send at most {limits.longest - 1}",
+            f"the prompt has {num_prompt} tokens, but {limit}: send at most {limits.longest - 1}",
             "prompt",
             "context_length_exceeded",
         )
     if max_tokens is not None and max_tokens > room:
         raise BadRequestError(
-            f"the prompt has {num_prompt} tokens and max_tokens asks for {max_tokens}, together "
-            f"{num_prompt + max_tokens}, but {why}: ask for at most {room}, or leave max_tokens out",
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together "
+            f"{num_prompt + max_tokens}, but {limit}: set max_tokens to at most {room}, or omit it",
             "max_tokens",
             "context_length_exceeded",
         )
@@ -103,37 +103,38 @@ def num_output_tokens(num_prompt: int, max_tokens: int | None, limits: Ready) ->
 
 
 def read_ids(given: Any, param: str) -> I32:
-    """Return token ids, a list or what can be made one, as int32 [tokens]. Raises BadRequestError naming the first bad.
+    """Return a sequence or array of token ids as int32 [T]. Raises BadRequestError naming the first invalid id.
 
-    Prompts are long, and the device waits: one pass packs and checks all ids.
+    Prompts are long, so one pass of `struct` packs and checks all ids.
     """
-    whole = given.tolist() if isinstance(given, np.ndarray) else given
-    if not isinstance(whole, Sequence):
+    items = given.tolist() if isinstance(given, np.ndarray) else given
+    if not isinstance(items, Sequence):
         raise BadRequestError(
             f"{param} must be a list of token ids; found {type(given).__name__}", param
         )
-    with suppress(struct.error, TypeError):  # of what is no integer, or none of 32 bits
-        ids = np.frombuffer(struct.pack(f"={len(whole)}i", *whole), np.int32)
-        # True packs as 1 and is no token: only where there is a 0 or a 1 can there be one.
-        if ids.min(initial=2) > 1 or bool not in map(type, whole):
+    with suppress(struct.error, TypeError):
+        ids = np.frombuffer(struct.pack(f"={len(items)}i", *items), np.int32)
+        # Booleans pack as 0 and 1, so only lists with a 0 or 1 need the check.
+        if ids.min(initial=2) > 1 or bool not in map(type, items):
             return ids
-    wrong = (
-        isinstance(x, bool) or not isinstance(x, int | np.integer) or abs(int(x)) > 2**31
-        for x in whole
-    )
-    bad = next((i for i, is_wrong in enumerate(wrong) if is_wrong), 0)
+    bad = next((i for i, item in enumerate(items) if not _is_token_id(item)), 0)
     raise BadRequestError(
-        f"{param}[{bad}] is {str(whole[bad])[:40]!r}: token ids are integers of 32 bits", param
+        f"{param}[{bad}] is {str(items[bad])[:40]!r}; token ids are 32-bit integers", param
     )
+
+
+def _is_token_id(item: Any) -> bool:
+    is_integer = isinstance(item, int | np.integer) and not isinstance(item, bool)
+    return is_integer and -(2**31) <= int(item) < 2**31
 
 
 def check_ids(ids: I32, limits: Ready, param: str) -> None:
-    """Raise BadRequestError if a token id lies outside the vocabulary."""
+    """Raise BadRequestError if a token id is outside the vocabulary."""
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limits.vocab_size):
         position = int(np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))[0])
         raise BadRequestError(
-            f"{param} has the token id {int(ids[position])} at position {position}: "
-            f"ids of this model are 0 to {limits.vocab_size - 1}",
+            f"{param} has the token id {int(ids[position])} at position {position}, but "
+            f"the ids of this model are 0 to {limits.vocab_size - 1}",
             param,
         )
 
@@ -148,9 +149,9 @@ def build_submit(
     priority: int = 0,
     cache_salt: str = "",
 ) -> Submit:
-    """Resolve a request: every default filled in, every bound checked.
+    """Return a request with all defaults filled in and all bounds checked. Raises BadRequestError.
 
-    prompt int32 [tokens]. Raises BadRequestError naming the field, what was found and the bound.
+    prompt int32 [T].
     """
     max_tokens = num_output_tokens(len(prompt), params.max_tokens, limits)
     bias_ids = np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias))

@@ -1,4 +1,4 @@
-"""The engine's sockets to the API workers, and whose tokens are whose."""
+"""The engine's sockets to the API workers, and the split of outputs among them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Socket = zmq.Socket[bytes]
 
 
 def bind(address: str) -> Socket:
-    """Return a socket to which an API worker connects."""
+    """Return a socket to which one API worker connects."""
     socket: Socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.bind(address)
@@ -25,13 +25,13 @@ def bind(address: str) -> Socket:
 
 
 def send(socket: Socket, message: Any) -> None:
-    """Send a message; to a worker that is gone nothing goes."""
+    """Send a message, or drop it if the worker has exited."""
     with suppress(zmq.Again):
         socket.send(pack(message), zmq.DONTWAIT)
 
 
 def send_outputs(sockets: Sequence[Socket], outputs: Outputs) -> None:
-    """Send each API worker its own sequences' tokens, in one message."""
+    """Send each API worker the rows of its own sequences, in one message."""
     if len(sockets) > 1:
         for worker, part in split(outputs):
             send(sockets[worker], part)
@@ -40,35 +40,35 @@ def send_outputs(sockets: Sequence[Socket], outputs: Outputs) -> None:
 
 
 def split(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
-    """Yield each API worker that has sequences in a step, with their rows."""
-    owners = outputs.sequence_ids >> WORKER_SHIFT
-    for worker in sorted(set(owners.tolist())):
-        rows = owners == worker
-        yield (
-            worker,
-            Outputs(
-                outputs.sequence_ids[rows],
-                outputs.num_tokens[rows],
-                outputs.token_ids[np.repeat(rows, outputs.num_tokens)],
-                outputs.finish[rows],
-                outputs.num_cached_tokens[rows],
-                _logprobs(outputs, rows),
-            ),
+    """Yield the number of each API worker with sequences in the step, and their rows."""
+    workers = outputs.sequence_ids >> WORKER_SHIFT
+    for worker in sorted(set(workers.tolist())):
+        rows = workers == worker
+        part = Outputs(
+            outputs.sequence_ids[rows],
+            outputs.num_tokens[rows],
+            outputs.token_ids[np.repeat(rows, outputs.num_tokens)],
+            outputs.finish[rows],
+            outputs.num_cached_tokens[rows],
+            _select_logprobs(outputs, rows),
         )
+        yield worker, part
 
 
-def _logprobs(outputs: Outputs, rows: Bool) -> StepLogprobs | None:
-    """Return the log-probabilities of some of the rows, if any of all has them."""
-    if (whole := outputs.logprobs) is None:
+def _select_logprobs(outputs: Outputs, rows: Bool) -> StepLogprobs | None:
+    """Return the log-probabilities of the rows that the mask selects."""
+    whole = outputs.logprobs
+    if whole is None:
         return None
-    listed, place = rows[whole.rows], np.cumsum(rows, dtype=np.int32) - np.int32(1)
-    entries = np.repeat(listed, outputs.num_tokens[whole.rows])
-    tops = np.repeat(entries, whole.width)
+    is_selected = rows[whole.rows]
+    new_rows = np.cumsum(rows, dtype=np.int32) - np.int32(1)
+    entries = np.repeat(is_selected, outputs.num_tokens[whole.rows])
+    alternatives = np.repeat(entries, whole.width)
     return StepLogprobs(
-        place[whole.rows[listed]],
+        new_rows[whole.rows[is_selected]],
         whole.width,
         whole.chosen[entries],
         whole.ranks[entries],
-        whole.top_ids[tops],
-        whole.top_values[tops],
+        whole.top_ids[alternatives],
+        whole.top_values[alternatives],
     )

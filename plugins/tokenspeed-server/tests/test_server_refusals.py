@@ -78,7 +78,7 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("prompt", [[1], [400]], "prompt[1]"),
         ("prompt", [400], "0 to 399"),
         ("prompt", [-1], "0 to 399"),
-        ("prompt", [2**40], "32 bits"),
+        ("prompt", [2**40], "32-bit"),
         ("prompt", [1, True], "integer"),
         ("prompt", [1.0], "integer"),
         ("prompt", ["a", [1]], ""),
