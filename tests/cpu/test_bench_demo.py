@@ -298,7 +298,7 @@ def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_
     )
     assert done.returncode == 1, done.stderr
     assert (
-        f"which record the steps, are disabled: left out by TOKENSPEED_PLUGINS={left_out}"
+        f"which record the steps, are disabled: excluded by TOKENSPEED_PLUGINS={left_out}"
         in done.stderr
     )
     assert json.loads(path.read_text())["runs"][-1]["figures"]["answered"] == 2

@@ -58,7 +58,7 @@ def test_a_process_that_finds_other_plugins_than_the_launcher_ends_and_says_so(
 ) -> None:
     status, written, failed = ended(module, tmp_path, "another")
     assert status == 1
-    assert "other plugins than the launcher" in (failed or written)
+    assert "other plugins than its launcher" in (failed or written)
     _, written, failed = ended(module, tmp_path, Catalog.discover().digest())
     assert "other plugins" not in failed + written
     assert failed or written, "with the launcher's it goes on, to what else it was not given"

@@ -1,4 +1,4 @@
-"""The command `tokenspeed`: one module per command, imported when it is asked for."""
+"""The command `tokenspeed`."""
 
 from tokenspeed_core.cli.app import main
 

@@ -1,4 +1,4 @@
-"""Builds the command line and turns whatever goes wrong into one line and an exit status."""
+"""Builds the command line, and turns errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import distributions, metadata
+from importlib.metadata import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,31 +20,23 @@ from tokenspeed_core.errors import PluginError, TokenSpeedError, printable, sugg
 if TYPE_CHECKING:
     from tokenspeed_core.plugins import Catalog, Entry
 
-UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer releases of typer bundle
+# click's UsageError; newer releases of typer bundle click.
+UsageError: Any = typer.BadParameter.__mro__[1]
 USAGE_STATUS = 2
-_TOLD = (UsageError, TokenSpeedError, typer.Exit, typer.Abort, BrokenPipeError, SystemExit)
-
-
-BROUGHT_BY = {
-    "bench": "tokenspeed-bench",
-    "chat": "tokenspeed-chat",
-    "env": "tokenspeed-plugin-tools",
-    "plugins": "tokenspeed-plugin-tools",
-    "serve": "tokenspeed-server",
-}
+# Exceptions of a plugin's command that `main` handles.
+_HANDLED = (UsageError, TokenSpeedError, typer.Exit, typer.Abort, BrokenPipeError, SystemExit)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `tokenspeed` with these arguments (the process's own when None); return the exit status."""
+    """Run `tokenspeed` with these arguments (by default `sys.argv[1:]`); return the exit status."""
     try:
         return _run(arguments)
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (
-                OSError
-            ):  # nobody reads, or the disk is full: Python would end with a status of its own
+            except OSError:
+                # The pipe is closed or the disk is full; Python would exit with a status of its own.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -57,19 +48,15 @@ def _run(arguments: Sequence[str] | None) -> int:
         status = app(words, prog_name="tokenspeed", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except UsageError as error:
-        explained = _explain_usage(error, command)
-        if "--json" in words:  # all else that is refused under it a command tells itself
-            typer.echo(json.dumps({"error": explained}, indent=2, ensure_ascii=False))
-        return _say(explained)
+        message = _explain_usage(error, command)
+        if "--json" in words:
+            typer.echo(json.dumps({"error": message}, indent=2, ensure_ascii=False))
+        return _fail(message)
     except TokenSpeedError as error:
-        if (
-            logging.root.isEnabledFor(logging.DEBUG)
-            or os.environ.get("TOKENSPEED_LOG_LEVEL", "").lower() == "debug"
-        ):
+        is_debug = os.environ.get("TOKENSPEED_LOG_LEVEL", "").lower() == "debug"
+        if is_debug or logging.root.isEnabledFor(logging.DEBUG):
             typer.echo(printable(traceback.format_exc()), err=True)
-        return _say(str(error))
-    except UnicodeDecodeError as error:
-        return _say(_explain_undecodable(error))
+        return _fail(str(error))
     except typer.Exit as error:
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
@@ -79,10 +66,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def build(command: str | None) -> typer.Typer:
-    """Build the command line. Only the command asked for is imported (all of them for completion).
+    """Build the command line with the requested command, or with all commands if None.
 
-    `command` None stands for words without one, such as --help. Only there are typer's own options, for help and for
-    completion: their values, typed or not, it checks with pydantic, whose import takes longer than most commands.
+    Only without a command, typer adds options for help and completion: it checks their values with
+    pydantic, and importing pydantic takes longer than most commands.
     """
     app = typer.Typer(
         name="tokenspeed",
@@ -109,98 +96,89 @@ _Version = Annotated[
 
 
 def _top(version: _Version = False) -> None:
-    """Take the options that stand before any command."""
+    """Take the options before any command."""
 
 
 def _add_plugin_commands(app: typer.Typer, wanted: str | None) -> None:
-    """Add the command that is wanted if a plugin brings it, else all that plugins bring, as their summaries have it."""
+    """Add the wanted command if a plugin provides it, else all commands of plugins."""
     from tokenspeed_core.plugins import Catalog, Selection
     from tokenspeed_core.plugins.selection import DEFAULTS
 
     try:
         catalog = Catalog.discover(check=False)
     except PluginError as error:
-        if wanted is None:  # a command says so itself, where it matters to it
+        # A command reports this itself; the default ones are needed to repair it.
+        if wanted is None:
             typer.echo(f"tokenspeed: {error}", err=True)
-        catalog = Catalog.discover(
-            Selection(frozenset()), check=False
-        )  # the default ones show what is wrong
-    passing_all_on = {
+        catalog = Catalog.discover(Selection(frozenset()), check=False)
+    pass_through = {
         "ignore_unknown_options": True,
         "allow_extra_args": True,
         "help_option_names": [],
     }
     entries = sorted(catalog.entries("commands"), key=lambda entry: entry.name != "serve")
     for entry in [entry for entry in entries if entry.name == wanted] or entries:
-        summary = str(metadata(entry.distribution).json.get("summary", "From")).partition(
-            f"{entry.name}: "
-        )
-        described = f"{summary[2] or summary[0]} ({entry.distribution} {entry.version})"
+        help_text = f"{_summary(entry)} ({entry.distribution} {entry.version})"
         if "_TOKENSPEED_COMPLETE" in os.environ and entry.distribution in DEFAULTS:
-            # The shell completes the flags of a command that is a SettingsCommand.
+            # The shell completes the flags of a SettingsCommand.
             command: Any = catalog.need(entry, object)
             if hasattr(command, "function"):
-                app.command(entry.name, help=described)(command.function())
+                app.command(entry.name, help=help_text)(command.function())
                 continue
-        app.command(entry.name, help=described, context_settings=passing_all_on)(
+        app.command(entry.name, help=help_text, context_settings=pass_through)(
             _plugin_command(catalog, entry)
         )
 
 
+def _summary(entry: Entry) -> str:
+    """Return the distribution's summary, from "NAME: " on if it describes several commands."""
+    summary = str(metadata(entry.distribution).json.get("summary", "From"))
+    before, _, own = summary.partition(f"{entry.name}: ")
+    return own or before
+
+
 def _plugin_command(catalog: Catalog, entry: Entry) -> Callable[[typer.Context], Any]:
-    """Return what runs a command; a stranger's that raises anything but what is `_TOLD` ends in a PluginError."""
+    """Return a function that runs a command. Unexpected exceptions of third parties become PluginError."""
     from tokenspeed_core.plugins.catalog import make
     from tokenspeed_core.plugins.selection import DEFAULTS
 
     def run(context: typer.Context) -> Any:
         command: Any = catalog.need(entry, object)
         call = partial(command, list(context.args))
-        return (
-            call()
-            if entry.distribution in DEFAULTS
-            else make(entry, entry.value, call, object, _TOLD)
-        )
+        if entry.distribution in DEFAULTS:
+            return call()
+        return make(entry, entry.value, call, object, _HANDLED)
 
     return run
 
 
 def _explain_usage(error: Any, command: str | None) -> str:
-    """Say what was mistyped, and the nearest thing that exists."""
-    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    """Return what was mistyped, and the nearest existing name."""
+    option = getattr(error, "option_name", None)
+    context = getattr(error, "ctx", None)
     message = str(error.format_message())
     if option is not None and context is not None and "such option" in message.lower():
-        known = [
-            form for each in context.command.params for form in each.opts if form.startswith("--")
-        ]
-        if "--max-model-len" in known:
-            from tokenspeed_core.config.build import unknown
-
-            return unknown(
-                option.removeprefix("--").replace("-", "_"), option, known, context.command_path
-            )
-        return f"{option}: no such option" + (
-            suggest(option, known) or f"; `{context.command_path} --help` lists them"
-        )
+        return _unknown_option(option, context)
     if command is not None and message.lower().startswith("no such command"):
         return _no_such(command)
     return message[:1].lower() + message[1:].rstrip(".")
 
 
-def _explain_undecodable(error: UnicodeDecodeError) -> str:
-    """Say whose entry points end the import of libraries that read those of all distributions. Raises any other."""
-    from tokenspeed_core.plugins.metadata import metadata_folder
+def _unknown_option(option: str, context: Any) -> str:
+    known = [form for each in context.command.params for form in each.opts if form.startswith("--")]
+    if "--max-model-len" in known and option.startswith("--"):
+        from tokenspeed_core.config.build import unknown
 
-    for each in distributions():
-        try:
-            each.read_text("entry_points.txt")
-        except UnicodeDecodeError:
-            return f"{metadata_folder(each)} cannot be read, and what this needs reads it; `tokenspeed plugins doctor`"
-    raise error
+        name = option.removeprefix("--").replace("-", "_")
+        return unknown(name, option, known, context.command_path)
+    hint = suggest(option, known) or f"; `{context.command_path} --help` lists the options"
+    return f"{option}: no such option{hint}"
 
 
 def _no_such(command: str) -> str:
-    """Say which distribution brings a command, why an installed one may not be used, or the nearest name."""
+    """Return why a command does not exist, and how to get it."""
     from tokenspeed_core.plugins import Catalog
+    from tokenspeed_core.plugins.kinds import COMMANDS
 
     try:
         catalog = Catalog.discover(check=False)
@@ -208,14 +186,13 @@ def _no_such(command: str) -> str:
             catalog.get("commands", command)
     except PluginError as error:
         return str(error)
-    if command in BROUGHT_BY:
-        distribution = BROUGHT_BY[command]
+    if command in COMMANDS:
+        distribution = COMMANDS[command]
         return f"{command}: {distribution} is not installed. Run `pip install {distribution}`."
-    near = get_close_matches(command, catalog.names("commands"), n=1)
-    hint = f"did you mean `tokenspeed {near[0]}`?" if near else "`tokenspeed --help` lists them"
-    return f"{command}: no such command; {hint}"
+    hint = suggest(command, catalog.names("commands")) or "; `tokenspeed --help` lists them"
+    return f"{command}: no such command{hint}"
 
 
-def _say(message: str) -> int:
+def _fail(message: str) -> int:
     typer.echo(f"tokenspeed: {printable(message)}", err=True)
     return USAGE_STATUS

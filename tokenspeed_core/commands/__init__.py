@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenspeed_core.plugins import Catalog, Entry, Selection, Status
-from tokenspeed_core.plugins.kinds import KINDS, kind_of
+from tokenspeed_core.plugins import Catalog, Entry, Preflight, Selection, Status
+from tokenspeed_core.plugins.kinds import KINDS, Kind, kind_of
 from tokenspeed_core.plugins.selection import DEFAULTS, VARIABLE, normalise
 
 __all__ = [
@@ -12,6 +12,8 @@ __all__ = [
     "VARIABLE",
     "Catalog",
     "Entry",
+    "Kind",
+    "Preflight",
     "Selection",
     "Status",
     "kind_of",

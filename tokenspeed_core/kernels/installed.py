@@ -140,9 +140,7 @@ def _check_overrides(
 def how_to_get_kernels(catalog: Catalog) -> str:
     """Return what to do if no kernel fits: enable a plugin that was left out, or install the default kernels."""
     kernels = [entry for entry in catalog.all() if entry.kind.startswith(KERNELS_PREFIX)]
-    left_out = {
-        e.distribution: e.reason for e in kernels if e.status in (Status.DISABLED, Status.SHADOWED)
-    }
+    left_out = {e.distribution: e.reason for e in kernels if e.status is Status.DISABLED}
     if left_out:
         return "; ".join(f"{name} is installed, but {reason}" for name, reason in left_out.items())
     return "" if any(entry.distribution == _USUAL for entry in kernels) else f"pip install {_USUAL}"

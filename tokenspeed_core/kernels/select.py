@@ -29,8 +29,7 @@ from tokenspeed_core.kernels.plan import (
     Reason,
     Verdict,
 )
-from tokenspeed_core.plugins.catalog import blaming
-from tokenspeed_core.plugins.metadata import check_build
+from tokenspeed_core.plugins.catalog import plugin_error
 from tokenspeed_core.plugins.selection import DEFAULTS
 
 _FLAGS = {"dtype": "--dtype", "block_size": "--block-size"}
@@ -223,22 +222,20 @@ class Selector:
     def _load_failure(self, kernel: InstalledKernel) -> tuple[Reason, ...]:
         """Import a chosen kernel that may fail to load, and return the reason if it does.
 
-        Such kernels need other packages, have options, or come from a third party. A kernel built for another machine
-        is not imported. Raises SelectionError for invalid options that the user set, and PluginError if the user
-        named the plugin.
+        Such kernels need other packages, have options, or come from a third party. Raises
+        SelectionError for invalid options that the user set, and PluginError if the user named the plugin.
         """
         spec = kernel.spec
         if not (spec.requires or spec.options or kernel.distribution not in DEFAULTS):
             return ()
         try:
-            check_build(kernel.distribution)
             spec.factory(read_options(spec, self.options))
         except SelectionError:
             raise
         except (Exception, SystemExit) as error:  # plugin code may raise anything
             if kernel.required is not None:
-                raise blaming(
-                    kernel.required, f": {spec.load} does not load: {describe_error(error)}"
+                raise plugin_error(
+                    kernel.required, f"failed to load {spec.load}: {describe_error(error)}"
                 ) from error
             return (Reason(f"it does not load: {describe_error(error)}", spec.obtain),)
         return ()

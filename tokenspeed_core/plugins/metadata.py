@@ -1,127 +1,83 @@
-"""Reads the plugins of the installed distributions from their metadata, importing none of them."""
+"""Reads plugins from the metadata of installed distributions. Imports none of them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import site
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import (
-    Distribution,
-    EntryPoint,
-    PackageNotFoundError,
-    distributions,
-    version,
-)
-from urllib.parse import unquote, urlparse
+from importlib.metadata import Distribution, EntryPoint
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.tags import sys_tags
 
-from tokenspeed_core.errors import PluginError, describe_error
+from tokenspeed_core.errors import PluginError, describe_error, suggest
 from tokenspeed_core.plugins.entry import Entry, Status
-from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KERNELS_PREFIX, KINDS, kind_of
+from tokenspeed_core.plugins.kinds import GROUP_PREFIX, KINDS, kind_of
 from tokenspeed_core.plugins.selection import DEFAULTS, Selection, normalise
 
 logger = logging.getLogger("tokenspeed.plugins.metadata")
-_NO_USE = "this core does not use plugins of this kind yet"
-_MISPLACED = (
-    "it is in the working directory, from which nothing is loaded; `pip install .` installs it"
-)
 
 
 def read_entries(
-    found: Iterable[Distribution], selection: Selection, core: str, *, strict: bool
+    found: Iterable[Distribution], selection: Selection, core_version: str, *, strict: bool
 ) -> list[Entry]:
-    """Return every `tokenspeed.*` entry, by distribution name, then kind, then entry name.
+    """Return the entries of all `tokenspeed.*` groups, by distribution, then kind, then name.
 
-    `core` is this core's version. Those `found` come in the order of `sys.path`: a second copy of one is shadowed by
-    the first. Those in the working directory come last, and are not used: whoever starts a program somewhere has not
-    installed what is there.
-    Raises PluginError where the selection names a distribution that provides no plugin, and where it is `strict` for
-    metadata that cannot be read, unless it is of what is left out anyway.
+    `found` is in the order of `sys.path`; of two copies of a distribution, the first counts. Metadata
+    that cannot be read is logged and skipped. Raises PluginError if the selection names a distribution
+    without plugins, and with `strict` if metadata cannot be read.
     """
-    entries: dict[tuple[str, str, str, str], Entry] = {}
-    firsts: dict[str, tuple[Distribution, str]] = {}
-    for distribution in sorted(found, key=lambda each: _is_working_directory(_root(each))):
+    entries: dict[tuple[str, str, str], Entry] = {}
+    first_copies: dict[str, Distribution] = {}
+    for distribution in found:
         try:
-            offers = GROUP_PREFIX in (distribution.read_text("entry_points.txt") or "")
-            offered = list(_entries_of(distribution, selection, core)) if offers else []
-        except (
-            Exception
-        ) as error:  # metadata may be anything, and one distribution's must not take all down
+            if GROUP_PREFIX not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            offered = list(_entries_of(distribution, selection, core_version))
+        except Exception as error:  # another distribution's metadata may contain anything
             folder = metadata_folder(distribution)
             name = normalise(os.path.basename(folder).partition("-")[0])
-            if (
-                strict
-                and not selection.refusal([name])
-                and not _is_working_directory(_root(distribution))
-            ):
-                what = f"{folder} cannot be read: {describe_error(error)}; --strict-plugins ends the start for it"
+            if strict and not selection.refusal([name]):
                 raise PluginError(
-                    f"{what}; remove that folder, then install {name} again"
+                    f"cannot read plugin metadata in {folder}: {describe_error(error)}. "
+                    f"Remove the folder and install {name} again."
                 ) from error
-            _leave_out(folder)
+            _warn_unreadable(folder)
             continue
         for entry in offered:
-            first, version = firsts.setdefault(entry.distribution, (distribution, entry.version))
-            key = (
-                entry.distribution,
-                entry.kind,
-                entry.name,
-                "" if first is distribution else entry.version,
-            )
-            if first is not distribution:
-                if entries.get((*key[:3], "")) == entry:
-                    continue  # the same metadata, reached by two paths
-                reason = f"{entry.distribution} {version} comes first on sys.path"
-                entry = replace(entry, status=Status.SHADOWED, reason=reason)
-            entries.setdefault(key, entry)
+            if first_copies.setdefault(entry.distribution, distribution) is distribution:
+                entries.setdefault((entry.distribution, entry.kind, entry.name), entry)
     selection.check({scope for entry in entries.values() for scope in entry.scopes})
-    return list(_mark_unused([entries[key] for key in sorted(entries)]))
-
-
-def _mark_unused(entries: Collection[Entry]) -> Iterator[Entry]:
-    """Yield the entries; those of kinds that this core does not ask for are marked: they would have no effect."""
-    has_ops = any(entry.kind == "ops" and entry.status is Status.OK for entry in entries)
-    for entry in entries:
-        kind, is_kernel = kind_of(entry.kind), entry.kind.startswith(KERNELS_PREFIX)
-        is_used = (kind is not None and kind.is_used) or (is_kernel and has_ops)
-        reason = _NO_USE + ": it has no op of the family, and no plugin brings ops" * is_kernel
-        yield (
-            entry
-            if is_used or entry.status is not Status.OK
-            else replace(entry, status=Status.UNUSED, reason=reason)
-        )
+    return [entries[key] for key in sorted(entries)]
 
 
 @cache
-def _leave_out(folder: str) -> None:
-    """Say that metadata cannot be read, once in a process, which may look at what is installed more than once."""
+def _warn_unreadable(folder: str) -> None:
+    """Log once per process that metadata cannot be read."""
     logger.warning(
-        "%s cannot be read: what plugins it has are left out; `tokenspeed plugins doctor`", folder
+        "cannot read plugin metadata in %s. Run `tokenspeed plugins doctor` for details.", folder
     )
+
+
+def metadata_folder(distribution: Distribution) -> str:
+    """Return the folder that holds a distribution's metadata."""
+    # Python has no public attribute for it.
+    return str(getattr(distribution, "_path", "") or distribution.locate_file(""))
 
 
 def _entries_of(
     distribution: Distribution, selection: Selection, core_version: str
 ) -> Iterator[Entry]:
-    metadata, origin, root = (
-        distribution.metadata,
-        _origin(distribution),
-        _root(distribution),
-    )  # slow, so done once
-    name, version = metadata["Name"], metadata["Version"]
+    metadata = distribution.metadata
+    name = metadata["Name"]
+    version = metadata["Version"]
     if not name or not version:
         raise ValueError("METADATA lacks a name or a version")
-    needed = _requirements(metadata.get_all("Requires-Dist") or distribution.requires)
-    ranges = [str(each.specifier) for each in needed if normalise(each.name) == "tokenspeed-core"]
+    requires_core = _core_range(metadata.get_all("Requires-Dist") or distribution.requires or ())
+    root = str(distribution.locate_file(""))
     for point in distribution.entry_points:
         if not point.group.startswith(GROUP_PREFIX):
             continue
@@ -132,117 +88,58 @@ def _entries_of(
             api=_api(point),
             distribution=normalise(name),
             version=version,
-            origin=origin,
-            root=root,
-            requires_core=",".join(filter(None, ranges)),
+            requires_core=requires_core,
             status=Status.OK,
             reason="",
+            root=root,
         )
-        if (
-            refused := _MISPLACED
-            if _is_working_directory(root)
-            else selection.refusal(entry.scopes)
-        ):
-            entry = replace(entry, status=Status.DISABLED, reason=refused)
+        if refusal := selection.refusal(entry.scopes):
+            entry = replace(entry, status=Status.DISABLED, reason=refusal)
         elif misfit := _misfit(entry, core_version):
             entry = replace(entry, status=Status.INCOMPATIBLE, reason=misfit)
         yield entry
 
 
 def _misfit(entry: Entry, core_version: str) -> str:
-    """Return why an entry does not fit this core, "" when it does."""
+    """Return why an entry does not fit this core, "" if it does."""
     kind = kind_of(entry.kind)
     if kind is None:
-        near = get_close_matches(entry.kind, KINDS, n=1)
-        return f"no kind {entry.kind!r} here" + (
-            f"; did its author mean {near[0]}?" if near else ""
-        )
+        return f"unknown plugin kind {entry.kind!r}{suggest(entry.kind, KINDS)}"
     if entry.api is None:
-        return f"names no api; its author writes `{entry.value} [api{kind.api}]`"
+        return f"the entry point declares no api version, such as `{entry.value} [api{kind.api}]`"
     if entry.api != kind.api:
-        which = (
-            "upgrade tokenspeed-core" if entry.api > kind.api else f"upgrade {entry.distribution}"
-        )
-        return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: {which}"
+        older = "tokenspeed-core" if entry.api > kind.api else entry.distribution
+        return f"needs api {entry.api} of {entry.kind}, this core has {kind.api}: upgrade {older}"
     if not SpecifierSet(entry.requires_core).contains(core_version, prereleases=True):
-        return f"needs tokenspeed-core {entry.requires_core}, this is {core_version}"
-    if kind.is_default_only and entry.distribution not in DEFAULTS:
-        return f"only the default distributions have {entry.kind}"
-    if kind.is_named and (
-        entry.name.startswith("-") or not entry.name.isprintable() or set(entry.name) & set(" ,")
-    ):
-        return (
-            f"the name {entry.name!r} is none that a user can type; its author must choose another"
-        )
-    if entry.name in kind.built_in and entry.distribution not in DEFAULTS:
-        return f"the name {entry.name} is built in; its author must choose another"
+        return f"needs tokenspeed-core {entry.requires_core}, found {core_version}"
+    if entry.distribution in DEFAULTS:
+        return ""
+    if kind.is_default_only:
+        return f"plugins of kind {entry.kind} are accepted from default distributions only"
+    if entry.name in kind.built_in:
+        return f"the name {entry.name} is reserved"
+    is_typable = entry.name.isprintable() and not set(entry.name) & set(" ,")
+    if kind.is_unique and (entry.name.startswith("-") or not is_typable):
+        return f"the name {entry.name!r} cannot be typed as a flag's value"
     return ""
 
 
 def _api(point: EntryPoint) -> int | None:
     """Return the number in the extra `[api1]`."""
-    named = (extra.removeprefix("api") for extra in point.extras if extra.startswith("api"))
-    return next((int(number) for number in named if number.isdecimal()), None)
+    for extra in point.extras:
+        number = extra.removeprefix("api")
+        if number != extra and number.isdecimal():
+            return int(number)
+    return None
 
 
-def _requirements(lines: Iterable[str] | None) -> Iterator[Requirement]:
-    """Yield what a distribution requires on this machine, of all that its metadata has, without its extras."""
-    for line in lines or ():
-        with suppress(
-            InvalidRequirement
-        ):  # pip refuses to install these; only a hand-made record has one
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                yield requirement
-
-
-def check_build(name: str) -> None:
-    """Compare what a distribution of compiled code was built for with what is here, before any of it is loaded.
-
-    Raises ImportError for another Python or platform than its wheel's tags name, and for a package, such as torch, of
-    another version than it requires: calling into either may end the process.
-    """
-    found = next(iter(distributions(name=name)), None)
-    wheel = (found and found.read_text("WHEEL")) or ""
-    if found is None or "Root-Is-Purelib: false" not in wheel:
-        return
-    tags = {line.removeprefix("Tag: ") for line in wheel.splitlines() if line.startswith("Tag: ")}
-    if tags and tags.isdisjoint(map(str, sys_tags())):
-        raise ImportError(
-            f"{name} was built for {' or '.join(sorted(tags))}, and this is {next(sys_tags())}"
-        )
-    for each in _requirements(found.requires):
-        with suppress(PackageNotFoundError):  # of what is missing, the import tells
-            if not each.specifier.contains(here := version(each.name), prereleases=True):
-                raise ImportError(
-                    f"{name} was built for {each.name}{each.specifier}, and {here} is installed"
-                )
-
-
-def _root(distribution: Distribution) -> str:
-    return str(distribution.locate_file(""))
-
-
-def metadata_folder(distribution: Distribution) -> str:
-    """Return the folder that holds the metadata, which tells one that cannot be read from its neighbours."""
-    return str(
-        getattr(distribution, "_path", "") or _root(distribution)
-    )  # Python has no public name for it
-
-
-def _is_working_directory(folder: str) -> bool:
-    """Say whether a folder is the working directory, and none that Python itself installs into."""
-    try:
-        return os.path.samefile(folder or ".", ".") and folder not in site.getsitepackages()
-    except OSError:  # one of the two is gone, or no folder
-        return False
-
-
-def _origin(distribution: Distribution) -> str:
-    text = distribution.read_text("direct_url.json")
-    if not text:
-        return "installed"
-    record = json.loads(text)
-    url = str(record.get("url", ""))
-    path = unquote(urlparse(url).path) if url.startswith("file:") else url
-    return f"editable {path}" if record.get("dir_info", {}).get("editable") else path
+def _core_range(lines: Iterable[str]) -> str:
+    """Return the version specifier of tokenspeed-core that applies to this machine."""
+    specifiers = []
+    for line in lines:
+        with suppress(InvalidRequirement):
+            needed = Requirement(line)
+            is_active = needed.marker is None or needed.marker.evaluate({"extra": ""})
+            if is_active and normalise(needed.name) == "tokenspeed-core":
+                specifiers.append(str(needed.specifier))
+    return ",".join(filter(None, specifiers))

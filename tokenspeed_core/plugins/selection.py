@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -10,53 +11,46 @@ from dataclasses import dataclass
 from tokenspeed_core.errors import PluginError, suggest
 
 VARIABLE = "TOKENSPEED_PLUGINS"
-# The default distributions: tokenspeed-core and those of tokenspeed-core[default], which stay without plugins. By exact
-# name, since strangers may publish under the prefix too.
-DEFAULTS = frozenset(
-    f"tokenspeed-{part}"
-    for part in (
-        "core",
-        "kernels",
-        "models",
-        "demo",
-        "bench",
-        "chat",
-        "parsers",
-        "plugin-tools",
-        "server",
-    )
-)
+_FALSE = ("", "0", "false", "f", "no", "n", "off")
 
 
 def normalise(name: str) -> str:
-    """Return a distribution's name as the package index compares it."""
+    """Return a distribution's name in the normalized form of the package index."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def _default_distributions() -> frozenset[str]:
+    """Return tokenspeed-core and the distributions of its extra `default`, from its metadata."""
+    try:
+        lines = importlib.metadata.requires("tokenspeed-core") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+    named = (re.match(r"[\w.-]+", line) for line in lines if re.search("extra == .default.", line))
+    return frozenset({"tokenspeed-core", *(normalise(each[0]) for each in named if each)})
+
+
+DEFAULTS = _default_distributions()
+"""The default distributions: they stay enabled without plugins, and their names are exact."""
+
+
 def _scope(word: str) -> str:
-    """Return DISTRIBUTION[:KIND[:NAME]] with the first normalised."""
+    """Return DISTRIBUTION[:KIND[:NAME]] with the distribution's name normalized."""
     name, colon, rest = word.partition(":")
     return normalise(name) + colon + rest
 
 
-def _covering(scopes: Collection[str], name: str) -> str:
-    """Return the widest of these scopes that a scope is or is a part of, "" where there is none."""
-    return min(
-        (scope for scope in scopes if f"{name}:".startswith(f"{scope}:")), key=len, default=""
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Distributions by exact normalised name, or of one a kind of plugin or a single one, as `Entry.scopes` has them.
+    """The user's choice of plugins, as scopes: DISTRIBUTION, DISTRIBUTION:KIND or DISTRIBUTION:KIND:NAME.
 
-    The default distributions stay unless `excluded` names them.
+    `only` is None if all plugins are wanted. Default distributions are wanted unless `excluded` names
+    them. `because` is the flag or variable that chose. `lock` is the path of a lock file.
     """
 
-    only: frozenset[str] | None = None  # None: all
+    only: frozenset[str] | None = None
     excluded: frozenset[str] = frozenset()
     because: str = ""
-    lock: str | None = None  # the file that pins them
+    lock: str | None = None
 
     @classmethod
     def read(
@@ -66,54 +60,40 @@ class Selection:
         no_plugins: bool = False,
         lock: str | None = None,
     ) -> Selection:
-        """Read `TOKENSPEED_PLUGINS`: scopes (only these), `-scope` (all but these), empty (none).
+        """Read the selection from arguments and the environment.
 
-        For any program of this environment `TOKENSPEED_NO_PLUGINS`, unless it is a no, says `no_plugins` where that
-        does not, and `TOKENSPEED_PLUGINS_LOCK` names the lock where `lock` does not.
+        `TOKENSPEED_PLUGINS` is a list of scopes: `name` selects, `-name` excludes, and an empty value
+        selects none. `TOKENSPEED_NO_PLUGINS` and `TOKENSPEED_PLUGINS_LOCK` stand in for the arguments.
         """
         environ = os.environ if environ is None else environ
-        text, lock = environ.get(VARIABLE), lock or environ.get(f"{VARIABLE}_LOCK") or None
+        text = environ.get(VARIABLE)
         words = text.replace(",", " ").split() if text is not None else []
         excluded = frozenset(_scope(word[1:]) for word in words if word.startswith("-"))
         named = frozenset(_scope(word) for word in words if not word.startswith("-"))
-        word = environ.get("TOKENSPEED_NO_PLUGINS", "")
-        if no_plugins or word.lower() not in ("", "0", "false", "f", "no", "n", "off"):
-            return cls(
-                frozenset(),
-                excluded,
-                "--no-plugins" if no_plugins else f"TOKENSPEED_NO_PLUGINS={word}",
-                lock,
-            )
+        lock = lock or environ.get(f"{VARIABLE}_LOCK") or None
+        if no_plugins:
+            return cls(frozenset(), excluded, "--no-plugins", lock)
+        switch = environ.get("TOKENSPEED_NO_PLUGINS", "")
+        if switch.lower() not in _FALSE:
+            return cls(frozenset(), excluded, f"TOKENSPEED_NO_PLUGINS={switch}", lock)
         only = None if text is None or (excluded and not named) else named
         return cls(only, excluded, f"{VARIABLE}={text}", lock)
 
     def refusal(self, scopes: Sequence[str]) -> str:
-        """Return why an entry, of these scopes, is left out, "" when it is not."""
-        if out := self.excluded.intersection(scopes):
-            return f"left out by {VARIABLE}=-{min(out)}"
+        """Return why an entry with these scopes is disabled, "" if it is not."""
+        if excluded := self.excluded.intersection(scopes):
+            return f"excluded by {VARIABLE}=-{min(excluded)}"
         if self.only is None or scopes[0] in DEFAULTS or not self.only.isdisjoint(scopes):
             return ""
-        return f"left out by {self.because}"
-
-    def without(self, *scopes: str) -> str:
-        """Return what to set the variable to so that these are left out too, and all else stays as it is."""
-        named = [name for name in sorted(self.only or ()) if not _covering(scopes, name)]
-        words = ",".join([*named, *(f"-{scope}" for scope in sorted(self.excluded.union(scopes)))])
-        # Where no name is left, what is taken away would alone bring all the others back.
-        return f"{'TOKENSPEED_NO_PLUGINS=1 ' * (self.only is not None and not named)}{VARIABLE}={words}"
+        return f"not selected by {self.because}"
 
     def check(self, installed: Collection[str]) -> None:
-        """Refuse names that no installed plugin has, of whose scopes these are all, and those both wanted and not.
-
-        Raises PluginError.
-        """
-        for name in sorted(self.only or ()):
-            if out := _covering(self.excluded, name):
-                raise PluginError(
-                    f"{self.because} wants {name} and takes it away with -{out}; leave one of them out"
-                )
-        for name in sorted((self.only or frozenset()) | self.excluded):
+        """Raise PluginError for a scope that is not installed, or both selected and excluded."""
+        only = self.only or frozenset()
+        for name in sorted(only & self.excluded):
+            raise PluginError(f"{self.because} both selects and excludes {name}")
+        for name in sorted(only | self.excluded):
             if name not in installed:
-                there = ", ".join(sorted(each for each in installed if ":" not in each))
-                hint = suggest(name, installed) or f"; installed: {there}"
-                raise PluginError(f"{VARIABLE} names {name}, which provides no plugin here{hint}")
+                names = ", ".join(sorted(each for each in installed if ":" not in each))
+                hint = suggest(name, installed) or f"; installed: {names}"
+                raise PluginError(f"{VARIABLE} names {name}, which provides no plugin{hint}")

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import their helpers, which stand beside them, and gives them a site folder."""
+"""A folder of plugins on `sys.path`, and commands that must be refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fake_site import Site
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """Put a folder first on `sys.path`, and forget afterwards what was imported meanwhile."""
+    """Put a folder first on `sys.path`, and forget afterwards what was imported from it."""
     monkeypatch.delenv("TOKENSPEED_PLUGINS", raising=False)
     folder = tmp_path / "site"
     folder.mkdir()
@@ -24,13 +24,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     yield Site(folder)
     for module in set(sys.modules) - before:
         origin = getattr(sys.modules[module], "__file__", None) or ""
-        if origin.startswith(str(folder)):
+        if origin.startswith(str(tmp_path)):
             del sys.modules[module]
 
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused in one line, and return the line."""
+    """Run a command that must fail with one line, and return the line."""
     from tokenspeed_core.cli import main
 
     def run(*words: str) -> str:

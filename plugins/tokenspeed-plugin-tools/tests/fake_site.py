@@ -1,4 +1,4 @@
-"""A folder on `sys.path` into which tests install plugins as pip would, sound ones and broken ones."""
+"""A folder into which tests install plugins, as pip would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenspeed plugins check` tells what is wrong with a distribution, each question apart, whatever the plugin does."""
+"""`tokenspeed plugins check` runs the conformance kit on an installed distribution."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def failures(verdicts: dict[str, Any]) -> str:
     )
 
 
-def test_a_sound_distribution_passes(checked: Any) -> None:
+def test_sound_distribution_passes(checked: Any) -> None:
     status, verdicts = checked("def run(words):\n    return 0\n")
     assert (status, failures(verdicts)) == (0, "")
     assert {each["verdict"] for each in verdicts.values()} == {"ok"}
@@ -62,9 +62,7 @@ def test_a_sound_distribution_passes(checked: Any) -> None:
     ],
     ids=["import error", "syntax error", "torch at top level", "slow"],
 )
-def test_a_module_that_must_not_be_imported_so_is_found(
-    checked: Any, source: str, said: str
-) -> None:
+def test_bad_import_is_found(checked: Any, source: str, said: str) -> None:
     status, verdicts = checked(source)
     assert status == 1
     assert said in failures(verdicts)
@@ -73,22 +71,20 @@ def test_a_module_that_must_not_be_imported_so_is_found(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"value": "acme:run"}, "names no api"),
+        ({"value": "acme:run"}, "[api1]"),
         ({"value": "acme:run [api7]"}, "needs api 7"),
         ({"requires": ""}, "says no range"),
         ({"requires": "tokenspeed-core>=99"}, "needs tokenspeed-core >=99"),
-        ({"group": "comands"}, "did its author mean commands?"),
+        ({"group": "comands"}, "did you mean commands?"),
     ],
 )
-def test_metadata_that_does_not_fit_is_found(
-    checked: Any, wrong: dict[str, str], said: str
-) -> None:
+def test_bad_metadata_is_found(checked: Any, wrong: dict[str, str], said: str) -> None:
     status, verdicts = checked("run = print\n", **wrong)
     assert status == 1
     assert said in failures(verdicts)
 
 
-def test_a_kernel_of_an_op_that_nobody_has_fails_where_it_is_loaded_and_is_asked_nothing_more(
+def test_kernel_of_an_unknown_op_fails(
     checked: Any,
 ) -> None:
     source = (
@@ -97,29 +93,22 @@ def test_a_kernel_of_an_op_that_nobody_has_fails_where_it_is_loaded_and_is_asked
     )
     status, verdicts = checked(source, group="kernels.sampling", value="acme:A [api1]")
     assert status == 1
-    assert (
-        failures(verdicts)
-        == "kernels.sampling acme: no installed plugin defines the op greeedy; did you mean greedy?"
-    )
+    assert "did you mean greedy?" in failures(verdicts)
 
 
-def test_what_offers_no_plugin_is_refused_with_the_nearest_name(
-    refusal: Callable[..., str],
-) -> None:
-    said = "no installed distribution of that name provides plugins; "
-    assert refusal("plugins", "check", "tokenspeed-plugin-tool") == (
-        f"check tokenspeed-plugin-tool: {said}did you mean tokenspeed-plugin-tools?"
-    )
-    assert refusal("plugins", "check", "typer").startswith(f"check typer: {said}installed: ")
+def test_unknown_distribution_is_refused(refusal: Callable[..., str]) -> None:
+    near = refusal("plugins", "check", "tokenspeed-plugin-tool")
+    assert "did you mean tokenspeed-plugin-tools?" in near
+    assert "installed: " in refusal("plugins", "check", "typer")
 
 
-def test_a_plugin_that_ends_the_process_is_a_verdict(checked: Any) -> None:
+def test_plugin_that_ends_the_process_fails(checked: Any) -> None:
     source = (
         "import os, sys\nif 'tokenspeed_testing.report' in sys.modules: os._exit(3)\nrun = print\n"
     )
     status, verdicts = checked(source)
     assert status == 1
-    assert "the process died in this question" in failures(verdicts)
+    assert "the process died in this test" in failures(verdicts)
 
 
 KERNEL = """
@@ -129,7 +118,7 @@ SPEC = KernelSpec("greedy", "acme", CAPABILITY, "acme_kernel:make")
 """
 
 
-def test_cells_that_were_not_run_are_counted_with_what_they_need_and_are_no_failure(
+def test_skipped_cases_are_counted(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
@@ -153,11 +142,11 @@ def test_cells_that_were_not_run_are_counted_with_what_they_need_and_are_no_fail
     assert main(["plugins", "check", "acme"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(
-        f"acme: passed, {left['num_cells']} cells need a device sm420 to sm421 ("
+        f"acme: passed, {left['num_cells']} cases need a device sm420 to sm421 ("
     )
 
 
-def test_a_distribution_of_which_all_was_run_is_complete(
+def test_complete_run_is_reported(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(site.path))
@@ -189,9 +178,7 @@ def family(site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return (tmp_path / "made" / "acme_model").rename(site.path / "acme_model")
 
 
-def test_a_family_whose_forward_is_broken_fails(
-    family: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_model_fails(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     with (family / "model.py").open("a") as model:
         model.write(
@@ -206,7 +193,7 @@ def test_a_family_whose_forward_is_broken_fails(
 
 
 @pytest.mark.parametrize("missing", ["the file", "the architecture"])
-def test_a_family_without_an_example_was_not_asked_and_its_author_reads_what_to_add(
+def test_model_without_example_is_skipped(
     family: Path, capsys: pytest.CaptureFixture[str], missing: str
 ) -> None:
     capsys.readouterr()
@@ -227,9 +214,7 @@ def test_a_family_without_an_example_was_not_asked_and_its_author_reads_what_to_
     ]
 
 
-def test_of_several_families_in_a_package_each_has_its_own_example(
-    family: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_model_has_its_own_example(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     (family / "example" / "second").mkdir()
     (family / "example" / "config.json").rename(family / "example" / "second" / "config.json")
@@ -239,30 +224,12 @@ def test_of_several_families_in_a_package_each_has_its_own_example(
     assert sum(each["subject"] == "models AcmeForCausalLM" for each in report["verdicts"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("kernels.sampling", "1 is not a KernelSpec with backend 'acme'"),
-        ("ops", "1 is no OpContract"),
-        ("policies", "acme:X is 1 (of type int), and must be something that is called"),
-        ("commands", "acme:X is 1 (of type int), and must be something that is called"),
-        ("tool_parsers", "acme:X is a int, not a ParserSpec"),
-        ("reasoning_parsers", "a int, not a ParserSpec"),
-        ("models", "acme:X is a int, not a ModelSpec"),
-        ("load_formats", "acme:X is a int, not a LoadFormat"),
-        ("quantization", "acme:X is a int, not a Quantization"),
-        ("checkpoints", "acme:X is a int, not a Checkpoint"),
-        ("hooks", "acme:X is a int, not a module"),
-    ],
-)
-def test_a_descriptor_of_the_wrong_type_fails_with_what_was_found_and_what_is_needed(
-    checked: Any, kind: str, said: str
-) -> None:
+@pytest.mark.parametrize("kind", ["kernels.sampling", "ops", "policies", "tool_parsers", "hooks"])
+def test_descriptor_of_the_wrong_type_fails(checked: Any, kind: str) -> None:
     status, verdicts = checked("X = 1\n", group=kind, value="acme:X [api1]")
     assert status == 1
     assert verdicts["entries load"]["verdict"] == "failed"
     assert failures(verdicts).startswith(f"{kind} acme: ")
-    assert said in failures(verdicts)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +240,7 @@ def test_a_descriptor_of_the_wrong_type_fails_with_what_was_found_and_what_is_ne
         ("None", "acme:X is a NoneType, not a object"),
     ],
 )
-def test_among_several_kernels_each_must_be_one(checked: Any, value: str, said: str) -> None:
+def test_invalid_kernel_in_a_tuple_fails(checked: Any, value: str, said: str) -> None:
     status, verdicts = checked(f"X = {value}\n", group="kernels.attention", value="acme:X [api1]")
     assert status == 1
     assert said in verdicts["entries load"]["detail"]

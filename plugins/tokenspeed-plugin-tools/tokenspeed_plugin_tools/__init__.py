@@ -1,1 +1,1 @@
-"""`tokenspeed plugins` and `tokenspeed env`: what is installed, why it is used or not, and what would mend it."""
+"""The commands `tokenspeed plugins` and `tokenspeed env`, and the check of plugins before a start."""

@@ -1,4 +1,4 @@
-"""`tokenspeed plugins check DIST`: the conformance kit over an installed distribution, in a process of its own."""
+"""`tokenspeed plugins check`: run the conformance kit on an installed distribution, in another process."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import typer
 
 from tokenspeed_core.commands import Catalog
 from tokenspeed_plugin_tools.errors import ToolsError
-from tokenspeed_plugin_tools.installed import with_unreadable
+from tokenspeed_plugin_tools.installed import entries_of, with_unreadable
 from tokenspeed_plugin_tools.lock import enforce_environment
-from tokenspeed_plugin_tools.named import entries_of
 
 _SIGNS = {"ok": "ok", "failed": "FAILED", "skipped": "-", "running": "DIED"}
 
 
 def check(
-    distribution: Annotated[str, typer.Argument(metavar="DIST", help="an installed distribution")],
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    distribution: Annotated[str, typer.Argument(metavar="DIST", help="An installed distribution.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Print a verdict per line; return 1 where anything failed, or where the process died.
+    """Print one result per line; return 1 if a test failed or the process died.
 
-    The status is 0 also where cells wait for another machine: the last line counts them and names what they need, and
-    in JSON `is_complete` is false. A kernel that ends the process is a verdict as well: the question it died in.
+    Cases that need another machine are counted in the last line and do not count as failures; in JSON,
+    `is_complete` is then false.
     """
     enforce_environment()
     first, *_ = entries_of(
@@ -57,14 +56,14 @@ def check(
         return 0 if report["passed"] else 1
     if child.returncode:
         typer.echo(
-            f"the process ended with {child.returncode}: {(stderr.strip().splitlines() or ['no word'])[-1]}"
+            f"the process ended with status {child.returncode}: {(stderr.strip().splitlines() or ['no output'])[-1]}"
         )
     typer.echo(last_line(report))
     return 0 if report["passed"] else 1
 
 
 def summary(distribution: str, status: int, verdicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the report on a distribution. `passed` speaks of what was run, `is_complete` says whether that is all."""
+    """Return the report on a distribution. `is_complete` is false if cases could not run here."""
     not_run = [
         {"subject": each["subject"], "num_cells": each["num_cases_not_run"], "needs": each["needs"]}
         for each in verdicts
@@ -86,7 +85,7 @@ def summary(distribution: str, status: int, verdicts: Sequence[dict[str, Any]]) 
 
 
 def last_line(report: dict[str, Any]) -> str:
-    """Return the verdict on a distribution, with the cells that were not run and what they need."""
+    """Return the overall result, with the number of cases that need another machine."""
     left: dict[str, int] = {}
     for each in report["not_run"]:
         left[each["needs"]] = left.get(each["needs"], 0) + each["num_cells"]
@@ -96,13 +95,13 @@ def last_line(report: dict[str, Any]) -> str:
     )
     parts = [
         f"{report['distribution']}: {'passed' if report['passed'] else 'FAILED'}",
-        *(f"{num} cells need {needs}" for needs, num in left.items()),
+        *(f"{num} cases need {needs}" for needs, num in left.items()),
     ]
     return f"{', '.join(parts)} ({', '.join(counts)})"
 
 
 def line(verdict: dict[str, Any]) -> str:
-    """Return a verdict for people: the sign, what was asked of what, and under it why."""
+    """Return a result for people, with details on the following lines."""
     seconds = f" ({verdict['seconds']:.1f} s)" if verdict["seconds"] >= 0.1 else ""
     first = f"{_SIGNS[verdict['verdict']]:<7} {verdict['subject']}: {verdict['question']}{seconds}"
     lines = verdict["detail"].strip().splitlines()
@@ -111,12 +110,12 @@ def line(verdict: dict[str, Any]) -> str:
 
 
 def _read(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """Yield the final verdict of each question; the one under way where the process died."""
+    """Yield the result of each test; if the process died, the test that was running comes last."""
     assert child.stdout is not None
     running: dict[str, Any] | None = None
     for text in child.stdout:
         if not text.startswith('{"subject"'):
-            continue  # what a plugin prints itself
+            continue  # output of the plugin
         verdict = json.loads(text)
         if verdict["verdict"] == "running":
             running = verdict
@@ -124,4 +123,4 @@ def _read(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
             running = None
             yield verdict
     if running is not None:
-        yield {**running, "detail": "the process died in this question"}
+        yield {**running, "detail": "the process died in this test"}

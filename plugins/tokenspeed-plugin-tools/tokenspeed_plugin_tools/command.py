@@ -1,10 +1,8 @@
-"""The two commands, and the subcommands of `tokenspeed plugins`: only the one that was typed is imported."""
+"""The commands `tokenspeed plugins` and `tokenspeed env`. Only the requested subcommand is imported."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,22 +15,18 @@ import typer
 
 from tokenspeed_core import TokenSpeedError
 from tokenspeed_plugin_tools.errors import ToolsError
-from tokenspeed_plugin_tools.layout import folded
 
-NOBODY_READS = 141  # as a shell shows a program that the closed pipe ended
-BARE = (
-    ["list"],
-    ["list", "--json"],
-)  # read without typer, which checks values with pydantic: it takes as long again
-HELP = "Show the installed plugins, and say what each does here. Without COMMAND: list."
+CLOSED_PIPE_STATUS = 141
+# Typer checks values with pydantic, which takes as long to import as listing plugins.
+_WITHOUT_TYPER = (["list"], ["list", "--json"])
 
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """A function that typer reads its options from ("module:function"), and its line in the help.
+    """A function whose parameters are options, as "module:function", and its help.
 
-    The function returns the exit status, of which `status` is what its own help says. One that takes the options of
-    serve has an `OVERVIEW` in its module, since all of these are too many for a page.
+    `status` describes the exit status. With `has_overview`, the command takes all flags of serve and its
+    module has an `OVERVIEW`.
     """
 
     target: str
@@ -40,128 +34,107 @@ class Subcommand:
     status: str = "0"
     has_overview: bool = False
 
+    @property
+    def module(self) -> Any:
+        """The module of the function."""
+        return import_module(f"tokenspeed_plugin_tools.{self.target.partition(':')[0]}")
+
     def load(self) -> Callable[..., int]:
         """Import the function."""
-        module, _, name = self.target.partition(":")
-        function: Callable[..., int] = getattr(import_module(module), name)
+        function: Callable[..., int] = getattr(self.module, self.target.partition(":")[2])
         return function
 
     @property
     def epilog(self) -> str:
-        """The last line of its help."""
-        return f"Exit status: {self.status}; 2 for a mistake in the question, in one line."
-
-    def print_overview(self, topic: str) -> None:
-        """Print its own options and the sections of serve's, or what the latter have about a topic."""
-        from tokenspeed_core.commands.settings import print_help
-
-        print_help(import_module(self.target.partition(":")[0]).OVERVIEW, topic)
-        if not topic:
-            print("", *folded(self.epilog, 0, shutil.get_terminal_size((80, 24)).columns), sep="\n")
+        """The last line of the help."""
+        return f"Exit status: {self.status}; 2 for a usage error."
 
 
 SUBCOMMANDS: dict[str, Subcommand] = {
-    "list": Subcommand(
-        "tokenspeed_plugin_tools.listing:list_plugins",
-        "List the installed plugins, importing none.",
-    ),
-    "info": Subcommand("tokenspeed_plugin_tools.info:info", "Tell all about one distribution."),
+    "list": Subcommand("listing:list_plugins", "List the installed plugins without importing any."),
+    "info": Subcommand("info:info", "Show one distribution in detail."),
     "why": Subcommand(
-        "tokenspeed_plugin_tools.why:why",
-        "Say why a kernel runs or not, and what would change it.",
-        "0; 2 where nothing that was asked for fits, with the candidates",
+        "why:why",
+        "Show which kernel runs for an op, and why others do not.",
+        "0; 2 if no requested kernel fits",
         has_overview=True,
     ),
     "doctor": Subcommand(
-        "tokenspeed_plugin_tools.doctor:doctor",
-        "Find what is broken, and the line that mends it.",
-        "0 where nothing is, notes apart; 1 where something is",
+        "doctor:doctor",
+        "Find broken installations and how to repair them.",
+        "0, or 1 if a problem was found",
     ),
     "new": Subcommand(
-        "tokenspeed_plugin_tools.new:new",
-        "Write a package that installs, passes its tests and serves.",
+        "new:new", "Write a plugin package that installs, passes its tests and serves."
     ),
     "check": Subcommand(
-        "tokenspeed_plugin_tools.check:check",
-        "Ask the conformance kit about a distribution.",
-        "0 where nothing that was run failed, also where cells wait for another machine; 1 where something did",
+        "check:check",
+        "Run the conformance kit on a distribution.",
+        "0, or 1 if a test failed",
     ),
-    "freeze": Subcommand(
-        "tokenspeed_plugin_tools.freeze:freeze", "Print or write a lock of the plugins as they are."
-    ),
+    "freeze": Subcommand("freeze:freeze", "Write a lock file of the installed plugins."),
     "verify": Subcommand(
-        "tokenspeed_plugin_tools.verify:verify",
-        "Compare what is installed with a lock.",
-        "0 where all is as locked; 1 where anything is not",
+        "verify:verify",
+        "Compare the installed plugins with a lock file.",
+        "0, or 1 if they differ",
     ),
 }
 
 
 def plugins(words: Sequence[str]) -> int:
-    """Run a subcommand of `tokenspeed plugins`, or `list`; return the exit status. Raises TokenSpeedError."""
-    return _told(_plugins, words)
+    """Run a subcommand of `tokenspeed plugins`; return the exit status. Raises TokenSpeedError."""
+    return _with_json_errors(_plugins, words)
 
 
 def env(words: Sequence[str]) -> int:
     """Run `tokenspeed env`; return the exit status. Raises TokenSpeedError."""
-    return _told(_env, words)
+    return _with_json_errors(_env, words)
 
 
-def _told(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """Run; under --json print what is refused as an object with `error`, besides the line that it raises."""
+def _with_json_errors(run: Callable[[list[str]], int], words: Sequence[str]) -> int:
+    """Run a command. With --json, print an error as an object as well as raising it."""
     try:
-        return run(words)
+        return run(list(words))
     except TokenSpeedError as error:
         if "--json" in words:
             facts = error.facts if isinstance(error, ToolsError) else {}
-            with suppress(OSError):  # where that cannot be written either, the line says why
+            with suppress(OSError):
                 print(json.dumps({**facts, "error": str(error)}, indent=2, ensure_ascii=False))
         raise
 
 
-def _plugins(words: Sequence[str]) -> int:
-    arguments = list(words)
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h")):
-        arguments.insert(0, "list")
-    if arguments in BARE:
-        return _run(
-            partial(SUBCOMMANDS["list"].load(), as_json="--json" in arguments),
-            "tokenspeed plugins list",
-        )
-    if not arguments[0].startswith("-") and arguments[0] not in SUBCOMMANDS:
-        near = get_close_matches(arguments[0], SUBCOMMANDS, n=1)
-        meant = (
-            f"did you mean `tokenspeed plugins {near[0]}`?"
-            if near
-            else f"there is {', '.join(SUBCOMMANDS)}"
-        )
-        raise ToolsError(f"plugins {arguments[0]}: no such command; {meant}")
-    if (
-        arguments[0] == "doctor"
-    ):  # pydantic looks for its plugins in all metadata, and fails where any is unreadable
-        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    asked = SUBCOMMANDS.get(arguments[0])
-    if asked is not None and asked.has_overview:
-        from tokenspeed_core.commands.settings import help_topic
+def _plugins(words: list[str]) -> int:
+    if not words or (words[0].startswith("-") and words[0] not in ("--help", "-h")):
+        words = ["list", *words]
+    if words in _WITHOUT_TYPER:
+        list_plugins = SUBCOMMANDS["list"].load()
+        return _run(partial(list_plugins, as_json="--json" in words), "tokenspeed plugins list")
+    name = words[0]
+    command = SUBCOMMANDS.get(name)
+    if command is None and not name.startswith("-"):
+        near = get_close_matches(name, SUBCOMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(SUBCOMMANDS)}"
+        raise ToolsError(f"plugins {name}: no such command; {hint}")
+    if command is not None and command.has_overview:
+        from tokenspeed_core.commands.settings import help_topic, print_help
 
-        topic = help_topic(arguments)
+        topic = help_topic(words)
         if topic is not None:
-            return _run(partial(asked.print_overview, topic), f"tokenspeed plugins {arguments[0]}")
-    group = _application(HELP)
-    group.callback()(_group)
-    for name, each in SUBCOMMANDS.items():
-        group.command(name, help=each.text, epilog=each.epilog)(
-            each.load() if each is asked else _nothing
-        )
-    return _run(_call(group, arguments, "tokenspeed plugins"), f"tokenspeed plugins {arguments[0]}")
+            return _run(partial(print_help, command.module.OVERVIEW, topic), name)
+    app = _application("Show the installed plugins. Without COMMAND: list.")
+    app.callback()(_group)
+    for each, subcommand in SUBCOMMANDS.items():
+        function = subcommand.load() if subcommand is command else _nothing
+        app.command(each, help=subcommand.text, epilog=subcommand.epilog)(function)
+    return _run(_call(app, words, "tokenspeed plugins"), f"tokenspeed plugins {name}")
 
 
-def _env(words: Sequence[str]) -> int:
+def _env(words: list[str]) -> int:
     from tokenspeed_plugin_tools.env import describe
 
     app = _application("")
-    app.command(help="Describe this machine, for a bug report.")(describe)
-    return _run(_call(app, list(words), "tokenspeed env"), "tokenspeed env")
+    app.command(help="Describe this machine, for bug reports.")(describe)
+    return _run(_call(app, words, "tokenspeed env"), "tokenspeed env")
 
 
 def _application(text: str) -> typer.Typer:
@@ -181,20 +154,18 @@ def _call(app: typer.Typer, words: list[str], name: str) -> Callable[[], Any]:
 def _run(call: Callable[[], Any], name: str) -> int:
     try:
         status = call()
-    except (
-        SystemExit,
-        BrokenPipeError,
-    ) as error:  # nobody reads: the 1 of click would say something is wrong
-        raise SystemExit(NOBODY_READS) from error
-    except OSError as error:  # a full disk, a folder that may not be read or written
+    except (SystemExit, BrokenPipeError) as error:
+        # click exits with 1 on a closed pipe, which would mean that a problem was found.
+        raise SystemExit(CLOSED_PIPE_STATUS) from error
+    except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ToolsError(f"{name}: {where}{error.strerror}") from error
     return status if isinstance(status, int) else 0
 
 
 def _group() -> None:
-    """Make typer ask for a subcommand even while there is one."""
+    """Make typer expect a subcommand."""
 
 
 def _nothing() -> None:
-    """Stand in the help for a subcommand that was not asked for."""
+    """Stand in for a subcommand that was not requested."""

@@ -1,4 +1,4 @@
-"""`tokenspeed env`: versions, machine and plugins, ready to paste into a bug report."""
+"""`tokenspeed env`: versions, machine and plugins, for bug reports."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LIBRARIES = (
 SECRETS = frozenset({"KEY", "TOKEN", "SECRET", "PASSWORD"})
 
 
-def describe(as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False) -> int:
-    """Print what a stranger must know to reproduce a problem here."""
+def describe(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+    """Print versions, the machine and the installed plugins."""
     catalog = Catalog.discover(check=False)
     facts = {
         "tokenspeed": __version__,
@@ -78,15 +78,12 @@ def _memory() -> str:
 
 
 def _accelerators() -> list[str]:
-    """Name the GPUs that torch sees, or say why there are none."""
+    """Return the GPUs that torch finds, or why there are none."""
     if importlib.util.find_spec("torch") is None:
         return ["unknown: torch is not installed"]
     try:
         import torch
-    except (
-        ImportError,
-        OSError,
-    ) as error:  # a torch whose libraries are missing is what this page must show
+    except (ImportError, OSError) as error:
         return [f"unknown: torch fails to import: {error}"]
     if not torch.cuda.is_available():
         return [
@@ -102,7 +99,7 @@ def _accelerators() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables that steer TokenSpeed, secrets masked."""
+    """Return the environment variables that affect TokenSpeed, with secrets masked."""
     return {
         name: "***" if SECRETS & set(name.split("_")) else value
         for name, value in sorted(os.environ.items())

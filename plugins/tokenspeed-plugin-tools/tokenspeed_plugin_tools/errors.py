@@ -1,4 +1,4 @@
-"""What `tokenspeed plugins` refuses."""
+"""The error of the plugin tools."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from tokenspeed_core import TokenSpeedError
 
 
 class ToolsError(TokenSpeedError):
-    """A question about plugins that has no answer; the message says what to ask instead.
-
-    `facts` are what machines read beside it under --json.
-    """
+    """A command that cannot be answered. With --json, `facts` are printed with the message."""
 
     def __init__(self, message: str, **facts: Any) -> None:
-        """Take both."""
         super().__init__(message)
         self.facts = facts

@@ -1,4 +1,4 @@
-"""`tokenspeed plugins freeze`: the installed plugins as a lock, for `tokenspeed serve --plugins-lock`."""
+"""`tokenspeed plugins freeze`: write a lock file."""
 
 from __future__ import annotations
 
@@ -16,25 +16,17 @@ from tokenspeed_plugin_tools.lock_file import LockError, as_json_text, as_toml
 def freeze(
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="write it there, whole or not at all, such as plugins.lock",
-        ),
+        typer.Option("--output", "-o", metavar="FILE", help="Write to a file instead of stdout."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Print or write a lock of the plugins that can be used here, importing none.
-
-    Raises LockError where code of one is gone, or the file cannot be written.
-    """
+    """Write a lock of the usable plugins. Raises LockError if code is missing or the file cannot be written."""
     locked = locked_now(installed_now())
-    gone = [name for name, each in locked.items() if not each.sha256]
-    if gone:
+    missing = [name for name, each in locked.items() if not each.sha256]
+    if missing:
         raise LockError(
-            f"plugins freeze: of {', '.join(gone)} only metadata is left, and there is no code to lock; "
-            "`tokenspeed plugins doctor` has what mends it"
+            f"plugins freeze: the code of {', '.join(missing)} is missing. "
+            "Run `tokenspeed plugins doctor` for details."
         )
     text = as_json_text(locked) if as_json else as_toml(locked)
     if output is None:
@@ -45,7 +37,7 @@ def freeze(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file beside another's place and move it there, so that a lock in use is never half of one."""
+    """Replace a file in one step, so that a lock in use is never incomplete."""
     try:
         with NamedTemporaryFile(
             "w", dir=path.parent, prefix=f".{path.name}-", encoding="utf-8", delete=False
@@ -60,6 +52,4 @@ def _write(path: Path, text: str) -> None:
                 part.unlink()
                 raise
     except OSError as error:
-        raise LockError(
-            f"plugins freeze: {path}: {error.strerror}; nothing there was changed"
-        ) from error
+        raise LockError(f"plugins freeze: {path}: {error.strerror}") from error

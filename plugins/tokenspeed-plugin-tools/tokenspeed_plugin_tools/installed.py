@@ -1,113 +1,150 @@
-"""The distributions that offer plugins, read one by one, so that one whose metadata is broken hides no other."""
+"""Facts about installed distributions that the core does not read."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import shlex
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
-from tokenspeed_core.commands import Entry, Status, normalise
+from tokenspeed_core.commands import DEFAULTS, Entry, Status, normalise
+from tokenspeed_plugin_tools.errors import ToolsError
 
 GROUP = "tokenspeed."
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something wrong with a distribution. A note harms nobody, or only whoever wants what is missing."""
-
-    distribution: str
-    version: str
-    what: str
-    mend: str
-    is_note: bool = False
-    is_code_gone: bool = False
+def metadata_of(entry: Entry) -> Distribution | None:
+    """Return the metadata of the copy of a distribution that an entry comes from."""
+    copies = distributions(name=entry.distribution, path=[entry.root])
+    return next((copy for copy in copies if copy.version == entry.version), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """A distribution whose metadata was read, and the folder that holds the metadata.
-
-    `editable` is the folder of an editable install, None for any other.
-    """
-
-    distribution: Distribution
-    name: str
-    version: str
-    root: Path
-    editable: Path | None = None
-
-
-def read(found: Iterable[Distribution]) -> tuple[list[Installed], list[Finding]]:
-    """Return the distributions that offer plugins, and a finding for each whose metadata cannot be read."""
-    good: list[Installed] = []
-    bad: list[Finding] = []
-    for each in found:
-        root = Path(str(each.locate_file("")))
-        try:
-            points = each.read_text("entry_points.txt") or ""
-            if GROUP not in points:
-                continue
-            name, number = each.metadata["Name"], each.metadata["Version"]
-            if not name or not number:
-                raise ValueError(
-                    "METADATA names no version" if name else "METADATA is missing or names nothing"
-                )
-            for line in points.splitlines():
-                if line.startswith(f"[{GROUP}") and not line.rstrip().endswith("]"):
-                    raise ValueError(f"entry_points.txt has a group without its end: {line}")
-            for point in each.entry_points:
-                if not point.pattern.match(point.value):
-                    raise ValueError(
-                        f"entry_points.txt has a value of another form: {point.name} = {point.value}"
-                    )
-            editable = editable_folder(each)
-        except Exception as error:  # metadata may be anything at all
-            bad.append(_unreadable(each, root, error))
-        else:
-            good.append(Installed(each, normalise(name), number, root, editable))
-    return good, bad
-
-
-def with_unreadable(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Return entries and one of kind "unknown" for each distribution whose metadata cannot be read, in their order."""
-    lost = [
-        Entry(
-            "unknown",
-            "?",
-            "",
-            None,
-            normalise(each.distribution),
-            each.version,
-            "installed",
-            "",
-            Status.FAILED,
-            f"{each.what}; `tokenspeed plugins doctor` has what mends it",
-        )
-        for each in read(distributions())[1]
-    ]
-    return tuple(sorted([*entries, *lost], key=lambda entry: entry.distribution))
-
-
-def editable_folder(distribution: Distribution) -> Path | None:
-    """Return the folder that an editable install points at. Raises ValueError for a record that is not JSON."""
-    record = json.loads(distribution.read_text("direct_url.json") or "{}")
+def editable_folder(distribution: Distribution | None) -> Path | None:
+    """Return the project folder of an editable install, None for any other."""
+    record = _direct_url(distribution)
     if not record.get("dir_info", {}).get("editable"):
         return None
     return Path(unquote(urlparse(str(record["url"])).path))
 
 
-def _unreadable(distribution: Distribution, root: Path, error: Exception) -> Finding:
-    folder = Path(
-        getattr(distribution, "_path", root)
-    )  # Python has no public name for the metadata's folder
-    what = f"its metadata in {folder} cannot be read: {type(error).__name__}: {error}"
-    return Finding(
-        folder.name.partition("-")[0],
-        "",
-        what,
-        f"rm -r {shlex.quote(str(folder))}, then install it again",
-    )
+def origin(entry: Entry) -> str:
+    """Return where a distribution was installed from: an index, a folder, a file or a URL."""
+    distribution = metadata_of(entry)
+    folder = editable_folder(distribution)
+    if folder is not None:
+        return f"editable {folder}"
+    url = str(_direct_url(distribution).get("url", ""))
+    return unquote(urlparse(url).path) if url.startswith("file:") else url or "index"
+
+
+def origin_column(entry: Entry) -> str:
+    """Return the origin for a table, marked if the distribution is a default one."""
+    where = origin(entry)
+    if entry.distribution in DEFAULTS:
+        return "default" if where == "index" else f"default, {where}"
+    return where
+
+
+def source(entry: Entry) -> Path | None:
+    """Return the folder or file of an entry's top-level package, without importing it; None if there is none.
+
+    Namespace packages contain no code, so their parts are searched.
+    """
+    name = ""
+    path: Sequence[str] | None = None
+    spec = None
+    for part in entry.value.partition(":")[0].split("."):
+        name = f"{name}.{part}".lstrip(".")
+        try:
+            spec = (
+                importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
+            )
+        except (ImportError, ValueError):
+            return None
+        if spec is None or spec.origin is not None:
+            break
+        path = list(spec.submodule_search_locations or ())
+    if spec is None or spec.origin is None:
+        return None
+    found = Path(spec.origin).resolve()
+    return found if spec.submodule_search_locations is None else found.parent
+
+
+def record_of(entry: Entry) -> dict[str, Any]:
+    """Return an entry for JSON."""
+    return {
+        **asdict(entry),
+        "origin": origin(entry),
+        "is_default": entry.distribution in DEFAULTS,
+    }
+
+
+def unreadable(found: Iterable[Distribution]) -> Iterator[tuple[Path, str]]:
+    """Yield (metadata folder, reason) for each distribution with metadata that cannot be read."""
+    for each in found:
+        # Python has no public attribute for the folder.
+        folder = Path(getattr(each, "_path", "") or str(each.locate_file("")))
+        try:
+            if GROUP not in (each.read_text("entry_points.txt") or ""):
+                continue
+            if not each.metadata["Name"] or not each.metadata["Version"]:
+                raise ValueError("METADATA lacks a name or a version")
+            for point in each.entry_points:
+                if not point.pattern.match(point.value):
+                    raise ValueError(f"invalid entry point: {point.name} = {point.value}")
+        except Exception as error:  # metadata may contain anything
+            yield folder, f"{type(error).__name__}: {error}"
+
+
+def with_unreadable(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Return entries, and one of kind "unknown" for each distribution with unreadable metadata."""
+    lost = [
+        Entry(
+            kind="unknown",
+            name="?",
+            value="",
+            api=None,
+            distribution=normalise(folder.name.partition("-")[0]),
+            version="?",
+            requires_core="",
+            status=Status.FAILED,
+            reason=f"cannot read the metadata in {folder}: {reason}",
+        )
+        for folder, reason in unreadable(distributions())
+    ]
+    return tuple(sorted([*entries, *lost], key=lambda entry: entry.distribution))
+
+
+def entries_of(entries: Sequence[Entry], name: str, command: str) -> list[Entry]:
+    """Return the entries of a distribution, named itself or by one of its entries. Raises ToolsError."""
+    wanted = normalise(name)
+    names = sorted({entry.distribution for entry in entries})
+    if wanted not in names:
+        providers = sorted({entry.distribution for entry in entries if entry.name == name})
+        if len(providers) > 1:
+            raise ToolsError(f"{command} {name}: choose one of {', '.join(providers)}")
+        if not providers:
+            near = [each for each in names if wanted and wanted in each]
+            near = near or get_close_matches(wanted, names, n=1)
+            hint = (
+                f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(names)}"
+            )
+            raise ToolsError(f"{command} {name}: no installed distribution of that name; {hint}")
+        wanted = providers[0]
+    return [entry for entry in entries if entry.distribution == wanted]
+
+
+def _direct_url(distribution: Distribution | None) -> dict[str, Any]:
+    """Return pip's record of a direct install, empty if there is none or it cannot be read."""
+    text = distribution.read_text("direct_url.json") if distribution is not None else None
+    try:
+        record = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -1,11 +1,9 @@
-"""`tokenspeed plugins list`: what is installed, from metadata alone."""
+"""`tokenspeed plugins list`: the installed plugins, from metadata."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby
@@ -15,32 +13,32 @@ import typer
 
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
 from tokenspeed_plugin_tools.errors import ToolsError
-from tokenspeed_plugin_tools.installed import with_unreadable
-from tokenspeed_plugin_tools.layout import GAP, aligned, folded, printable
-from tokenspeed_plugin_tools.origins import record_of, unread_range, where_from
+from tokenspeed_plugin_tools.installed import origin_column, record_of, with_unreadable
+from tokenspeed_plugin_tools.text import columns, printable
 
 HEADER = ("NAME", "VERSION", "KIND", "API", "PROVIDES", "STATUS", "ORIGIN")
 
 
 def list_plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     kind: Annotated[
-        str | None, typer.Option("--kind", help="of this kind only, such as models or kernels")
+        str | None, typer.Option("--kind", help="Show one kind, such as models or kernels.")
     ] = None,
     load: Annotated[
-        bool, typer.Option("--load", help="import each, to find those that fail")
+        bool, typer.Option("--load", help="Import each plugin to find those that fail.")
     ] = False,
     no_plugins: Annotated[
-        bool, typer.Option("--no-plugins", help="as serve with this flag sees it")
+        bool, typer.Option("--no-plugins", help="Show the selection of serve --no-plugins.")
     ] = False,
     ops: Annotated[
-        bool, typer.Option("--ops", help="the ops instead, with who brings and who computes each")
+        bool, typer.Option("--ops", help="Show ops and their backends instead.")
     ] = False,
 ) -> int:
-    """Print a line per distribution, kind and status, then the reasons of what is not usable."""
+    """Print one line per distribution, kind and status, and why plugins cannot be used."""
     if ops and (load or kind is not None):
-        raise ToolsError(f"--ops lists no plugins; leave out {'--load' if load else '--kind'}")
-    installed = Catalog.discover(Selection.read(no_plugins=no_plugins), check=False).all()
+        raise ToolsError("--ops cannot be combined with --load or --kind")
+    selection = Selection.read(no_plugins=no_plugins)
+    installed = Catalog.discover(selection, check=False).all()
     entries = _of_kind(with_unreadable(installed), kind)
     if ops:
         _list_ops(entries, as_json)
@@ -50,21 +48,55 @@ def list_plugins(
     if as_json:
         print(json.dumps([record_of(entry) for entry in entries], indent=2))
     else:
-        print(
-            table(
-                entries, shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else None
-            )
-        )
+        print(table(entries))
     return 0
 
 
+def table(entries: Sequence[Entry]) -> str:
+    """Return the entries as a table, followed by the reasons of unusable ones."""
+    if not entries:
+        return "No plugins are installed. Run `pip install 'tokenspeed-core[default]'`."
+    groups = [
+        list(group)
+        for _, group in groupby(
+            entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api)
+        )
+    ]
+    lines = columns([HEADER, *(_row(group) for group in groups)])
+    reasons = list(dict.fromkeys(_reasons(groups)))
+    if reasons:
+        lines += ["", *reasons]
+    return "\n".join(map(printable, lines))
+
+
+def _row(group: Sequence[Entry]) -> tuple[str, ...]:
+    first = group[0]
+    return (
+        first.distribution,
+        first.version,
+        first.kind,
+        "-" if first.api is None else str(first.api),
+        ", ".join(entry.name for entry in group),
+        str(first.status),
+        origin_column(first),
+    )
+
+
+def _reasons(groups: Sequence[Sequence[Entry]]) -> Iterator[str]:
+    for group in groups:
+        first = group[0]
+        if first.reason:
+            names = ", ".join(entry.name for entry in group)
+            yield f"{first.distribution} {first.kind} ({names}): {first.reason}"
+
+
 def _loaded(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Mark those entries as failed whose import fails, in a process of its own."""
+    """Mark entries as failed if their import fails in another process."""
     from tokenspeed_plugin_tools.lock import enforce_environment
     from tokenspeed_plugin_tools.probe import probe
 
     enforce_environment()
-    errors = {entry: told.error for entry, told in probe(entries).items() if told.error}
+    errors = {entry: found.error for entry, found in probe(entries).items() if found.error}
     return tuple(
         replace(entry, status=Status.FAILED, reason=errors[entry]) if entry in errors else entry
         for entry in entries
@@ -80,7 +112,7 @@ def _list_ops(entries: tuple[Entry, ...], as_json: bool) -> None:
 
 
 def _of_kind(entries: tuple[Entry, ...], kind: str | None) -> tuple[Entry, ...]:
-    """Keep the entries of a kind, or of all kinds below it: "kernels" takes "kernels.moe". Raises ToolsError."""
+    """Return the entries of a kind; "kernels" selects all families. Raises ToolsError if there are none."""
     if kind is None:
         return entries
     wanted = kind.removeprefix("tokenspeed.")
@@ -89,84 +121,7 @@ def _of_kind(entries: tuple[Entry, ...], kind: str | None) -> tuple[Entry, ...]:
     )
     if not found:
         kinds = sorted({entry.kind for entry in entries})
-        near = [each for each in kinds if each.endswith(f".{wanted}")] or get_close_matches(
-            wanted, kinds, n=1
-        )
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ToolsError(
-            f"--kind {kind}: nothing of this kind is installed; {meant}there is "
-            f"{', '.join(kinds) or 'nothing'}"
-        )
+        near = get_close_matches(wanted, kinds, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(kinds)}"
+        raise ToolsError(f"--kind {kind}: no plugin of this kind is installed; {hint}")
     return found
-
-
-def table(entries: Sequence[Entry], width: int | None = None) -> str:
-    """Lay the entries out, a line each; where that is wider than `width` columns, in a block for each distribution.
-
-    Nothing is cut or left out; None is for what is no terminal, and has any width.
-    """
-    if not entries:
-        return (
-            "no plugins are installed; pip install tokenspeed-core[default] brings the usual ones"
-        )
-    groups = [
-        list(group)
-        for _, group in groupby(
-            entries, key=lambda e: (e.distribution, e.version, e.kind, e.status, e.api)
-        )
-    ]
-    lines = aligned([HEADER, *(_row(group) for group in groups)])
-    if width is not None and max(map(len, lines)) > width:
-        lines = list(_blocks(groups, width))
-    reasons = list(_reasons(groups))
-    return "\n".join([*lines, *([""] if reasons else []), *map(printable, reasons)])
-
-
-def _reasons(groups: Iterable[list[Entry]]) -> Iterator[str]:
-    """Yield why entries are not used, or not for long: once for a distribution where it is the same for all of it."""
-    for (name, _), parts in groupby(
-        groups, key=lambda group: (group[0].distribution, group[0].version)
-    ):
-        told = [
-            (
-                f"{name} {group[0].kind} ({', '.join(each.name for each in group)})",
-                group[0].reason or unread_range(group[0]),
-            )
-            for group in parts
-        ]
-        if len(told) > 1 and len({said for _, said in told}) == 1:
-            told = [(name, told[0][1])]
-        yield from dict.fromkeys(f"{what}: {said}" for what, said in told if said)
-
-
-def _row(group: list[Entry]) -> tuple[str, ...]:
-    first = group[0]
-    api = "-" if first.api is None else str(first.api)
-    names = ", ".join(entry.name for entry in group)
-    cells = (
-        first.distribution,
-        first.version,
-        first.kind,
-        api,
-        names,
-        str(first.status),
-        where_from(first),
-    )
-    return tuple(map(printable, cells))
-
-
-def _blocks(groups: Iterable[list[Entry]], width: int) -> Iterator[str]:
-    """Yield a distribution's name, version and origin, and below a line for each of its kinds, folded to `width`."""
-    rows = [_row(group) for group in groups]
-    starts = aligned(
-        [(row[2], row[3] if row[3] == "-" else f"api {row[3]}", row[5]) for row in rows]
-    )
-    indent = max(map(len, starts)) + 2 * len(GAP)
-    for head, group in groupby(
-        zip(rows, starts, strict=True), key=lambda pair: (*pair[0][:2], pair[0][6])
-    ):
-        yield from folded(" ".join(head[:2]) + GAP + head[2], 2 * len(GAP), width)
-        for row, start in group:
-            yield from folded(
-                f"{GAP}{start}".ljust(indent) + row[4], min(indent, width // 2), width
-            )

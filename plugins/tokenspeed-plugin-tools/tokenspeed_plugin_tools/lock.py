@@ -1,4 +1,4 @@
-"""What is installed beside `plugins.lock`: whose plugins may be imported, at which version, with what content."""
+"""Compares the installed plugins with a lock file. Reads their files, imports none of them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ import shlex
 from base64 import urlsafe_b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import distributions
 from itertools import groupby
 from pathlib import Path
 
 from tokenspeed_core.commands import VARIABLE, Catalog, Entry, Selection, Status
-from tokenspeed_plugin_tools.lock_file import Locked, LockError, freezing, read_lock
+from tokenspeed_plugin_tools.installed import editable_folder, metadata_of, source
+from tokenspeed_plugin_tools.lock_file import Locked, LockError, read_lock
 
-_OF_METADATA = (
-    "METADATA",
-    "entry_points.txt",
-)  # installers write the rest of a .dist-info, each in its own way
+# The files of a .dist-info folder that every installer writes with the same content.
+_METADATA_FILES = ("METADATA", "entry_points.txt")
 
 
 def freeze(entries: Iterable[Entry]) -> dict[str, Locked]:
-    """Describe the distributions of the usable entries, sorted by name. Reads all their files, imports none.
-
-    Of one whose code is gone the hash is "".
-    """
+    """Return the lock of the usable entries' distributions, by name. `sha256` is "" if their code is missing."""
     usable = (entry for entry in entries if entry.status is Status.OK)
     return {
         name: _lock(list(group))
@@ -35,39 +30,32 @@ def freeze(entries: Iterable[Entry]) -> dict[str, Locked]:
 
 
 def enforce(path: str, entries: Sequence[Entry]) -> dict[str, str]:
-    """Return the content's hash of each distribution in a lock that is met; this is what `--plugins-lock` calls.
-
-    Raises LockError, which names every mismatch and what mends it.
-    """
+    """Return the digests of locked distributions. Raises LockError with every mismatch."""
     locked = read_lock(path)
     lines = mismatches(locked, entries)
     if lines:
+        problems = "".join(f"\n  {line}" for line in lines)
         raise LockError(
-            "\n".join(
-                [
-                    f"plugins lock {path}: what is installed is not what was locked, so no plugin is imported",
-                    *(f"  {line}" for line in lines),
-                    f"where that is meant: `{_selecting(entries)}{freezing(path)}`",
-                ]
-            )
+            f"plugin lock {path}: the installed plugins do not match, so none is imported{problems}\n"
+            f"If this is intended, run `tokenspeed plugins freeze -o {shlex.quote(path)}`."
         )
     return {name: each.sha256 for name, each in locked.items()}
 
 
 def enforce_environment() -> None:
-    """Raise LockError where the lock of the environment is not met: then nothing may be imported."""
+    """Raise LockError if TOKENSPEED_PLUGINS_LOCK names a lock that is not met."""
     selection = Selection.read()
     if selection.lock is not None:
         enforce(selection.lock, Catalog.discover(selection, check=False).all())
 
 
 def installed_now() -> tuple[Entry, ...]:
-    """Return the entries as the environment selects them, whatever its lock says. Imports nothing."""
-    return Catalog.discover(replace(Selection.read(), lock=None)).all()
+    """Return the entries that the environment selects, without its lock."""
+    return Catalog.discover(replace(Selection.read(), lock=None), check=False).all()
 
 
 def mismatches(locked: Mapping[str, Locked], entries: Sequence[Entry]) -> list[str]:
-    """Return what is not as a lock says, each with what mends it. Reads files, imports nothing."""
+    """Return one line for each difference from a lock, with how to repair it."""
     found = freeze(entries)
     return [
         line
@@ -76,107 +64,78 @@ def mismatches(locked: Mapping[str, Locked], entries: Sequence[Entry]) -> list[s
     ]
 
 
-def _selecting(entries: Iterable[Entry]) -> str:
-    """Return how a command's plugins were selected, as it is typed before another one, which then sees the same."""
-    text = os.environ.get(VARIABLE)
-    if any(
-        entry.reason.endswith("--no-plugins") for entry in entries
-    ):  # to name a default one selects these alone
-        excluded = sorted(f"-{each}" for each in Selection.read().excluded)
-        text = ",".join(["tokenspeed-plugin-tools", *excluded] if excluded else [])
-    return "" if text is None else f"{VARIABLE}={shlex.quote(text) if text else ''} "
-
-
 def _mismatches(
     name: str, locked: Mapping[str, Locked], found: Mapping[str, Locked], entries: Sequence[Entry]
 ) -> Iterator[str]:
     mine = [entry for entry in entries if entry.distribution == name]
     if name not in locked:
-        without = Selection.read().without(name)  # as whoever reads the line has it set
-        yield f"{name} {found[name].version} is not locked; `pip uninstall {name}` or {without} goes without it"
+        yield (
+            f"{name} {found[name].version} is not locked: "
+            f"run `pip uninstall {name}` or set {VARIABLE}=-{name}"
+        )
         return
-    was = locked[name]
-    what = f"-e {was.editable}" if was.editable else f"{name}=={was.version}"
-    again = f"`pip install --force-reinstall --no-deps {what}`"
+    expected = locked[name]
+    what = f"-e {expected.editable}" if expected.editable else f"{name}=={expected.version}"
+    repair = f"run `pip install --force-reinstall --no-deps {what}`"
     if name not in found:
-        reasons = dict.fromkeys(map(_unusable, mine))
-        yield f"{name} {was.version} is {'; '.join(reasons) or f'not installed; {again}'}"
+        reasons = sorted({f"{entry.status}: {entry.reason}" for entry in mine})
+        yield f"{name} {expected.version} is {'; '.join(reasons) or f'not installed: {repair}'}"
         return
     now = found[name]
-    if now.version != was.version:
-        yield f"{name} is {now.version}, locked is {was.version}; {again}"
+    if now.version != expected.version:
+        yield f"{name} is {now.version}, locked is {expected.version}: {repair}"
     elif not now.sha256:
-        yield f"{name} {now.version} has lost its code, only metadata is left in {mine[0].root}; {again}"
-    elif now.editable != was.editable:
-        yield f"{name} is {_form(now)}, locked is {_form(was)}; {again}"
-    else:
-        unusable = {
-            _point(entry): _unusable(entry) for entry in mine if entry.status is not Status.OK
-        }
-        for point in sorted({*now.entry_points} ^ {*was.entry_points}):
-            which = (
-                unusable.get(point)
-                or f"{'gone' if point in was.entry_points else 'not locked'}; {again}"
-            )
-            yield f"{name} {now.version}: {point} is {which}"
-        if now.sha256 != was.sha256:
-            mend = f"restore what is under {was.editable}" if was.editable else again
-            yield f"{name} {now.version} has changed: {_changes(mine)}; {mend}"
-
-
-def _unusable(entry: Entry) -> str:
-    """Say why an entry cannot be used, and what to do about it."""
-    by_user = "take that back, or freeze without it"
-    mend = (
-        by_user
-        if entry.status is Status.DISABLED
-        else "`tokenspeed plugins doctor` has what mends it"
-    )
-    return f"{entry.status}: {entry.reason}; {mend}"
-
-
-def _point(entry: Entry) -> str:
-    return f"{entry.kind} {entry.name} = {entry.value}"
+        yield f"{name} {now.version}: the code is missing: {repair}"
+    elif now.editable != expected.editable:
+        yield f"{name} {now.version} is {_form(now)}, locked is {_form(expected)}: {repair}"
+    elif now.entry_points != expected.entry_points:
+        points = sorted({*now.entry_points} ^ {*expected.entry_points})
+        yield f"{name} {now.version}: entry points differ: {', '.join(points)}: {repair}"
+    elif now.sha256 != expected.sha256:
+        if expected.editable:
+            repair = f"restore the files in {expected.editable}"
+        yield f"{name} {now.version}: files changed: {_changed_files(mine)}: {repair}"
 
 
 def _form(locked: Locked) -> str:
-    return f"an editable install of {locked.editable}" if locked.editable else "no editable install"
+    return f"an editable install of {locked.editable}" if locked.editable else "a regular install"
 
 
 def _lock(group: Sequence[Entry]) -> Locked:
     first = group[0]
-    lines = "\n".join(f"{file} {digest}" for file, digest in sorted(_contents(group).items()))
-    is_gone = any(entry.source() is None for entry in group)
-    sha256 = "" if is_gone else hashlib.sha256(lines.encode()).hexdigest()
-    return Locked(first.version, sha256, tuple(sorted(map(_point, group))), first.editable)
+    files = sorted(_contents(group).items())
+    lines = "\n".join(f"{file} {digest}" for file, digest in files)
+    is_missing = any(source(entry) is None for entry in group)
+    sha256 = "" if is_missing else hashlib.sha256(lines.encode()).hexdigest()
+    points = sorted(f"{entry.kind} {entry.name} = {entry.value}" for entry in group)
+    folder = editable_folder(metadata_of(first))
+    return Locked(first.version, sha256, tuple(points), str(folder) if folder else "")
 
 
 def _contents(group: Sequence[Entry]) -> dict[str, str]:
-    """Return a digest for each file of a distribution, "" for one that is gone.
+    """Return a digest for each file of a distribution, "" for a missing one.
 
-    These are the files that its RECORD lists, and all that stand in its packages, listed or not. Bytecode and
-    what installers write for themselves are left out: they differ where the distribution does not.
+    These are the files in its RECORD and all files in its packages, without bytecode and without the
+    files that installers write for themselves.
     """
     home = Path(group[0].root).resolve()
     files = {file: home / file for file in _recorded(group[0]) if not file.startswith("..")}
-    for source in {source for entry in group if (source := entry.source()) is not None}:
-        for path in source.rglob("*") if source.is_dir() else (source,):
+    for folder in {found for entry in group if (found := source(entry)) is not None}:
+        for path in folder.rglob("*") if folder.is_dir() else (folder,):
             if path.is_file():
                 files[os.path.relpath(path, home)] = path
     return {
         file: _digest(path.read_bytes()) if path.is_file() else ""
         for file, path in files.items()
         if "__pycache__" not in path.parts
-        and (path.parent.suffix != ".dist-info" or path.name in _OF_METADATA)
+        and (path.parent.suffix != ".dist-info" or path.name in _METADATA_FILES)
     }
 
 
 def _recorded(entry: Entry) -> dict[str, str]:
-    """Return the files that the distribution's RECORD lists, and the digest of each that it tells."""
-    copies = distributions(name=entry.distribution, path=[entry.root])
-    record = next(
-        (copy.read_text("RECORD") for copy in copies if copy.version == entry.version), None
-    )
+    """Return the files in a distribution's RECORD with their digests."""
+    distribution = metadata_of(entry)
+    record = distribution.read_text("RECORD") if distribution is not None else None
     return {
         file: digest.removeprefix("sha256=")
         for file, digest, _ in csv.reader((record or "").splitlines())
@@ -184,21 +143,18 @@ def _recorded(entry: Entry) -> dict[str, str]:
 
 
 def _digest(content: bytes) -> str:
-    """Return the SHA-256 as RECORD writes it."""
+    """Return the SHA-256 in the format of RECORD."""
     return urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
-def _changes(group: Sequence[Entry]) -> str:
-    """Name the files that are not as RECORD lists them. Only a few: it may be all of them."""
-    if group[0].editable:
-        return "its files"
+def _changed_files(group: Sequence[Entry]) -> str:
+    """Return the first files that differ from RECORD."""
     recorded = _recorded(group[0])
     changed = [
         file
         for file, digest in sorted(_contents(group).items())
         if recorded.get(file) not in ("", digest)
     ]
-    return (
-        ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
-        or "it is another build of that version"
-    )
+    if len(changed) > 3:
+        changed = [*changed[:3], "..."]
+    return ", ".join(changed) or "another build of this version"

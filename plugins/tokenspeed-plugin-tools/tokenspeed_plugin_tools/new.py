@@ -1,4 +1,4 @@
-"""`tokenspeed plugins new KIND NAME`: a package that installs, passes its tests and serves, as it stands."""
+"""`tokenspeed plugins new`: write a plugin package that installs, passes its tests and serves."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ import typer
 from tokenspeed_testing.distribution import core_range
 
 from tokenspeed_core import TokenSpeedError, __version__
-from tokenspeed_core.commands import KINDS, Catalog, Selection
+from tokenspeed_core.commands import Catalog, Kind, Selection, kind_of
 
 _WORD = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*\Z")
-_WITH_KERNELS = "tokenspeed-core[default]"  # a kernel alone serves nothing: the rest comes with it
+# Kernels need the default distributions to serve a model.
+_WITH_KERNELS = "tokenspeed-core[default]"
 
 
 class NewError(TokenSpeedError):
-    """A package that cannot be written; the message says what to type instead."""
+    """A package that cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a kind of package is made of.
+    """The parts of a package of one kind.
 
-    `group` is its entry points' group, `use` a line that uses it; both know the fields of `Names`. `sources` maps each
-    file of the package, `test` its tests, to a template.
+    `group` is the entry points' group and `use` a command that uses the plugin. `sources` maps files of
+    the package to templates; `test` is the template of its tests.
     """
 
     group: str
@@ -69,7 +70,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "linear": Recipe(
         "kernels.linear",
-        "The backend $name for TokenSpeed's matrix products.",
+        "The linear backend $name for TokenSpeed.",
         "tokenspeed serve --kernel-backend linear=$name,auto",
         _kernel("linear"),
         requires=("torch>=2.11",),
@@ -92,7 +93,7 @@ RECIPES: Mapping[str, Recipe] = {
             "example/config.json": "model/config.json",
         },
         test="model/test.py",
-        requires=("tokenspeed-models==$core_minor.*",),  # its layers are provisional
+        requires=("tokenspeed-models==$core_minor.*",),
     ),
     "tool-parser": Recipe(
         "tool_parsers",
@@ -131,30 +132,30 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"one of {', '.join(RECIPES)}")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(RECIPES)}.")],
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="your own name, or VENDOR/NAME, such as acme/flash"),
+        typer.Argument(metavar="NAME", help="NAME or VENDOR/NAME, such as acme/flash."),
     ],
     path: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="where; by default ./DISTRIBUTION")
+        Path | None,
+        typer.Option(metavar="DIR", help="The folder to write; default: ./DISTRIBUTION."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Write a package of a kind, and say what to do with it. Raises NewError; nothing is overwritten."""
+    """Write a package and print the next steps. Overwrites nothing. Raises NewError."""
     fields = fields_of(kind, name)
     distribution = fields["distribution"]
     folder = path or Path(distribution)
-    _refuse_twin(kind, name, distribution, folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NewError(f"{folder} is there already; name another folder with --path")
+        raise NewError(f"{folder} exists already; choose another folder with --path")
     taken = find_spec(fields["package"])
     if taken is not None:
         raise NewError(
-            f"a module {fields['package']} is there already, {taken.origin or 'of several folders'}; take "
-            f"another name, or `pip uninstall {distribution}` first"
+            f"a module {fields['package']} is installed already; choose another name, or run "
+            f"`pip uninstall {distribution}` first"
         )
-    _refuse_what_is_claimed(kind, name, fields["name"])
+    _check_name_is_free(kind, name, fields["name"])
     written = []
     try:
         for target, text in contents(kind, fields):
@@ -163,7 +164,7 @@ def new(
             written.append(target)
     except OSError as error:
         raise NewError(
-            f"{folder} cannot be written: {error.strerror}; name another folder with --path"
+            f"{folder} cannot be written: {error.strerror}; choose another folder with --path"
         ) from error
     then = [
         f"cd {folder}",
@@ -183,16 +184,16 @@ def new(
 
 
 def fields_of(kind: str, name: str) -> dict[str, str]:
-    """Return what the templates of a kind are filled with for a name. Raises NewError."""
+    """Return the values of the placeholders in the templates. Raises NewError."""
     recipe = _recipe(kind)
     vendor, slash, own = name.partition("/")
     if not _WORD.match(vendor) or (slash and not _WORD.match(own)):
         raise NewError(
-            f"the name {name!r} must be NAME or VENDOR/NAME, each a letter of a-z and then a-z, 0-9 and "
-            "single '-' between them, as acme/flash"
+            f"invalid name {name!r}: use NAME or VENDOR/NAME with lower-case letters, digits and single "
+            "hyphens, such as acme/flash"
         )
     if vendor == "tokenspeed":
-        raise NewError("names of vendor tokenspeed are TokenSpeed's own; take yours")
+        raise NewError("the vendor name tokenspeed is reserved; choose another")
     distribution = f"{vendor}-{own or kind}"
     package = distribution.replace("-", "_")
     entry, attribute = _entry(recipe, f"{vendor}/{own or kind}", package)
@@ -207,44 +208,42 @@ def fields_of(kind: str, name: str) -> dict[str, str]:
         "name": entry,
         "attribute": attribute,
         "group": recipe.group,
-        "api": str(KINDS[recipe.group].api),
+        "api": str(_kind(recipe.group).api),
         "core_version": __version__,
         "core_range": core_range(),
         "dependencies": ", ".join(f'"{line}"' for line in requires),
     }
-    said = {what: Template(getattr(recipe, what)).substitute(fields) for what in ("summary", "use")}
-    return {**fields, **said}
+    fields["summary"] = Template(recipe.summary).substitute(fields)
+    fields["use"] = Template(recipe.use).substitute(fields)
+    return fields
 
 
-def _refuse_twin(kind: str, name: str, distribution: str, folder: Path) -> None:
-    """Raise NewError where a package of the name stands beside: pip would have one of the two in the other's place."""
-    for other in (Path(distribution), folder.with_name(distribution)):
-        if (other / "pyproject.toml").exists():
-            whole = name if "/" in name else f"{name}/{kind}"
-            raise NewError(
-                f"{other} is a package {distribution} already, and pip keeps one of a name; take another: "
-                f"`tokenspeed plugins new {kind} {whole}-{kind if '/' in name else 2}`"
-            )
-
-
-def _refuse_what_is_claimed(kind: str, name: str, entry: str) -> None:
-    """Raise NewError for an entry that an installed distribution, or the core, has: claimed twice, no start works."""
+def _check_name_is_free(kind: str, name: str, entry: str) -> None:
+    """Raise NewError if an installed distribution uses the name: a conflict would stop every start."""
     group = RECIPES[kind].group
-    claims = [
-        each for each in Catalog.discover(Selection(), check=False).all() if each.kind == group
+    owners = [
+        f"{each.distribution} {each.version}"
+        for each in Catalog.discover(Selection(), check=False).all()
+        if each.kind == group and each.name == entry
     ]
-    owners = [f"{each.distribution} {each.version}" for each in claims if each.name == entry]
-    owners += [f"tokenspeed-core {__version__}"] * (entry in KINDS[group].built_in)
+    if entry in _kind(group).built_in:
+        owners.append("tokenspeed-core")
     if owners:
+        own = name.rpartition("/")[2]
         raise NewError(
-            f"{group} {entry} is that of {owners[0]} already, and a name that is claimed twice stops "
-            f"every start; put yours before it: `tokenspeed plugins new {kind} VENDOR/"
-            f"{name.rpartition('/')[2]}`"
+            f"{group} {entry} is used by {owners[0]} already; choose another name, such as "
+            f"`tokenspeed plugins new {kind} VENDOR/{own}`"
         )
 
 
+def _kind(group: str) -> Kind:
+    kind = kind_of(group)
+    assert kind is not None
+    return kind
+
+
 def contents(kind: str, fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (path in the folder, text) of a package's files."""
+    """Yield (path, text) for each file of a package."""
     recipe, package = _recipe(kind), fields["package"]
     sources = {
         "pyproject.toml": "common/pyproject.toml",
@@ -262,11 +261,11 @@ def contents(kind: str, fields: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _entry(recipe: Recipe, name: str, package: str) -> tuple[str, str]:
-    """Return what users type for a package's entry, and the attribute that the entry points at."""
+    """Return the name of the entry point and its attribute."""
     camel = "".join(part.capitalize() for part in package.split("_"))
-    if recipe.group == "models":  # named as config.json names it
+    if recipe.group == "models":  # an architecture in config.json
         return f"{camel.removesuffix('Model')}ForCausalLM", package.upper()
-    if recipe.group == "commands":  # a word of the command line
+    if recipe.group == "commands":  # a command-line word
         return package.replace("_", "-"), "run"
     return name, camel if recipe.group == "policies" else package.upper()
 
@@ -275,5 +274,5 @@ def _recipe(kind: str) -> Recipe:
     if kind in RECIPES:
         return RECIPES[kind]
     near = get_close_matches(kind, RECIPES, n=1)
-    meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(RECIPES)}"
-    raise NewError(f"plugins new {kind}: no such kind; {meant}")
+    hint = f"did you mean {near[0]}?" if near else f"kinds: {', '.join(RECIPES)}"
+    raise NewError(f"plugins new {kind}: no such kind; {hint}")

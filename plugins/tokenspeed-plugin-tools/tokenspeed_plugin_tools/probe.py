@@ -1,6 +1,6 @@
-"""Imports the plugins of a distribution in a process of its own, and tells what happened and what a start would say.
+"""Imports plugins in another process and reports what happened.
 
-A plugin may raise, print, hang or end the process when it is imported; none of that reaches who asks.
+A plugin may raise, print, hang or end the process when it is imported.
 """
 
 from __future__ import annotations
@@ -13,197 +13,155 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from importlib.metadata import distributions
 from typing import Any
 
 from tokenspeed_testing.loading import judged, kernel_failures
 
 from tokenspeed_core.api import KernelSpec, OpContract
 from tokenspeed_core.commands import Catalog, Entry, Selection, Status
-from tokenspeed_plugin_tools.installed import read
 
-HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")  # what a descriptor has no need of
+HEAVY = ("torch", "triton", "transformers", "jax", "tensorflow")
+_MARK = "tokenspeed-probe "
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    "from tokenspeed_plugin_tools.probe import answer; answer(sys.argv[2])"
+    "from tokenspeed_plugin_tools.probe import main; main(sys.argv[2])"
 )
-_MARK = "\0tokenspeed-probe "
-_OVER: dict[str, Any] = {"over": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A module that a kernel needs, whether it is installed, and the line that installs it ("" for unknown)."""
+    """A module that a kernel requires; `obtain` is the command that installs it, "" if unknown."""
 
     module: str
     is_installed: bool
     obtain: str
 
 
-class Stage(StrEnum):
-    """What is asked of an entry, one after the other; and what the entry did that failed in it."""
-
-    IMPORT = "its import"
-    START = "what a start asks of it"
-    KERNELS = "the import of its kernels"
-
-
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """What importing one entry's descriptor did, and what a start then says of it.
+class Probe:
+    """The result of importing one entry.
 
-    `error` is empty where neither failed, and `failed_in` says which did; `seconds` is the import of the descriptor
-    alone. `heavy` are the libraries it imported that a descriptor should not; `dangling` its targets that do not exist.
-    `contracts` are the ops that it brings, `computes` the names of those that its kernels compute.
+    `error` is "" if a start would use the entry. `seconds` is the time to import the descriptor, `heavy`
+    the libraries imported with it that a descriptor should not import. `computes` are the ops of its
+    kernels, `contracts` the ops that it adds.
     """
 
-    kind: str
-    name: str
-    error: str
-    seconds: float
-    failed_in: Stage = Stage.IMPORT
+    error: str = ""
+    seconds: float = 0.0
     heavy: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
-    dangling: tuple[str, ...] = ()
     computes: tuple[str, ...] = ()
     contracts: tuple[dict[str, Any], ...] = ()
 
 
 def probe(
     entries: Sequence[Entry], timeout: float = 60.0, *, with_kernels: bool = True
-) -> Mapping[Entry, Probed]:
-    """Import the usable ones of these entries, a process for each distribution, and ask what a start would.
+) -> Mapping[Entry, Probe]:
+    """Import the usable entries, in one process for each distribution. `timeout` is in seconds.
 
-    `with_kernels`: the kernels that may run here are imported too.
+    With `with_kernels`, also import the kernels that can run on this machine.
     """
-    asked: dict[str, list[Entry]] = {}
+    by_distribution: dict[str, list[Entry]] = {}
     for entry in entries:
         if entry.status is Status.OK:
-            asked.setdefault(entry.distribution, []).append(entry)
+            by_distribution.setdefault(entry.distribution, []).append(entry)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        answers = pool.map(lambda mine: _ask(mine, timeout, with_kernels), asked.values())
-        return {entry: told for answer in answers for entry, told in answer.items()}
+        results = pool.map(
+            lambda group: _probe_group(group, timeout, with_kernels), by_distribution.values()
+        )
+        return {entry: found for result in results for entry, found in result.items()}
 
 
-def _ask(entries: Sequence[Entry], timeout: float, with_kernels: bool) -> dict[Entry, Probed]:
-    """Return what the process for entries of one distribution told of each, and of one in which it ended, that."""
-    question = {
-        "distribution": entries[0].distribution,
-        "names": [(entry.kind, entry.name) for entry in entries],
-        "stages": [stage.name for stage in Stage if with_kernels or stage is not Stage.KERNELS],
-    }
-    command = [sys.executable, "-c", _CODE, json.dumps(sys.path), json.dumps(question)]
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as out,
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-    ):
-        try:
-            status = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=said,
-                timeout=timeout,
-                check=False,
-            ).returncode
-            how = f"ended the process with status {status}"
-        except subprocess.TimeoutExpired:
-            how = f"was not over after {timeout:.0f} s"
-        out.seek(0)
-        said.seek(0)
-        how += f": {next(iter(reversed(said.read().strip().splitlines())), 'it said nothing')}"
-        return _told(entries, out.read().split(_MARK)[1:], how)
+def _probe_group(
+    entries: Sequence[Entry], timeout: float, with_kernels: bool
+) -> dict[Entry, Probe]:
+    """Import the entries of one distribution in a process."""
+    names = [(entry.distribution, entry.kind, entry.name) for entry in entries]
+    question = json.dumps({"names": names, "with_kernels": with_kernels})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE, json.dumps(sys.path), question],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+        output, errors = done.stdout, done.stderr
+        end = f"ended the process with status {done.returncode}"
+    except subprocess.TimeoutExpired as expired:
+        output, errors = _text(expired.stdout), _text(expired.stderr)
+        end = f"did not finish within {timeout:.0f} s"
+    if last := errors.strip().splitlines()[-1:]:
+        end += f": {last[0]}"
+    found: dict[Entry, Probe] = {}
+    current = entries[0]
+    for line in output.splitlines():
+        if line.startswith(_MARK):
+            record = json.loads(line.removeprefix(_MARK))
+            current = entries[record.pop("index")]
+            if record:
+                found[current] = _read(record)
+    for entry in entries:
+        if entry not in found:
+            what = "its import" if entry is current else f"importing {current.kind} {current.name}"
+            found[entry] = Probe(error=f"{what} {end}")
+    return found
 
 
-def _told(entries: Sequence[Entry], lines: Sequence[str], how: str) -> dict[Entry, Probed]:
-    """Read what a process told; `how` it ended counts where it did not tell that it was over."""
-    found: dict[tuple[str, str], Probed] = {}
-    doing, is_over = ("", "", Stage.IMPORT), False
-    for line in lines:
-        record = json.loads(line.partition("\n")[0])
-        is_over = record == _OVER
-        if "doing" in record:
-            doing = record["kind"], record["name"], Stage[record["doing"]]
-        elif not is_over:
-            found[record["kind"], record["name"]] = _read(record)
-    kind, name, stage = doing
-    for entry in () if is_over else entries:
-        key = entry.kind, entry.name
-        empty = Probed(*key, "", 0.0)
-        if key == (kind, name):
-            found[key] = replace(found.get(key, empty), error=f"{stage} {how}", failed_in=stage)
-        elif key not in found:
-            found[key] = replace(
-                empty, error=f"before it was asked, {stage} of {kind} {name} {how}"
-            )
-    return {entry: found[entry.kind, entry.name] for entry in entries}
+def _text(output: bytes | str | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def _read(record: dict[str, Any]) -> Probed:
-    needs = tuple(Need(**need) for need in record.pop("needs"))
-    record |= {name: tuple(record[name]) for name in ("heavy", "dangling", "computes", "contracts")}
-    return Probed(**{**record, "failed_in": Stage(record["failed_in"])}, needs=needs)
+def _read(record: dict[str, Any]) -> Probe:
+    return Probe(
+        error=record["error"],
+        seconds=record["seconds"],
+        heavy=tuple(record["heavy"]),
+        needs=tuple(Need(**need) for need in record["needs"]),
+        computes=tuple(record["computes"]),
+        contracts=tuple(record["contracts"]),
+    )
 
 
-def answer(question: str) -> None:
-    """Ask the entries that are asked for, and print what happened; runs in the process of its own.
+def main(question: str) -> None:
+    """Import entries and print a record for each. Runs in the other process."""
+    logging.disable()
+    asked = json.loads(question)
+    entries = Catalog.discover(Selection(), check=False).all()
+    by_name = {(entry.distribution, entry.kind, entry.name): entry for entry in entries}
+    # A name conflict may be settled by the selection of the process that asks.
+    mine = [replace(by_name[tuple(name)], status=Status.OK, reason="") for name in asked["names"]]
+    stdout = sys.stdout
 
-    Each stage is over for all of them before the next begins: the time of an import counts what it imports itself.
-    """
-    asked, out = json.loads(question), sys.stdout
-    logging.getLogger("tokenspeed.plugins").disabled = True
+    def report(index: int, **record: Any) -> None:
+        print(f"\n{_MARK}{json.dumps({'index': index, **record})}", file=stdout, flush=True)
 
-    def tell(record: dict[str, Any]) -> None:
-        print(f"{_MARK}{json.dumps(record)}", file=out, flush=True)
-
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        readable = [each.distribution for each in read(distributions())[0]]
-        entries = Catalog.discover(Selection(), check=False, distributions=readable).all()
-        names = {tuple(name) for name in asked["names"]}
-        mine = [
-            each
-            for each in entries
-            if each.distribution == asked["distribution"]
-            and (each.kind, each.name) in names
-            and each.status in (Status.OK, Status.FAILED)
-        ]
-        found: dict[Entry, Probed] = {}
-        for stage in (Stage[name] for name in asked["stages"]):
-            for entry in mine:
-                if entry not in found or not found[entry].error:
-                    tell({"kind": entry.kind, "name": entry.name, "doing": stage.name})
-                    found[entry] = _at(stage, entry, entries, found.get(entry))
-                    tell(asdict(found[entry]))
-    tell(_OVER)
+    with contextlib.redirect_stdout(io.StringIO()):
+        # Import all descriptors before any kernel, so that the time of each is its own.
+        found = []
+        for index, entry in enumerate(mine):
+            report(index)
+            found.append(_import(entry))
+        for index, (entry, imported) in enumerate(zip(mine, found, strict=True)):
+            report(index)
+            error = imported.error or _use(entry, entries, with_kernels=asked["with_kernels"])
+            report(index, **asdict(replace(imported, error=error)))
 
 
-def _at(stage: Stage, entry: Entry, entries: Sequence[Entry], known: Probed | None) -> Probed:
-    """Return what is known of an entry after a stage."""
-    if known is None:
-        alone = replace(
-            entry, status=Status.OK, reason=""
-        )  # a clash may be settled where it was asked
-        return _probe(Catalog([alone]), alone)
-    error = ""
-    if stage is Stage.START:
-        error = judged(entry, entries).reason
-    elif entry.kind.startswith("kernels.") and not known.dangling:
-        error = "; ".join(dict.fromkeys(kernel_failures(entry, entries)))
-    return replace(known, error=error, failed_in=stage)
-
-
-def _probe(catalog: Catalog, entry: Entry) -> Probed:
-    before, start = set(sys.modules), time.perf_counter()
+def _import(entry: Entry) -> Probe:
+    """Import the descriptor of an entry."""
+    catalog = Catalog([entry])
+    before = set(sys.modules)
+    start = time.perf_counter()
     value = catalog.load(entry, object)
     seconds = time.perf_counter() - start
     heavy = tuple(name for name in HEAVY if name in sys.modules and name not in before)
-    (after,) = catalog.all()
     parts = value if isinstance(value, tuple) else (value,)
     needs = {
         module: Need(module, _exists(module), str(getattr(part, "obtain", "")))
@@ -211,32 +169,32 @@ def _probe(catalog: Catalog, entry: Entry) -> Probed:
         for module in getattr(part, "requires", ())
         if isinstance(module, str)
     }
-    dangling = (
-        () if any(not need.is_installed for need in needs.values()) else tuple(_dangling(parts))
-    )
-    return Probed(
-        entry.kind,
-        entry.name,
-        after.reason,
+    return Probe(
+        catalog.all()[0].reason,
         seconds,
-        heavy=heavy,
-        needs=tuple(needs.values()),
-        dangling=dangling,
-        computes=tuple(dict.fromkeys(part.op for part in parts if isinstance(part, KernelSpec))),
-        contracts=tuple(contract_record(part) for part in parts if isinstance(part, OpContract)),
+        heavy,
+        tuple(needs.values()),
+        tuple(dict.fromkeys(part.op for part in parts if isinstance(part, KernelSpec))),
+        tuple(contract_record(part) for part in parts if isinstance(part, OpContract)),
     )
+
+
+def _use(entry: Entry, entries: Sequence[Entry], *, with_kernels: bool) -> str:
+    """Return why a start would not use an entry, "" if it would."""
+    reason = judged(entry, entries).reason
+    if not reason and with_kernels and entry.kind.startswith("kernels."):
+        reason = "; ".join(dict.fromkeys(kernel_failures(entry, entries)))
+    return reason
 
 
 def contract_record(contract: OpContract) -> dict[str, Any]:
-    """Return what an author of a backend reads of an op, for JSON, whatever a plugin wrote there."""
+    """Return an op's contract for JSON."""
     words = ("name", "family", "signature", "errors", "reference", "inputs")
+    lists = ("mutates", "rows", "parts")
     return {
         **{word: str(getattr(contract, word)) for word in words},
         "axes": {str(axis): str(meaning) for axis, meaning in contract.axes.items()},
-        **{
-            word: [str(each) for each in getattr(contract, word)]
-            for word in ("mutates", "rows", "parts")
-        },
+        **{word: [str(each) for each in getattr(contract, word)] for word in lists},
         "tolerances": [
             {
                 "dtype": str(each.dtype),
@@ -254,16 +212,3 @@ def _exists(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _dangling(parts: Sequence[Any]) -> Iterator[str]:
-    """Yield the "module:attribute" targets whose module is not there; their packages are imported for it."""
-    for part in parts:
-        target = getattr(part, "load", None)
-        if isinstance(target, str) and ":" in target:
-            try:
-                missing = not _exists(target.partition(":")[0])
-            except Exception:  # the package of the target raises; loading it will say so
-                continue
-            if missing:
-                yield target

@@ -1,4 +1,4 @@
-"""`tokenspeed plugins verify`: what is installed beside a lock, importing nothing of it."""
+"""`tokenspeed plugins verify`: compare the installed plugins with a lock file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from tokenspeed_plugin_tools.lock_file import read_lock
 
 
 def verify(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="a lock that `plugins freeze` wrote")
-    ] = "plugins.lock",
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The lock file.")] = "plugins.lock",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Name every mismatch with a lock and what mends it; the exit status is 1 where there is one."""
+    """Print every mismatch and how to repair it; return 1 if there is any."""
     locked = read_lock(file)
     lines = mismatches(locked, installed_now())
     if as_json:
-        typer.echo(
-            json.dumps({"file": file, "locked": list(locked), "mismatches": lines}, indent=2)
-        )
+        record = {"file": file, "locked": list(locked), "mismatches": lines}
+        typer.echo(json.dumps(record, indent=2))
     else:
-        typer.echo("\n".join(lines) or f"{file}: all {len(locked)} distributions are as locked")
+        typer.echo("\n".join(lines) or f"{file}: all {len(locked)} distributions match")
     return 1 if lines else 0

@@ -22,56 +22,59 @@ from tokenspeed_core.commands.planning import (
 )
 from tokenspeed_core.commands.settings import ConfigFile, ModelArgument, configure, with_settings
 from tokenspeed_plugin_tools.errors import ToolsError
-from tokenspeed_plugin_tools.layout import shown
+from tokenspeed_plugin_tools.text import printable
 
 _ARCHITECTURE = re.compile(r"sm_?(1?[1-9]|10)(\d)[af]?\Z")
 OVERVIEW = (
     "tokenspeed plugins why OP [MODEL] [OPTIONS]",
-    "Say which kernel runs for OP, an op or a family such as attention, of MODEL (none: the bundled demo), why no "
-    "other does, and what would change it. Options of serve count as they do there.",
+    "Show which kernel runs for OP (an op or a family such as attention) of MODEL (default: the bundled demo), "
+    "and why no other kernel does. The options of serve have the same effect as there.",
     (
-        ("--layer N", "of this layer only"),
-        ("--platform NAME", "cpu, or a GPU that need not be here: sm90, sm100"),
-        ("--json", "for machines"),
-        ("--config FILE", "read settings from a YAML file"),
+        ("--layer N", "Show one layer."),
+        (
+            "--platform NAME",
+            "Select for cpu or a GPU such as sm90 or sm100, which need not be present.",
+        ),
+        ("--json", "Print JSON."),
+        ("--config FILE", "Read settings from a YAML file."),
     ),
 )
 
 
 def _why(
-    op: Annotated[str, typer.Argument(metavar="OP", help="an op or a family, such as attention")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="An op or a family, such as attention.")],
     positional: ModelArgument = None,
     config: ConfigFile = None,
-    layer: Annotated[int | None, typer.Option("--layer", min=0, help="of this layer only")] = None,
+    layer: Annotated[int | None, typer.Option("--layer", min=0, help="Show one layer.")] = None,
     platform: Annotated[
         str | None,
-        typer.Option("--platform", help="cpu, or a GPU that need not be here: sm90, sm100"),
+        typer.Option("--platform", help="Select for cpu or a GPU such as sm90."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     *,
     flags: dict[str, Any],
 ) -> int:
-    """Print every candidate for an op of a model, with the reasons; no weights are loaded.
+    """Print every candidate kernel for an op of a model, with the reasons. Loads no weights.
 
-    Where nothing that was asked for fits, those of the op that it ends at are printed, and ToolsError is raised.
+    Raises ToolsError if no requested kernel fits, after printing the candidates.
     """
-    there = None if platform is None else parse_platform(platform)
-    if there is not None and "device" in flags:
+    target = None if platform is None else parse_platform(platform)
+    if target is not None and "device" in flags:
         raise ToolsError(
-            f"--device {flags['device']}: --platform {platform} names the device; leave one out"
+            f"--device {flags['device']}: --platform {platform} selects the device; use one of the two"
         )
     settings = configure(positional, flags, config)
     try:
-        catalog, plan = plan_kernels(settings, there)
+        catalog, plan = plan_kernels(settings, target)
     except NothingFitsError as error:
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         refused = [replace(planned, because=_unmet(planned)) for planned in error.plan.ops]
         catalog = Catalog.discover(Selection.read(no_plugins=settings.no_plugins), check=False)
         outside = _outside(catalog, {planned.family for planned in refused})
         if as_json:
-            raise ToolsError(said, **_record(error.plan.platform, refused, outside)) from error
-        print(shown("\n".join(_lines(error.plan.platform, refused, outside))))
-        raise ToolsError(said) from error
+            raise ToolsError(message, **_record(error.plan.platform, refused, outside)) from error
+        print(printable("\n".join(_lines(error.plan.platform, refused, outside))))
+        raise ToolsError(message) from error
     found = plan.find(op, layer)
     if not found:
         raise ToolsError(_not_in(plan, op, layer))
@@ -79,7 +82,7 @@ def _why(
     if as_json:
         print(json.dumps(_record(plan.platform, found, outside), indent=2, ensure_ascii=False))
     else:
-        print(shown("\n".join(_lines(plan.platform, found, outside))))
+        print(printable("\n".join(_lines(plan.platform, found, outside))))
     return 0
 
 
@@ -87,13 +90,13 @@ why = with_settings(_why)
 
 
 def parse_platform(text: str) -> PlatformInfo:
-    """Return the platform that a user names. Raises ToolsError."""
+    """Return the platform of that name. Raises ToolsError."""
     if text == "cpu":
         return PlatformInfo("cpu", None, "CPU")
     match = _ARCHITECTURE.match(text.lower())
     if match is None:
         raise ToolsError(
-            f"--platform {text}: no such platform; cpu, or a compute capability as sm80, sm90 or sm100"
+            f"--platform {text}: no such platform; use cpu or a compute capability such as sm80, sm90 or sm100"
         )
     major, minor = int(match[1]), int(match[2])
     return PlatformInfo(
@@ -105,19 +108,17 @@ def _not_in(plan: KernelPlan, op: str, layer: int | None) -> str:
     if layer is not None and plan.find(op):
         layers = sorted({number for planned in plan.find(op) for number in planned.layers})
         there = (
-            f"layers {layers[0]} to {layers[-1]}"
-            if layers
-            else "no layers: it is decided once for all"
+            f"layers {layers[0]} to {layers[-1]}" if layers else "no layers: one kernel serves all"
         )
         return f"--layer {layer}: {op} has {there}"
     ops = sorted({planned.op for planned in plan.ops})
     near = get_close_matches(op, {*ops, *(planned.family for planned in plan.ops)}, n=1)
-    there = f"{f'did you mean {near[0]}? ' if near else ''}it asks for {', '.join(ops)}"
-    return f"why {op}: this model asks for no such op; {there}; `plugins list --ops` names all"
+    there = f"{f'did you mean {near[0]}? ' if near else ''}its ops are {', '.join(ops)}"
+    return f"why {op}: this model uses no such op; {there}; `plugins list --ops` lists all ops"
 
 
 def _outside(catalog: Catalog, families: Iterable[str]) -> list[Entry]:
-    """Return the entries for these families that were not even candidates."""
+    """Return the entries of these families that cannot be used."""
     kinds = {f"kernels.{family}" for family in families}
     return [
         entry for entry in catalog.all() if entry.kind in kinds and entry.status is not Status.OK
@@ -146,13 +147,12 @@ def _lines(platform: str, found: Sequence[PlannedOp], outside: Sequence[Entry]) 
         seen = {(planned.backend, planned.distribution)}
         for verdict in planned.verdicts:
             if verdict.reasons or (verdict.fits and not planned.backend):
-                whose = (verdict.backend, verdict.distribution)
-                other = (
-                    ", another of its kernels" if whose in seen else ""
-                )  # a backend may have several for an op
-                yield f"  {'fits  ' if verdict.fits else 'cannot'} {' from '.join(whose)}{other}"
+                owner = (verdict.backend, verdict.distribution)
+                # A backend may have several kernels for an op.
+                other = ", another kernel" if owner in seen else ""
+                yield f"  {'fits  ' if verdict.fits else 'cannot'} {' from '.join(owner)}{other}"
                 yield from _reasons(verdict)
-                seen.add(whose)
+                seen.add(owner)
     if outside:
         yield "\nnot considered"
     for entry in outside:
@@ -168,8 +168,8 @@ def _reasons(verdict: Verdict) -> Iterator[str]:
 
 def _unmet(planned: PlannedOp) -> str:
     if planned.asked_by == "auto":
-        return "nothing that is installed fits"
-    return f"{planned.asked_by} asks for {', '.join(planned.wanted)}, and nothing of that fits"
+        return "no installed kernel fits"
+    return f"{planned.asked_by} selects {', '.join(planned.wanted)}, and none of them fits"
 
 
 def _layers(layers: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ PUBLIC_MODULES = (
     f"{CORE}.api",
     f"{CORE}.commands",
     f"{CORE}.commands.planning",
+    f"{CORE}.commands.serving",
     f"{CORE}.commands.settings",
 )
 """The modules that plugins may import; of each, the names in its `__all__`."""

@@ -16,7 +16,6 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import Entry, Status, load_target
 from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.kinds import KERNELS_PREFIX
-from tokenspeed_core.plugins.metadata import check_build
 
 _DESCRIPTORS: Mapping[
     str, type[Any]
@@ -28,7 +27,7 @@ _DESCRIPTORS: Mapping[
     "tool_parsers": ParserSpec,
     "reasoning_parsers": ParserSpec,
 }
-_CALLED = ("commands", "locks", "policies")
+_CALLED = ("commands", "policies", "preflight")
 
 
 def judged(entry: Entry, entries: Sequence[Entry]) -> Entry:
@@ -57,7 +56,6 @@ def kernel_failures(entry: Entry, entries: Sequence[Entry]) -> Iterator[str]:
         spec = kernel.spec
         if all(map(has_module, spec.requires)) and _may_run_here(spec.capability):
             try:
-                check_build(kernel.distribution)
                 load_target(spec.load)
                 spec.schema()
             except (Exception, SystemExit) as error:  # plugin code may raise anything
