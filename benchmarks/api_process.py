@@ -1,6 +1,6 @@
-"""What API workers cost a streamed token: the real server, on an engine that only hands out tokens.
+"""CPU time of API workers per streamed token, with an engine that only hands out tokens.
 
-Prints the load's figures with the workers' own CPU time. Example, 256 users:
+Prints the figures of the load and the CPU time of the workers. Example with 256 users:
 
     python benchmarks/api_process.py 256 512 64 200
 """
@@ -51,7 +51,7 @@ VOCAB_SIZE = 100_000
 
 
 def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
-    """Be an engine: a token for every sequence each step, steps on a fixed beat."""
+    """Run an engine that gives every sequence a token per step, at fixed intervals."""
     poller, sockets = zmq.Poller(), [bind(address) for address in addresses]
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)
@@ -91,8 +91,8 @@ def hand_out_tokens(addresses: list[str], step_seconds: float) -> None:
             send(socket, Heartbeat(num_steps, len(left), 0, is_draining=False))
 
 
-def launch(bound: Socket, folder: Path) -> WorkerConfig:
-    """Return a worker that serves with the tokenizer of a folder."""
+def worker_config(bound: Socket, folder: Path) -> WorkerConfig:
+    """Return the configuration of a worker with the tokenizer of a folder."""
     text = ModelText(load_tokenizer(folder), None, Defaults())
     return WorkerConfig(
         bound,
@@ -104,22 +104,23 @@ def launch(bound: Socket, folder: Path) -> WorkerConfig:
 
 
 def be_server(step_seconds: float, num_workers: int, folder: str) -> int:
-    """Be the first worker, with an engine and the others beside it."""
+    """Run the first worker, which starts the engine and the other workers."""
     bound, *others = listen("127.0.0.1", 0, num_workers)
     print(url(bound), flush=True)
     engine = Program([sys.executable, str(HERE), "--engine"], {"step_seconds": step_seconds})
     command = [sys.executable, str(HERE), "--worker", folder]
     return serve(
-        launch(bound, Path(folder)),
+        worker_config(bound, Path(folder)),
         Supervisor(engine, [Program(command, {}, each) for each in others]),
     )
 
 
 def be_worker(folder: str, arguments: list[str]) -> int:
-    """Be one of the others."""
-    told, pipe = attach_to_parent(arguments)
-    crew = Supervised(told["worker"], told["addresses"][told["worker"]], pipe)
-    return serve(launch(Socket(fileno=told["listen_fds"][0]), Path(folder)), crew)
+    """Run a secondary worker."""
+    data, pipe = attach_to_parent(arguments)
+    number = data["worker"]
+    supervised = Supervised(number, data["addresses"][number], pipe)
+    return serve(worker_config(Socket(fileno=data["listen_fds"][0]), Path(folder)), supervised)
 
 
 def measure(
@@ -166,7 +167,7 @@ def measure(
 
 
 def main() -> int:
-    """Be what the arguments say: the engine, the server, or the measurement."""
+    """Run the engine, a worker or the measurement, as the arguments say."""
     if sys.argv[1:2] == ["--engine"]:
         data, _ = attach_to_parent(sys.argv[2:])
         hand_out_tokens(data["addresses"], data["step_seconds"])
@@ -183,7 +184,9 @@ def main() -> int:
     parser.add_argument(
         "--procs", type=int, default=max(1, (os.cpu_count() or 2) // 4), help="client processes"
     )
-    parser.add_argument("--step-ms", type=float, default=6.0, help="the engine's beat")
+    parser.add_argument(
+        "--step-ms", type=float, default=6.0, help="milliseconds between steps of the engine"
+    )
     parser.add_argument("--api-workers", type=int, default=1)
     given = parser.parse_args()
     traffic = load(given.requests, given.in_len, given.out_len, is_fixed=False)

@@ -22,9 +22,8 @@ ConfigFile = Annotated[
     str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")
 ]
 
-Overview = tuple[
-    str, str, tuple[tuple[str, str], ...]
-]  # of a command: usage, what it does, options of its own
+# The help of a command: its usage, its purpose, and its own options.
+Overview = tuple[str, str, tuple[tuple[str, str], ...]]
 DOT = "__"  # stands for the dot of `--attention-backend.decode` in a Python name
 
 

@@ -118,7 +118,7 @@ class ApiWorker:
         watch.cancel()
         if self._interrupted_again.is_set():
             self._processes.ask_to_stop(signal.SIGINT)
-            engine.die("it was told to stop at once")
+            engine.die("the server was interrupted twice")
             return 128 + self._signals[-1]
         if is_drained:
             await asyncio.gather(*other_workers)  # raises EngineDeadError if one died

@@ -93,7 +93,7 @@ def admitted(kind: type[Body]) -> Callable[[Request], AsyncIterator[GenerationRe
 
 
 def _describe(kind: type[Body]) -> dict[str, Any]:
-    """Return the route options of a generation route whose body is read by a dependency."""
+    """Return the options of a generation route. FastAPI cannot see the body that `admitted` reads."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {
         "response_class": Response,
