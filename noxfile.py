@@ -26,7 +26,9 @@ FROM_WHEELS = ["--no-index", "--find-links", str(WHEELS)]
 PYTHON = str(VENV / "bin" / "python")
 CORE = "tokenspeed_core"
 KIT = "tokenspeed-testing"  # tests import it
-WORKERS = min(4, os.cpu_count() or 1)  # pytest processes; each may import torch
+CORES = os.cpu_count() or 1
+# Processes of pytest, each of which may import torch; one more than cores, for tests that wait for servers.
+WORKERS = min(4, CORES + 1)
 GROUPS = ("build", "test", "oracle", "docs", "lint")
 
 # Shells start background jobs with SIGINT ignored; the tests send it.
@@ -128,7 +130,8 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def interpreter(session: nox.Session) -> None:
     """Triton kernels under Triton's interpreter, which is chosen before a kernel is imported."""
-    pytest(session, ready(session), "tests/interpreter", dist="worksteal", TRITON_INTERPRET="1")
+    options: dict[str, Any] = {"dist": "worksteal", "num_workers": min(4, CORES)}
+    pytest(session, ready(session), "tests/interpreter", TRITON_INTERPRET="1", **options)
 
 
 @nox.session
