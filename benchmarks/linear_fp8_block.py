@@ -29,8 +29,8 @@ from tokenspeed_kernels.reference.fp8_block import (
 )
 from tokenspeed_kernels.triton.linear.gemm_fp8 import FewRows, Tiling
 from tokenspeed_kernels.triton.linear.gemm_fp8_block import (
+    LinearFp8BlockKernel,
     ManyTiling,
-    Product,
     few_tiling,
     library_takes,
     multiply_tiles,
@@ -98,7 +98,7 @@ def many(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
     x, x_scale = quantize_groups(plain)
     exact = wide(x, x_scale, *weights[0])
     problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
-    ours = Product(problem)
+    ours = LinearFp8BlockKernel(problem)
     calls: dict[str, Callable[[Weight], Tensor]] = {"chosen": lambda w: ours(x, x_scale, *w, None)}
     if library_takes(problem):
         calls["torch"] = lambda w: ours.by_library(x, x_scale, *w, None)
