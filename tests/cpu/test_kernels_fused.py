@@ -24,7 +24,7 @@ PROBLEM = {
 }
 
 
-def test_the_reference_is_the_rotation_and_then_the_write_and_leaves_k_as_it_was() -> None:
+def test_reference_rotates_then_writes_and_keeps_k() -> None:
     given = make_inputs(ROPE_CACHE[0], PROBLEM, 7, torch.device("cpu"), strided=True)
     q, k, k_cache, v_cache = (given[name].clone() for name in ("q", "k", "k_cache", "v_cache"))
     rope.rope(PROBLEM)(q, k, given["positions"], given["cos_sin"], given["interleaved"])

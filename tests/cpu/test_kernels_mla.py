@@ -67,7 +67,7 @@ def rotated_v3(config: DeepseekV3Config, q: Tensor, k: Tensor) -> tuple[Tensor, 
     ],
     ids=["DeepSeek-V2", "DeepSeek-V3"],
 )
-def test_a_decode_over_latents_is_what_transformers_computes_with_expanded_keys_and_values(
+def test_absorbed_mla_decode_matches_transformers(
     config: Any,
     attention: type[nn.Module],
     rotated: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Any]],

@@ -147,9 +147,7 @@ def launch(x: Tensor, *sizes: int, kernel: Any = one) -> None:
 @pytest.mark.parametrize(
     "spec", SPECS, ids=lambda spec: f"{spec.op} of {spec.load.partition(':')[0]}"
 )
-def test_what_a_factory_has_compiled_is_what_its_kernel_launches(
-    spec: KernelSpec, compiler: Compiler
-) -> None:
+def test_factory_precompiles_what_its_kernel_launches(spec: KernelSpec, compiler: Compiler) -> None:
     contract = contract_of(spec)
     for problem in problems(spec):
         kernel = spec.factory()(problem)
@@ -165,7 +163,7 @@ def test_what_a_factory_has_compiled_is_what_its_kernel_launches(
     assert found
 
 
-def test_the_gated_product_of_many_rows_is_compiled_ahead_for_any_number_of_them(
+def test_gated_gemm_is_precompiled_for_any_number_of_rows(
     compiler: Compiler,
 ) -> None:
     apply = gated_linear({"in_size": 64, "out_size": 96, "dtype": "bfloat16"})
@@ -183,7 +181,7 @@ def test_the_gated_product_of_many_rows_is_compiled_ahead_for_any_number_of_them
 @pytest.mark.parametrize(
     ("kv_dtype", "window"), [("bfloat16", None), ("float8_e4m3fn", None), ("bfloat16", 512)]
 )
-def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
+def test_attention_precompiles_every_variant_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
     compiler: Compiler,
     phase: str,
@@ -233,7 +231,7 @@ def test_all_forms_of_attention_are_compiled_ahead_that_steps_launch(
     assert "attend" in ahead_of_it
 
 
-def test_a_kernel_that_is_being_compiled_is_waited_for_and_not_compiled_twice(
+def test_launch_waits_for_a_running_compilation(
     compiler: Compiler,
 ) -> None:
     began, may_end = threading.Event(), threading.Event()
@@ -255,7 +253,7 @@ def test_a_kernel_that_is_being_compiled_is_waited_for_and_not_compiled_twice(
     assert compiler.compiled == [("one", "precompile")]
 
 
-def test_a_launch_compiles_by_itself_what_no_thread_has_begun(compiler: Compiler) -> None:
+def test_launch_compiles_what_no_thread_has_begun(compiler: Compiler) -> None:
     may_end = threading.Event()
     compiler.before = lambda: (
         threading.current_thread() is threading.main_thread() or may_end.wait(60)
@@ -274,7 +272,7 @@ def test_a_launch_compiles_by_itself_what_no_thread_has_begun(compiler: Compiler
     ]
 
 
-def test_the_longest_kernel_is_begun_first(
+def test_longest_kernel_is_compiled_first(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompile, "num_processors", lambda: 2)
@@ -288,7 +286,7 @@ def test_the_longest_kernel_is_begun_first(
     assert [name for name, _ in compiler.compiled] == ["one", "two", "two", "one", "one"]
 
 
-def test_what_the_compiler_raises_is_raised_at_the_launch(compiler: Compiler) -> None:
+def test_compiler_errors_are_raised_at_launch(compiler: Compiler) -> None:
     def fail() -> None:
         raise ValueError(f"no such instruction, says {threading.current_thread().name}")
 
@@ -300,7 +298,7 @@ def test_what_the_compiler_raises_is_raised_at_the_launch(compiler: Compiler) ->
             launch(torch.zeros(4), 1)
 
 
-def test_threads_end_with_the_work(compiler: Compiler) -> None:
+def test_threads_end_when_idle(compiler: Compiler) -> None:
     precompile.compile_for(launch, precompile.blank("float32", 4), *range(20))
     settle()
     assert len(compiler.compiled) == 20
@@ -308,7 +306,7 @@ def test_threads_end_with_the_work(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize(("has_device", "num_processors"), [(False, 8), (True, 1)])
-def test_nothing_is_compiled_ahead_without_a_device_or_a_second_processor(
+def test_precompile_needs_a_device_and_two_cpus(
     monkeypatch: pytest.MonkeyPatch, has_device: bool, num_processors: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
@@ -316,7 +314,7 @@ def test_nothing_is_compiled_ahead_without_a_device_or_a_second_processor(
     precompile.compile_for(lambda: pytest.fail("it was launched"))
 
 
-def test_a_process_that_ends_compiles_no_more_than_it_has_begun() -> None:
+def test_process_exit_drops_queued_compilations() -> None:
     code = """
 import time
 from tokenspeed_kernels.triton import precompile
@@ -332,6 +330,6 @@ print("ends", flush=True)
     assert not ended.stderr
 
 
-def test_the_interpreter_gets_plain_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_gets_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert type(precompile.jit(one.fn)) is type(triton.jit(one.fn))

@@ -34,9 +34,7 @@ def wheel(tmp_path: Path) -> Path:
     return path
 
 
-def test_signatures_are_read_without_importing_what_they_are_of(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_signatures_are_read_without_importing(wheel: Path, tmp_path: Path) -> None:
     path = tmp_path / "signatures.json"
     path.write_text(json.dumps({"read": NAMES}))
     renew(path, [wheel])
@@ -58,12 +56,12 @@ def test_signatures_are_read_without_importing_what_they_are_of(
     "name",
     ["vendor/none.py:f", "vendor/plan.py:Wrapper.run", "vendor/_C.so:wd", "vendor/plan.py:f"],
 )
-def test_what_a_wheel_no_longer_has_stops_the_renewal(wheel: Path, name: str) -> None:
+def test_renewal_fails_if_the_wheel_lacks_a_name(wheel: Path, name: str) -> None:
     with pytest.raises(LookupError, match="has no"):
         read(wheel, name)
 
 
-def test_a_signature_takes_what_the_function_took_and_no_more() -> None:
+def test_stand_in_accepts_only_the_signature() -> None:
     plan = held_to(
         lambda *given, **named: True, "(self, rows, /, size=..., *others, out=..., name, **more)"
     )
@@ -75,7 +73,7 @@ def test_a_signature_takes_what_the_function_took_and_no_more() -> None:
         plan(1, size=2, name="")
 
 
-def test_a_call_that_one_of_the_versions_refuses_is_refused() -> None:
+def test_stand_in_rejects_calls_that_any_version_rejects() -> None:
     def multiply(a: int, *, scale: int = 1) -> int:
         return a * scale
 

@@ -45,7 +45,7 @@ def spec_of(backend: str, problem: AttentionProblem) -> KernelSpec:
 @pytest.mark.parametrize("window", [None, 20], ids=["whole", "window"])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("backend", ["triton", "fa3", "flashinfer", "blackwell", "trtllm", "fa4"])
-def test_a_captured_step_replays_on_other_rows(
+def test_captured_step_replays_on_other_rows(
     backend: str, phase: str, window: int | None, kv_dtype: str
 ) -> None:
     problem = AttentionProblem(

@@ -27,7 +27,7 @@ PROMPTS = [[(seed * 31 + i * 17) % 95 + 3 for i in range(5 + 7 * seed)] for seed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_first_divergence_from_transformers_is_among_the_best_five_of_both(
+def test_first_divergence_from_transformers_is_in_both_top_fives(
     family: str, tmp_path: Path
 ) -> None:
     reference = save_reference(family, tmp_path).to(device=DEVICE, dtype=torch.bfloat16)

@@ -44,7 +44,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("shape", [QWEN3_06B, QWEN3_8B, ODD], ids=["qwen3-0.6b", "qwen3-8b", "odd"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_it_is_as_near_to_float64_as_its_parts(shape: dict[str, int], dtype: str) -> None:
+def test_fused_block_is_as_accurate_as_separate_kernels(shape: dict[str, int], dtype: str) -> None:
     for num_rows in (1, 2, 17, 64):
         problem, given = inputs(shape, num_rows, dtype)
         exact = {
@@ -58,7 +58,7 @@ def test_it_is_as_near_to_float64_as_its_parts(shape: dict[str, int], dtype: str
             assert distance(got, want) < 1.1 * distance(part, want) + 1e-5
 
 
-def test_replayed_layer_after_layer_it_gives_the_same_bits() -> None:
+def test_fused_block_replays_bitwise_equal() -> None:
     problem, given = inputs(QWEN3_06B, 33)
     kernel = fused_block(problem)
     x, residual, *weights = given.values()
@@ -84,7 +84,7 @@ def test_replayed_layer_after_layer_it_gives_the_same_bits() -> None:
             assert torch.equal(got, want)
 
 
-def test_two_on_two_streams_do_not_wait_for_each_other_for_ever() -> None:
+def test_two_streams_do_not_deadlock() -> None:
     problem, given = inputs(QWEN3_06B, 64)
     kernels, streams = (
         [fused_block(problem) for _ in range(2)],
@@ -104,7 +104,7 @@ def test_two_on_two_streams_do_not_wait_for_each_other_for_ever() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [2048, 3000])
-def test_products_that_add_to_the_stream_are_as_near_to_float64_as_the_parts(num_rows: int) -> None:
+def test_in_place_block_is_as_accurate_as_separate_kernels(num_rows: int) -> None:
     problem, given = inputs(ODD, num_rows)
     exact = {
         name: value.double() if isinstance(value, Tensor) else value

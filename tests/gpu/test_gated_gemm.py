@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("num_rows", "in_size", "out_size"), [(1, 64, 128), (513, 96, 200), (2049, 1024, 3072)]
 )
-def test_it_is_the_product_and_the_gating_behind_it(
+def test_gated_gemm_matches_gemm_and_silu_mul(
     num_rows: int, in_size: int, out_size: int, dtype: str
 ) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "size": out_size, "dtype": dtype}

@@ -58,14 +58,14 @@ def errors(x: Tensor, weight: Tensor) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("in_size", "out_size"), SIZES)
-def test_it_costs_a_quarter_of_what_quantising_costs_at_most(in_size: int, out_size: int) -> None:
+def test_fast_accumulation_error_is_below_quantization_error(in_size: int, out_size: int) -> None:
     found = errors(*operands(in_size, out_size))
     assert found["full"] < 2.5e-3, "the rounding to bfloat16"
     assert found["quick"] < found["quantising"] / 4
 
 
 @pytest.mark.parametrize(("in_size", "out_size"), SIZES)
-def test_sums_that_only_grow_lose_what_their_length_says(in_size: int, out_size: int) -> None:
+def test_fast_accumulation_error_of_growing_sums(in_size: int, out_size: int) -> None:
     x, weight = operands(in_size, out_size)
     found = errors(x.abs(), weight.abs())
     assert found["full"] < 2.5e-3
@@ -75,7 +75,7 @@ def test_sums_that_only_grow_lose_what_their_length_says(in_size: int, out_size:
 
 
 @pytest.mark.parametrize("num_rows", [MAX_ROWS, NUM_ROWS])
-def test_the_op_is_as_near_with_few_rows_as_with_many(num_rows: int) -> None:
+def test_op_is_equally_accurate_with_few_and_many_rows(num_rows: int) -> None:
     x, weight = operands(12288, 4096)
     (codes, scale), (held, held_scale) = quantize_rows(x[:num_rows]), quantize_rows(weight)
     exact = (codes.double() @ held.double().t()) * scale.double() * held_scale.double().t()

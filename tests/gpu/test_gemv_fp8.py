@@ -34,7 +34,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     ("in_size", "out_size"), [(1024, 4096), (2048, 1024), (4096, 4096), (12288, 4096)]
 )
-def test_a_map_quantises_its_row(in_size: int, out_size: int) -> None:
+def test_gemv_quantizes_its_row(in_size: int, out_size: int) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "dtype": "bfloat16"}
     given = inputs.quantize_linear_fp8(
         problem, 1, CUDA, torch.Generator().manual_seed(1), strided=False
@@ -44,7 +44,7 @@ def test_a_map_quantises_its_row(in_size: int, out_size: int) -> None:
 
 
 @pytest.mark.parametrize(("hidden_size", "size"), [(1024, 3072), (4096, 12288)])
-def test_a_gated_map_adds_normalises_and_quantises_twice(hidden_size: int, size: int) -> None:
+def test_mlp_fuses_norm_and_quantization(hidden_size: int, size: int) -> None:
     problem = {"hidden_size": hidden_size, "size": size, "dtype": "bfloat16"}
     given = inputs.add_rms_norm_mlp_fp8(
         problem, 1, CUDA, torch.Generator().manual_seed(2), strided=False

@@ -46,23 +46,23 @@ BACKENDS = [
 
 
 @pytest.mark.parametrize("spec", BACKENDS, ids=lambda spec: spec.backend)
-def test_attention_conforms_on_the_device(spec: KernelSpec) -> None:
+def test_attention_conforms(spec: KernelSpec) -> None:
     assert check_attention(spec, torch.device("cuda")) >= 20
 
 
 @pytest.mark.parametrize("spec", [*BLOCK_SCALED, *MOE], ids=lambda spec: spec.op)
-def test_block_scaled_rows_products_and_experts_conform_on_the_device(spec: KernelSpec) -> None:
+def test_block_scaled_ops_conform(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda"), num_rows=(0, 1, 17, 64, 131)) >= 20
 
 
 @pytest.mark.parametrize(
     "spec", [MLA, *(pytest.param(spec, marks=NEEDS_LIBRARY) for spec in FLASHINFER_MLA)]
 )
-def test_latent_attention_conforms_on_the_device(spec: KernelSpec) -> None:
+def test_mla_decode_conforms(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda")) >= 8
 
 
-def test_auto_takes_it_for_prompts_and_the_portable_kernel_for_decodes() -> None:
+def test_auto_uses_it_for_prefill_only() -> None:
     with LLM(device="cuda", gpu_memory_utilization=0.3, max_cudagraph_capture_size=2) as llm:
         taken = {dict(op.problem)["phase"]: op.backend for op in llm.kernel_plan.find("attention")}
         assert llm.generate(["what is 23 + 45?"])[0].outputs[0].token_ids

@@ -21,5 +21,5 @@ pytestmark = [
 ]
 
 
-def test_products_with_a_scale_a_block_conform_on_the_device() -> None:
+def test_block_gemm_conforms() -> None:
     assert check(DEEPGEMM, torch.device("cuda")) >= 16

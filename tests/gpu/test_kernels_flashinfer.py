@@ -69,7 +69,7 @@ def compiled(kv_dtype: str = "bfloat16", head_size: int = 128, *, has_window: bo
     ids=["bfloat16", "window", "eight bits"],
 )
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_the_backend_conforms_on_the_device(
+def test_backend_conforms(
     phase: str, kv_dtype: str, window: int | None, num_groupings: int
 ) -> None:
     compiled(kv_dtype, has_window=window is not None)
@@ -80,7 +80,7 @@ def test_the_backend_conforms_on_the_device(
     assert check_attention(ATTENTION[-1], torch.device("cuda"), cases=cases) == 6 * num_groupings
 
 
-def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan() -> None:
+def test_captured_prefill_replays_on_other_lengths() -> None:
     compiled()
     device, given = torch.device("cuda"), problem("prefill")
     first = make_fixture(given, Rows((9, 5, 2), (20, 5, 40)), device, seed=1, max_len=256)
@@ -109,7 +109,7 @@ def test_a_captured_step_of_prompts_replays_on_other_lengths_and_leaves_no_nan()
 
 
 @pytest.mark.parametrize("size", [4, 200])
-def test_captured_decodes_of_many_rows_and_few_replay_beside_each_other(size: int) -> None:
+def test_captured_decodes_of_different_sizes_replay_together(size: int) -> None:
     compiled()
     device, given = torch.device("cuda"), problem("decode")
     lengths = tuple(20 + 37 * row % 300 for row in range(size))
@@ -146,7 +146,7 @@ def test_captured_decodes_of_many_rows_and_few_replay_beside_each_other(size: in
             torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
 
 
-def test_a_long_row_and_a_long_prefix_are_attended_to_in_parts() -> None:
+def test_long_row_and_long_prefix_are_split() -> None:
     compiled()
     device = torch.device("cuda")
     attends_once(FACTORY, problem("decode"), device, Rows((1,), (3000,)))
@@ -155,7 +155,7 @@ def test_a_long_row_and_a_long_prefix_are_attended_to_in_parts() -> None:
     )
 
 
-def test_mixed_rows_that_the_host_knows_and_rows_that_it_does_not_take_turns() -> None:
+def test_steps_with_and_without_host_lengths_alternate() -> None:
     compiled()
     device, given = torch.device("cuda"), problem("prefill")
     rows = Rows((1, 1, 33, 200), (64, 700, 50, 456))
@@ -166,7 +166,7 @@ def test_mixed_rows_that_the_host_knows_and_rows_that_it_does_not_take_turns() -
         attends(kernel, given, each, rows)
 
 
-def test_what_was_compiled_is_found_by_its_files_and_then_needs_no_compilation() -> None:
+def test_compiled_modules_are_found_by_their_files() -> None:
     compiled()
     capability = torch.cuda.get_device_capability()
     plain = [
@@ -187,7 +187,7 @@ def test_what_was_compiled_is_found_by_its_files_and_then_needs_no_compilation()
     [("flashinfer", False), ({"prefill": "triton", "decode": "flashinfer"}, True)],
     ids=["both phases in graphs", "decodes without graphs"],
 )
-def test_a_model_computes_sums_with_it(backend: str | dict[str, str], eager: bool) -> None:
+def test_demo_model_adds_numbers(backend: str | dict[str, str], eager: bool) -> None:
     compiled(head_size=64)
     sums = [(17 + 31 * i % 83, 12 + 47 * i % 79) for i in range(24)]
     with LLM(

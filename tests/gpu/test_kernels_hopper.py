@@ -27,11 +27,11 @@ pytestmark = [
 ]
 
 
-def test_the_backend_conforms_on_the_device() -> None:
+def test_backend_conforms() -> None:
     assert check_attention(FA3, torch.device("cuda")) > 50
 
 
-def test_keys_gathered_from_their_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_keys_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = []
 
     def fill(self: Gathered, *arguments: Any) -> None:
@@ -50,7 +50,7 @@ def test_keys_gathered_from_their_blocks_give_the_same(monkeypatch: pytest.Monke
     assert len(gathered) > 30
 
 
-def test_long_prompts_give_the_bits_of_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_match_paged_attention_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = AttentionProblem("prefill", 8, 2, 128, "bfloat16", "bfloat16", 16, 128**-0.5, None)
     device, found = torch.device("cuda"), []
     lengths, counts = (3000, 5003, 1), (3000, 2200, 1)
@@ -86,7 +86,7 @@ def test_long_prompts_give_the_bits_of_their_blocks(monkeypatch: pytest.MonkeyPa
     assert torch.equal(*found)
 
 
-def test_auto_takes_it_for_prompts_and_the_portable_kernel_for_decodes() -> None:
+def test_auto_uses_it_for_prefill_only() -> None:
     with LLM(device="cuda", gpu_memory_utilization=0.3, max_cudagraph_capture_size=2) as llm:
         taken = {dict(op.problem)["phase"]: op.backend for op in llm.kernel_plan.find("attention")}
     assert taken == {"prefill": "fa3", "decode": "triton"}

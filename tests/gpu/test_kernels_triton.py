@@ -23,18 +23,18 @@ SPECS = [
 @pytest.mark.parametrize(
     "spec", [s for s in SPECS if s.op != "attention"], ids=lambda s: f"{s.backend}-{s.op}"
 )
-def test_a_kernel_conforms_on_the_device(spec: KernelSpec) -> None:
+def test_kernel_conforms(spec: KernelSpec) -> None:
     check(spec, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("num_rows", [64, 65, 300])
-def test_the_product_in_eight_bits_conforms_on_both_sides_of_few_rows(num_rows: int) -> None:
+def test_fp8_gemm_conforms_around_the_row_limit(num_rows: int) -> None:
     for spec in (spec for spec in SPECS if spec.op == "linear_fp8"):
         check(spec, torch.device("cuda"), num_rows=(num_rows,))
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.op == "attention"], ids=lambda s: s.backend)
-def test_paged_attention_conforms_on_the_device(spec: KernelSpec) -> None:
+def test_paged_attention_conforms(spec: KernelSpec) -> None:
     check_attention(spec, torch.device("cuda"))
 
 
@@ -48,9 +48,7 @@ def test_paged_attention_conforms_on_the_device(spec: KernelSpec) -> None:
         ),
     ],
 )
-def test_parts_of_rows_are_merged_to_the_same_bits_at_every_replay(
-    num_heads: int, rows: Rows
-) -> None:
+def test_split_rows_replay_bitwise_equal(num_heads: int, rows: Rows) -> None:
     device = torch.device("cuda")
     problem = AttentionProblem(
         "decode", num_heads, 8, 128, "bfloat16", "bfloat16", 16, 128**-0.5, None

@@ -48,7 +48,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("num_rows", [24, 25, 72, 73, 192, 193, 700])
-def test_it_conforms_on_both_sides_of_every_tiling(num_rows: int) -> None:
+def test_experts_conform_around_every_tiling_limit(num_rows: int) -> None:
     case = {
         "num_experts": 6,
         "top_k": 2,
@@ -62,7 +62,7 @@ def test_it_conforms_on_both_sides_of_every_tiling(num_rows: int) -> None:
 @pytest.mark.parametrize(
     "num_tokens", [1, 64, *(int(most * 16) for most, _ in TILINGS[1:-1]), 4096]
 )
-def test_experts_of_a_real_models_sizes_are_exact_to_the_roundings(num_tokens: int) -> None:
+def test_experts_are_exact_to_rounding_at_model_sizes(num_tokens: int) -> None:
     given = inputs.moe_experts_fp8(
         REAL, num_tokens, CUDA, torch.Generator().manual_seed(1), strided=False
     )
@@ -75,7 +75,7 @@ def test_experts_of_a_real_models_sizes_are_exact_to_the_roundings(num_tokens: i
     assert error < 2e-2
 
 
-def test_a_tiny_mixture_of_experts_answers_as_with_the_reference(tmp_path: Path) -> None:
+def test_tiny_moe_model_matches_the_reference(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(11)
     config = transformers.Qwen3MoeConfig(**SIZES)

@@ -92,7 +92,7 @@ print(json.dumps({**found, "steps": maker.next_step, "by requests": sorted({name
 @pytest.mark.parametrize(
     ("num_heads", "max_num_seqs", "chunk_size"), [(16, 256, 8192), (32, 256, 4096), (8, 5, 512)]
 )
-def test_a_start_compiles_ahead_all_that_it_launches_and_all_that_requests_will(
+def test_start_precompiles_everything_that_requests_launch(
     tmp_path: Path, num_heads: int, max_num_seqs: int, chunk_size: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_attention_heads": num_heads}))

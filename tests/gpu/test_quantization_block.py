@@ -50,7 +50,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.op)
-def test_the_kernels_conform_on_the_device_in_graphs_too(spec: KernelSpec) -> None:
+def test_kernels_conform_in_graphs(spec: KernelSpec) -> None:
     assert check(spec, torch.device("cuda"), num_rows=ROWS) >= len(ROWS)
 
 
@@ -59,7 +59,7 @@ def test_the_kernels_conform_on_the_device_in_graphs_too(spec: KernelSpec) -> No
 @pytest.mark.parametrize(
     ("in_size", "out_size"), [(4096, 6144), (12288, 4096), (4096, 24576), (4224, 4096)]
 )
-def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(
+def test_gemm_is_exact_to_rounding_at_model_sizes(
     num_rows: int,
     in_size: int,
     out_size: int,
@@ -82,7 +82,7 @@ def test_products_of_a_real_models_sizes_are_exact_to_the_rounding(
     assert (found.float() - expected).norm() / expected.norm() < 4e-3
 
 
-def test_a_tiny_model_answers_as_with_the_reference(tmp_path: Path) -> None:
+def test_tiny_model_matches_the_reference(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(11)
     config = transformers.LlamaConfig(**SIZES)

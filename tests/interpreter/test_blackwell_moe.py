@@ -46,7 +46,7 @@ def rows_of_all_sizes(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [64, 96, 4096 + 32])
-def test_rows_in_mxfp8_are_the_references_to_the_bit(size: int) -> None:
+def test_mxfp8_quantization_matches_the_reference_bitwise(size: int) -> None:
     x = rows_of_all_sizes(size)
     (codes, scale), (found, found_scale) = reference.mxfp8_rows(x), quantize.mxfp8_rows(x)
     assert torch.equal(found_scale, scale)
@@ -56,7 +56,7 @@ def test_rows_in_mxfp8_are_the_references_to_the_bit(size: int) -> None:
     assert torch.equal(found_code[sure], code[sure])
 
 
-def test_an_mxfp8_scale_is_the_references_at_the_edges_of_every_power_of_two() -> None:
+def test_mxfp8_scale_is_exact_at_powers_of_two() -> None:
     edges = 448.0 * torch.exp2(torch.arange(-134, 120).double()).float()
     near = torch.stack(
         [edges, torch.nextafter(edges, 2 * edges), torch.nextafter(edges, 0 * edges), edges / 1.75]
@@ -67,7 +67,7 @@ def test_an_mxfp8_scale_is_the_references_at_the_edges_of_every_power_of_two() -
 
 
 @pytest.mark.parametrize("size", [64, 96, 2048 + 32])
-def test_rows_in_nvfp4_are_the_references_to_the_bit(size: int) -> None:
+def test_nvfp4_quantization_matches_the_reference_bitwise(size: int) -> None:
     x = rows_of_all_sizes(size)
     for row in x:
         scale = (row.abs().amax() / 2688).view(1)
@@ -84,7 +84,7 @@ def test_rows_in_nvfp4_are_the_references_to_the_bit(size: int) -> None:
         assert torch.equal(found[same], codes[same])
 
 
-def test_what_lies_between_two_codes_of_e2m1_goes_to_the_even_one() -> None:
+def test_e2m1_ties_round_to_even() -> None:
     x = torch.tensor(
         [
             [
@@ -138,7 +138,7 @@ def of_exponents(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 @pytest.mark.release
-def test_nvfp4_experts_conform_but_for_how_the_interpreter_reads_scales(
+def test_nvfp4_experts_conform(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (experts, experts_inputs, experts_reference):

@@ -55,7 +55,7 @@ def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
         ),
     ],
 )
-def test_the_keys_that_all_rows_share_are_found_and_attended_to(rows: Rows, num_found: int) -> None:
+def test_shared_prefix_is_found_and_attended_to(rows: Rows, num_found: int) -> None:
     scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     padded = rows.seq_lens.index(0) if 0 in rows.seq_lens else len(rows.seq_lens)
@@ -66,7 +66,7 @@ def test_the_keys_that_all_rows_share_are_found_and_attended_to(rows: Rows, num_
     assert int(kernel.shared.found[0]) == num_found
 
 
-def test_padding_rows_before_and_between_others_are_passed_over() -> None:
+def test_padding_rows_are_skipped() -> None:
     rows = rows_of((0, *LENGTHS[:4], 0, *LENGTHS[4:]), 0)
     scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     table = scene.step.block_table
@@ -84,7 +84,7 @@ def test_padding_rows_before_and_between_others_are_passed_over() -> None:
     torch.testing.assert_close(out[real], together.expected, rtol=1e-4, atol=1e-4)
 
 
-def test_each_pass_over_the_layers_finds_the_shared_keys_anew() -> None:
+def test_each_forward_finds_the_shared_prefix_again() -> None:
     scene = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     other = make_fixture(PROBLEM, rows_of(LENGTHS, 0), CPU, seed=1)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
@@ -107,7 +107,7 @@ def test_each_pass_over_the_layers_finds_the_shared_keys_anew() -> None:
         kernel.shared.found.fill_(64)  # a stale length would be wrong
 
 
-def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
+def test_split_row_is_merged_in_each_forward() -> None:
     problem = replace(PROBLEM, num_kv_heads=1)
     rows = rows_of((3000,), 0)
     scene = make_fixture(problem, rows, CPU, seed=0)
@@ -118,7 +118,7 @@ def test_a_row_in_many_parts_is_merged_again_at_each_pass() -> None:
         attends(kernel, problem, scene, rows)
 
 
-def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none() -> None:
+def test_no_search_if_the_host_rules_out_sharing() -> None:
     assert SHARED_PREFIX <= MIN_KEYS
     assert SHORT <= LONG_SPLIT, "a plain step has no parts"
     scene = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
@@ -132,7 +132,7 @@ def test_shared_keys_are_not_looked_for_where_the_host_knows_that_there_are_none
     assert int(kernel.shared.found[0]) == 320
 
 
-def test_rows_of_several_query_tokens_share_nothing() -> None:
+def test_rows_with_several_queries_share_nothing() -> None:
     rows = Rows((2,) * MIN_ROWS, LENGTHS, 320)
     scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
@@ -141,7 +141,7 @@ def test_rows_of_several_query_tokens_share_nothing() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "head_size", "num_rows"), [(16, 16, 10), (7, 48, 10)])
-def test_rows_of_several_tiles_attend_to_the_shared_keys(
+def test_shared_prefix_with_several_tiles_of_rows(
     num_heads: int, head_size: int, num_rows: int
 ) -> None:
     problem = replace(PROBLEM, num_heads=num_heads, num_kv_heads=1, head_size=head_size)
@@ -157,9 +157,7 @@ def test_rows_of_several_tiles_attend_to_the_shared_keys(
 
 @pytest.mark.parametrize("num_rows", [9, 31, 70])
 @pytest.mark.parametrize("first_odd", [0, 17, 31, 32, 255, 256, 257, 511, 600, 1000])
-def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(
-    num_rows: int, first_odd: int
-) -> None:
+def test_shared_prefix_ends_at_the_first_difference(num_rows: int, first_odd: int) -> None:
     block_size, num_columns = 8, 640
     generator = torch.Generator().manual_seed(num_rows + first_odd)
     table = torch.randint(1000, (1, num_columns), dtype=torch.int32, generator=generator).repeat(
@@ -193,7 +191,7 @@ def test_the_first_column_in_which_any_row_differs_ends_what_is_shared(
     assert shared.found.tolist() == [expected if expected >= MIN_KEYS else 0, 0]
 
 
-def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> None:
+def test_shared_prefix_with_an_fp8_cache() -> None:
     problem = replace(PROBLEM, dtype="float16", kv_dtype="float8_e4m3fn")
     rows = rows_of(LENGTHS, 320)
     scene = make_fixture(problem, rows, CPU, seed=0)
@@ -202,7 +200,7 @@ def test_shared_keys_of_a_cache_of_eight_bits_are_raised_as_all_others_are() -> 
     assert int(kernel.shared.found[0]) == 320
 
 
-def test_an_operator_may_have_no_keys_cut_and_none_shared() -> None:
+def test_options_disable_splits_and_sharing() -> None:
     rows = rows_of(LENGTHS, 320)
     scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     whole = AttentionOptions(max_splits=1, shared_prefix=False)

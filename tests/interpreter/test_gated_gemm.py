@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("num_rows", "in_size", "out_size"), [(5, 96, 40), (130, 64, 136), (129, 72, 8)]
 )
-def test_halves_of_any_size_meet_in_a_tile(num_rows: int, in_size: int, out_size: int) -> None:
+def test_gated_gemm_with_partial_tiles(num_rows: int, in_size: int, out_size: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(num_rows, in_size).half()
     weight = (torch.randn(2 * out_size, in_size) / in_size**0.5).half()

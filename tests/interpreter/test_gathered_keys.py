@@ -12,9 +12,7 @@ pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_size"), [(2, 64), (3, 80)])
-def test_rows_stand_one_after_another_with_zeros_behind_them(
-    num_kv_heads: int, head_size: int
-) -> None:
+def test_gathered_rows_are_contiguous_and_zero_padded(num_kv_heads: int, head_size: int) -> None:
     lengths, generator = (37, 16, 0, 5), torch.Generator().manual_seed(0)
     table = torch.tensor([[4, 0, 6], [2, -1, -1], [-1, -1, -1], [5, -1, -1]], dtype=torch.int32)
     cache = torch.full((8, 3, 2, 16, num_kv_heads, head_size), float("nan"), dtype=torch.float16)

@@ -29,7 +29,7 @@ def operand(rows: int, size: int, block_rows: int) -> tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS + 1, MAX_ROWS + 1, MIDDLE_ROWS + 1, 600])
-def test_products_are_those_of_the_numbers_that_transformers_reads(num_rows: int) -> None:
+def test_block_gemm_matches_transformers_dequantization(num_rows: int) -> None:
     x, x_scale, x_values = operand(num_rows, 384, 1)
     weight, weight_scale, weight_values = operand(256, 384, 128)
     bias = torch.randn(256, generator=torch.Generator().manual_seed(0))

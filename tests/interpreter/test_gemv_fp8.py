@@ -18,7 +18,7 @@ TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}  # the order of sums, and one rounding
 
 
 @pytest.mark.parametrize(("in_size", "out_size"), [(96, 48), (256, 512), (4096, 256)])
-def test_a_map_quantises_its_row(in_size: int, out_size: int) -> None:
+def test_gemv_quantizes_its_row(in_size: int, out_size: int) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "size": in_size, "dtype": DTYPE}
     given = inputs.quantize_linear_fp8(
         problem, 1, DEVICE, torch.Generator().manual_seed(1), strided=False
@@ -31,7 +31,7 @@ def test_a_map_quantises_its_row(in_size: int, out_size: int) -> None:
 
 
 @pytest.mark.parametrize(("in_size", "out_size"), [(96, 48), (256, 512), (4096, 256)])
-def test_a_map_adds_and_normalises_before_it_quantises(in_size: int, out_size: int) -> None:
+def test_gemv_fuses_add_and_norm(in_size: int, out_size: int) -> None:
     problem = {"in_size": in_size, "out_size": out_size, "size": in_size, "dtype": DTYPE}
     given = inputs.add_rms_norm_linear_fp8(
         problem, 1, DEVICE, torch.Generator().manual_seed(2), strided=False
@@ -44,9 +44,7 @@ def test_a_map_adds_and_normalises_before_it_quantises(in_size: int, out_size: i
 
 
 @pytest.mark.parametrize(("hidden_size", "size"), [(96, 48), (256, 512)])
-def test_a_gated_map_is_its_two_products_and_what_stands_between(
-    hidden_size: int, size: int
-) -> None:
+def test_mlp_matches_separate_kernels(hidden_size: int, size: int) -> None:
     problem = {"hidden_size": hidden_size, "size": size, "dtype": DTYPE}
     given = inputs.add_rms_norm_mlp_fp8(
         problem, 1, DEVICE, torch.Generator().manual_seed(3), strided=False

@@ -52,7 +52,7 @@ def problem(
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "window"), SHAPES)
-def test_prompts_follow_the_formula(
+def test_prefill_matches_the_formula(
     num_heads: int, num_kv_heads: int, head_size: int, window: int | None
 ) -> None:
     cases = [problem(num_heads, num_kv_heads, head_size, window)]
@@ -60,7 +60,7 @@ def test_prompts_follow_the_formula(
 
 
 @pytest.mark.parametrize("window", [None, 70, 64])
-def test_prompts_of_several_tiles_and_blocks_follow_the_formula(window: int | None) -> None:
+def test_prefill_with_several_tiles_matches_the_formula(window: int | None) -> None:
     asked = problem(
         40, 1, 64, window
     )  # three query tokens fill a tile of 128 rows, and leave eight of them
@@ -72,12 +72,12 @@ def test_prompts_of_several_tiles_and_blocks_follow_the_formula(window: int | No
 MORE_ROWS = (0, 1, TILINGS[0].block_t + 1, TILINGS[-1].block_t + 3)
 
 
-def test_products_of_mxfp8_conform() -> None:
+def test_mxfp8_gemm_conforms() -> None:
     assert check(BLOCK_SCALED[0], CPU, num_rows=MORE_ROWS) >= 3 * len(MORE_ROWS)
 
 
 @pytest.mark.parametrize("num_rows", MORE_ROWS)
-def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows: int) -> None:
+def test_nvfp4_gemm_applies_each_group_scale(num_rows: int) -> None:
     """The interpreter takes a scale's byte for an exponent; so does what is expected here, so sums can be compared."""
     contract = contract_of(BLOCK_SCALED[1])
     for case in contract.cases:
@@ -99,7 +99,7 @@ def test_products_of_nvfp4_join_each_value_with_the_scale_of_its_group(num_rows:
 @pytest.mark.parametrize(
     ("num_heads", "latent_size", "rope_size"), [(3, 64, 16), (70, 64, 16), (16, 512, 64)]
 )
-def test_latent_attention_follows_the_definition(
+def test_mla_decode_conforms(
     num_heads: int,
     latent_size: int,
     rope_size: int,
@@ -121,7 +121,7 @@ def test_latent_attention_follows_the_definition(
 
 
 @pytest.mark.parametrize("least_share", [mla_decode.MIN_SHARE, 32], ids=["whole", "split"])
-def test_latents_that_nobody_wrote_do_not_reach_a_row(
+def test_mla_decode_ignores_unwritten_entries(
     least_share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mla_decode, "MIN_SHARE", least_share)

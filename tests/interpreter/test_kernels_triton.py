@@ -54,7 +54,7 @@ OF_ROW_FP8 = (
     [s for s in TRITON if s.op not in ("attention", *TO_FP8, *OF_ROW_FP8)],
     ids=lambda s: s.op,
 )
-def test_a_triton_kernel_conforms_on_strided_and_empty_inputs(spec: KernelSpec) -> None:
+def test_kernel_conforms(spec: KernelSpec) -> None:
     if spec.op in WITH_DOTS:  # the interpreter's bfloat16 products are wrong
         spec = replace(spec, capability=replace(spec.capability, dtypes=("float32", "float16")))
     cases = [p for p in problems(spec) if p.get("vocab_size", 0) < MAX_ELEMENTS]
@@ -65,9 +65,7 @@ def test_a_triton_kernel_conforms_on_strided_and_empty_inputs(spec: KernelSpec) 
 
 @pytest.mark.parametrize("spec", [s for s in TRITON if s.op in TO_FP8], ids=lambda s: s.op)
 @pytest.mark.parametrize(("dtype", "num_rows"), [("float32", 5), ("float16", 3), ("float16", 0)])
-def test_rows_are_quantised_as_the_reference_does(
-    spec: KernelSpec, dtype: str, num_rows: int
-) -> None:
+def test_quantization_matches_the_reference(spec: KernelSpec, dtype: str, num_rows: int) -> None:
     contract = contract_of(spec)
     for problem in ({**case, "dtype": dtype} for case in contract.cases):
         found = run(
@@ -88,7 +86,7 @@ def test_rows_are_quantised_as_the_reference_does(
 
 @pytest.mark.parametrize("op", WITH_ONE_ROW)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_one_row_has_a_kernel_of_its_own_which_also_adds_a_bias(op: str, dtype: str) -> None:
+def test_gemv_kernel_adds_a_bias(op: str, dtype: str) -> None:
     (spec,) = (
         spec
         for spec in TRITON
@@ -117,7 +115,7 @@ def test_one_row_has_a_kernel_of_its_own_which_also_adds_a_bias(op: str, dtype: 
         (4, 2, 24, 16, 20, "float16", "float8_e4m3fn"),
     ],
 )
-def test_paged_attention_follows_the_formula(
+def test_paged_attention_matches_the_formula(
     phase: str,
     num_heads: int,
     num_kv_heads: int,
@@ -152,7 +150,7 @@ def test_paged_attention_follows_the_formula(
     ],
 )
 @pytest.mark.parametrize("size", [64, 1100])
-def test_what_quantises_behind_another_op_gives_the_bits_of_both_one_after_another(
+def test_fused_quantization_matches_separate_kernels_bitwise(
     op: str, plain: str, quantize: str, size: int
 ) -> None:
     problem = {"size": size, "dtype": "float16"}
@@ -170,7 +168,7 @@ def test_what_quantises_behind_another_op_gives_the_bits_of_both_one_after_anoth
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3])
-def test_a_product_split_over_programs_is_that_of_one_and_leaves_its_counts_at_zero(
+def test_split_gemm_matches_unsplit_and_resets_counts(
     num_splits: int,
 ) -> None:
     from tokenspeed_kernels.triton.linear.gemm_fp8 import FewRows, Tiling

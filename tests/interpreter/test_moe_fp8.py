@@ -32,7 +32,7 @@ def _rounds_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_fp8, "quantize_fp8", fp8.quantize_fp8)
 
 
-def test_experts_conform_without_tokens_and_with() -> None:
+def test_experts_conform() -> None:
     spec = replace(SPEC, capability=replace(SPEC.capability, dtypes=("float16",)))
     assert check(spec, CPU, num_rows=(0, 1, 9)) == 12
 
@@ -44,7 +44,7 @@ def test_experts_conform_without_tokens_and_with() -> None:
         PAIRS[-1] + 2,
     ],
 )
-def test_every_tiling_gives_what_the_reference_gives(num_pairs: int) -> None:
+def test_every_tiling_matches_the_reference(num_pairs: int) -> None:
     case = {
         "num_experts": 5,
         "top_k": 2,
@@ -55,7 +55,7 @@ def test_every_tiling_gives_what_the_reference_gives(num_pairs: int) -> None:
     assert check(SPEC, CPU, cases=[case], num_rows=(num_pairs // 2,)) == 2
 
 
-def test_features_that_the_matrix_units_cannot_read_are_refused() -> None:
+def test_unaligned_features_are_rejected() -> None:
     refused = [
         limit.axis
         for limit in SPEC.capability.limits

@@ -42,7 +42,7 @@ PROMPTS_TOO = (
     [(TRITON_ATTENTION[0], "decode"), (TRITON_ATTENTION[0], "prefill"), (PREFILL, "prefill")],
     ids=["decodes", "prompts beside decodes", "prompts of blackwell"],
 )
-def test_a_backend_finds_other_rows_in_the_same_buffers(
+def test_replay_reads_new_rows_from_the_same_buffers(
     spec: KernelSpec, phase: str, window: int | None
 ) -> None:
     problem = AttentionProblem(phase, 4, 2, 64, "float32", "float32", 64, 0.125, window)

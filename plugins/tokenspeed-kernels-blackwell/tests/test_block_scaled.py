@@ -38,11 +38,11 @@ SCALED = {MXFP8: "kind::mxf8f6f4.block_scale.block32", NVFP4: "kind::mxf4nvf4.bl
 
 
 @pytest.mark.parametrize("spec", TORCH_BLOCKS, ids=lambda spec: spec.op)
-def test_the_reference_conforms(spec: KernelSpec) -> None:
+def test_reference_conforms(spec: KernelSpec) -> None:
     assert check(spec, CPU) > 10
 
 
-def test_an_mxfp8_scale_is_the_least_power_of_two_that_keeps_a_group_within_448() -> None:
+def test_mxfp8_scale_is_the_smallest_that_fits() -> None:
     x = torch.zeros(1, 6 * 32)
     for group, largest in enumerate((448.0, 449.0, 224.0, 0.0, 1e-38, 3e38)):
         x[0, 32 * group + 5] = -largest
@@ -52,13 +52,13 @@ def test_an_mxfp8_scale_is_the_least_power_of_two_that_keeps_a_group_within_448(
     torch.testing.assert_close(mxfp8_values(codes, scale), x, rtol=2**-4, atol=1e-39)
 
 
-def test_values_of_mxfp8_are_within_a_sixteenth() -> None:
+def test_mxfp8_error_is_below_one_sixteenth() -> None:
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     rounded = mxfp8_values(*mxfp8_rows(x))
     assert ((rounded - x).abs() <= x.abs() / 16 + x.abs().amax() * 2**-16).all()
 
 
-def test_what_e2m1_holds_comes_back_and_what_lies_between_goes_to_the_nearest_even_code() -> None:
+def test_e2m1_values_round_trip_and_ties_round_to_even() -> None:
     one = torch.ones(1)
     held = torch.tensor([E2M1, tuple(-value for value in E2M1)]).flatten().view(1, 16)
     assert torch.equal(nvfp4_values(*nvfp4_rows(held, one)), held)
@@ -67,7 +67,7 @@ def test_what_e2m1_holds_comes_back_and_what_lies_between_goes_to_the_nearest_ev
     assert nvfp4_values(*nvfp4_rows(between, one))[0, :8].tolist() == expected
 
 
-def test_a_groups_scale_is_rounded_to_e4m3_under_the_scale_of_all() -> None:
+def test_nvfp4_group_scale_is_rounded_to_e4m3() -> None:
     x = torch.zeros(1, 32)
     x[0, 3], x[0, 20] = 2688.0, 6.5
     codes, group_scale = nvfp4_rows(x, torch.tensor([0.5]))
@@ -81,7 +81,7 @@ def test_a_groups_scale_is_rounded_to_e4m3_under_the_scale_of_all() -> None:
 @pytest.mark.parametrize("capability", [100, 103])
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.block_t} tokens")
 @pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
-def test_the_tensor_cores_scale_the_operands_themselves(
+def test_gemm_uses_block_scaled_tensor_cores(
     form: Format, tiling: Tiling, capability: int, tmp_path: Path
 ) -> None:
     value, scale = ("fp8e4nv", "u8") if form is MXFP8 else ("u8", "fp8e4nv")
@@ -125,7 +125,7 @@ def test_the_tensor_cores_scale_the_operands_themselves(
 
 
 @pytest.mark.parametrize("op", ["linear_mxfp8", "linear_nvfp4"])
-def test_a_blackwell_device_gets_the_kernel_and_others_the_reference_with_the_reason(
+def test_block_scaled_kernel_is_selected_on_blackwell_only(
     op: str,
 ) -> None:
     catalog = Catalog.discover()

@@ -52,11 +52,11 @@ def selector(capability: tuple[int, int], *backends: str) -> Selector:
     )
 
 
-def test_the_reference_conforms() -> None:
+def test_reference_conforms() -> None:
     assert check(TORCH_MLA, torch.device("cpu")) > 20
 
 
-def test_each_head_attends_to_its_rows_entries_and_takes_their_leading_elements() -> None:
+def test_reference_matches_explicit_attention() -> None:
     torch.manual_seed(0)
     cache, q = torch.randn(5, 4, 12), torch.randn(2, 3, 12)
     table, lengths = (
@@ -74,7 +74,7 @@ def test_each_head_attends_to_its_rows_entries_and_takes_their_leading_elements(
             torch.testing.assert_close(y[row, head], expected)
 
 
-def test_what_nobody_wrote_has_no_part_in_a_row_and_a_row_of_length_0_gives_zeros() -> None:
+def test_reference_ignores_unwritten_entries() -> None:
     cache = torch.full((3, 4, 12), float("nan"))
     cache[1, :2] = 1.0
     table = torch.tensor([[1, -1, 99], [-1, -1, -1]], dtype=torch.int32)
@@ -86,7 +86,7 @@ def test_what_nobody_wrote_has_no_part_in_a_row_and_a_row_of_length_0_gives_zero
 
 
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
-def test_the_library_is_taken_by_name_and_our_own_kernel_by_auto(num_heads: int) -> None:
+def test_auto_selects_our_kernel_and_the_library_needs_a_name(num_heads: int) -> None:
     problem = {**DEEPSEEK, "num_heads": num_heads}
     for names, taken in (((), "blackwell"), (("flashinfer",), "flashinfer")):
         chosen = selector((10, 3), *names)
@@ -97,7 +97,7 @@ def test_the_library_is_taken_by_name_and_our_own_kernel_by_auto(num_heads: int)
         assert passed_over is not bool(names)
 
 
-def test_what_the_library_refuses_is_refused_when_the_model_is_built_with_the_reason() -> None:
+def test_unsupported_shapes_are_rejected_at_build() -> None:
     for axis, value, reason in (
         ("num_heads", 96, "num_heads 96 is above 64"),
         ("block_size", 16, "block_size 16 is not among 32, 64"),
@@ -113,9 +113,7 @@ def test_what_the_library_refuses_is_refused_when_the_model_is_built_with_the_re
 
 @pytest.mark.parametrize("capability", [100, 103])
 @pytest.mark.parametrize("tiling", [FEW, MANY], ids=lambda tiling: f"{tiling.block_h} heads")
-def test_the_kernel_fits_the_multiprocessor_and_uses_its_own_units(
-    tiling: Tiling, capability: int, tmp_path: Path
-) -> None:
+def test_mla_kernel_fits_and_uses_tcgen05(tiling: Tiling, capability: int, tmp_path: Path) -> None:
     dtype = "bf16" if capability == 100 else "fp16"
     boxes = {
         f"{name}_desc": f"tensordesc<{dtype}[1, {size}, {width}]>"
@@ -158,7 +156,7 @@ def test_the_kernel_fits_the_multiprocessor_and_uses_its_own_units(
     assert code.tensor_columns <= TENSOR_COLUMNS
 
 
-def test_the_merging_of_parts_compiles_without_spills(tmp_path: Path) -> None:
+def test_merge_kernel_compiles_without_spills(tmp_path: Path) -> None:
     signature = {"part_ptr": "*fp32", "lse_ptr": "*fp32", "y_ptr": "*bf16", "num_splits": "i32"}
     code = compiled(
         merge,

@@ -52,7 +52,7 @@ Again = Callable[[Tensor], Tensor]
 
 
 @pytest.mark.parametrize("spec", TORCH_MOE, ids=lambda spec: spec.op)
-def test_the_reference_conforms(spec: KernelSpec) -> None:
+def test_reference_conforms(spec: KernelSpec) -> None:
     assert check(spec, CPU) > 10
 
 
@@ -82,7 +82,7 @@ def widened(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return gate_up, down
 
 
-def test_mxfp8_experts_are_those_of_the_widened_weights_and_of_activations_rounded_alike() -> None:
+def test_mxfp8_reference_matches_dequantized_experts() -> None:
     given = make_inputs(contract_of(TORCH_MOE[0]), SIZES, 9, CPU, strided=True)
 
     def rounded(x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_mxfp8_experts_are_those_of_the_widened_weights_and_of_activations_round
     )
 
 
-def test_nvfp4_experts_are_those_of_the_widened_weights_and_of_activations_rounded_alike() -> None:
+def test_nvfp4_reference_matches_dequantized_experts() -> None:
     given = make_inputs(contract_of(TORCH_MOE[1]), SIZES, 9, CPU, strided=True)
 
     def rounded(over_all: Tensor) -> Again:
@@ -110,9 +110,7 @@ def test_nvfp4_experts_are_those_of_the_widened_weights_and_of_activations_round
 @pytest.mark.parametrize(
     ("spec", "most"), [(TORCH_MOE[0], 0.06), (TORCH_MOE[1], 0.25)], ids=["mxfp8", "nvfp4"]
 )
-def test_rounding_activations_moves_the_sums_by_no_more_than_their_bits_explain(
-    spec: KernelSpec, most: float
-) -> None:
+def test_activation_rounding_error_is_bounded(spec: KernelSpec, most: float) -> None:
     given = make_inputs(contract_of(spec), SIZES, 64, CPU, strided=False)
     exact = by_token(given, *widened(given), torch.Tensor.float, torch.Tensor.float)
     difference = spec.factory()(SIZES)(*given.values()) - exact
@@ -141,7 +139,7 @@ def signature(kernel: Any, form: Format) -> dict[str, str]:
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.block_t} pairs")
 @pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
 @pytest.mark.parametrize("kernel", [gate_up, down], ids=["gate_up", "down"])
-def test_the_tensor_cores_scale_the_operands_of_experts_themselves(
+def test_experts_use_block_scaled_tensor_cores(
     kernel: Any, form: Format, tiling: Tiling, capability: int, tmp_path: Path
 ) -> None:
     types = signature(kernel, form)
@@ -178,7 +176,7 @@ def test_the_tensor_cores_scale_the_operands_of_experts_themselves(
 
 
 @pytest.mark.parametrize("op", [spec.op for spec in MOE])
-def test_a_blackwell_device_gets_the_experts_kernel_and_others_the_reference_with_the_reason(
+def test_experts_kernel_is_selected_on_blackwell_only(
     op: str,
 ) -> None:
     catalog = Catalog.discover()
@@ -198,7 +196,7 @@ def test_a_blackwell_device_gets_the_experts_kernel_and_others_the_reference_wit
 
 
 @pytest.mark.parametrize("op", [spec.op for spec in MOE])
-def test_experts_of_a_size_that_no_tile_divides_go_to_the_reference_with_the_reason(
+def test_experts_with_odd_sizes_use_the_reference(
     op: str,
 ) -> None:
     catalog = Catalog.discover()

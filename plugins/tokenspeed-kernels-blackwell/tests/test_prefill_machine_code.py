@@ -20,7 +20,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("capability", "head_size", "has_window"), CASES)
-def test_a_tile_of_prompts_fits_the_multiprocessor_and_uses_its_own_units(
+def test_prefill_kernel_fits_and_uses_tcgen05(
     capability: int, head_size: int, has_window: bool, tmp_path: Path
 ) -> None:
     (block_size,), dtype = PREFILL.capability.block_sizes, "fp16" if has_window else "bf16"

@@ -24,7 +24,7 @@ FORMS = [
 @pytest.mark.parametrize("capability", [100, 103])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("kernel", "results"), FORMS, ids=["mxfp8", "nvfp4"])
-def test_the_device_rounds_to_e4m3_itself_and_divides_exactly(
+def test_quantize_kernels_use_exact_instructions(
     kernel: Any, results: dict[str, str], dtype: str, capability: int, tmp_path: Path
 ) -> None:
     types = {"x_ptr": f"*{dtype}", **results, "x_stride": "i32"}
@@ -49,7 +49,7 @@ def test_the_device_rounds_to_e4m3_itself_and_divides_exactly(
 
 
 @pytest.mark.parametrize("op", ["quantize_mxfp8", "quantize_nvfp4"])
-def test_a_blackwell_device_quantises_rows_by_the_kernel_and_others_by_the_reference(
+def test_quantize_kernel_is_selected_on_blackwell_only(
     op: str,
 ) -> None:
     catalog = Catalog.discover()

@@ -38,7 +38,7 @@ def problem(phase: str, block_size: int = 64, dtype: str = "bfloat16") -> Attent
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 1), (10, 3)])
-def test_a_blackwell_device_gets_this_backend_for_prompts_and_the_portable_one_for_decodes(
+def test_blackwell_uses_it_for_prefill_and_triton_for_decode(
     capability: tuple[int, int],
 ) -> None:
     chosen = selector(capability)
@@ -53,7 +53,7 @@ def test_a_blackwell_device_gets_this_backend_for_prompts_and_the_portable_one_f
     )
 
 
-def test_the_block_size_is_settled_so_that_prompts_get_this_backend() -> None:
+def test_block_size_is_chosen_for_prefill() -> None:
     why = [
         sys.executable,
         "-m",
@@ -74,7 +74,7 @@ def test_the_block_size_is_settled_so_that_prompts_get_this_backend() -> None:
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
-def test_devices_before_and_after_are_told_in_one_line_why_they_do_not_get_it(
+def test_other_devices_get_the_reason(
     capability: tuple[int, int],
 ) -> None:
     chosen = selector(capability)
@@ -84,7 +84,7 @@ def test_devices_before_and_after_are_told_in_one_line_why_they_do_not_get_it(
     assert said in kernel_table(chosen.plan())
 
 
-def test_what_it_was_not_made_for_goes_to_the_portable_backend_with_the_reason() -> None:
+def test_unsupported_problems_use_triton() -> None:
     chosen = selector((10, 0))
     for other, reason in (
         (problem("prefill", block_size=16), "block_size 16 is not among 64"),
@@ -94,14 +94,14 @@ def test_what_it_was_not_made_for_goes_to_the_portable_backend_with_the_reason()
         assert reason in explain(chosen.plan(), "attention")
 
 
-def test_without_a_gpu_a_dry_run_says_in_one_line_why_the_backend_is_not_used() -> None:
+def test_dry_run_without_gpu_gives_the_reason() -> None:
     lines = dry_run(Config.from_keywords(device="cpu")).splitlines()
     (said,) = [line for line in lines if "blackwell: " in line]
     assert said.endswith("(attention)")
     assert "blackwell: it runs on cuda, and the device is cpu" in said
 
 
-def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
+def test_naming_it_without_gpu_is_an_error() -> None:
     config = Config.from_keywords(
         device="cpu", attention_backend={"prefill": "blackwell", "decode": "torch"}
     )
@@ -112,7 +112,7 @@ def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_se
         dry_run(config)
 
 
-def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone() -> None:
+def test_auto_skips_backends_that_need_compilation() -> None:
     catalog = Catalog.discover()
     for names, taken in ((("auto",), "blackwell"), (("trtllm",), "trtllm"), (("fa4",), "fa4")):
         chosen = Selector(
@@ -127,7 +127,7 @@ def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone() -> Non
 @pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is not None, reason="the library is installed"
 )
-def test_without_its_library_the_plan_says_how_to_get_it() -> None:
+def test_missing_library_shows_how_to_install_it() -> None:
     chosen = selector((10, 0))
     chosen.select_attention(problem("decode"))
     assert (

@@ -8,7 +8,6 @@ import os
 import sys
 import zipfile
 from dataclasses import replace
-from importlib.metadata import metadata
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -229,7 +228,7 @@ SHARING = Rows((1,) * 11, (400, 325, 340, 700, 321, 333, 322, 350, 399, 321, 0),
 
 @ON_CPU
 @pytest.mark.usefixtures("stand_in")
-def test_over_a_class_that_computes_the_definition_the_backend_conforms() -> None:
+def test_backend_conforms_over_a_stand_in() -> None:
     spec = ATTENTION[-1]
     small = replace(
         spec, capability=replace(spec.capability, head_sizes=(64,), block_sizes=(16, 32))
@@ -243,7 +242,7 @@ def without_host(scene: Fixture) -> Fixture:
 
 
 @ON_CPU
-def test_keys_that_all_rows_share_are_attended_to_once_and_by_rows_that_have_them(
+def test_shared_prefix_is_read_once(
     stand_in: type[Wrapper],
 ) -> None:
     scene = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
@@ -257,7 +256,7 @@ def test_keys_that_all_rows_share_are_attended_to_once_and_by_rows_that_have_the
 
 
 @ON_CPU
-def test_the_option_reads_all_keys_for_every_row(stand_in: type[Wrapper]) -> None:
+def test_option_disables_sharing(stand_in: type[Wrapper]) -> None:
     scene = make_fixture(HALVES, SHARING, torch.device("cpu"), seed=0)
     factory = ATTENTION[-1].factory(FlashInferOptions(shared_prefix=False))
     attend(factory(HALVES, limits_of(scene), torch.device("cpu")), scene)
@@ -266,7 +265,7 @@ def test_the_option_reads_all_keys_for_every_row(stand_in: type[Wrapper]) -> Non
 
 
 @ON_CPU
-def test_a_captured_step_is_planned_again_at_the_same_addresses_for_other_lengths(
+def test_captured_step_is_replanned_in_the_same_buffers(
     stand_in: type[Wrapper],
 ) -> None:
     problem = replace(HALVES, phase="prefill")
@@ -284,7 +283,7 @@ def test_a_captured_step_is_planned_again_at_the_same_addresses_for_other_length
 
 
 @ON_CPU
-def test_padding_tokens_of_a_captured_step_get_zeros(stand_in: type[Wrapper]) -> None:
+def test_padding_tokens_get_zeros(stand_in: type[Wrapper]) -> None:
     problem = replace(HALVES, phase="prefill")
     scene = without_host(make_fixture(problem, Rows((9, 5), (20, 5)), torch.device("cpu"), seed=0))
     kernel = ATTENTION[-1].factory()(problem, limits_of(scene), torch.device("cpu"))
@@ -311,21 +310,11 @@ def test_padding_tokens_of_a_captured_step_get_zeros(stand_in: type[Wrapper]) ->
         "too few keys",
     ],
 )
-def test_shared_blocks_are_the_leading_ones_of_all_rows(
+def test_shared_blocks_are_leading_blocks_of_all_rows(
     lengths: list[int], tables: list[list[int]], expected: int
 ) -> None:
     given = torch.tensor(lengths, dtype=torch.int32), torch.tensor(tables, dtype=torch.int32)
     assert shared_blocks(*given, 16).tolist() == [expected, 0]
-
-
-def test_the_library_is_an_extra_so_that_the_plugin_installs_on_any_machine() -> None:
-    about = metadata("tokenspeed-kernels-flashinfer")
-    assert about.get_all("Provides-Extra") == ["flashinfer"]
-    assert not [
-        line
-        for line in about.get_all("Requires-Dist") or ()
-        if "flashinfer" in line and "extra" not in line
-    ]
 
 
 def source(path: str) -> ast.Module:
@@ -355,9 +344,7 @@ def library_class() -> dict[str, ast.FunctionDef]:
 
 @pytest.mark.parametrize("library", SIGNATURES)
 @pytest.mark.parametrize("method", GIVEN)
-def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(
-    library: str, method: str
-) -> None:
+def test_library_accepts_our_arguments(library: str, method: str) -> None:
     _, *parameters = parsed(SIGNATURES[library][f"{PREFILL}.{method}"]).parameters.values()
     named = [each for each in parameters if each.kind is not each.VAR_POSITIONAL]
     required = {each.name for each in named if each.default is each.empty}
@@ -367,7 +354,7 @@ def test_the_librarys_own_methods_take_the_arguments_that_the_backend_gives(
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
-def test_the_library_has_the_signatures_that_are_kept() -> None:
+def test_library_has_the_recorded_signatures() -> None:
     (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
     assert {name: read(wheel, name) for name in SIGNATURES[library_of(wheel)]} == SIGNATURES[
         library_of(wheel)
@@ -375,7 +362,7 @@ def test_the_library_has_the_signatures_that_are_kept() -> None:
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
-def test_the_library_loads_the_modules_that_are_looked_for_and_compiled_ahead() -> None:
+def test_library_loads_the_expected_modules() -> None:
     (loads,) = functions_in("prefill.py", "get_batch_prefill_module")
     made = {
         node.func.id
@@ -407,7 +394,7 @@ def test_the_library_loads_the_modules_that_are_looked_for_and_compiled_ahead() 
 
 
 @pytest.mark.skipif(WHEELS is None, reason="`nox -s vendors` downloads the library, which is large")
-def test_the_library_plans_in_the_memory_that_the_backend_clears() -> None:
+def test_library_plans_in_the_cleared_buffer() -> None:
     methods = library_class()
     name = "self._pin_memory_int_workspace_buffer"
     assert name in ast.unparse(methods["reset_workspace_buffer"]) and name in ast.unparse(

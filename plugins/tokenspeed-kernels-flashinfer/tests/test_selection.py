@@ -13,9 +13,6 @@ from tokenspeed_testing.explain import explain
 
 from tokenspeed_core.api.attention import AttentionProblem
 from tokenspeed_core.api.kernels import InstalledKernel, PlatformInfo
-from tokenspeed_core.config import Config
-from tokenspeed_core.engine.dry_run import dry_run
-from tokenspeed_core.errors import SelectionError
 from tokenspeed_core.kernels.installed import installed_kernels, installed_rankings
 from tokenspeed_core.kernels.overrides import Override
 from tokenspeed_core.kernels.select import Selector
@@ -62,9 +59,7 @@ def selector(
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone(
-    capability: tuple[int, int], phase: str
-) -> None:
+def test_auto_skips_backends_that_need_compilation(capability: tuple[int, int], phase: str) -> None:
     chosen = selector(capability)
     assert chosen.select_attention(problem(phase)).spec.backend == "triton"
     assert (
@@ -78,7 +73,7 @@ def test_what_must_be_compiled_at_the_first_call_is_taken_by_name_alone(
     ]
 
 
-def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto(
+def test_auto_uses_compiled_modules_on_unranked_devices(
     tmp_path: Path,
 ) -> None:
     modules = compile_them(tmp_path, "80", PLAIN, "cascade")
@@ -95,7 +90,7 @@ def test_what_stands_compiled_for_a_device_that_nobody_measured_is_taken_by_auto
     )
 
 
-def test_on_hopper_what_is_ranked_stays_before_it(tmp_path: Path) -> None:
+def test_ranked_backends_come_first_on_hopper(tmp_path: Path) -> None:
     chosen = selector((9, 0), compile_them(tmp_path, "90a", PLAIN, f"{PLAIN}_sm90", "cascade"))
     assert {
         chosen.select_attention(problem(phase)).spec.backend for phase in ("prefill", "decode")
@@ -126,13 +121,13 @@ def test_on_hopper_what_is_ranked_stays_before_it(tmp_path: Path) -> None:
     ],
     ids=["no merging yet", "fa2", "fa3", "eight bits", "a window shares nothing", "others"],
 )
-def test_on_hopper_a_module_serves_the_phases_that_call_it(
+def test_hopper_modules_serve_the_right_phases(
     names: tuple[str, ...], expected: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
     assert [module.phases for module in compile_them(tmp_path, "90a", *names)] == expected
 
 
-def test_a_module_tells_what_it_was_compiled_for(tmp_path: Path) -> None:
+def test_module_name_is_parsed(tmp_path: Path) -> None:
     name = PREFILL.format(q="f16", kv="e4m3", size=64, window=True)
     assert compile_them(tmp_path, "80_120f", name) == tuple(
         Module(capability, "float16", "float8_e4m3fn", 64, True, ("prefill", "decode"))
@@ -140,14 +135,14 @@ def test_a_module_tells_what_it_was_compiled_for(tmp_path: Path) -> None:
     )
 
 
-def test_a_module_that_is_being_compiled_does_not_stand_compiled(tmp_path: Path) -> None:
+def test_partial_compilation_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "80" / "cached_ops" / PLAIN
     folder.mkdir(parents=True)
     (folder / "build.ninja").touch()
     assert modules_in(tmp_path) == ()
 
 
-def test_modules_are_looked_for_where_the_library_keeps_them(
+def test_modules_are_found_in_the_library_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
@@ -163,7 +158,7 @@ def test_modules_are_looked_for_where_the_library_keeps_them(
 @pytest.mark.parametrize(
     ("installed", "num_found"), [("0.6.14", 1), ("0.6.18.post1", 1), ("0.7.2.post1", 0)]
 )
-def test_what_a_version_of_other_names_compiled_does_not_count(
+def test_modules_of_unknown_versions_are_ignored(
     installed: str, num_found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenspeed_kernels_flashinfer.compiled.version", lambda name: installed)
@@ -172,7 +167,7 @@ def test_what_a_version_of_other_names_compiled_does_not_count(
     assert len(compiled_modules()) == num_found
 
 
-def test_compiling_ahead_refuses_a_version_of_other_names(
+def test_compile_command_rejects_unknown_versions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -183,9 +178,7 @@ def test_compiling_ahead_refuses_a_version_of_other_names(
     assert "flashinfer-python 0.7.2.post1 loads modules of other names" in capsys.readouterr().err
 
 
-def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_compile_it() -> (
-    None
-):
+def test_compile_command_builds_missing_modules() -> None:
     compiled = []
 
     class Spec:
@@ -204,7 +197,7 @@ def test_each_module_that_no_package_brings_is_compiled_as_its_first_call_would_
     assert sorted(compiled) == ["one", "two"], "each once"
 
 
-def test_one_phase_alone_may_be_given_to_it() -> None:
+def test_it_can_serve_a_single_phase() -> None:
     catalog = Catalog.discover()
     wishes = [
         Override.parse("attention.prefill", ("triton",)),
@@ -221,14 +214,3 @@ def test_one_phase_alone_may_be_given_to_it() -> None:
         for phase in ("prefill", "decode")
     }
     assert taken == {"prefill": "triton", "decode": "flashinfer"}
-
-
-def test_asked_for_by_name_without_a_gpu_it_is_an_error_that_names_what_would_serve() -> None:
-    config = Config.from_keywords(
-        device="cpu", attention_backend={"prefill": "flashinfer", "decode": "torch"}
-    )
-    with pytest.raises(
-        SelectionError,
-        match=r"(?s)--attention-backend\.prefill asks for flashinfer.*that fit: torch",
-    ):
-        dry_run(config)
