@@ -1,12 +1,11 @@
-"""Times the installed attention backends beside each other, as captured steps of a model of 40,960 tokens.
+"""Compare the installed attention backends, in captured steps of a model with a context of 40,960 tokens.
 
     python benchmarks/attention_backends.py [--backends NAME ...] [--quick]
 
-Needs a CUDA device. A backend that fails the conformance kit is left out, and the reference is, which no graph can
-hold; one that must be compiled first is checked on the timed problems alone. `--quick` leaves the kit out and times a
-few cases. No time is printed where a backend's result differs from the first one's. Times are those of kernels.py. The
-lines of `prepare` say what a backend costs the host once a step, for all layers. Which backend `auto` takes is decided
-by rank_attention.py.
+Needs a CUDA device. Leaves out backends that fail the conformance kit, and the reference, which cannot run in CUDA
+graphs. Backends that need compilation are checked only on the timed problems. `--quick` skips the kit and times a few
+cases. A backend whose result differs from the first one's gets no time. Times are measured as in kernels.py. `prepare`
+lines show the host time per step, for all layers together. The ranking for `auto` comes from rank_attention.py.
 """
 
 from __future__ import annotations
@@ -47,15 +46,18 @@ MAX_MODEL_LEN = 40960
 
 
 def main() -> None:
-    """Check, time, print a line for each case."""
+    """Check, time, and print a line per case."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--backends", nargs="+", metavar="NAME", help="these alone, in this order; default: all"
+        "--backends",
+        nargs="+",
+        metavar="NAME",
+        help="backends to time, in this order (default: all)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a few cases, without the conformance kit"
+        "--quick", action="store_true", help="time a few cases without the conformance kit"
     )
     given = parser.parse_args()
     device = torch.device("cuda")
@@ -84,7 +86,7 @@ def main() -> None:
 
 
 def times_of(case: Case, specs: list[KernelSpec]) -> Iterator[str]:
-    """Yield what a case takes with each backend, or how far its result is from the first one's."""
+    """Yield the time of a case with each backend, or its difference from the first backend's result."""
     expected: Tensor | None = None
     for spec in specs:
         torch.manual_seed(0)
@@ -99,9 +101,9 @@ def times_of(case: Case, specs: list[KernelSpec]) -> Iterator[str]:
 
 
 def usable(device: torch.device, names: list[str] | None) -> list[KernelSpec]:
-    """Return the backends of these names (None: all installed) that run here in graphs, of each the first that fits.
+    """Return the named backends (None: all installed) that run here in CUDA graphs, with one descriptor each.
 
-    Raises SystemExit where one of the names does not run here.
+    Raises SystemExit if a named backend does not run here.
     """
     specs: dict[str, KernelSpec] = {}
     for kernel in installed_kernels(Catalog.discover()):
@@ -117,12 +119,12 @@ def usable(device: torch.device, names: list[str] | None) -> list[KernelSpec]:
     missing = set(names or ()) - set(specs)
     if missing:
         absent, present = ", ".join(sorted(missing)), ", ".join(specs)
-        raise SystemExit(f"--backends: {absent} cannot run here; those that can: {present}")
+        raise SystemExit(f"--backends: {absent} cannot run here. Available: {present}")
     return [specs[name] for name in (specs if names is None else names)]
 
 
 def fits_timed(spec: KernelSpec, device: torch.device) -> bool:
-    """Run the conformance kit on the problems that are timed; raises what it raises."""
+    """Run the conformance kit on the timed problems."""
     print(
         f"{spec.backend} conforms in {check_attention(spec, device, cases=map(attention_problem, PHASES))} runs"
     )
@@ -130,7 +132,7 @@ def fits_timed(spec: KernelSpec, device: torch.device) -> bool:
 
 
 def prepare_time(spec: KernelSpec, device: torch.device, num_rows: int, length: int) -> float:
-    """Return the median time in microseconds that preparing a captured step of decodes takes, the device idle."""
+    """Return the median time in microseconds of preparing a captured decode step, with an idle device."""
     step, _ = attention_step(
         [1] * num_rows, [length] * num_rows, device, max_model_len=MAX_MODEL_LEN
     )

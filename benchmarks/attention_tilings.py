@@ -1,6 +1,8 @@
-"""Times the Triton attention over tilings, to choose the fixed ones: python benchmarks/attention_tilings.py
+"""Time tilings of the Triton attention kernel, to choose the fixed ones.
 
-Needs a CUDA device. Prints, for each case, the tilings from fastest to slowest.
+    python benchmarks/attention_tilings.py
+
+Needs a CUDA device. Prints the tilings of each case from fastest to slowest.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def main() -> None:
                     seconds = time_of(
                         partial(kernel.forward, q, arena[:, 0], arena[:, 1], out), runs=8
                     )
-                except Exception as error:  # a tiling that does not fit the device is a result too
+                except Exception as error:  # the tiling does not fit the device
                     print(f"{tiling}: {type(error).__name__}", flush=True)
                     continue
                 results.append((seconds, tiling))

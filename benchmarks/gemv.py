@@ -1,11 +1,11 @@
 # mypy: allow-untyped-calls
-"""Time the products of a dense layer at one row, as a decode step runs them: one behind the other in a CUDA graph.
+"""Time the linear layers of a dense model for one token, one after another in a CUDA graph as in a decode step.
 
     python benchmarks/gemv.py [SHAPE ...] [--tilings]
 
-µs a layer, medians of 7, over layers whose weights exceed the cache together: torch's products between Triton's norm
-and activation, our kernels launched each after the other's end, and launched early. Both of ours must give the same
-bits, and each product is checked against float64 first. `--tilings` tries other tilings of each product in turn.
+Prints µs per layer, medians of 7, over layers whose weights together exceed the L2 cache: torch's GEMM between Triton's
+norm and activation, our GEMV kernels without PDL, and with PDL. Both of ours must agree bitwise, and each linear layer
+is checked against float64 first. `--tilings` also times other tilings of each.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tokenspeed_kernels.triton.linear.gemm import add_rms_norm_linear, add_rms_n
 from tokenspeed_kernels.triton.linear.gemv import Before, Tiling, multiply, one_row_tiling
 
 EPS = 1e-6
-TOLERANCE = 6e-3  # relative, of bfloat16 results
-WEIGHT_BYTES = 2e9  # of all layers together, many times the cache
-BANDWIDTH = 4.5e12  # bytes a second, of reads
+TOLERANCE = 6e-3  # relative error of bfloat16 results
+WEIGHT_BYTES = 2e9  # of all layers together, many times the L2 cache
+BANDWIDTH = 4.5e12  # bytes read per second
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a layer: rows and length of its weight, and whether a norm stands before it or a gate behind."""
+    """A linear layer: rows and length of its weight, and whether RMS norm or SwiGLU is fused into it."""
 
     name: str
     rows: int
@@ -41,12 +41,12 @@ class Product:
 
     @property
     def out_size(self) -> int:
-        """Elements of the result."""
+        """Output features."""
         return self.rows // 2 if self.gated else self.rows
 
 
 def products(shape: str) -> tuple[Product, ...]:
-    """Return the products of a layer in their order; o takes what of qkv has its length, in place of attention."""
+    """Return the linear layers of a decoder layer in order. The input of o is a slice of qkv, in place of attention."""
     config = SHAPES[shape]
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -59,7 +59,7 @@ def products(shape: str) -> tuple[Product, ...]:
 
 
 class Layers:
-    """Layers of one shape with random weights, and a row that goes through them."""
+    """Decoder layers of one shape with random weights, and an input token."""
 
     def __init__(self, shape: str) -> None:
         self.products = products(shape)
@@ -80,7 +80,7 @@ class Layers:
         return x
 
     def torchs(self) -> Tensor:
-        """Compute all layers with torch's products."""
+        """Compute all layers with torch's GEMM."""
         x = residual = self.x
         parts = [
             (add_rms_norm_linear_silu_mul if p.gated else add_rms_norm_linear)(
@@ -107,7 +107,7 @@ def one(
     tiling: Tiling,
     pdl: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one product of ours; return its result and the residual behind it."""
+    """Compute one linear layer with our kernel; return its result and the residual."""
     x = x[:, : product.length]
     y = x.new_empty((1, product.out_size))
     before = Before(residual, torch.empty_like(x), norm, EPS) if product.normed else None
@@ -116,7 +116,7 @@ def one(
 
 
 def error(product: Product, tiling: Tiling) -> float:
-    """Return a product's relative distance from float64."""
+    """Return the relative error of a linear layer against float64."""
     x, residual, weight = (
         _random(1, product.length),
         _random(1, product.length),
@@ -139,7 +139,7 @@ def error(product: Product, tiling: Tiling) -> float:
 
 
 def timed(layers: Layers, call: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """Return the µs of a layer, replayed from a graph, and the result."""
+    """Return the µs per layer in a CUDA graph, and the result."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         call()
@@ -158,7 +158,7 @@ def timed(layers: Layers, call: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 
 def other_tilings(product: Product) -> Iterator[Tiling]:
-    """Yield tilings of 32 to 128 elements a thread."""
+    """Yield tilings with 32 to 128 elements per thread."""
     length = 1 << (product.length - 1).bit_length()
     for block_n in (1, 2, 4, 8):
         for num_warps in (1, 2, 4, 8):
@@ -172,15 +172,15 @@ def measure(shape: str, *, with_tilings: bool) -> None:
     tilings = [one_row_tiling(p.length, gated=p.gated) for p in layers.products]
     for product, tiling in zip(layers.products, tilings, strict=True):
         if not (wrong := error(product, tiling)) < TOLERANCE:
-            raise SystemExit(f"{shape} {product.name} {tiling}: wrong by {wrong}")
+            raise SystemExit(f"{shape} {product.name} {tiling}: wrong result, error {wrong}")
     torchs, _ = timed(layers, layers.torchs)
     after, expected = timed(layers, lambda: layers.ours(tilings, False))
-    early, found = timed(layers, lambda: layers.ours(tilings, True))
+    with_pdl, found = timed(layers, lambda: layers.ours(tilings, True))
     if not torch.equal(found, expected):
-        raise SystemExit(f"{shape}: kernels that start early give other bits")
+        raise SystemExit(f"{shape}: results with and without PDL differ")
     floor = layers.num_bytes / BANDWIDTH * 1e6
     print(
-        f"{shape}: floor {floor:.1f}, torch {torchs:.1f}, ours {after:.1f}, launched early {early:.1f}",
+        f"{shape}: floor {floor:.1f}, torch {torchs:.1f}, ours {after:.1f}, with PDL {with_pdl:.1f}",
         flush=True,
     )
     for index, product in enumerate(layers.products if with_tilings else ()):
@@ -194,7 +194,7 @@ def measure(shape: str, *, with_tilings: bool) -> None:
 
 
 def main() -> None:
-    """Measure some shapes."""
+    """Time the chosen shapes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("shapes", nargs="*", default=["qwen3-0.6b", "qwen3-8b"])
     parser.add_argument("--tilings", action="store_true")

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls
-"""The kernel benchmark's cases, as data: shapes of served models, with the bytes and operations they cost."""
+"""Cases of the kernel benchmarks: shapes of real models, with the bytes and operations of each."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ BLOCK_SIZE = 16
 class Case:
     """One measurement. `bind(spec)` returns a call without arguments that computes and returns a tensor.
 
-    `num_bytes` is the least that must move, each input read and each output written once; `num_flops` the
-    products that must be computed.
+    `num_bytes`: bytes that must be moved, with each input read and each output written once. `num_flops`: operations
+    of the matrix products.
     """
 
     op: str
@@ -37,7 +37,7 @@ class Case:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """Yield all cases, each making its inputs when it is reached."""
+    """Yield all cases. Inputs are made lazily, case by case."""
     yield from attention_cases(device)
     for num in (64, 8192):
         yield from _rows(device, num)
@@ -55,10 +55,10 @@ def attention_step(
     max_model_len: int = 0,
     num_shared: int = 0,
 ) -> tuple[AttentionStep, int]:
-    """Return a step whose blocks are scattered over a pool, and the pool's number of blocks.
+    """Return a step with scattered blocks, and the number of blocks in its pool.
 
-    With a `max_model_len` it is as a captured one: the host knows no length, the table has columns for so many tokens.
-    All rows have the first one's blocks for their first `num_shared` keys.
+    With a `max_model_len` the step is like a captured one: no host-side lengths, and a block table for that many
+    tokens. All rows share their first `num_shared` keys.
     """
     counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
     table = torch.zeros(
@@ -84,7 +84,7 @@ def attention_step(
 
 
 def attention_problem(phase: str) -> AttentionProblem:
-    """Return the problem of qwen3-8b's layers."""
+    """Return the attention problem of qwen3-8b."""
     return AttentionProblem(phase, H, K, D, "bfloat16", "bfloat16", BLOCK_SIZE, D**-0.5, None)
 
 
@@ -97,9 +97,9 @@ def attention_case(
     max_model_len: int = 0,
     num_shared: int = 0,
 ) -> Case:
-    """Return an attention case of qwen3-8b's heads; causal products count once, not their masked half.
+    """Return an attention case of qwen3-8b. Operations exclude the masked half of causal products.
 
-    A `max_model_len` beyond the rows' own lengths shows what a captured step costs, which is ready for longer ones.
+    A `max_model_len` beyond the rows' lengths shows the cost of a captured step, which must be ready for longer rows.
     """
     phase = "decode" if max(num_queries) == 1 else "prefill"
     problem = attention_problem(phase)
@@ -132,7 +132,7 @@ def attention_case(
 
 
 def attention_cases(device: torch.device, *, max_model_len: int = 0) -> Iterator[Case]:
-    """Yield the cases of attention, each named by its phase first; with a `max_model_len`, all as captured steps."""
+    """Yield the attention cases; with a `max_model_len`, as captured steps. Names begin with the phase."""
 
     def case(
         name: str,
@@ -162,7 +162,7 @@ def attention_cases(device: torch.device, *, max_model_len: int = 0) -> Iterator
 
 
 def few_attention_cases(device: torch.device, *, max_model_len: int) -> Iterator[Case]:
-    """Yield a few cases of attention, as captured steps of a model of so many tokens."""
+    """Yield a few attention cases as captured steps."""
     for num, length, num_shared in (
         (64, 320, 0),
         (256, 640, 0),
@@ -327,6 +327,6 @@ def _experts(device: torch.device, num: int) -> Iterator[Case]:
 
 
 def _by_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return experts' weights [E, O, I] in e4m3, and the scale of each row."""
+    """Return expert weights [E, O, I] in e4m3 with per-channel scales."""
     codes, scale = quantize_rows(weight.flatten(0, 1))
     return codes.view(weight.shape), scale.view(*weight.shape[:2], 1)

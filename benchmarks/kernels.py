@@ -1,11 +1,10 @@
-"""Times every kernel against the torch reference and against what the device could do at best.
+"""Compare every Triton kernel with the torch reference and with the limits of the device.
 
     python benchmarks/kernels.py [--only OP] [--json FILE] [--sweep]
 
-Needs a CUDA device. No time is reported for a kernel that fails the conformance kit or differs from the
-reference on the case itself. Times are medians over runs from a CUDA graph, its inputs evicted from the L2
-cache before each run. The floor is the larger of bytes over the measured copy bandwidth and operations over
-the measured rate of a large matrix product.
+Needs a CUDA device. A kernel that fails the conformance kit, or differs from the reference in the case itself, gets no
+time. Times are medians over runs of a CUDA graph with a flushed L2 cache. The floor is the larger of bytes over the
+measured copy bandwidth and operations over the measured rate of a large GEMM.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ from tokenspeed_testing.conformance import check
 from tokenspeed_core.api.kernels import KernelSpec
 from tokenspeed_kernels import contracts, descriptors
 
-MAX_ERROR = {
-    "sample": 0.1
-}  # part of the ids: sums in float32 and float64 part ways at rounding ties
-MAX_RELATIVE_ERROR = 2e-2  # of norms, in bfloat16
+# Fraction of ids that may differ: sums in float32 and float64 differ at rounding ties.
+MAX_ERROR = {"sample": 0.1}
+MAX_RELATIVE_ERROR = 2e-2  # in the Euclidean norm, for bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device does at best, measured: bytes a second (read and written) and operations a second."""
+    """Measured limits of the device: bytes per second (read plus written) and operations per second."""
 
     bandwidth: float
     flops: float
@@ -61,15 +59,13 @@ class Measured:
 
 
 def main() -> int:
-    """Check, time and report; returns 1 if any kernel is wrong."""
+    """Check, time and report. Return 1 if any kernel is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", help="one op")
-    parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument(
-        "--skip-checks", action="store_true", help="when another command has run them"
-    )
+    parser.add_argument("--only", help="time only this op")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument("--skip-checks", action="store_true", help="skip the conformance kit")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     specs = {
@@ -82,9 +78,8 @@ def main() -> int:
         for backend in ("torch", "triton")
     }
     wanted = {arguments.only} if arguments.only else set(specs["triton"])
-    for (
-        contract
-    ) in contracts.ROPE_CACHE:  # whose reference is no backend: where none fits, the parts run
+    # These references are not backends: without a fused kernel, the parts run.
+    for contract in contracts.ROPE_CACHE:
         specs["torch"][contract.name] = replace(
             specs["triton"][contract.name], load=contract.reference
         )
@@ -94,7 +89,7 @@ def main() -> int:
         else {op for op in wanted if not conforms(specs["triton"][op], device)}
     )
     best = ceilings(device)
-    print(f"copy {best.bandwidth / 1e12:.2f} TB/s, matrix product {best.flops / 1e12:.0f} TFLOP/s")
+    print(f"copy {best.bandwidth / 1e12:.2f} TB/s, GEMM {best.flops / 1e12:.0f} TFLOP/s")
     rows = []
     for case in cases(device):
         if case.op in wanted - wrong:
@@ -122,10 +117,10 @@ def main() -> int:
 
 
 def conforms(spec: KernelSpec, device: torch.device) -> bool:
-    """Run the conformance kit on a kernel, print what came of it and say whether it passed."""
+    """Run the conformance kit on a kernel, print the result, and return whether it passed."""
     try:
         runs = check_attention(spec, device) if spec.op == "attention" else check(spec, device)
-    except Exception as error:  # a report names every wrong kernel, whatever it raised
+    except Exception as error:  # report every wrong kernel
         print(f"{spec.op}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
         return False
     print(f"{spec.op}: conforms in {runs} runs", flush=True)
@@ -153,16 +148,18 @@ def _measure(case: Case, spec: KernelSpec, reference: KernelSpec, ceilings: Ceil
 
 
 def _difference(op: str, found: Tensor, expected: Tensor) -> float:
-    """Return the relative error of norms, or the part of ids that differ."""
+    """Return the relative error in the Euclidean norm, or the fraction of ids that differ."""
     if found.dtype == torch.int64:
         return float((found != expected).double().mean())
-    if op == "add_rms_norm" or "rope" in op:  # in place: the second call saw the first one's output
+    if (
+        op == "add_rms_norm" or "rope" in op
+    ):  # in place: the second call saw the output of the first
         return float("nan")
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def time_of(call: Callable[[], object], *, graph: bool = True, runs: int = 30) -> float:
-    """Return the median time of a call in seconds, the L2 cache flushed before each."""
+    """Return the median time of a call in seconds, with the L2 cache flushed before each."""
     for _ in range(3):
         call()
     replay = call
@@ -188,7 +185,7 @@ def time_of(call: Callable[[], object], *, graph: bool = True, runs: int = 30) -
 
 
 def ceilings(device: torch.device) -> Ceilings:
-    """Measure what the device does at best."""
+    """Measure the limits of the device."""
     source = torch.randn(1 << 30, device=device)
     target = torch.empty_like(source)
     copy = time_of(lambda: target.copy_(source), graph=False, runs=10)

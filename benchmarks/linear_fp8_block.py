@@ -1,10 +1,10 @@
-"""Time the products in e4m3 with a scale a block on this GPU: tilings for few rows, and what there is for many.
+"""Time block-wise FP8 GEMMs on this GPU: tilings for few rows, and the alternatives for many rows.
 
     python benchmarks/linear_fp8_block.py [--rows 1 8 16 32 64] [--many 65 128 256 512 1024 2048 8192]
 
-As `linear_fp8_tilings.py` does it, after a check against float64. `chosen` is what the op does, `torch` its scaled
-product, numbers are tilings of the kernel of tiles, `deepgemm` is the plugin's where its library is installed, and
-`row` has a scale a row.
+Measured as in `linear_fp8_tilings.py`, after a check against float64. `chosen` is the op itself, `torch` is
+torch._scaled_mm, numbers are tilings of the tiled GEMM, `deepgemm` is the plugin's kernel if its library is installed,
+and `row` uses per-token and per-channel scales.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TILINGS = (
 
 
 def few_tilings() -> Iterator[Tiling]:
-    """Yield the tilings to try with few rows."""
+    """Yield the tilings for few rows."""
     for block_n, num_warps, num_stages in (
         (64, 4, 4),
         (64, 4, 8),
@@ -61,14 +61,14 @@ def few_tilings() -> Iterator[Tiling]:
 
 
 def check(name: str, found: Tensor, exact: Tensor) -> None:
-    """End the program where a product is wrong."""
+    """Exit if a result is wrong."""
     error = float((found.double() - exact).norm() / exact.norm())
     if not error < TOLERANCE:
-        raise SystemExit(f"{name}: wrong by {error}")
+        raise SystemExit(f"{name}: wrong result, error {error}")
 
 
 def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
-    """Print one shape's best tilings with few rows."""
+    """Print the best tilings of a shape for few rows."""
     out_size, in_size = weights[0][0].shape
     x, x_scale = quantize_groups(torch.randn(num_rows, in_size, device="cuda"))
     exact = wide(x, x_scale, *weights[0])
@@ -86,13 +86,13 @@ def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
 
 
 def wide(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """Return the product in float64."""
+    """Return the result in float64."""
     left = x.double() * spread_groups(x_scale, x.shape[1]).double()
     return left @ (weight.double() * spread_blocks(weight_scale, *weight.shape).double()).T
 
 
 def many(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
-    """Print what each product takes with many rows."""
+    """Print the time of each alternative for many rows."""
     out_size, in_size = weights[0][0].shape
     plain = torch.randn(num_rows, in_size, device="cuda")
     x, x_scale = quantize_groups(plain)
@@ -126,7 +126,7 @@ def _tiles(x: Tensor, x_scale: Tensor, tiling: ManyTiling, weight: Weight) -> Te
 
 
 def main() -> None:
-    """Sweep."""
+    """Time all shapes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64])
     parser.add_argument(

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-calls
-"""Find the best tilings of the Triton kernel for few rows in e4m3 on this GPU, beside torch's scaled product.
+"""Find the best tilings of the FP8 GEMM for few rows on this GPU, compared with torch._scaled_mm.
 
     python benchmarks/linear_fp8_tilings.py [--rows 1 16 32 64] [--few-only]
 
-Each shape is timed inside a CUDA graph over copies of its weight that exceed the cache together: medians of 7, after a
-check against float64. Then the scaled product with many rows, its quick accumulation on and off, beside bfloat16.
+Each shape is timed in a CUDA graph over copies of its weight that together exceed the L2 cache: medians of 7, after a
+check against float64. Then times torch._scaled_mm for many rows, with and without fast accumulation, and bfloat16.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.nn import functional
 from tokenspeed_kernels.reference.fp8 import quantize_rows
 from tokenspeed_kernels.triton.linear.gemm_fp8 import MAX_ROWS, FewRows, Tiling, tiling_of
 
-SHAPES = {  # name: (out, in)
+SHAPES = {  # name: (out_size, in_size)
     "8b qkv": (6144, 4096),
     "8b o": (4096, 4096),
     "8b gate_up": (24576, 4096),
     "8b down": (4096, 12288),
 }
-COLD_BYTES = 400_000_000  # of weight copies, several times the cache
+COLD_BYTES = 400_000_000  # of weight copies, several times the L2 cache
 TOLERANCE = 6e-3  # relative, of bfloat16 results
 MANY = (128, 256, 2048, 8192)
 
@@ -36,7 +36,7 @@ Weight = tuple[Tensor, Tensor]
 
 
 def micros(call: Callable[[Weight], Tensor], weights: Sequence[Weight]) -> float:
-    """Return the microseconds of one call, launched from a graph over all weights."""
+    """Return the microseconds per call, in a CUDA graph over all weights."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         for weight in weights[:2]:
@@ -56,7 +56,7 @@ def micros(call: Callable[[Weight], Tensor], weights: Sequence[Weight]) -> float
 
 
 def tilings(num_rows: int) -> Iterator[Tiling]:
-    """Yield the tilings to try."""
+    """Yield the tilings to time."""
     few = ((64, 128, 4, 4), (64, 128, 4, 8), (64, 256, 4, 4))
     for block_n, block_k, num_warps, num_stages in (
         few if num_rows <= 64 else ((64, 128, 4, 4), (128, 128, 8, 4))
@@ -67,7 +67,7 @@ def tilings(num_rows: int) -> Iterator[Tiling]:
 
 
 def scaled(x: Tensor, x_scale: Tensor, weight: Weight, *, quick: bool = True) -> Tensor:
-    """Return torch's own product."""
+    """Return the result of torch._scaled_mm."""
     return torch._scaled_mm(
         x,
         weight[0].t(),
@@ -79,7 +79,7 @@ def scaled(x: Tensor, x_scale: Tensor, weight: Weight, *, quick: bool = True) ->
 
 
 def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
-    """Print one shape's best tilings with few rows."""
+    """Print the best tilings of a shape for few rows."""
     out_size, in_size = weights[0][0].shape
     x, x_scale = quantize_rows(torch.randn(num_rows, in_size, device="cuda"))
     exact = (x.double() * x_scale.double()) @ (weights[0][0].double() * weights[0][1].double()).T
@@ -92,7 +92,7 @@ def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
         got = multiply(x, x_scale, *weights[0], None)
         error = float((got.double() - exact).norm() / exact.norm())
         if not error < TOLERANCE:
-            raise SystemExit(f"{name}, {num_rows} rows, {tiling}: wrong by {error}")
+            raise SystemExit(f"{name}, {num_rows} rows, {tiling}: wrong result, error {error}")
         found.append((micros(lambda w: multiply(x, x_scale, *w, None), weights), tiling))  # noqa: B023
     found.sort(key=lambda each: each[0])
     chosen = next((took for took, tiling in found if tiling == ours), float("nan"))
@@ -105,7 +105,7 @@ def few(name: str, num_rows: int, weights: Sequence[Weight]) -> None:
 
 
 def many(name: str, weights: Sequence[Weight]) -> None:
-    """Print the rates of one shape with many rows, in TFLOP/s."""
+    """Print the rates of a shape for many rows, in TFLOP/s."""
     out_size, in_size = weights[0][0].shape
     wide = weights[0][0].to(torch.bfloat16)
     for num_rows in MANY:
@@ -128,12 +128,10 @@ def many(name: str, weights: Sequence[Weight]) -> None:
 
 
 def main() -> None:
-    """Sweep."""
+    """Time all shapes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64])
-    parser.add_argument(
-        "--few-only", action="store_true", help="leave out the rates with many rows"
-    )
+    parser.add_argument("--few-only", action="store_true", help="skip the rates for many rows")
     options = parser.parse_args()
     for name, (out_size, in_size) in SHAPES.items():
         weights = [

@@ -1,9 +1,9 @@
-"""Lists where the time of prompts goes, by kernel: the `prefill` traffic through `LLM` on dummy weights, traced.
+"""List the time of prefill by kernel: trace the `prefill` workload through `LLM` with dummy weights.
 
     python benchmarks/prefill_kernels.py qwen3-8b
 
-Prints prompt tokens per second without the profiler, then milliseconds, share and calls of each kernel, and how long
-the device was idle between the first and the last of them. Needs a CUDA device.
+Prints prompt tokens per second without the profiler, then milliseconds, share and calls of each kernel, and the idle
+time of the device in between. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenspeed_core import LLM, SamplingParams
 
 
 def seconds(llm: LLM, num_prompts: int) -> float:
-    """Serve prompts of 4096 tokens from an empty prefix cache; return what it took."""
+    """Serve prompts of 4,096 tokens with an empty prefix cache; return the seconds."""
     (wave,) = prefill(num_prompts)
     llm.reset_prefix_cache()
     begin = time.perf_counter()
@@ -35,7 +35,7 @@ def seconds(llm: LLM, num_prompts: int) -> float:
 
 
 def report(events: list[Any], most: int) -> None:
-    """Print the kernels that took most of the time from the first one's start to the last one's end."""
+    """Print the kernels with the most time between the first start and the last end."""
     spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
     total: collections.Counter[str] = collections.Counter()
     count: collections.Counter[str] = collections.Counter()
@@ -50,18 +50,18 @@ def report(events: list[Any], most: int) -> None:
         print(
             f"{us / 1e3:9.2f} ms {us / window:6.1%} {count[name]:6d} x {us / count[name]:9.1f} us  {name[:100]}"
         )
-    print(f"{window / 1e3:9.2f} ms in all, {idle / 1e3:.2f} ms of them idle")
+    print(f"{window / 1e3:9.2f} ms in total, {idle / 1e3:.2f} ms idle")
 
 
 def main() -> None:
-    """Parse, time, trace, print."""
+    """Parse arguments, time, trace and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--traced-prompts", type=int, default=12)
-    parser.add_argument("--kernels", type=int, default=20, help="how many to list")
+    parser.add_argument("--kernels", type=int, default=20, help="number of kernels to list")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(str(write(options.shape, Path(folder))), load_format="dummy")

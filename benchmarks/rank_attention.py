@@ -1,14 +1,14 @@
-r"""Ranks attention backends by the time that a model takes with them, and writes it down for `auto` to go by.
+r"""Rank attention backends by end-to-end times of a model, and write the ranking that `auto` uses.
 
     for pair in '"triton"' '"fa3"' '{"prefill": "fa3", "decode": "triton"}'; do
         python benchmarks/offline.py qwen3-8b --repeats 2 --flags "{\"attention_backend\": $pair}"
     done > runs.jsonl
     python benchmarks/rank_attention.py runs.jsonl --capability 9.0 --write tokenspeed_kernels/rankings.py
 
-Prompts are ranked by the workloads "prefill", "throughput" and "agentic", decodes by "latency", "throughput" and
-"agentic", each among runs that differ in that phase's backend alone. Kernels by themselves (attention_backends.py) do
-not decide: their times know nothing of the steps that serving makes, nor of a backend that waits for the device before
-each. A phase that the runs rank is written anew, with the backends of these runs alone; what they do not rank stays.
+Prefill is ranked by the workloads "prefill", "throughput" and "agentic", decode by "latency", "throughput" and
+"agentic", among runs that differ only in that phase's backend. Kernel times alone (attention_backends.py) do not
+decide, because they ignore the mix of steps in serving and backends that synchronise with the device. A phase that the
+runs rank is replaced with the backends of these runs; other phases stay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RANKINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A workload with a pair of backends; `seconds` are those of the best repeat."""
+    """A workload with a pair of backends; `seconds` is the best repeat."""
 
     where: str  # shape and device
     workload: str
@@ -49,19 +49,19 @@ class Run:
 
 
 def main() -> None:
-    """Read, rank, write."""
+    """Read runs, rank, and write the ranking."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "runs",
         type=Path,
-        help="what offline.py printed with several pairs of backends on one device",
+        help="output of offline.py with several pairs of backends on one device",
     )
     parser.add_argument(
-        "--capability", required=True, help="the device's compute capability, such as 9.0"
+        "--capability", required=True, help="compute capability of the device, such as 9.0"
     )
-    parser.add_argument("--write", type=Path, help="where to write the rankings")
+    parser.add_argument("--write", type=Path, help="write the rankings to this file")
     arguments = parser.parse_args()
     runs = list(read(arguments.runs.read_text().splitlines()))
     major, minor = map(int, arguments.capability.split("."))
@@ -78,12 +78,11 @@ def main() -> None:
 
 
 def read(lines: Iterable[str]) -> Iterable[Run]:
-    """Yield the runs of a file of JSON lines, the starts left out."""
+    """Yield the runs in JSON lines, except starts."""
     for data in map(json.loads, lines):
         if data["workload"] != "start":
-            prefill, *decode = data["backends"][
-                "attention"
-            ]  # one name where both phases have the same
+            # A single name means the same backend for both phases.
+            prefill, *decode = data["backends"]["attention"]
             backends = {"prefill": prefill, "decode": decode[0] if decode else prefill}
             yield Run(
                 f"{data['shape']} on {data['platform']}",
@@ -94,7 +93,7 @@ def read(lines: Iterable[str]) -> Iterable[Run]:
 
 
 def ranked(runs: Iterable[Run], phase: str) -> tuple[tuple[str, str], ...]:
-    """Return (backend, its times for people) of a phase, the fastest first by the mean ratio to the best."""
+    """Return (backend, its times as text) for a phase, ranked by the mean ratio to the best time."""
     best: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     for run in runs:
         if run.workload in DECIDES[phase]:

@@ -1,4 +1,4 @@
-"""Checkpoints of MXFP8 and NVFP4: weights quantised, packed and read back by compressed-tensors, by either's names."""
+"""Build MXFP8 and NVFP4 checkpoints with compressed-tensors, under its own and under ModelOpt's tensor names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 FORMATS = {"mxfp8": "mxfp8-quantized", "nvfp4": "nvfp4-pack-quantized"}
 GROUPS = {"mxfp8": 32, "nvfp4": 16}
-MODELOPT = {  # config.json's quantization_config, as NVIDIA ModelOpt 0.41 writes it
+MODELOPT = {  # quantization_config of config.json, as written by NVIDIA ModelOpt 0.41
     form: {
         "ignore": ["lm_head"],
         "quant_algo": form.upper(),
@@ -56,7 +56,7 @@ _TOGETHER = {
 
 
 def compressed_config(form: str) -> dict[str, Any]:
-    """Return `quantization_config` as llm-compressor writes it."""
+    """Return a `quantization_config` like llm-compressor's."""
     scheme = preset_name_to_scheme(form.upper(), ["Linear"]).model_dump(mode="json")
     return {
         "config_groups": {"group_0": scheme},
@@ -69,7 +69,7 @@ def compressed_config(form: str) -> dict[str, Any]:
 
 
 def compressed(form: str, weight: Tensor, largest: float | None = None) -> dict[str, Tensor]:
-    """Return what compressed-tensors stores of a weight [O, I]; `largest` is of all that share its factor."""
+    """Return the tensors that compressed-tensors stores for a weight [O, I]; `largest` determines its per-tensor scale."""
     scheme = preset_name_to_scheme(form.upper(), ["Linear"])
     groups = weight.float().unflatten(1, (-1, GROUPS[form]))
     state, options = {"weight": weight.float()}, {}
@@ -85,7 +85,7 @@ def compressed(form: str, weight: Tensor, largest: float | None = None) -> dict[
 
 
 def decompressed(form: str, stored: dict[str, Tensor]) -> Tensor:
-    """Return what compressed-tensors reads of a weight, in float32 (left to itself it computes in bfloat16)."""
+    """Return a weight dequantized by compressed-tensors in float32 (its default is bfloat16)."""
     scheme, scale = preset_name_to_scheme(form.upper(), ["Linear"]), stored["weight_scale"]
     if form == "mxfp8":
         codes, scale = stored["weight"], decompress_mx_scale(scale)
@@ -107,7 +107,7 @@ def _compressor(form: str) -> Any:
 
 
 def by_modelopt(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what compressed-tensors stores under ModelOpt's names."""
+    """Return the stored tensors under ModelOpt's names."""
     names = {
         "weight_packed": "weight",
         "weight_global_scale": "weight_scale_2",
@@ -131,10 +131,10 @@ def store(
     whole_names: str = "nothing",
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """Quantise a checkpoint on disk and give its model the values that it now holds; return what is stored.
+    """Quantize a checkpoint on disk, load its dequantized values into the model, and return the stored tensors.
 
-    The ranges of activations are those of some tokens. Names in which the expression `whole_names` is found are kept
-    whole, which `changes` of quantization_config are to say.
+    Activation ranges are measured on some tokens. Modules that match the regular expression `whole_names` stay
+    unquantized; `changes` to quantization_config must say so.
     """
     ranges = _ranges(model, token_ids) if form == "nvfp4" else {}
     tensors, whole, largest = load_file(folder / "model.safetensors"), {}, {}
@@ -166,13 +166,13 @@ def store(
 
 
 def _together(name: str) -> str:
-    """Return a name for all projections that are multiplied together with this one."""
+    """Return a name shared by all projections that are fused with this one."""
     parent, _, leaf = name.rpartition(".")
     return f"{parent}.{_TOGETHER.get(leaf, leaf)}"
 
 
 def _ranges(model: nn.Module, token_ids: list[int]) -> dict[str, float]:
-    """Return the largest magnitude of each linear map's input."""
+    """Return the largest magnitude of each linear layer's input."""
     ranges: dict[str, float] = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -194,7 +194,7 @@ def _ranges(model: nn.Module, token_ids: list[int]) -> dict[str, float]:
 
 
 def _give(model: nn.Module, whole: dict[str, Tensor]) -> None:
-    """Put weights into a model, those of experts into the tensors in which it stacks them."""
+    """Load weights into a model, stacking those of experts."""
     state = model.state_dict()
     with torch.no_grad():
         for name, weight in whole.items():

@@ -1,4 +1,4 @@
-"""Checkpoints of fine-grained fp8, written and read back by transformers' own conversions."""
+"""Build block-wise (fine-grained) FP8 checkpoints with transformers' own conversions."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SIZES = {
 
 
 def quantized(weight: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Return the codes of a weight [O, I], and a scale for each `rows` rows of 128 features."""
+    """Return the codes of a weight [O, I], and one scale per block of `rows` x 128."""
     config = FineGrainedFP8Config(weight_block_size=(rows, BLOCK))
     made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
     return made["x.weight"], made["x.weight_scale_inv"]
 
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return what codes and scales stand for, in float32."""
+    """Dequantize codes and scales to float32."""
     found: Tensor = Fp8Dequantize(None).convert(
         {"weight": [codes], "weight_scale_inv": [scale.float()]}
     )["weight"]
@@ -47,7 +47,7 @@ def values(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def store(folder: Path, model: Any, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Quantise a checkpoint on disk and give its model the values that it now holds; return what is stored."""
+    """Quantize a checkpoint on disk, load its dequantized values into the model, and return the stored tensors."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": STORED}))
     tensors, whole = {}, {}
@@ -63,7 +63,7 @@ def store(folder: Path, model: Any, scale_dtype: torch.dtype = torch.float32) ->
 
 
 def quantize_inputs(model: nn.Module) -> None:
-    """Make a model of whole weights compute its linear maps, but the head, of activations quantised as they come."""
+    """Quantize the input of every linear layer of a model dynamically, except the head."""
 
     def rounded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         x = inputs[0]

@@ -1,4 +1,4 @@
-"""The fused rotation and KV write: what it means, and where it is taken."""
+"""The fused rotary embedding and KV cache write: reference and selection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_reference_rotates_then_writes_and_keeps_k() -> None:
 
 
 @pytest.mark.parametrize("rotation", ["rope", "qk_norm_rope"])
-def test_a_gpu_takes_one_kernel_and_a_cpu_the_parts(rotation: str) -> None:
+def test_gpu_uses_one_kernel_and_cpu_the_parts(rotation: str) -> None:
     catalog = Catalog.discover()
     kernels, ops = installed_kernels(catalog), installed_ops(catalog)
 

@@ -1,4 +1,4 @@
-"""The op `mla_decode` in its absorbed form against transformers' attention, which expands every key and value."""
+"""Absorbed MLA decode against transformers, which expands keys and values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = {
 
 
 def randomised(module: nn.Module) -> nn.Module:
-    """Give every parameter, the weights of norms among them, a random value."""
+    """Randomise every parameter, including norm weights."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
@@ -43,7 +43,7 @@ def causal(length: int) -> Tensor:
 
 
 def projected(module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a sequence's queries and rotary queries [n, H, *], its normalised latents and rotary keys [n, *]."""
+    """Return queries and rotary queries [n, H, *], normalised latents and rotary keys [n, *] of a sequence."""
     q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden))).unflatten(-1, (HEADS, -1))
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split((LATENT, ROPE), dim=-1)
     return *q.split((NOPE, ROPE), dim=-1), module.kv_a_layernorm(latent), k_rope

@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead as they will be launched, once, and by threads that end. No device: none is launched."""
+"""Background compilation of kernels, with a stand-in for Triton's compiler and driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tokenspeed_kernels.triton.attention.backend import attention
 from tokenspeed_kernels.triton.linear.gated_gemm import gated_linear
 
 CPU = torch.device("cpu")
-AHEAD = (
+PRECOMPILED = (
     "rms_norm",
     "add_rms_norm",
     "silu_mul",
@@ -65,24 +65,24 @@ SPECS = [
     for name, specs in sorted(vars(descriptors).items())
     if name.startswith("TRITON_")
     for spec in specs
-    if spec.op in AHEAD
+    if spec.op in PRECOMPILED
 ]
-USUAL = {
+WARMED_UP = {
     "bias": None,
     "gate_up_bias": None,
     "down_bias": None,
     "renormalize": True,
     "interleaved": False,
 }
-DEVICES = count(1000)  # Triton keeps what it compiles for a device as long as the process lives
+DEVICES = count(1000)  # a new device per test, because Triton caches kernels by device
 
 
 class Compiler:
-    """Stands for Triton's, and for its driver: notes what is compiled, and by which thread."""
+    """Stand-in for Triton's compiler and driver that records kernels and threads."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[str, str]] = []  # kernel, thread
-        self.glued: list[str] = []
+        self.launchers: list[str] = []
         self.before: Callable[[], object] = lambda: None
 
     def __call__(self, src: Any, **options: Any) -> Any:
@@ -98,13 +98,13 @@ class Compiler:
         )
 
     def driver(self) -> Any:
-        """Return the driver of a device for which no kernel stands compiled."""
+        """Return a driver for a device without compiled kernels."""
         device = next(DEVICES)
         return SimpleNamespace(
             get_current_device=lambda: device,
             get_current_stream=lambda _: 0,
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            launcher_cls=lambda src, _: self.glued.append(src.name),
+            launcher_cls=lambda src, _: self.launchers.append(src.name),
         )
 
     def names(self) -> list[str]:
@@ -123,7 +123,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
 
 def settle() -> None:
-    """Wait for the threads that compile."""
+    """Wait for the compiling threads."""
     for thread in threading.enumerate():
         if thread.name == "precompile":
             thread.join(timeout=60)
@@ -153,12 +153,12 @@ def test_factory_precompiles_what_its_kernel_launches(spec: KernelSpec, compiler
         kernel = spec.factory()(problem)
         settle()
         found = compiler.names()
-        assert len(found) == len(compiler.glued)
+        assert len(found) == len(compiler.launchers)
         for num_rows in (1, 33, 65, 129):
             given = make_inputs(contract, problem, num_rows, CPU, strided=False)
-            kernel(*(USUAL.get(name, value) for name, value in given.items()))
+            kernel(*(WARMED_UP.get(name, value) for name, value in given.items()))
             assert compiler.names() == found, (
-                f"{num_rows} rows launch what was not compiled ahead: {problem}"
+                f"{num_rows} rows launch a kernel that was not precompiled: {problem}"
             )
     assert found
 
@@ -194,7 +194,7 @@ def test_attention_precompiles_every_variant_of_a_step(
     limits = AttentionLimits(65, 2048, 8192, 512)
     backend = attention(problem, limits, CPU)
     settle()
-    ahead_of_it = compiler.names()
+    precompiled = compiler.names()
     k_cache, v_cache = torch.zeros(4, 6, 2, 16, 8, 128).to(getattr(torch, kv_dtype))[:, 2].unbind(1)
     chunks = [[1500], [40], [1] * 16 + [5]] if phase == "prefill" else []
     rows = [[1] * num_rows for num_rows in (1, 2, 8, 20, 33, 48, 64)]
@@ -225,10 +225,10 @@ def test_attention_precompiles_every_variant_of_a_step(
             backend.forward(
                 qkv[:, :num_heads], k_cache, v_cache, torch.empty_like(qkv[:, :num_heads])
             )
-            assert compiler.names() == ahead_of_it, (
-                f"not compiled ahead: {counts}, {shares}, layer {layer}"
+            assert compiler.names() == precompiled, (
+                f"not precompiled: {counts}, {shares}, layer {layer}"
             )
-    assert "attend" in ahead_of_it
+    assert "attend" in precompiled
 
 
 def test_launch_waits_for_a_running_compilation(
@@ -258,9 +258,8 @@ def test_launch_compiles_what_no_thread_has_begun(compiler: Compiler) -> None:
     compiler.before = lambda: (
         threading.current_thread() is threading.main_thread() or may_end.wait(60)
     )
-    precompile.compile_for(
-        launch, precompile.blank("float32", 4), 1, 2, 3
-    )  # two threads begin two of them
+    # Two threads begin two of three kernels.
+    precompile.compile_for(launch, precompile.blank("float32", 4), 1, 2, 3)
     launch(torch.zeros(4), 3)
     may_end.set()
     settle()
@@ -288,13 +287,13 @@ def test_longest_kernel_is_compiled_first(
 
 def test_compiler_errors_are_raised_at_launch(compiler: Compiler) -> None:
     def fail() -> None:
-        raise ValueError(f"no such instruction, says {threading.current_thread().name}")
+        raise ValueError(f"no such instruction in {threading.current_thread().name}")
 
     compiler.before = fail
     precompile.compile_for(launch, precompile.blank("float32", 4), 1)
     settle()
     for _ in range(2):
-        with pytest.raises(ValueError, match="no such instruction, says MainThread"):
+        with pytest.raises(ValueError, match="MainThread"):
             launch(torch.zeros(4), 1)
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a vendor's library is what its wheel has, and a stand-in held to it takes no more."""
+"""Recorded signatures of vendor libraries, and stand-ins that accept only calls that match them."""
 
 from __future__ import annotations
 

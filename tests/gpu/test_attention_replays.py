@@ -1,6 +1,6 @@
-"""Attention in captured steps: each backend that is here, for decodes alone and for prompts beside decodes.
+"""Attention in captured steps, for each installed backend: decode-only and mixed steps.
 
-A backend whose library compiles at its first call is tried where that was done before.
+Backends that compile at their first call are tested only if they are compiled already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCKS = {"blackwell": 64}
 
 
 def spec_of(backend: str, problem: AttentionProblem) -> KernelSpec:
-    """Return the descriptor that serves a problem here, or skip with the reasons."""
+    """Return the descriptor that supports the problem here, or skip with the reasons."""
     catalog, capability = Catalog.discover(), torch.cuda.get_device_capability()
     selector = Selector(
         installed_kernels(catalog),

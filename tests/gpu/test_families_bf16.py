@@ -1,4 +1,4 @@
-"""Each family in bfloat16 on a GPU: the tokens at the first divergence from transformers are among both's best five."""
+"""Each model family in bfloat16 on a GPU, compared with transformers at the first divergence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 
 from tokenspeed_core import LLM, SamplingParams
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "cpu")
-)  # the tiny checkpoints of the CPU's tests
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))  # for tiny_families
 
 from tiny_families import FAMILIES, save_reference
 

@@ -1,4 +1,4 @@
-"""All between two layers' attention as one kernel on a GPU, whose programs wait for each other."""
+"""The fused decoder block on a GPU, including its grid-wide barrier."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ODD = {"in_size": 320, "hidden_size": 704, "intermediate_size": 1344, "out_size"
 def inputs(
     shape: dict[str, int], num_rows: int, dtype: str = "bfloat16"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a problem and what its kernel takes."""
+    """Return a problem and inputs for its kernel."""
     (spec,) = (spec for spec in TRITON_LINEAR if spec.op == "fused_block")
     problem = {**shape, "max_rows": 64, "dtype": dtype}
     return problem, make_inputs(contract_of(spec), problem, num_rows, CUDA, strided=False)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return how far a tensor is from another, relative to its length."""
+    """Return the relative error in the Euclidean norm."""
     return float((found.double() - expected).norm() / expected.norm())
 
 

@@ -1,4 +1,4 @@
-"""The gated product of many rows on a GPU: the bits of a product, its halves rounded, and the gating behind them."""
+"""The gated GEMM on a GPU matches a GEMM followed by SwiGLU bitwise."""
 
 from __future__ import annotations
 

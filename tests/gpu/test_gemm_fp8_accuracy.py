@@ -1,7 +1,7 @@
-"""What the quick accumulation of products in eight bits costs, beside float64 and beside what quantising costs.
+"""The error of fast accumulation in FP8 GEMMs, compared with float64 and with the quantization error.
 
-The matrix units add up in an accumulator of their own, which is shorter than float32; torch's scaled product moves its
-sums to float32 on the way or, quickly, at the end alone. `pytest -s` shows the figures.
+Tensor cores sum in an accumulator that is shorter than float32. torch._scaled_mm adds its sums to float32 regularly
+or, with fast accumulation, only at the end. `pytest -s` prints the errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 NUM_ROWS = 512
-SIZES = [(4096, 6144), (4096, 24576), (12288, 4096)]  # features in and out, of qwen3-8b
+SIZES = [(4096, 6144), (4096, 24576), (12288, 4096)]  # (in_size, out_size) of qwen3-8b
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -35,7 +35,7 @@ def operands(in_size: int, out_size: int) -> tuple[Tensor, Tensor]:
 
 
 def errors(x: Tensor, weight: Tensor) -> dict[str, float]:
-    """Return the relative errors of both accumulations, and of quantising, each beside float64."""
+    """Return the relative errors of both accumulations, and of quantization, against float64."""
     (codes, scale), (held, held_scale) = quantize_rows(x), quantize_rows(weight)
     exact = (codes.double() @ held.double().t()) * scale.double() * held_scale.double().t()
     products = {
@@ -70,7 +70,7 @@ def test_fast_accumulation_error_of_growing_sums(in_size: int, out_size: int) ->
     found = errors(x.abs(), weight.abs())
     assert found["full"] < 2.5e-3
     assert found["quick"] < 2e-5 * in_size, (
-        "what is cut off adds up where no term is negative: 0.07 at 4,096 features"
+        "truncation errors add up if no term is negative: 0.07 at 4,096 features"
     )
 
 

@@ -1,4 +1,4 @@
-"""Linear maps of one row in eight bits on a GPU, at the sizes of models, beside products in float64."""
+"""FP8 GEMV kernels on a GPU at model sizes, against float64."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def test_mlp_fuses_norm_and_quantization(hidden_size: int, size: int) -> None:
     normed = rms_norm(problem)(total, given["norm_weight"], given["eps"])
     gate, up = exactly(normed, given["gate_up"], given["gate_up_scale"]).bfloat16().chunk(2, dim=-1)
     inner = functional.silu(gate.float()).bfloat16() * up
-    # values in the middle of two codes become either: far fewer than would show above this
+    # Values halfway between two codes may round to either; too few to exceed this bound.
     assert error(found, exactly(inner, given["down"], given["down_scale"])) < 2e-2

@@ -1,4 +1,4 @@
-"""The Blackwell plugin on a Blackwell device: every declared problem, prompts in graphs, auto's choice."""
+"""The Blackwell plugin on a Blackwell device: all declared problems, CUDA graphs, and selection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepGEMM with its library on a Hopper device: every declared problem, replays in graphs among them."""
+"""DeepGEMM on a Hopper device: all declared problems, and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""FlashInfer with its library on a device: both phases, shared prefixes, caches in eight bits, graphs, a model.
+"""FlashInfer on a device: both phases, cascade attention, FP8 caches, CUDA graphs, and the demo model.
 
-The library compiles each module at its first call, so only a few of the declared ones are tried here: those of heads
-of 128 in bfloat16, over a cache of the same and of eight bits, with a window and without, and the demo's. To compile
-them all beside each other, before:
+The library compiles each module at its first call, so only some of the declared problems are tested: head size 128 in
+bfloat16, with bfloat16 and FP8 caches, with and without a window, and the demo model. To compile all in parallel
+beforehand:
 
     for more in "128" "128 --window" "128 --kv-dtype float8_e4m3fn" "64"; do
         MAX_JOBS=4 python -m tokenspeed_kernels_flashinfer --head-size $more &
@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 FACTORY = ATTENTION[-1].factory()
-HEADS = ((32, 8), (7, 1), (4, 4), (64, 2))  # query and key heads
+HEADS = ((32, 8), (7, 1), (4, 4), (64, 2))  # query and KV heads
 
 
 def problem(
@@ -59,7 +59,7 @@ def problem(
 
 @cache
 def compiled(kv_dtype: str = "bfloat16", head_size: int = 128, *, has_window: bool = False) -> None:
-    """Compile what a test calls, beside each other, since the library would compile one module after the other."""
+    """Compile the modules of a test in parallel; the library would compile them one after the other."""
     build(modules("bfloat16", kv_dtype, head_size, has_window=has_window))
 
 
@@ -101,7 +101,7 @@ def test_captured_prefill_replays_on_other_lengths() -> None:
     first.q[:14].copy_(second.q)
     first.k_cache.copy_(second.k_cache)
     first.v_cache.copy_(second.v_cache)
-    for _ in range(3):  # planned again in the same memory
+    for _ in range(3):  # replanned in the same buffers
         kernel.prepare(step)
         graph.replay()
     torch.testing.assert_close(out[:14].float(), second.expected, rtol=3e-2, atol=3e-2)

@@ -1,4 +1,4 @@
-"""FlashAttention-3 with its library on a Hopper device: every declared problem, prompts in graphs, auto's choice."""
+"""FlashAttention-3 on a Hopper device: all declared problems, CUDA graphs, and selection."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_long_prompts_match_paged_attention_bitwise(monkeypatch: pytest.MonkeyPa
     )
     assert fa3.gathering_pays(step)
     caches = torch.randn((520, 2, 16, 2, 128), dtype=torch.bfloat16, device=device)
-    for row, length in enumerate(lengths):  # what other requests left behind a row's end
+    for row, length in enumerate(lengths):  # stale values beyond the end of each row
         caches[rows[row, length // 16].long(), :, length % 16 :] = float("nan")
     q = torch.randn((starts[-1], 8, 128), dtype=torch.bfloat16, device=device)
     for least in (fa3.MIN_QUERIES, 10**9):

@@ -1,4 +1,4 @@
-"""Every kernel of this distribution on a real device, graphs included, against the conformance kit."""
+"""The portable Triton kernels on a device, including CUDA graphs, against the conformance kit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_split_rows_replay_bitwise_equal(num_heads: int, rows: Rows) -> None:
     ]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for out in outs:  # layers, each of which uses the same memory for its parts
+        for out in outs:  # layers, which share the buffers for partial results
             kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
     graph.replay()
     first = outs[0].clone()

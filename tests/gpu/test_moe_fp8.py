@@ -1,4 +1,4 @@
-"""Experts in eight bits by the Triton kernel, at a real model's sizes and in a tiny model, on a device."""
+"""FP8 experts on a device: Triton kernels at model sizes, and a tiny model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_experts_are_exact_to_rounding_at_model_sizes(num_tokens: int) -> None:
     expected = moe.moe_experts_fp8({**REAL, "dtype": "float32"})(*wide.values())
     error = float((found - expected).norm() / expected.norm())
     print(f"{num_tokens} tokens: relative error {error:.2e}")
-    # what is rounded to bfloat16 before it is quantised may become another code: far less than quantising costs
+    # Rounding to bfloat16 before quantization may change codes; the effect is far below the quantization error.
     assert error < 2e-2
 
 

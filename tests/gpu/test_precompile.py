@@ -1,4 +1,4 @@
-"""A start on a machine that has compiled nothing: all that it launches, and requests will, stands compiled ahead."""
+"""A start with an empty Triton cache precompiles everything that the warm-up and requests launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear maps with a scale a block by the Triton kernels, and a tiny model of them, on a device."""
+"""Block-wise FP8 linear layers on a device: Triton kernels and a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns Triton's interpreter on before any kernel is imported; other tests must not share the process."""
+"""Enable Triton's interpreter before any kernel is imported. Other tests must run in another process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Block-scaled experts for Blackwell, and rows quantised, under Triton's interpreter.
+"""Block-scaled experts and quantization for Blackwell under Triton's interpreter.
 
-Rounding to e4m3, the interpreter loses the carry up to a power of two and cuts subnormal values; and it takes the byte
-of an e4m3 scale for an exponent. So what rounds is tested alone, where neither is; and the products with rows that the
-reference rounded, those of NVFP4 with scales that are exponents for the reference too.
+When rounding to e4m3, the interpreter loses the carry to the next power of two and truncates subnormals. It also reads
+an e4m3 scale as an exponent. So quantization is tested separately, on values without such cases, and the GEMMs are
+tested on rows that the reference quantized (for NVFP4 with power-of-two scales).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from tokenspeed_core.api import Tolerance
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter's NumPy warns of what is then not taken
+    # The interpreter's NumPy warns about values that are masked later.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 CPU = torch.device("cpu")
@@ -107,7 +106,7 @@ def test_e2m1_ties_round_to_even() -> None:
             ]
         ]
     )
-    one = torch.full((1,), 2.0 / 3)  # the group's scale becomes 1.5
+    one = torch.full((1,), 2.0 / 3)  # makes the group scale 1.5
     (codes, scale), (found, found_scale) = reference.nvfp4_rows(x, one), quantize.nvfp4_rows(x, one)
     assert torch.equal(found_scale.float(), scale.float()) and torch.equal(found, codes)
 
@@ -119,7 +118,7 @@ def test_mxfp8_experts_conform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def to_exponents(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x as e2m1 as `nvfp4_rows` does, its groups scaled by powers of two up to 1/2, whose exponents it holds."""
+    """Quantize x to e2m1 like `nvfp4_rows`, with group scales that are powers of two up to 1/2, stored as exponents."""
     groups = x.float().unflatten(-1, (-1, 16)) / scale
     exponent = (groups.abs().amax(dim=-1) / 6).clamp(min=1e-6).log2().ceil().clamp(max=-1)
     each = groups / torch.exp2(exponent).unsqueeze(-1)
@@ -133,7 +132,7 @@ def to_exponents(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_exponents(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return what `to_exponents` stored, without the scale over all."""
+    """Dequantize the result of `to_exponents`, without the per-tensor scale."""
     return reference.nvfp4_values(codes, torch.exp2(exponents.view(torch.uint8).float() - 127))
 
 
@@ -144,6 +143,6 @@ def test_nvfp4_experts_conform(
     for module in (experts, experts_inputs, experts_reference):
         monkeypatch.setattr(module, "nvfp4_rows", to_exponents)
     monkeypatch.setattr(experts_reference, "nvfp4_values", of_exponents)
-    monkeypatch.setattr(experts_inputs, "NV_LARGEST", 2.0)  # 6 times 1/2 is above it
+    monkeypatch.setattr(experts_inputs, "NV_LARGEST", 2.0)  # below 6 * 1/2
     contract = replace(contract_of(MOE[1]), tolerances=NEAR)
     assert check(MOE[1], CPU, contract=contract, num_rows=ROWS) >= 4 * len(ROWS)

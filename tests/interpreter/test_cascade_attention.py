@@ -1,4 +1,4 @@
-"""Keys that all decode rows share, found from the block table and attended to once."""
+"""Cascade attention under Triton's interpreter: the shared prefix is found and read once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from tokenspeed_kernels.triton.attention.cascade import (
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter's NumPy warns of log2(0)
+    # The interpreter's NumPy warns about log2(0).
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ def test_shared_prefix_is_found_and_attended_to(rows: Rows, num_found: int) -> N
     scene = make_fixture(PROBLEM, rows, CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
     padded = rows.seq_lens.index(0) if 0 in rows.seq_lens else len(rows.seq_lens)
-    if any(rows.seq_lens[padded:]):  # the kit compares the rows before the first padding row
+    if any(rows.seq_lens[padded:]):  # the kit compares only rows before the first padding row
         attend(kernel, scene)
     else:
         attends(kernel, PROBLEM, scene, rows)
@@ -97,14 +96,12 @@ def test_each_forward_finds_the_shared_prefix_again() -> None:
     caches[1].copy_(other.v_cache)
     out = torch.empty(scene.q.shape)
     kernel.prepare(scene.step)
-    for seen in (
-        other,
-        other,
-    ):  # two passes without another `prepare`, as a graph captures and replays
+    # Two forwards after one `prepare`, like capture and replay.
+    for seen in (other, other):
         kernel.forward(seen.q, caches[0], caches[1], out)
         torch.testing.assert_close(out, other.expected, rtol=1e-4, atol=1e-4)
         assert int(kernel.shared.found[0]) == 0
-        kernel.shared.found.fill_(64)  # a stale length would be wrong
+        kernel.shared.found.fill_(64)  # a stale length must not be used
 
 
 def test_split_row_is_merged_in_each_forward() -> None:
@@ -112,18 +109,17 @@ def test_split_row_is_merged_in_each_forward() -> None:
     rows = rows_of((3000,), 0)
     scene = make_fixture(problem, rows, CPU, seed=0)
     kernel = TritonAttention(problem, limits_of(scene), CPU)
-    for _ in range(
-        2
-    ):  # programs count each other's results, and leave the counts as they found them
+    # The second forward needs the counters reset by the first.
+    for _ in range(2):
         attends(kernel, problem, scene, rows)
 
 
 def test_no_search_if_the_host_rules_out_sharing() -> None:
     assert SHARED_PREFIX <= MIN_KEYS
-    assert SHORT <= LONG_SPLIT, "a plain step has no parts"
+    assert SHORT <= LONG_SPLIT, "short rows are not split"
     scene = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
-    kernel.shared.found.fill_(320)  # of a step before
+    kernel.shared.found.fill_(320)  # as left by the previous step
     kernel.prepare(replace(scene.step, shares_prefix=False))
     assert kernel._launch is not None and kernel._launch.shared is None
     out = torch.empty(scene.q.shape)

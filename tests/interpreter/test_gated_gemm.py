@@ -1,4 +1,4 @@
-"""The gated product of many rows under Triton's interpreter: tiles that reach beyond rows, features and halves."""
+"""The gated GEMM under Triton's interpreter, with partial tiles of rows, features and halves."""
 
 from __future__ import annotations
 

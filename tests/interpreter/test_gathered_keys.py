@@ -1,4 +1,4 @@
-"""FlashAttention-3's keys, gathered from their blocks, under Triton's interpreter: order, room, and nothing else."""
+"""The kernel that gathers keys for FlashAttention-3, under Triton's interpreter."""
 
 from __future__ import annotations
 

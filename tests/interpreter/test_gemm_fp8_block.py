@@ -1,4 +1,4 @@
-"""The Triton product with a scale a block, against float64 and the numbers that transformers reads of its operands."""
+"""The block-wise FP8 GEMM under Triton's interpreter, against float64 on values dequantized by transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.interpreter
 
 
 def operand(rows: int, size: int, block_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes and scales as transformers makes them, and the float64 values that it reads of those."""
+    """Return codes and scales from transformers' quantization, and the values it dequantizes them to, in float64."""
     x = torch.randn(rows, size, generator=torch.Generator().manual_seed(rows)) * torch.logspace(
         -2, 1, size
     )

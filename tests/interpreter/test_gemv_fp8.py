@@ -1,4 +1,4 @@
-"""Linear maps of one row in eight bits under Triton's interpreter: what their parts give, to a rounding."""
+"""FP8 GEMV kernels under Triton's interpreter, against the separate kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tokenspeed_kernels.triton.quantize import fp8_per_token
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's NumPy warns of 0 / 0
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # 0 / 0 in NumPy
 ]
 DTYPE, DEVICE = "float16", torch.device("cpu")
-TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}  # the order of sums, and one rounding
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}  # another order of sums, and one rounding
 
 
 @pytest.mark.parametrize(("in_size", "out_size"), [(96, 48), (256, 512), (4096, 256)])
@@ -59,6 +59,6 @@ def test_mlp_matches_separate_kernels(hidden_size: int, size: int) -> None:
     )
     found, found_total = gemv_fp8.add_rms_norm_mlp_fp8(problem)(*given.values())
     assert torch.equal(found_total, total)
-    # a value that the order of sums moves over the middle of two codes moves what comes out by more than one rounding
+    # Another order of sums may move a value to the next code, which changes results by more than a rounding.
     error = (found.double() - expected.double()).norm() / expected.double().norm()
     assert float(error) < 2e-2

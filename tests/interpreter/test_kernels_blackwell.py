@@ -1,4 +1,4 @@
-"""The Triton kernels for Blackwell under Triton's interpreter, against the conformance kit."""
+"""The Blackwell kernels under Triton's interpreter, against the conformance kit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from tokenspeed_core.api.attention import AttentionProblem
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter's NumPy warns of log2(0)
+    # The interpreter's NumPy warns about log2(0).
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 CPU = torch.device("cpu")
@@ -37,7 +36,7 @@ SHAPES = [
 def problem(
     num_heads: int, num_kv_heads: int, head_size: int, window: int | None
 ) -> AttentionProblem:
-    # the interpreter's bfloat16 products are wrong
+    # bfloat16 dots are wrong in the interpreter.
     return AttentionProblem(
         "prefill",
         num_heads,
@@ -61,9 +60,8 @@ def test_prefill_matches_the_formula(
 
 @pytest.mark.parametrize("window", [None, 70, 64])
 def test_prefill_with_several_tiles_matches_the_formula(window: int | None) -> None:
-    asked = problem(
-        40, 1, 64, window
-    )  # three query tokens fill a tile of 128 rows, and leave eight of them
+    # Three query tokens with 40 heads leave eight rows of a tile of 128 unused.
+    asked = problem(40, 1, 64, window)
     rows = Rows((1, 64, 2, 65, 1), (129, 192, 2, 130, 64))
     scene = make_fixture(asked, rows, CPU, seed=0)
     attends(PREFILL.factory()(asked, limits_of(scene), CPU), asked, scene, rows)
@@ -78,7 +76,7 @@ def test_mxfp8_gemm_conforms() -> None:
 
 @pytest.mark.parametrize("num_rows", MORE_ROWS)
 def test_nvfp4_gemm_applies_each_group_scale(num_rows: int) -> None:
-    """The interpreter takes a scale's byte for an exponent; so does what is expected here, so sums can be compared."""
+    """The interpreter reads an e4m3 scale as an exponent. The expected values here do the same."""
     contract = contract_of(BLOCK_SCALED[1])
     for case in contract.cases:
         problem = {**case, "dtype": "float16"}
@@ -113,7 +111,7 @@ def test_mla_decode_conforms(
         "rope_size": rope_size,
         "block_size": 64,
         "dtype": "float16",
-        "kv_dtype": "float16",  # the interpreter's bfloat16 products are wrong
+        "kv_dtype": "float16",  # bfloat16 dots are wrong in the interpreter
     }
     kernel = MLA.factory()(asked)
     for rows, strided in ((0, False), (1, True), (8, False)):

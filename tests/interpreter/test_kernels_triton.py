@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter, against the conformance kit."""
+"""The portable Triton kernels under Triton's interpreter, against the conformance kit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from tokenspeed_kernels import descriptors
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter's NumPy warns of log2(0)
+    # The interpreter's NumPy warns about log2(0).
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 CPU = torch.device("cpu")
-MAX_ELEMENTS = 2000  # of a row: the interpreter is slow
+MAX_ELEMENTS = 2000  # per row: the interpreter is slow
 TRITON = [
     spec
     for name, specs in sorted(vars(descriptors).items())
@@ -40,7 +39,7 @@ TO_FP8 = (
     "add_rms_norm_fp8_groups",
     "silu_mul_fp8_groups",
 )
-WITH_TILES = {"linear_fp8_block": (65, 130)}  # rows beyond which other kernels run
+WITH_TILES = {"linear_fp8_block": (65, 130)}  # row counts that reach the other kernels
 OF_ROW_FP8 = (
     "quantize_linear_fp8",
     "add_rms_norm_linear_fp8",
@@ -55,11 +54,11 @@ OF_ROW_FP8 = (
     ids=lambda s: s.op,
 )
 def test_kernel_conforms(spec: KernelSpec) -> None:
-    if spec.op in WITH_DOTS:  # the interpreter's bfloat16 products are wrong
+    if spec.op in WITH_DOTS:  # bfloat16 dots are wrong in the interpreter
         spec = replace(spec, capability=replace(spec.capability, dtypes=("float32", "float16")))
     cases = [p for p in problems(spec) if p.get("vocab_size", 0) < MAX_ELEMENTS]
     if spec.capability.kv_dtypes == ("float8_e4m3fn",):
-        pytest.skip("the interpreter loses the carry where a value is rounded up to a power of two")
+        pytest.skip("the interpreter loses the carry when rounding up to a power of two")
     check(spec, CPU, cases=cases, num_rows=(0, 1, 5, *WITH_TILES.get(spec.op, ())))
 
 
@@ -77,7 +76,7 @@ def test_quantization_matches_the_reference(spec: KernelSpec, dtype: str, num_ro
         codes, scale, *others = run(load_target(contract.reference)(problem), contract, given)
         torch.testing.assert_close(found[1], scale, rtol=2e-3, atol=0)
         torch.testing.assert_close(found[2:], others)
-        # the interpreter loses the carry of what is rounded up to a power of two, as values near a middle may be
+        # The interpreter loses the carry when a value is rounded up to a power of two.
         sure = codes.view(torch.uint8) & 7 != 0
         same = torch.isclose(found[0].float()[sure], codes.float()[sure], rtol=0.13, atol=4e-3)
         assert sure.sum() >= codes.numel() / 2
@@ -94,9 +93,8 @@ def test_gemv_kernel_adds_a_bias(op: str, dtype: str) -> None:
     )
     contract = contract_of(spec)
     for problem in ({**case, "dtype": dtype} for case in contract.cases):
-        given = make_inputs(
-            contract, problem, 2, CPU, strided=True
-        )  # an even number of rows has a bias
+        # Inputs with an even number of rows have a bias.
+        given = make_inputs(contract, problem, 2, CPU, strided=True)
         assert given["bias"] is not None
         one = {name: value[1:] if name in contract.rows else value for name, value in given.items()}
         expected = run(load_target(contract.reference)(problem), contract, one)

@@ -1,4 +1,4 @@
-"""Experts in eight bits under Triton's interpreter, which rounds wrongly to e4m3: the reference quantises rows here."""
+"""FP8 experts under Triton's interpreter. It rounds to e4m3 wrongly, so the reference quantizes rows here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from tokenspeed_kernels.triton.moe.experts_fp8 import TILINGS
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter's NumPy warns of what is then not taken
+    # The interpreter's NumPy warns about values that are masked later.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 (SPEC,) = (spec for spec in descriptors.TRITON_MOE if spec.op == "moe_experts_fp8")
-PAIRS = [
-    int(most * 5) for most, _ in TILINGS[:-1]
-]  # the most that five experts share in each tiling
+PAIRS = [int(bound * 5) for bound, _ in TILINGS[:-1]]  # most pairs of five experts in each tiling
 CPU = torch.device("cpu")
 
 

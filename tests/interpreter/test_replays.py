@@ -1,4 +1,4 @@
-"""Triton's attention over buffers that stay, refilled between calls as replays of captured steps refill them."""
+"""Triton attention on fixed buffers that are refilled between calls, as for replays of captured steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from tokenspeed_kernels.descriptors import TRITON_ATTENTION
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings(
-        "ignore::RuntimeWarning"
-    ),  # the interpreter's NumPy warns of log2(0)
+    # The interpreter's NumPy warns about log2(0).
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 CPU = torch.device("cpu")

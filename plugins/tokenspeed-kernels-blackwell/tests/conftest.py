@@ -1,4 +1,4 @@
-"""Lets tests import the helpers that stand beside them."""
+"""Let tests import the helper modules in this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels translated to a device's machine code without the device, and what that code asks of it."""
+"""Compile Triton kernels to machine code for a device that is not present, and read their resource usage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SHARED_BYTES = 227 * 1024  # that a program may have, on devices of compute capability 10.0 and 10.3
-REGISTERS = 65536  # of a multiprocessor
-TENSOR_COLUMNS = 512  # of tensor memory
+SHARED_BYTES = 227 * 1024  # per program, on compute capability 10.0 and 10.3
+REGISTERS = 65536  # per multiprocessor
+TENSOR_COLUMNS = 512  # columns of tensor memory
 
 
 @dataclass(frozen=True)
 class MachineCode:
-    """PTX, and what a program of it takes: registers of a thread, bytes of its stack, of shared memory."""
+    """PTX, registers and stack bytes per thread, and shared memory bytes per program."""
 
     ptx: str
     num_registers: int
@@ -29,7 +29,7 @@ class MachineCode:
     tensor_columns: int
 
     def count(self, instruction: str) -> int:
-        """Return how often an instruction stands in the PTX."""
+        """Return how often an instruction occurs in the PTX."""
         return self.ptx.count(instruction)
 
 
@@ -44,7 +44,7 @@ def compiled(
     num_warps: int,
     num_stages: int,
 ) -> MachineCode:
-    """Compile a kernel for a compute capability (100 is 10.0). `aligned` names multiples of 16, pointers among them."""
+    """Compile a kernel for a compute capability (100 for 10.0). `aligned` names arguments that are multiples of 16."""
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(
         kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, dict(constants), attributes

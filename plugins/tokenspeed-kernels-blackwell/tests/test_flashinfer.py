@@ -1,4 +1,4 @@
-"""The FlashInfer backend without its library: what it calls, and that the library takes it."""
+"""The FlashInfer backends over a stand-in for the library, and their calls against its recorded signatures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COMMON = {
     "backend",
     "multi_ctas_kv_counter_buffer",
 }
-GIVEN = {  # the arguments that the backend gives, by the library's file and function
+GIVEN = {  # arguments that the backend passes, by file and function of the library
     ("decode", DECODE): COMMON | {"max_seq_len", "q_len_per_req"},
     ("prefill", PREFILL): COMMON
     | {"max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"},
@@ -62,7 +62,7 @@ GIVEN = {  # the arguments that the backend gives, by the library's file and fun
 
 
 def attend(given: dict[str, Any], starts: list[int]) -> None:
-    """Do what the library does with these arguments, by the definition; a row without keys gets zeros."""
+    """Compute what the library computes from these arguments; rows without keys get zeros."""
     query, out, table, lengths = (
         given["query"],
         given["out"],
@@ -93,7 +93,7 @@ def attend(given: dict[str, Any], starts: list[int]) -> None:
 
 
 def decode(**given: Any) -> Tensor:
-    """Stand for the library's function of rows of one length."""
+    """Stand in for the library's decode function."""
     assert given.keys() == GIVEN["decode", DECODE]
     count = given["q_len_per_req"]
     assert given["query"].shape[0] == count * len(given["seq_lens"])
@@ -103,7 +103,7 @@ def decode(**given: Any) -> Tensor:
 
 
 def prefill(**given: Any) -> Tensor:
-    """Stand for the library's function of rows of any lengths."""
+    """Stand in for the library's prefill function."""
     assert given.keys() == GIVEN["prefill", PREFILL]
     starts = given["cum_seq_lens_q"].tolist()
     assert (
@@ -118,7 +118,7 @@ def prefill(**given: Any) -> Tensor:
 
 
 def decode_latents(**given: Any) -> Tensor:
-    """Stand for the library's function of latents; what a row without keys gets is not said, so it is NaN."""
+    """Stand in for the library's MLA function. Rows without keys get NaN, because their result is undocumented."""
     assert given.keys() == GIVEN["mla/_core", LATENT]
     query, cache, table, lengths = (
         given["query"],
@@ -131,9 +131,7 @@ def decode_latents(**given: Any) -> Tensor:
     assert (
         query.shape[1] == 1 and query.shape[3] == cache.shape[2] == rank + rope and size in (32, 64)
     )
-    assert query.dtype == cache.dtype == torch.bfloat16, (
-        "the library writes its results in bfloat16 alone"
-    )
+    assert query.dtype == cache.dtype == torch.bfloat16, "the library returns bfloat16"
     assert (
         table.is_contiguous()
         and table.dtype == lengths.dtype == torch.int32
@@ -152,7 +150,7 @@ def decode_latents(**given: Any) -> Tensor:
 
 
 def of_library(file: str, stand_in: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a stand-in that takes only what the library's function takes, in every version that is kept."""
+    """Return a stand-in that accepts only what the library accepts in every recorded version."""
     (function,) = (function for where, function in GIVEN if where == file)
     return held_to(
         stand_in, *(each[f"flashinfer/{file}.py:{function}"] for each in SIGNATURES.values())
@@ -160,7 +158,7 @@ def of_library(file: str, stand_in: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def module(name: str, **content: Callable[..., Any]) -> ModuleType:
-    """Make a module of functions."""
+    """Return a module with these attributes."""
     made = ModuleType(name)
     made.__dict__.update(content)
     return made
@@ -203,7 +201,7 @@ def test_mla_decode_conforms_over_a_stand_in(
 
 
 def definitions(file: str, *names: str) -> list[ast.stmt]:
-    """Return what defines these names at the top of a file of the library's wheel, in the file's order."""
+    """Return the top-level definitions of these names in a file of the library's wheel, in order."""
     (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read(f"flashinfer/{file}.py"))

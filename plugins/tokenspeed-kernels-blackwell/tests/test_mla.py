@@ -1,4 +1,4 @@
-"""Latent attention: what the reference means, the kernel as machine code, and which backend a device gets."""
+"""MLA decode: the reference, the kernel's machine code, and selection."""
 
 from __future__ import annotations
 

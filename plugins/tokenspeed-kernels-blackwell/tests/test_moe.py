@@ -1,4 +1,4 @@
-"""Block-scaled experts: what the reference means, and the kernels as machine code for compute capability 10."""
+"""Block-scaled experts: the reference, the kernels' machine code for compute capability 10.0, and selection."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_reference_conforms(spec: KernelSpec) -> None:
 def by_token(
     given: Mapping[str, Tensor], gate_up: Tensor, down: Tensor, first: Again, second: Again
 ) -> Tensor:
-    """Return the sums over experts of widened weights, token by token; `first` and `second` round activations."""
+    """Compute experts token by token with dequantized weights; `first` and `second` round activations."""
     x, y = first(given["x"]), torch.zeros(given["x"].shape)
     for token, (ids, weights) in enumerate(
         zip(given["ids"].tolist(), given["weights"].tolist(), strict=True)
@@ -72,7 +72,7 @@ def by_token(
 
 
 def widened(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the weights gate_up and down in float32."""
+    """Return gate_up and down dequantized to float32."""
     gate_up, down = (
         nvfp4_values(given[name], given[f"{name}_scale"]) * given[f"{name}_factor"].view(-1, 1, 1)
         if f"{name}_factor" in given
@@ -118,7 +118,7 @@ def test_activation_rounding_error_is_bounded(spec: KernelSpec, most: float) -> 
 
 
 def signature(kernel: Any, form: Format) -> dict[str, str]:
-    """Return the types of a kernel's tensors in a format."""
+    """Return the argument types of a kernel for a format."""
     value, scale = ("fp8e4nv", "u8") if form is MXFP8 else ("u8", "fp8e4nv")
     first = "x" if kernel is gate_up else "hidden"
     return {

@@ -1,4 +1,4 @@
-"""The attention kernel as machine code for compute capability 10.0 and 10.3: as near as one comes without a device."""
+"""Machine code of the prefill kernel for compute capability 10.0 and 10.3."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def test_prefill_kernel_fits_and_uses_tcgen05(
         num_stages=NUM_STAGES[head_size],
     )
     assert code.count("tcgen05.mma") > 0, "products on the tensor cores of this generation"
-    assert code.count("cp.async.bulk.tensor") > 0, (
-        "keys and values by the tensor memory accelerator"
-    )
+    assert code.count("cp.async.bulk.tensor") > 0, "keys and values are loaded with TMA"
     assert code.count("mma.sync") == 0, "and by no unit of an older one"
     assert code.stack_bytes == 0, "registers are spilled"
     assert code.num_registers * 32 * NUM_WARPS <= REGISTERS

@@ -1,4 +1,4 @@
-"""The kernels that quantise rows as machine code for compute capability 10.0 and 10.3, and who gets them."""
+"""Machine code of the quantization kernels for compute capability 10.0 and 10.3, and selection."""
 
 from __future__ import annotations
 
@@ -38,12 +38,8 @@ def test_quantize_kernels_use_exact_instructions(
         num_warps=4,
         num_stages=3,
     )
-    assert code.count("cvt.rn.satfinite.e4m3x2.f32") > 0, (
-        "to the nearest, the largest where none is above"
-    )
-    assert code.count("div.full") == code.count("div.approx") == 0, (
-        "a division that rounds otherwise"
-    )
+    assert code.count("cvt.rn.satfinite.e4m3x2.f32") > 0, "rounds to nearest and saturates"
+    assert code.count("div.full") == code.count("div.approx") == 0, "an inexact division"
     assert (code.count("div.rn.f32") > 0) == (kernel is to_nvfp4)
     assert code.stack_bytes == 0, "registers are spilled"
 

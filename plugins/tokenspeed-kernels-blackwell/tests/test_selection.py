@@ -1,4 +1,4 @@
-"""Which backends a device of compute capability 10.0 gets, without the device; and what others are told."""
+"""Selection on compute capability 10.0 and elsewhere, without a device."""
 
 from __future__ import annotations
 

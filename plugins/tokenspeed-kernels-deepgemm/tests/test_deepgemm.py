@@ -1,4 +1,4 @@
-"""DeepGEMM's backend without its library: what it calls, what is said without it."""
+"""The DeepGEMM backend over a stand-in for the library, its selection, and its recorded signatures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def selector(
 
 
 def multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, **given: Any) -> None:
-    """Do what the library's function does with these arguments, block by block."""
+    """Compute what the library computes from these arguments, block by block."""
     assert given == {"disable_ue8m0_cast": True}
     (x, x_scale), (weight, weight_scale) = a, b
     assert all(tensor.is_contiguous() for tensor in (x, x_scale, weight, weight_scale, d))
@@ -76,9 +76,7 @@ def test_backend_conforms_over_a_stand_in(
         multiply, *(each["deep_gemm/__init__.py:fp8_gemm_nt"] for each in SIGNATURES.values())
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
-    monkeypatch.setattr(
-        torch.cuda, "is_available", lambda: False
-    )  # or all would be compiled, with a stand-in
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # skip compilation
     assert check(DEEPGEMM, CPU) >= 16
 
 
@@ -102,10 +100,10 @@ def test_all_kernels_are_compiled_at_start_and_logged_once(
     rows = [shapes[0][0] for shapes in asked]
     assert rows[:3] == [1, 16, 32], "up to which there are smaller tiles"
     assert rows[-1] == MAX_ROWS
-    # tiles are of 64 rows at least where there are more rows than that, so these meet every number of them
+    # Tiles have at least 64 rows if there are more rows, so these cover every number of tiles.
     assert {-(-each // 64) for each in rows} == set(range(1, MAX_ROWS // 64 + 1))
     told = [
-        "DeepGEMM compiles its kernels for 512 features in and 1024 out: up to a minute, the first time"
+        "DeepGEMM is compiling kernels for in_size=512, out_size=1024; this takes up to a minute the first time"
     ]
     assert [record.getMessage() for record in caplog.records] == (told if took else [])
 
@@ -155,9 +153,10 @@ def test_library_has_the_recorded_signatures() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "fp8_gemm_nt"
     )
     torch_schema = f"{name}(Tensor a, Tensor a_sf, Tensor b, Tensor b_sf, Tensor(a!) d, Tensor? c, "
-    cpp_name = f"dg_{name}N3tvm3ffi10TensorViewES1_S1_S1_S1_NS0_8OptionalIS1_vEE"  # five tensors and maybe one
-    said = (
+    cpp_name = f"dg_{name}N3tvm3ffi10TensorViewES1_S1_S1_S1_NS0_8OptionalIS1_vEE"  # five tensors and an optional one
+    # Newer versions register a torch schema, older ones export a C++ symbol.
+    patterns = (
         rb"\b" + re.escape(torch_schema).encode(),
         rb"_Z\d+" + re.escape(cpp_name).encode(),
-    )  # older: of C++
-    assert any(re.search(each, code) for each in said)
+    )
+    assert any(re.search(each, code) for each in patterns)

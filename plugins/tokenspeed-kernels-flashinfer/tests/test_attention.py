@@ -1,4 +1,4 @@
-"""The backend without its library: what it plans and runs, and that the library takes it."""
+"""The backend over a stand-in for the library, and its calls against the recorded signatures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BUFFERS = {
     "paged_kv_indices_buf",
     "paged_kv_last_page_len_buf",
 }
-GIVEN = {  # the arguments that the backend gives, by the library's method
+GIVEN = {  # arguments that the backend passes, by method of the library
     "__init__": {"float_workspace_buffer", "kv_layout", "use_cuda_graph", "backend", *BUFFERS},
     "reset_workspace_buffer": {"float_workspace_buffer", "int_workspace_buffer"},
     "plan": {
@@ -66,7 +66,7 @@ GIVEN = {  # the arguments that the backend gives, by the library's method
 
 
 class Wrapper:
-    """Stands for the library's class: computes the definition from what it was given."""
+    """Stand-in for the library's wrapper class that computes attention by definition."""
 
     made: ClassVar[list[Wrapper]] = []
 
@@ -109,7 +109,7 @@ class Wrapper:
         **named: Any,
     ) -> None:
         assert not self._pin_memory_int_workspace_buffer.any(), (
-            "the library leaves what it does not plan as it is"
+            "the library does not write tokens outside the plan"
         )
         assert {*named} == GIVEN["plan"] - {
             "qo_indptr",
@@ -179,12 +179,12 @@ class Wrapper:
 
 
 def wide(cache: Tensor) -> Tensor:
-    """Return a cache in float32, since torch indexes no eight-bit floats."""
+    """Return a cache in float32, because torch cannot index FP8."""
     return cache.float()
 
 
 def merge(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor) -> None:
-    """Stand for the library's function: rows without keys on both sides become NaN, unless masked."""
+    """Stand in for the library's merge: rows without keys on both sides become NaN, unless masked."""
     assert mask.dtype == torch.uint8 and mask.shape == v.shape[:1] and v.shape == v_other.shape
     highest = torch.maximum(s, s_other)
     ours, others = torch.exp2(s - highest), torch.exp2(s_other - highest)
@@ -198,7 +198,7 @@ def merge(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor) 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
-    """Put stand-ins where the library would be imported from."""
+    """Install stand-ins for the library's modules."""
     for method in GIVEN:
         signatures = (each[f"{PREFILL}.{method}"] for each in SIGNATURES.values())
         monkeypatch.setattr(Wrapper, method, held_to(getattr(Wrapper, method), *signatures))
@@ -237,7 +237,7 @@ def test_backend_conforms_over_a_stand_in() -> None:
 
 
 def without_host(scene: Fixture) -> Fixture:
-    """Return a scene as a captured step sees it."""
+    """Return a scene without host-side lengths, as in a captured step."""
     return replace(scene, step=replace(scene.step, host_query_start=None, host_seq_lens=None))
 
 
@@ -304,7 +304,7 @@ def test_padding_tokens_get_zeros(stand_in: type[Wrapper]) -> None:
         ([400] * 9 + [256], [list(range(26))] * 10, 0),
     ],
     ids=[
-        "each row keeps a key to itself",
+        "each row keeps an unshared key",
         "too few rows",
         "the shortest row decides",
         "too few keys",
@@ -318,14 +318,14 @@ def test_shared_blocks_are_leading_blocks_of_all_rows(
 
 
 def source(path: str) -> ast.Module:
-    """Return a file of the library's wheel, parsed."""
+    """Return the syntax tree of a file in the library's wheel."""
     (wheel,) = Path(WHEELS or "").glob("flashinfer_python-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return ast.parse(archive.read(f"flashinfer/{path}"))
 
 
 def functions_in(path: str, name: str) -> list[ast.FunctionDef]:
-    """Return the functions of a name in a file of the library's wheel."""
+    """Return the functions with this name in a file of the library's wheel."""
     return [
         node
         for node in source(path).body
@@ -334,7 +334,7 @@ def functions_in(path: str, name: str) -> list[ast.FunctionDef]:
 
 
 def library_class() -> dict[str, ast.FunctionDef]:
-    """Return the methods of the library's class in its wheel, by name; of an overloaded one the last."""
+    """Return the methods of the library's class in its wheel by name; the last of overloads."""
     tree = source("prefill.py")
     (found,) = (
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == WRAPPER
@@ -377,7 +377,7 @@ def test_library_loads_the_expected_modules() -> None:
         "filename_safe_dtype_map": known,
         "filename_safe_dtype_map_kv": known.get,
     }
-    exec(ast.unparse(named), names)  # a pure function of the wheel, which forms a name
+    exec(ast.unparse(named), names)  # a pure function from the wheel that builds a module name
     types = torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16, torch.int32
     name = names[named.name]("fa2", *types, 128, 128, 0, True, False, False)
     match = compiled._NAME.match(name)

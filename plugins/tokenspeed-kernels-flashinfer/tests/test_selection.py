@@ -1,4 +1,4 @@
-"""When the backend is taken: by name, or by `auto` once the library's modules stand compiled."""
+"""Selection of the backend: by name, or by `auto` once the library's modules are compiled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problem(phase: str, head_size: int = 128) -> AttentionProblem:
 
 
 def compile_them(cache: Path, architecture: str, *names: str) -> tuple[Module, ...]:
-    """Leave files as the library leaves them, and return what is found."""
+    """Create files like those of the library, and return the modules found."""
     for name in names:
         folder = cache / architecture / "cached_ops" / name
         folder.mkdir(parents=True)
@@ -44,7 +44,7 @@ def selector(
     modules: tuple[Module, ...] = (),
     names: tuple[str, ...] = ("auto",),
 ) -> Selector:
-    """Return a selector that has this backend with these modules compiled, and all the other backends."""
+    """Return a selector with this backend and these compiled modules, and all other backends."""
     catalog = Catalog.discover()
     others = [kernel for kernel in installed_kernels(catalog) if kernel.distribution != OURS]
     return Selector(
@@ -101,7 +101,7 @@ def test_ranked_backends_come_first_on_hopper(tmp_path: Path) -> None:
         in said
     )
     assert f"not flashinfer from {OURS}: {OURS} serves this name first" in said, (
-        "what is not compiled is not needed"
+        "uncompiled modules are not needed"
     )
     assert "must be compiled" not in said
 

@@ -1,4 +1,4 @@
-"""The FlashAttention-3 backend without its library: what it calls, what it asks of pip, and what is said without it."""
+"""The FlashAttention-3 backend over a stand-in for the library, and its calls against the recorded signatures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HAS_LIBRARY = importlib.util.find_spec("flash_attn_interface") is not None
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
 SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 
-USED = (  # the arguments that the backend gives or leaves at these defaults, in the library's order
+USED = (  # arguments that the backend passes or leaves at these defaults, in the library's order
     "Tensor q",
     "Tensor k",
     "Tensor v",
@@ -63,7 +63,7 @@ def attend(
     window_size_right: int = -1,
     num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what the library's op does with these arguments, by the definition; a row without keys gets zeros."""
+    """Compute what the library's op computes from these arguments; rows without keys get zeros."""
     assert is_causal and window_size_right == 0
     assert cu_seqlens_k is max_seqlen_k is None, "keys are gathered on a device alone"
     assert page_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1
@@ -86,7 +86,7 @@ def attend(
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put an op of the library's name and arguments where the library would register it."""
+    """Register a stand-in op with the library's name and arguments."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
     ops = torch.library.Library("flash_attn_3", "DEF")
     ops.define(f"fwd({', '.join(USED)}) -> {RESULT}")

@@ -1,4 +1,4 @@
-"""The FlashAttention-4 backend without its library: what it calls, who gets it, and that the library takes it."""
+"""The FlashAttention-4 backend over a stand-in for the library, its selection, and its recorded signature."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ HAS_LIBRARY = all(importlib.util.find_spec(name) for name in FA4.requires)
 WHEELS = os.environ.get("TOKENSPEED_VENDOR_WHEELS")
 SIGNATURES = kept(Path(__file__).with_name("signatures.json"))
 CALLED = "flash_attn/cute/interface.py:_flash_attn_fwd"
-TILE = 128  # keys of a program's step; a page of as many takes another path through the library
+TILE = 128  # keys per iteration; the library handles pages of this size differently
 
 
 def aligned(tensor: Tensor) -> bool:
-    """Return whether the library takes a tensor as it lies; others it would copy at each call."""
+    """Return whether the library uses a tensor without copying it."""
     steps = 16 // tensor.element_size()
     return tensor.stride(-1) == 1 and not any(stride % steps for stride in tensor.stride()[:-1])
 
@@ -60,7 +60,7 @@ def attend(
     num_splits: int,
     out: Tensor,
 ) -> tuple[Tensor, None, None, None, None]:
-    """Do what the library does with these arguments, by the definition; a row without keys gets zeros."""
+    """Compute what the library computes from these arguments; rows without keys get zeros."""
     assert causal and window_size_right == 0 and num_splits == 1
     assert out.shape == q.shape and out.dtype == q.dtype == k.dtype == v.dtype
     assert all(map(aligned, (q, k, v, out))) and k.shape == v.shape and q.shape[1] % k.shape[2] == 0
@@ -90,7 +90,7 @@ def attend(
 
 
 def selector(capability: tuple[int, int], name: str, *, is_installed: bool = True) -> Selector:
-    """Return the selector of a device's where attention is asked for by a name, with or without the library."""
+    """Return the selector of a device with an attention backend named, with or without the library installed."""
     catalog = Catalog.discover()
     return Selector(
         installed_kernels(catalog),
@@ -169,7 +169,7 @@ def wheel() -> Path:
 
 
 def source(file: str) -> str:
-    """Return a file of the library as Python writes it: without comments, in one style."""
+    """Return a file of the library in normalised style, without comments."""
     with zipfile.ZipFile(wheel()) as archive:
         return ast.unparse(ast.parse(archive.read(f"flash_attn/cute/{file}.py")))
 
@@ -200,9 +200,8 @@ def test_library_accepts_declared_head_sizes_only() -> None:
     for size in (160, 192):
         with pytest.raises(AssertionError, match="is not supported on SM100/SM110"):
             library["_validate_head_dims"](size, size, 10, 8)
-    assert "'Paged KV does not support irregular head dim'" in source(
-        "flash_fwd_sm100"
-    )  # no multiples of 16
+    # Irregular means not a multiple of 16.
+    assert "'Paged KV does not support irregular head dim'" in source("flash_fwd_sm100")
 
 
 @NEEDS_WHEEL
