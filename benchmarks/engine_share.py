@@ -57,7 +57,7 @@ def measure(
         )
         refused = engine.submit(endless)
         assert refused is None, refused
-    while engine.scheduler.roster.num_running < num_rows or len(
+    while engine.scheduler.sequences.num_running < num_rows or len(
         engine.scheduler.columns.prefilling()
     ):
         engine.step()

@@ -96,7 +96,7 @@ def decoding(num_rows: int, context: int, num_steps: int) -> Engine:
     engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), IdleRunner())
     for i in range(num_rows):
         engine.submit(request(i + 1, context + i % BLOCK_SIZE, num_steps + SLACK))
-    while engine.scheduler.roster.num_running < num_rows or len(
+    while engine.scheduler.sequences.num_running < num_rows or len(
         engine.scheduler.columns.prefilling()
     ):
         engine.step()

@@ -1,19 +1,14 @@
-"""A KV manager and the steps that fill it: what the tests of it share."""
+"""A KV manager and the steps that fill it, shared by tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.cache_groups import (
-    CacheGroupSpec,
-    FullAttention,
-    RecurrentState,
-    SlidingWindow,
-)
+from tokenspeed_core.api.cache_groups import CacheGroupSpec, FullAttention, SlidingWindow
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import BlockLease
@@ -22,17 +17,15 @@ from tokenspeed_core.kv_cache.manager import KVManager
 BLOCK = 4
 FULL = FullAttention("full", 1, 1, 1)
 WINDOW = SlidingWindow("window", 1, 1, 1, 6)  # a query reads its own token and the five before it
-STATE = RecurrentState("state", 1, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A layout that the core does not know, as a family may bring it: keys of the query's own chunk of tokens."""
+    """A custom group, as a model plugin may define it: a query reads the tokens of its own chunk."""
 
     name: str
     chunk: int
     num_layers: int = 1
-    is_recurrent: bool = False
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
         return 3 * block_size * dtype_bytes
@@ -46,11 +39,9 @@ GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
     "full": (FULL,),
     "window": (WINDOW,),
     "full and window": (FULL, WINDOW),
-    "window and state": (WINDOW, STATE),
-    "full and state": (FULL, STATE),
-    "all": (FULL, WINDOW, STATE),
-    "a family's own": (CHUNKED,),
-    "full and a family's own": (FULL, CHUNKED),
+    "custom": (CHUNKED,),
+    "full and custom": (FULL, CHUNKED),
+    "all": (FULL, WINDOW, CHUNKED),
 }
 
 
@@ -60,20 +51,18 @@ def ids(num: int, first: int = 0) -> I32:
 
 @dataclass
 class Cache:
-    """A manager, and the steps that fill it."""
+    """A manager and the id of its last step."""
 
     kv: KVManager
     last_step: int = 0
-    copies: dict[int, list[tuple[list[int], list[int]]]] = field(default_factory=dict)  # by step
 
     @contextmanager
     def step(self, *, retires: bool = True) -> Iterator[int]:
-        """Plan what the body does, launch it, and let it be over at once or not."""
+        """Plan a step, launch it, and retire it unless `retires` is False."""
         self.last_step += 1
         step = self.last_step
         self.kv.begin(step)
         yield step
-        self.copies[step] = self.kv.copies()
         self.kv.launch(step)
         if retires:
             self.kv.retire(step)
@@ -84,15 +73,14 @@ class Cache:
         return chain
 
     def admit(self, tokens: I32, salt: str = "") -> tuple[BlockLease, HashChain, int]:
-        """Return the blocks that a sequence starts with, its chain and the length of its hit."""
+        """Return a new sequence's lease, its chain and the length of its hit."""
         chain = self.chain(tokens, salt)
         match = self.kv.match(chain, len(tokens))
         lease = self.kv.acquire(match)
-        assert lease is not None
         return lease, chain, match.num_tokens
 
     def fill(self, tokens: I32, salt: str = "", chunk: int = BLOCK) -> None:
-        """Compute a prompt in chunks, a step each, and let it go."""
+        """Compute a prompt in chunks, one per step, and release it."""
         lease: BlockLease | None = None
         start = 0
         while lease is None or start < len(tokens):
@@ -101,7 +89,7 @@ class Cache:
                     lease, chain, start = self.admit(tokens, salt)
                 end = min(start + chunk, len(tokens))
                 assert self.kv.extend(lease, start, end) is not None
-                self.kv.cache_full_blocks(lease, chain, end, is_exact=True)
+                self.kv.cache_full_blocks(lease, chain, end)
                 start = end
         with self.step():
             self.kv.release(lease)

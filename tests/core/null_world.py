@@ -6,14 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from tokenspeed_testing.fake_model import NullModel, NullRunner
+from tokenspeed_testing.fake_model import FakeModel, FakeRunner
 
-from tokenspeed_core.api.cache_groups import (
-    CacheGroupSpec,
-    FullAttention,
-    RecurrentState,
-    SlidingWindow,
-)
+from tokenspeed_core.api.cache_groups import CacheGroupSpec, FullAttention, SlidingWindow
 from tokenspeed_core.api.policy import Policy
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, LateInputs, StepFailed, StepPlan, StepResult
@@ -26,17 +21,14 @@ from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
-MODEL = NullModel()
+MODEL = FakeModel()
 MASKED = 9  # the priority by which a request of these tests asks for a mask
 FULL = FullAttention("full", 1, 1, 1)
 WINDOW = SlidingWindow("window", 1, 1, 1, MODEL.window)
-STATE = RecurrentState("state", 1, 8)
 GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
     "full": (FULL,),
     "full and window": (FULL, WINDOW),
-    "window and state": (WINDOW, STATE),
-    "full and state": (FULL, STATE),
-    "state": (STATE,),
+    "window": (WINDOW,),
 }
 PLANS, LATE_INPUTS, RESULTS = Codec(StepPlan), Codec(LateInputs), Codec(StepResult)
 NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -74,7 +66,7 @@ def request(request_id: int, prompt: list[int], **changes: object) -> Submit:
 class Replayed:
     """A runner whose every plan also travels as bytes to a second runner, which must answer the same."""
 
-    def __init__(self, first: NullRunner, second: NullRunner) -> None:
+    def __init__(self, first: FakeRunner, second: FakeRunner) -> None:
         self.first, self.second = first, second
 
     def forward(self, plan: StepPlan) -> None:
@@ -119,7 +111,7 @@ class Masks:
         return bool(self._rows(plan))
 
     def late(self, plan: StepPlan) -> LateInputs:
-        assert self.scheduler.num_in_flight == 1, (
+        assert len(self.scheduler.in_flight) == 1, (
             "asked for a step that is over, or before all others are"
         )
         indices = self._rows(plan)
@@ -145,7 +137,6 @@ class World:
     policy: str | Policy = "fcfs"
     prefix_caching: bool = True
     num_drafts: int = 0
-    sends: bool = False
     max_queued: int = 10_000
     fail_at: frozenset[int] = frozenset()
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -166,19 +157,16 @@ class World:
             MODEL.vocab_size,
         )
         policy = POLICIES[self.policy] if isinstance(self.policy, str) else self.policy
-        self.model = (
-            MODEL if kv.num_token_groups else NullModel(window=0)
-        )  # states alone keep no tokens to read
+        self.model = FakeModel(reads_all=FULL in self.groups)
         self.rng = np.random.default_rng(0)
         self.scheduler = Scheduler(
             limits,
             kv,
             policy,
-            drafts=self._drafts if self.num_drafts else None,
-            sends=(lambda sequence: sequence.sequence_id % 2 == 0) if self.sends else None,
+            count_drafts=self._drafts if self.num_drafts else None,
         )
         runners = [
-            NullRunner(
+            FakeRunner(
                 self.model,
                 self.groups,
                 self.num_blocks,
@@ -206,9 +194,9 @@ class World:
             np.int32
         )
 
-    def submit(self, submit: Submit, awaits: str | None = None) -> None:
-        refused = self.scheduler.submit(submit, awaits=awaits)
-        assert refused is None, refused
+    def submit(self, submit: Submit) -> None:
+        rejected = self.scheduler.submit(submit)
+        assert rejected is None, rejected
         for i in range(submit.n):
             self.requests[submit.request_id + i] = submit
             self.tokens[submit.request_id + i] = []

@@ -1,4 +1,4 @@
-"""What a step's result becomes: tokens for those who still wait for them, cut where each sequence ends."""
+"""Collecting a step's result: new tokens of sequences, up to the end of each."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ from null_world import request
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepLogprobs, StepResult
 from tokenspeed_core.kv_cache.hashing import HashChain
-from tokenspeed_core.scheduler.collect import Collected, collect
+from tokenspeed_core.scheduler.collect import (
+    Collected,
+    NewTokens,
+    StepInFlight,
+    collect,
+    cut_at_end,
+    make_outputs,
+    rows_without_slot,
+)
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.sequence import Sequence
-from tokenspeed_core.scheduler.step_plan_builder import InFlight, StepPlanBuilder
+from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 MAX_SEQS, MAX_LEN = 8, 64
 
 
 @dataclass
 class Row:
-    """A row of a plan: what its sequence has, what the step brought, and whether it still holds its slot."""
+    """A row of a plan: its sequence, the step's result, and whether the sequence still has its slot."""
 
     num_prompt: int = 3
     max_tokens: int = 10
     stop_ids: list[int] = field(default_factory=list)
-    num_new: int = (
-        1  # the most tokens that the step might have brought; 0: a chunk that samples nothing
-    )
+    max_new_tokens: int = 1  # 0: a chunk that does not sample
     tokens: list[int] = field(default_factory=lambda: [7])
-    holds: bool = True
+    has_slot: bool = True
     num_cached: int = 0
 
     def expected(self) -> tuple[list[int], FinishReason]:
-        """Return the tokens that the user gets and how the sequence ends, one token after another."""
+        """Return the tokens that the user gets and how the sequence ends, token by token."""
         got: list[int] = []
         for token in self.tokens:
             if token < 0:
@@ -51,14 +57,14 @@ class Row:
 
 @st.composite
 def any_row(draw: st.DrawFn) -> Row:
-    num_new = draw(st.integers(0, 4))
+    max_new_tokens = draw(st.integers(0, 4))
     token = st.one_of(st.integers(0, 6), st.integers(0, 6), st.integers(-1, 6))
     return Row(
         draw(st.integers(1, 5)),
         draw(st.integers(1, 5)),
         draw(st.lists(st.integers(0, 6), max_size=2)),
-        num_new,
-        draw(st.lists(token, min_size=1, max_size=num_new)) if num_new else [],
+        max_new_tokens,
+        draw(st.lists(token, min_size=1, max_size=max_new_tokens)) if max_new_tokens else [],
         draw(st.booleans()),
         draw(st.integers(0, 4)),
     )
@@ -66,8 +72,8 @@ def any_row(draw: st.DrawFn) -> Row:
 
 def collected(
     plan_rows: list[Row], logprobs: StepLogprobs | None = None
-) -> tuple[SlotColumns, Collected]:
-    """Collect a step of these rows; row i stands in slot i and its sequence is i + 100."""
+) -> tuple[SlotColumns, Collected, StepResult]:
+    """Collect a step of these rows; row i is in slot i, and its sequence is i + 100."""
     rows = SlotColumns(MAX_SEQS, MAX_LEN)
     for slot, row in enumerate(plan_rows):
         submit = request(
@@ -78,16 +84,18 @@ def collected(
         )
         sequence = Sequence(slot + 100, submit, 0, slot, HashChain(4, "", 0), submit.prompt)
         rows.occupy(slot, sequence, row.num_cached, MAX_LEN)
-        rows.num_bound[slot] = (
-            row.num_prompt + row.num_new + 3
-        )  # three more from steps launched since
-        if not row.holds:
+        # Three more tokens may come from later steps.
+        rows.num_bound[slot] = row.num_prompt + row.max_new_tokens + 3
+        if not row.has_slot:
             rows.vacate(slot, sequence)
-    draft, num = StepPlanBuilder(1, rows, 1), len(plan_rows)
-    draft.decodes(np.arange(num, dtype=np.int32), np.ones(num, np.int32), np.ones(num, np.int32))
-    plan = draft.freeze([([], [])], None)
-    flight = InFlight(
-        plan, np.arange(100, 100 + num), np.asarray([row.num_new for row in plan_rows], np.int32)
+    builder, num = StepPlanBuilder(1, rows, 1), len(plan_rows)
+    builder.set_decodes(
+        np.arange(num, dtype=np.int32), np.ones(num, np.int32), np.ones(num, np.int32)
+    )
+    flight = StepInFlight(
+        builder.build(),
+        np.arange(100, 100 + num),
+        np.asarray([row.max_new_tokens for row in plan_rows], np.int32),
     )
     result = StepResult(
         1,
@@ -95,14 +103,14 @@ def collected(
         np.asarray([token for row in plan_rows for token in row.tokens], np.int32),
         logprobs,
     )
-    return rows, collect(rows, flight, result)
+    return rows, collect(rows, flight, result), result
 
 
 @given(st.lists(any_row(), min_size=1, max_size=MAX_SEQS))
-def test_a_sequence_gets_its_tokens_up_to_its_end_and_no_more(plan_rows: list[Row]) -> None:
-    rows, outcome = collected(plan_rows)
-    out = outcome.outputs()
-    alive = [i for i, row in enumerate(plan_rows) if row.holds and row.num_new]
+def test_sequence_gets_tokens_up_to_its_end(plan_rows: list[Row]) -> None:
+    rows, outcome, _ = collected(plan_rows)
+    out = make_outputs([outcome.tokens], None)
+    alive = [i for i, row in enumerate(plan_rows) if row.has_slot and row.max_new_tokens]
     expected = [plan_rows[i].expected() for i in alive]
     assert out.sequence_ids.tolist() == [i + 100 for i in alive]
     assert out.num_tokens.tolist() == [len(tokens) for tokens, _ in expected]
@@ -116,44 +124,73 @@ def test_a_sequence_gets_its_tokens_up_to_its_end_and_no_more(plan_rows: list[Ro
 
 
 @given(st.lists(any_row(), min_size=1, max_size=MAX_SEQS))
-def test_what_drafts_did_not_bring_comes_off_the_upper_bound(plan_rows: list[Row]) -> None:
-    rows, _ = collected(plan_rows)
+def test_rejected_drafts_reduce_the_upper_bound(plan_rows: list[Row]) -> None:
+    rows, _, _ = collected(plan_rows)
     for slot, row in enumerate(plan_rows):
-        if row.holds and row.num_new:
+        if row.has_slot and row.max_new_tokens:
             assert rows.num_bound[slot] == row.num_prompt + len(row.tokens) + 3
 
 
 @given(st.lists(any_row(), min_size=1, max_size=MAX_SEQS))
-def test_tokens_of_those_who_lost_their_slot_are_set_apart(plan_rows: list[Row]) -> None:
-    _, outcome = collected(plan_rows)
-    found = {row: tokens.tolist() for row, tokens in outcome.homeless()}
+def test_rows_without_slot_are_separate(plan_rows: list[Row]) -> None:
+    _, outcome, result = collected(plan_rows)
+    found = {row: tokens.tolist() for row, tokens in rows_without_slot(outcome, result)}
     assert found == {
-        i: row.tokens for i, row in enumerate(plan_rows) if not row.holds and row.tokens
+        i: row.tokens for i, row in enumerate(plan_rows) if not row.has_slot and row.tokens
     }
 
 
-def test_cached_tokens_are_told_once_with_the_first_token() -> None:
-    rows, outcome = collected([Row(num_cached=8), Row(num_cached=4, num_new=0, tokens=[]), Row()])
-    assert outcome.outputs().num_cached_tokens.tolist() == [8, 0]
+def test_cached_tokens_are_reported_with_the_first_token() -> None:
+    rows, outcome, _ = collected(
+        [Row(num_cached=8), Row(num_cached=4, max_new_tokens=0, tokens=[]), Row()]
+    )
+    assert outcome.tokens.num_cached.tolist() == [8, 0]
     assert rows.num_cached[:3].tolist() == [0, 4, 0]
 
 
-def test_a_late_token_joins_the_others_and_a_late_failure_is_an_end_without_one() -> None:
-    _, outcome = collected(
-        [Row(tokens=[5]), Row(tokens=[6], holds=False), Row(tokens=[-1], holds=False)]
+@given(any_row())
+def test_stop_and_length_rules_of_one_row(row: Row) -> None:
+    tokens = np.asarray(row.tokens, np.int32)
+    kept = cut_at_end(
+        np.asarray([len(tokens)], np.int32),
+        tokens,
+        np.asarray([row.max_tokens], np.int32),
+        np.asarray([row.stop_ids], np.int32).reshape(1, -1),
     )
-    outcome.add_late(1, 101, 6, FinishReason.LENGTH, 8)
-    outcome.add_late(2, 102, -1, FinishReason.ERROR, 0)
-    out = outcome.outputs()
+    expected, finish = row.expected()
+    assert kept.token_ids.tolist() == expected
+    assert kept.num_tokens.tolist() == [len(expected)]
+    assert kept.finish.tolist() == [finish]
+
+
+def late(row: int, sequence_id: int, tokens: list[int], finish: FinishReason) -> NewTokens:
+    """Return the new tokens of a sequence without a slot."""
+    return NewTokens(
+        np.asarray([row], np.int32),
+        np.asarray([sequence_id], np.int64),
+        np.asarray([len(tokens)], np.int32),
+        np.asarray(tokens, np.int32),
+        np.asarray([finish], np.int32),
+        np.asarray([8], np.int32),
+    )
+
+
+def test_late_tokens_follow_the_others() -> None:
+    _, outcome, _ = collected(
+        [Row(tokens=[5]), Row(tokens=[6], has_slot=False), Row(tokens=[-1], has_slot=False)]
+    )
+    one = late(1, 101, [6], FinishReason.LENGTH)
+    other = late(2, 102, [], FinishReason.ERROR)
+    out = make_outputs([outcome.tokens, one, other], None)
     assert out.sequence_ids.tolist() == [100, 101, 102]
     assert out.num_tokens.tolist() == [1, 1, 0]
     assert out.token_ids.tolist() == [5, 6]
     assert out.finish.tolist() == [FinishReason.NOT, FinishReason.LENGTH, FinishReason.ERROR]
-    assert out.num_cached_tokens.tolist() == [0, 8, 0]
+    assert out.num_cached_tokens.tolist() == [0, 8, 8]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_log_probabilities_follow_their_sequences(is_late: bool) -> None:
+def test_logprobs_follow_their_sequences(is_late: bool) -> None:
     asked = np.asarray([1, 2, 4], np.int32)  # rows of the plan
     logprobs = StepLogprobs(
         asked,
@@ -163,30 +200,31 @@ def test_log_probabilities_follow_their_sequences(is_late: bool) -> None:
         np.repeat(asked, 2),
         np.repeat(-asked, 2).astype(np.float32),
     )
-    _, outcome = collected(
-        [Row(holds=False), Row(), Row(holds=False), Row(num_new=0, tokens=[]), Row()],
+    _, outcome, result = collected(
+        [Row(has_slot=False), Row(), Row(has_slot=False), Row(max_new_tokens=0, tokens=[]), Row()],
         logprobs,
     )
+    parts = [outcome.tokens]
     if is_late:
-        outcome.add_late(2, 102, 7, FinishReason.NOT, 0)
-    out = outcome.outputs()
-    told = out.logprobs
-    assert told is not None
+        parts.append(late(2, 102, [7], FinishReason.NOT))
+    out = make_outputs(parts, result.logprobs)
+    selected = out.logprobs
+    assert selected is not None
     kept = [1, 2, 4] if is_late else [1, 4]
-    assert sorted(out.sequence_ids[told.rows].tolist()) == [row + 100 for row in kept]
-    rows = out.sequence_ids[told.rows] - 100
-    assert told.width == 2
-    assert told.ranks.tolist() == rows.tolist()
-    assert told.chosen.tolist() == (-rows).tolist()
-    assert told.top_ids.tolist() == np.repeat(rows, 2).tolist()
-    assert told.top_values.tolist() == np.repeat(-rows, 2).tolist()
+    assert sorted(out.sequence_ids[selected.rows].tolist()) == [row + 100 for row in kept]
+    rows = out.sequence_ids[selected.rows] - 100
+    assert selected.width == 2
+    assert selected.ranks.tolist() == rows.tolist()
+    assert selected.chosen.tolist() == (-rows).tolist()
+    assert selected.top_ids.tolist() == np.repeat(rows, 2).tolist()
+    assert selected.top_values.tolist() == np.repeat(-rows, 2).tolist()
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.booleans())
-def test_a_sequence_that_has_filled_a_block_is_due_for_naming(
-    num_known: int, num_named: int, ends: bool
+def test_full_blocks_are_found_when_the_sequence_goes_on(
+    num_known: int, num_hashed: int, ends: bool
 ) -> None:
-    rows, outcome = collected([Row(num_prompt=num_known, stop_ids=[7] if ends else [])])
-    rows.num_hashed_tokens[0] = num_named
-    due = outcome.due_for_naming(rows, 4).tolist()
-    assert due == ([0] if num_known - num_named >= 4 and not ends else [])
+    rows, outcome, _ = collected([Row(num_prompt=num_known, stop_ids=[7] if ends else [])])
+    rows.num_hashed_tokens[0] = num_hashed
+    found = outcome.with_full_block(rows, 4).tolist()
+    assert found == ([0] if num_known - num_hashed >= 4 and not ends else [])

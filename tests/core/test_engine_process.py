@@ -165,7 +165,7 @@ def test_a_request_that_cannot_run_is_refused_and_harms_nobody(serve: Serving) -
     served.send(request(2, [1] * 40, max_tokens=400))
     served.wait(lambda: served.finish(0) and len(served.of(Rejected)) == 2)
     assert [(each.request_id, each.reason) for each in served.of(Rejected)] == [
-        (1, "bad_request"),
+        (1, "too_long"),
         (2, "too_long"),
     ]
     assert served.tokens(0) == MODEL.expected([1, 2, 3], 8)
@@ -183,7 +183,7 @@ def test_an_aborted_sequence_says_no_more_and_others_go_on(serve: Serving) -> No
     assert served.finish(0) is FinishReason.NOT
     assert len(served.tokens(0)) < ENDLESS
     assert served.tokens(1) == MODEL.expected([3, 2, 1], 200)
-    assert served.world.scheduler.roster.get(0) is None
+    assert served.world.scheduler.sequences.get(0) is None
 
 
 def test_a_draining_engine_finishes_what_it_has_and_returns(serve: Serving) -> None:
@@ -281,7 +281,7 @@ def test_a_loop_whose_device_is_dead_raises(serve: Serving) -> None:
             served.wait(lambda: served.finish(sequence_id))  # noqa: B023
     assert serve.has_returned(served)
     assert [str(error) for error in served.raised] == [
-        "3 steps in a row failed; the last: a step was made to fail"
+        "3 steps in a row failed; the last: step 3 was made to fail"
     ]
 
 

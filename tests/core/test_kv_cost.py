@@ -37,10 +37,10 @@ def test_holes_in_a_window_do_not_multiply_the_cost_of_a_hit(every: int) -> None
     lease = kv.acquire(kv.no_match())
     assert lease is not None
     assert kv.extend(lease, 0, len(tokens())) is not None
-    kv.cache_full_blocks(lease, chain, BLOCK * NUM_BLOCKS, is_exact=True)
+    kv.cache_full_blocks(lease, chain, BLOCK * NUM_BLOCKS)
     for number, block in enumerate(lease.tables[1][:NUM_BLOCKS]):
         if number % every == every - 1:
-            kv._unname(block)  # as if it had been evicted
+            kv._discard([block])  # as if it had been evicted
     chain.num_asked = 0
     kv.match(chain, len(tokens()))
     assert chain.num_asked <= 6 * NUM_BLOCKS

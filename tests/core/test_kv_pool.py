@@ -1,4 +1,4 @@
-"""Blocks: who holds them, when they may be handed out again, and which goes first."""
+"""The block pool: reference counts, pending blocks and the order of eviction."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
 
 
 def pool_of(num_blocks: int) -> tuple[BlockPool, list[int]]:
-    """Return a pool, and the list of blocks that it evicts."""
+    """Return a pool and the list that its evicted blocks are added to."""
     evicted: list[int] = []
     return BlockPool(num_blocks, evicted.append), evicted
 
 
 def cached(pool: BlockPool, num: int) -> list[int]:
-    """Take blocks, name them and let them go: the first is the longest unused."""
+    """Take, hash and release blocks; the first is the least recently released."""
     blocks = pool.take(num)
     assert blocks is not None
     for block in blocks:
-        pool.name(block)
+        pool.mark_hashed(block)
     pool.release(blocks)
     return blocks
 
 
-def test_taking_more_than_there_are_changes_nothing() -> None:
+def test_taking_too_many_blocks_changes_nothing() -> None:
     pool, evicted = pool_of(4)
     cached(pool, 2)
     assert pool.take(5) is None
@@ -39,7 +39,7 @@ def test_taking_more_than_there_are_changes_nothing() -> None:
     assert evicted == []
 
 
-def test_free_blocks_go_before_cached_ones() -> None:
+def test_free_blocks_are_taken_before_cached_ones() -> None:
     pool, evicted = pool_of(4)
     named = cached(pool, 2)
     taken = pool.take(2)
@@ -48,17 +48,17 @@ def test_free_blocks_go_before_cached_ones() -> None:
     assert evicted == []
 
 
-def test_the_longest_unused_cached_block_is_evicted_first() -> None:
+def test_least_recently_released_block_is_evicted_first() -> None:
     pool, evicted = pool_of(4)
     first, second, third, fourth = cached(pool, 4)
-    pool.share(second)  # used again, so it comes last
+    pool.share(second)  # now the most recently released
     pool.release([second])
     assert pool.take(3) == [first, third, fourth]
     assert evicted == [first, third, fourth]
     assert pool.take(1) == [second]
 
 
-def test_an_evicted_block_is_free_when_it_is_released() -> None:
+def test_evicted_block_becomes_free_on_release() -> None:
     pool, _ = pool_of(1)
     cached(pool, 1)
     blocks = pool.take(1)
@@ -67,7 +67,7 @@ def test_an_evicted_block_is_free_when_it_is_released() -> None:
     assert pool.counts() == BlockCounts(free=1, cached=0, held=0, pending=0)
 
 
-def test_a_shared_block_is_held_until_everybody_lets_it_go() -> None:
+def test_shared_block_is_held_until_its_last_release() -> None:
     pool, _ = pool_of(1)
     (block,) = cached(pool, 1)
     assert pool.is_idle(block)
@@ -80,7 +80,7 @@ def test_a_shared_block_is_held_until_everybody_lets_it_go() -> None:
     assert pool.counts().cached == 1
 
 
-def test_releasing_a_block_twice_is_our_own_mistake() -> None:
+def test_releasing_a_block_twice_fails() -> None:
     pool, _ = pool_of(2)
     blocks = pool.take(1)
     assert blocks is not None
@@ -89,22 +89,22 @@ def test_releasing_a_block_twice_is_our_own_mistake() -> None:
         pool.release(blocks)
 
 
-def test_a_block_that_loses_its_name_is_free_once_nobody_holds_it() -> None:
+def test_unhashed_block_becomes_free_on_release() -> None:
     pool, evicted = pool_of(2)
     idle, held = cached(pool, 2)
     pool.share(held)
-    pool.unname(idle)
-    pool.unname(held)
+    pool.unmark_hashed(idle)
+    pool.unmark_hashed(held)
     assert pool.counts() == BlockCounts(free=1, cached=0, held=1, pending=0)
     pool.release([held])
     assert pool.counts() == BlockCounts(free=2, cached=0, held=0, pending=0)
-    assert evicted == []  # its owner knows already
+    assert evicted == []  # `on_evict` is not called
 
 
-# -- fences ---------------------------------------------------------------------------------------
+# -- pending blocks ---------------------------------------------------------------------------------------
 
 
-def test_a_block_released_while_a_step_runs_is_not_handed_out_before_the_step_is_over() -> None:
+def test_block_released_during_a_step_is_pending() -> None:
     pool, _ = pool_of(1)
     blocks = pool.take(1)
     assert blocks is not None
@@ -116,7 +116,7 @@ def test_a_block_released_while_a_step_runs_is_not_handed_out_before_the_step_is
     assert pool.take(1) == blocks
 
 
-def test_the_last_step_launched_is_the_one_that_fences() -> None:
+def test_block_is_pending_until_the_last_launched_step() -> None:
     pool, _ = pool_of(1)
     blocks = pool.take(1)
     assert blocks is not None
@@ -129,7 +129,7 @@ def test_the_last_step_launched_is_the_one_that_fences() -> None:
     assert pool.take(1) == blocks
 
 
-def test_a_block_released_between_steps_is_there_at_once() -> None:
+def test_block_released_between_steps_is_available() -> None:
     pool, _ = pool_of(1)
     blocks = pool.take(1)
     assert blocks is not None
@@ -139,11 +139,11 @@ def test_a_block_released_between_steps_is_there_at_once() -> None:
     assert pool.take(1) == blocks
 
 
-def test_a_pending_block_that_is_shared_again_obeys_only_the_later_fence() -> None:
+def test_shared_pending_block_waits_for_its_last_release() -> None:
     pool, _ = pool_of(1)
     blocks = pool.take(1)
     assert blocks is not None
-    pool.name(blocks[0])
+    pool.mark_hashed(blocks[0])
     pool.launch(1)
     pool.release(blocks)
     pool.share(blocks[0])
@@ -155,7 +155,7 @@ def test_a_pending_block_that_is_shared_again_obeys_only_the_later_fence() -> No
     assert pool.counts() == BlockCounts(free=0, cached=1, held=0, pending=0)
 
 
-def test_a_block_released_twice_under_one_step_comes_back_once() -> None:
+def test_block_shared_and_released_again_is_freed_once() -> None:
     pool, _ = pool_of(1)
     blocks = pool.take(1)
     assert blocks is not None
@@ -168,7 +168,7 @@ def test_a_block_released_twice_under_one_step_comes_back_once() -> None:
     assert audit(pool) == BlockCounts(free=1, cached=0, held=0, pending=0)
 
 
-def test_a_held_block_stays_held_when_the_step_that_once_pending_it_is_over() -> None:
+def test_pending_block_that_is_shared_stays_held() -> None:
     pool, _ = pool_of(1)
     blocks = pool.take(1)
     assert blocks is not None
@@ -183,17 +183,15 @@ def test_a_held_block_stays_held_when_the_step_that_once_pending_it_is_over() ->
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Beside a model that remembers, for each block, when it was let go and who reads it."""
+    """Compares the pool with a simple model of references and releases."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:
-        self.names: set[int] = set()
-        self.pool = BlockPool(num_blocks, self.names.remove)
+        self.hashed: set[int] = set()
+        self.pool = BlockPool(num_blocks, self.hashed.remove)
         self.holds: dict[int, int] = {}
-        self.unused: deque[int] = (
-            deque()
-        )  # named blocks that may be evicted, the longest unused first
-        self.let_go: dict[int, int] = {}  # block: the last step launched when its last hold ended
+        self.unused: deque[int] = deque()  # cached blocks, least recently released first
+        self.released_at: dict[int, int] = {}  # by block: the last step launched at its release
         self.launched = self.retired = 0
 
     @rule(num=st.integers(0, 5))
@@ -211,16 +209,16 @@ class PoolMachine(RuleBasedStateMachine):
         )
         for block in blocks:
             assert block not in self.holds
-            assert self.let_go.get(block, 0) <= self.retired, (
+            assert self.released_at.get(block, 0) <= self.retired, (
                 "a block was handed out while a step may touch it"
             )
             self.holds[block] = 1
         self.unused = deque(block for block in self.unused if block not in blocks)
 
     @rule(which=st.integers(0, 99))
-    @precondition(lambda self: bool(self.names))
+    @precondition(lambda self: bool(self.hashed))
     def share(self, which: int) -> None:
-        block = sorted(self.names)[which % len(self.names)]
+        block = sorted(self.hashed)[which % len(self.hashed)]
         self.pool.share(block)
         self.holds[block] = self.holds.get(block, 0) + 1
         self.unused = deque(each for each in self.unused if each != block)
@@ -233,21 +231,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.holds[block] -= 1
         if not self.holds[block]:
             del self.holds[block]
-            self._let_go(block)
+            self._note_release(block)
 
     @rule(which=st.integers(0, 99))
     @precondition(lambda self: bool(self.holds))
-    def name(self, which: int) -> None:
+    def mark_hashed(self, which: int) -> None:
         block = sorted(self.holds)[which % len(self.holds)]
-        self.pool.name(block)
-        self.names.add(block)
+        self.pool.mark_hashed(block)
+        self.hashed.add(block)
 
     @rule(which=st.integers(0, 99))
-    @precondition(lambda self: bool(self.names))
-    def unname(self, which: int) -> None:
-        block = sorted(self.names)[which % len(self.names)]
-        self.pool.unname(block)
-        self.names.remove(block)
+    @precondition(lambda self: bool(self.hashed))
+    def unmark_hashed(self, which: int) -> None:
+        block = sorted(self.hashed)[which % len(self.hashed)]
+        self.pool.unmark_hashed(block)
+        self.hashed.remove(block)
         self.unused = deque(each for each in self.unused if each != block)
 
     @rule()
@@ -260,20 +258,24 @@ class PoolMachine(RuleBasedStateMachine):
     def retire(self) -> None:
         self.retired += 1
         self.pool.retire(self.retired)
-        for block in [block for block, step in self.let_go.items() if step == self.retired]:
-            self._land(block)
+        for block in [block for block, step in self.released_at.items() if step == self.retired]:
+            self._make_available(block)
 
-    def _let_go(self, block: int) -> None:
+    def _note_release(self, block: int) -> None:
         if (
-            self.let_go.get(block) != self.launched
-        ):  # once more under the same step: its place in line stays
-            self.let_go.pop(block, None)
-            self.let_go[block] = self.launched
-        self._land(block)
+            self.released_at.get(block) != self.launched
+        ):  # released again during the same step: it keeps its place
+            self.released_at.pop(block, None)
+            self.released_at[block] = self.launched
+        self._make_available(block)
 
-    def _land(self, block: int) -> None:
-        """Note that a block may be evicted from now on, if nothing holds it back."""
-        if block in self.holds or self.let_go[block] > self.retired or block not in self.names:
+    def _make_available(self, block: int) -> None:
+        """Note that a block is cached if nothing holds it."""
+        if (
+            block in self.holds
+            or self.released_at[block] > self.retired
+            or block not in self.hashed
+        ):
             return
         if block not in self.unused:
             self.unused.append(block)
@@ -286,8 +288,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert counts.cached == len(self.unused)
 
 
-TestAnyHistoryOfBlocks = PoolMachine.TestCase
-TestAnyHistoryOfBlocks.settings = settings(
+TestAnyHistory = PoolMachine.TestCase
+TestAnyHistory.settings = settings(
     max_examples=150,
     stateful_step_count=50,
     deadline=None,
@@ -299,7 +301,7 @@ TestAnyHistoryOfBlocks.settings = settings(
 
 
 def seconds_to_reuse(num_blocks: int) -> float:
-    """Return the least time in which 64 blocks of a full cache are evicted, named, pending and let go."""
+    """Return the shortest time to take, hash and release 64 blocks of a full pool."""
     pool, _ = pool_of(num_blocks)
     order = cached(pool, num_blocks)
     random.Random(0).shuffle(order)
@@ -309,7 +311,7 @@ def seconds_to_reuse(num_blocks: int) -> float:
         blocks = pool.take(64)
         assert blocks is not None
         for block in blocks:
-            pool.name(block)
+            pool.mark_hashed(block)
         for block in (shared := [block for block in order[:128] if pool.is_idle(block)]):
             pool.share(block)
         pool.launch(step)
@@ -320,5 +322,5 @@ def seconds_to_reuse(num_blocks: int) -> float:
     return best
 
 
-def test_a_block_costs_the_same_in_a_pool_a_thousand_times_as_large() -> None:
+def test_cost_per_block_does_not_grow_with_the_pool() -> None:
     assert seconds_to_reuse(200_000) < 20 * seconds_to_reuse(200)

@@ -1,4 +1,4 @@
-"""Scheduling policies of plugins: found by name, made by their factory, checked before they are used."""
+"""Scheduling policies of plugins: creation, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tokenspeed_core.engine.factory import resolve
 from tokenspeed_core.errors import PluginError
 from tokenspeed_core.plugins import Catalog, Selection
 from tokenspeed_core.plugins.kinds import KINDS
+from tokenspeed_core.scheduler.plugin_policy import PluginPolicy, find_policy
 from tokenspeed_core.scheduler.policy import POLICIES, Ordered
-from tokenspeed_core.scheduler.policy_plugins import PluginPolicy, find_policy
 
 HERE = "policies_under_test"
 
 
 class LastFirst:
-    """The last to arrive runs first; the rest is as first come, first served."""
+    """Last come, first served."""
 
     def __init__(self) -> None:
         self.inner = Ordered(by_priority=False)
@@ -77,41 +77,40 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     )
 
 
-def test_a_plugins_policy_is_what_the_name_resolves_to(catalog: Catalog, tmp_path: Path) -> None:
+def test_plugin_policy_is_found_by_name(catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Tiny"]}))
     policy = resolve(Config(model=str(tmp_path), schedule_policy="lifo"), catalog).policy
     assert isinstance(policy, PluginPolicy)
     assert isinstance(policy.policy, LastFirst)
     assert resolve(Config(model=str(tmp_path)), catalog).policy == POLICIES["fcfs"]
-    with pytest.raises(PluginError, match="did you mean priority"):
+    with pytest.raises(PluginError, match="prioritty"):
         resolve(Config(model=str(tmp_path), schedule_policy="prioritty"), catalog)
 
 
-def test_a_plugin_cannot_take_the_place_of_a_built_in_policy(catalog: Catalog) -> None:
+def test_plugin_cannot_replace_a_built_in_policy(catalog: Catalog) -> None:
     assert isinstance(find_policy("fcfs", catalog), Ordered)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "named"),
     [
-        ("broken", "failed in policies_under_test:broken: RuntimeError: no licence"),
-        ("no_policy", "returned a dict, not a Policy"),
-        ("no_factory", "TypeError"),
-        ("fcsf", "no policies named 'fcsf'; installed: broken, fcfs, lifo,"),
+        ("broken", f"{HERE}:broken"),
+        ("no_policy", f"{HERE}:dict"),
+        ("no_factory", f"{HERE}:HERE"),
+        ("fcsf", "fcfs"),
     ],
 )
-def test_a_policy_that_cannot_be_had_is_one_line(
-    catalog: Catalog, name: str, said: str, monkeypatch: Any
+def test_unusable_policy_is_a_plugin_error(
+    catalog: Catalog, name: str, named: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setitem(globals(), "dict", dict)  # a class that makes no policy
-    with pytest.raises(PluginError) as caught:
+    with pytest.raises(PluginError, match=name) as caught:
         find_policy(name, catalog)
-    assert said in str(caught.value)
+    assert named in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert name == "fcsf" or "--schedule-policy" in str(caught.value)
 
 
-def test_a_plugins_policy_decides_who_runs(catalog: Catalog) -> None:
+def test_plugin_policy_orders_sequences(catalog: Catalog) -> None:
     world = World(policy=find_policy("lifo", catalog), max_num_seqs=1)
     for sequence_id in range(3):
         world.submit(request(sequence_id, [1, 2, sequence_id], max_tokens=4))
@@ -130,30 +129,22 @@ def runs_all(self: LastFirst, view: View, limits: Limits) -> Decision:
 
 
 @pytest.mark.parametrize(
-    ("method", "does", "said"),
+    ("method", "does", "error"),
     [
-        ("key", fails, "LastFirst.key: LookupError: no such tenant"),
-        (
-            "key",
-            lambda *given: None,
-            "LastFirst.key returned a NoneType, not a tuple",
-        ),
-        ("decide", fails, "LastFirst.decide: LookupError: no such tenant"),
-        (
-            "decide",
-            lambda *given: None,
-            "LastFirst.decide: AttributeError: 'NoneType' object has no",
-        ),
-        ("decide", runs_all, "LastFirst.decide: ValueError: a row runs without its blocks"),
-        ("admit", fails, "LastFirst.admit: LookupError: no such tenant"),
-        ("admit", lambda *given: None, "LastFirst.admit: TypeError: int() argument must be"),
+        ("key", fails, "LookupError"),
+        ("key", lambda *given: None, "NoneType"),
+        ("decide", fails, "LookupError"),
+        ("decide", lambda *given: None, "AttributeError"),
+        ("decide", runs_all, "ValueError"),
+        ("admit", fails, "LookupError"),
+        ("admit", lambda *given: None, "TypeError"),
     ],
 )
-def test_failing_policy_ends_the_engine(
+def test_failing_policy_ends_the_engine_and_names_its_plugin(
     catalog: Catalog,
     method: str,
     does: Any,
-    said: str,
+    error: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(policy=find_policy("lifo", catalog), num_blocks=14, prefix_caching=False)
@@ -164,13 +155,10 @@ def test_failing_policy_ends_the_engine(
             world.submit(request(sequence_id, [sequence_id, 2, 3], max_tokens=30))
         world.run()
 
-    with pytest.raises(PluginError) as caught:
+    with pytest.raises(PluginError, match=rf"{HERE}:LastFirst\.{method}\b.*{error}") as caught:
         serve()
-    message = str(caught.value)
-    assert message.startswith("policies lifo of lifo 1.0 failed")
-    assert f"{HERE}:{said}" in message
-    assert "--schedule-policy" in message
-    assert "\n" not in message
+    assert "lifo 1.0" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 VIEW = View(
@@ -194,14 +182,14 @@ LIMITS = Limits(
 @pytest.mark.parametrize(
     ("num_query", "victims", "error"),
     [
-        ([1, 9, 9], [], "ValueError"),  # a block too many
+        ([1, 9, 9], [], "ValueError"),  # one block too many
         ([1, 9, 0], [1], "ValueError"),  # a victim that runs
         ([1, 9, 0], [2, 2], "ValueError"),  # one named twice
         ([1, 9, 0], [3], "IndexError"),  # one that is not there
         ([1, 9], [], "ValueError"),  # a row forgotten
     ],
 )
-def test_a_decision_that_cannot_be_carried_out_is_put_down_to_the_plugin(
+def test_invalid_decision_is_a_plugin_error(
     catalog: Catalog,
     num_query: list[int],
     victims: list[int],
@@ -210,13 +198,11 @@ def test_a_decision_that_cannot_be_carried_out_is_put_down_to_the_plugin(
 ) -> None:
     decision = Decision(np.asarray(num_query, np.int32), np.asarray(victims, np.int32))
     monkeypatch.setattr(LastFirst, "decide", lambda *given: decision)
-    with pytest.raises(
-        PluginError, match=f"^policies lifo of lifo 1.0 failed in {HERE}:LastFirst.decide: {error}"
-    ):
+    with pytest.raises(PluginError, match=rf"lifo 1\.0.*LastFirst\.decide.*{error}"):
         find_policy("lifo", catalog).decide(VIEW, LIMITS)
 
 
-def test_no_row_gets_more_than_it_wants_or_less_than_nothing(
+def test_decision_is_reduced_to_what_rows_want(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decision = Decision(np.asarray([7, -4, 12]), np.zeros(0, np.int32))
@@ -226,5 +212,5 @@ def test_no_row_gets_more_than_it_wants_or_less_than_nothing(
     assert decided.num_query_tokens.dtype == np.int32
 
 
-def test_the_names_that_are_built_in_are_the_schedulers() -> None:
+def test_built_in_names_are_listed() -> None:
     assert KINDS["policies"].built_in == tuple(POLICIES)

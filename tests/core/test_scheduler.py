@@ -1,4 +1,4 @@
-"""What becomes of sequences that lose their slot early or ask for too much, and of what policies give too much of."""
+"""The scheduler: preempted sequences, rejections, and policies with unusual answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tokenspeed_core.api.step import StepPlan, StepResult
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.manager import Match
-from tokenspeed_core.scheduler.lifecycle import Sending
 from tokenspeed_core.scheduler.policy import Ordered
 
 PROMPT = list(range(1, 17))
@@ -27,7 +26,7 @@ def slot_of(world: World, sequence_id: int) -> int:
 @pytest.mark.parametrize(
     "num_steps", [1, 4]
 )  # in the prompt, and when the first token is on its way
-def test_the_first_token_tells_of_cached_ones_though_the_slot_was_lost_before_it(
+def test_first_token_after_preemption_reports_cached_tokens(
     num_steps: int,
 ) -> None:
     world = World(chunk_size=4)
@@ -37,19 +36,19 @@ def test_the_first_token_tells_of_cached_ones_though_the_slot_was_lost_before_it
     for _ in range(num_steps):
         world.step()
     assert not world.tokens[2]
-    world.scheduler.roster.preempt(slot_of(world, 2))
+    world.scheduler.preempt(slot_of(world, 2))
     world.run()
     world.check(2)
     assert world.cached[2] == 16
 
 
-def test_a_sequence_that_lost_its_slot_ends_without_a_token_where_the_device_found_none(
+def test_preempted_sequence_ends_without_finite_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
     world.submit(request(1, PROMPT, max_tokens=4))
     world.step()
-    world.scheduler.roster.preempt(slot_of(world, 1))
+    world.scheduler.preempt(slot_of(world, 1))
     collect = world.engine.runner.collect
 
     def no_finite_logit(step_id: int) -> StepResult:
@@ -62,19 +61,19 @@ def test_a_sequence_that_lost_its_slot_ends_without_a_token_where_the_device_fou
     world.run(2)
 
 
-def test_more_sequences_than_the_queue_ever_takes_are_refused_for_good() -> None:
+def test_queue_rejects_too_many_sequences() -> None:
     world = World(max_queued=4)
-    refused = world.scheduler.submit(request(1, PROMPT, n=5))
-    assert refused is not None
-    assert refused.reason == "bad_request"
+    rejected = world.scheduler.submit(request(1, PROMPT, n=5))
+    assert rejected is not None
+    assert rejected.reason == "bad_request"
     assert world.scheduler.submit(request(1, PROMPT, n=4)) is None
-    waits = world.scheduler.submit(request(5, PROMPT, n=1))
-    assert waits is not None
-    assert waits.reason == "queue_full"
+    full = world.scheduler.submit(request(5, PROMPT, n=1))
+    assert full is not None
+    assert full.reason == "queue_full"
 
 
 class Generous:
-    """First come, first served, with more tokens for a prompt than it has, or than the step may have."""
+    """First come, first served, but gives prompts more tokens than they have or the budget allows."""
 
     def __init__(self, *, to_running: int, to_waiting: int) -> None:
         self.inner, self.to_running, self.to_waiting = (
@@ -96,7 +95,7 @@ class Generous:
 
 
 def planned(world: World, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Return the list to which the plans will be added that the world launches."""
+    """Return a list that every launched plan is added to."""
     plans: list[StepPlan] = []
     forward = world.runner.forward
     monkeypatch.setattr(world.runner, "forward", lambda plan: (plans.append(plan), forward(plan)))
@@ -104,7 +103,7 @@ def planned(world: World, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize(("to_running", "to_waiting", "chunk_size"), [(0, 5, 20), (5, 0, 8)])
-def test_no_chunk_goes_past_the_known_tokens_though_a_policy_gives_it_more(
+def test_chunk_ends_at_the_known_tokens(
     to_running: int,
     to_waiting: int,
     chunk_size: int,
@@ -126,7 +125,7 @@ def test_no_chunk_goes_past_the_known_tokens_though_a_policy_gives_it_more(
         assert world.finish[sequence_id] is FinishReason.LENGTH
 
 
-def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(
+def test_first_chunk_fits_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(policy=Generous(to_running=0, to_waiting=30), chunk_size=8)
@@ -137,7 +136,7 @@ def test_no_first_chunk_is_longer_than_the_rest_of_the_budget(
     assert max(plan.num_tokens for plan in plans) == 8
 
 
-def test_who_found_no_room_is_asked_again_only_when_there_is_more(
+def test_blocked_sequence_waits_for_more_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(num_blocks=8)
@@ -161,7 +160,7 @@ def test_who_found_no_room_is_asked_again_only_when_there_is_more(
         world.check(sequence_id)
 
 
-def test_who_lost_the_slot_finds_what_was_computed_of_the_output_too(
+def test_preempted_sequence_finds_its_output_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
@@ -169,23 +168,12 @@ def test_who_lost_the_slot_finds_what_was_computed_of_the_output_too(
     world.submit(request(1, PROMPT, max_tokens=20))
     while len(world.tokens[1]) < 13:
         world.step()
-    world.scheduler.roster.preempt(slot_of(world, 1))
+    world.scheduler.preempt(slot_of(world, 1))
     num_before = len(plans)
     world.run()
     world.check(1)
     again = [plan for plan in plans[num_before:] if len(plan.token_ids)]
     assert [int(start) for plan in again for start in plan.num_computed_tokens] == [28]
-
-
-def test_a_failed_step_leaves_alone_whose_blocks_are_being_sent() -> None:
-    world = World(sends=True, fail_at=frozenset({4}))
-    tokens = world.model.expected(PROMPT, 3)
-    world.submit(request(2, PROMPT, max_tokens=20, stop_token_ids=np.asarray(tokens[2:], np.int32)))
-    world.run()  # the stop token comes with the third step, when the fourth is on its way
-    assert (world.tokens[2], world.finish[2]) == (tokens, FinishReason.STOP)
-    assert isinstance(world.scheduler.roster.get(2), Sending)
-    world.scheduler.transfer_done(2)
-    assert world.scheduler.kv.counts().held == 0
 
 
 class Postponing:
@@ -214,7 +202,7 @@ def test_prompts_beyond_the_budget_enter_in_the_next_steps(
         world.submit(request(sequence_id, [sequence_id] * 10, max_tokens=12))
     for _ in range(5):
         world.step()
-    assert world.scheduler.roster.num_running == 4
+    assert world.scheduler.sequences.num_running == 4
     assert not world.finish
     world.run()
     for sequence_id in range(4):

@@ -12,7 +12,6 @@ import torch
 from tokenspeed_core.api.cache_groups import (
     CacheGroupSpec,
     FullAttention,
-    RecurrentState,
     SlidingWindow,
 )
 from tokenspeed_core.api.kernels import PlatformInfo
@@ -74,12 +73,6 @@ def test_number_of_layers_must_equal_the_groups(tiny: Make) -> None:
     build.check_groups()
     with pytest.raises(CheckpointError, match=r"layer 2 .*'full'"):
         attend(build, 2)
-
-
-def test_attention_in_a_recurrent_group_is_refused(tiny: Make) -> None:
-    build = make_build(tiny(), RecurrentState("state", num_layers=1, state_bytes=64))
-    with pytest.raises(CheckpointError, match=r"'state'.*recurrent state"):
-        attend(build, 0, group="state")
 
 
 def test_group_too_small_for_the_caches_dtype_is_refused(tiny: Make) -> None:

@@ -165,7 +165,7 @@ def test_greedy_tokens_survive_preemption(
             assert len(tokens) == 36
             model.check_greedy(prompt, tokens)
         scheduler = llm._engine.scheduler
-        assert scheduler.roster.num_preemptions > 0, "the pool was too large for this test"
+        assert scheduler.num_preemptions > 0, "the pool was too large for this test"
         pool = scheduler.kv.pool
         assert pool.num_available == pool.num_blocks, "blocks are held when idle"
 
@@ -293,7 +293,7 @@ def test_log_probabilities_survive_preemption_a_step_ahead(qwen3: Family) -> Non
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in wanted], greedy(30, logprobs=0)
         )
-        assert llm._engine.scheduler.roster.num_preemptions
+        assert llm._engine.scheduler.num_preemptions
     for output in outputs:
         tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
         expected = qwen3.logits((*output.prompt_token_ids, *tokens)).log_softmax(-1)[
@@ -347,7 +347,7 @@ def test_penalties_and_biases_change_the_choice_as_documented(
     params = greedy(30, **asked)
     with qwen3.start(depth, max_total_tokens=112 if preempts else 1024, max_model_len=100) as llm:
         plain, got = run(llm, wanted, greedy(30)), run(llm, wanted, params)
-        assert bool(llm._engine.scheduler.roster.num_preemptions) is preempts
+        assert bool(llm._engine.scheduler.num_preemptions) is preempts
     assert plain != got
     for prompt, tokens in zip(wanted, got, strict=True):
         logits = qwen3.logits((*prompt, *tokens))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenspeed_testing.plans import PlanMaker
 
-from tokenspeed_core.api.step import BlockCopy, OutOfMemory, StepFailed, StepPlan
+from tokenspeed_core.api.step import OutOfMemory, StepFailed, StepPlan
 from tokenspeed_core.engine.wire import Codec, pack
 from tokenspeed_core.worker.local import LocalRunner
 
@@ -107,22 +107,6 @@ def test_rows_of_one_step_share_a_block_that_an_earlier_row_of_it_fills(
     maker.add("a", PROMPTS["a"], slot=1, shared=("first", 20))
     maker.step(runner, chunks={"first": 23, "a": 3})
     assert maker.sequences["a"].output == first.output == expected["a"][:1]
-
-
-def test_a_copied_block_holds_what_the_original_held(
-    runner: LocalRunner, expected: dict[str, list[int]]
-) -> None:
-    maker = PlanMaker(runner.block_size)
-    maker.add("first", PROMPTS["a"], slot=0)
-    maker.step(runner, chunks={"first": 23})
-    maker.add("a", PROMPTS["a"], slot=1, shared=("first", 20))
-    maker.sequences["a"].blocks[0] = [30, 31, 32, 33, 34]
-    plan = maker.plan(chunks={"a": 3})
-    source = np.array(maker.sequences["first"].blocks[0][:5], np.int32)
-    plan = replace(plan, block_copies=(BlockCopy(source, np.arange(30, 35, dtype=np.int32)),))
-    runner.forward(plan)
-    runner.sample(plan.step_id, None)
-    assert runner.collect(plan.step_id).token_ids.tolist() == expected["a"][:1]
 
 
 def test_a_plan_that_crossed_the_wire_gives_the_same_result_on_a_second_runner(

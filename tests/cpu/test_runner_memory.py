@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenspeed_core.api.cache_groups import FullAttention, RecurrentState
+from tokenspeed_core.api.cache_groups import FullAttention
 from tokenspeed_core.errors import CapacityError
 from tokenspeed_core.worker.memory import (
     GIB,
@@ -26,11 +26,11 @@ def budget(weights: int = 16 * GIB, utilization: float = 0.9) -> DeviceBudget:
 
 
 def test_a_block_is_as_large_as_the_largest_group_needs() -> None:
-    small = RecurrentState("state", num_layers=1, state_bytes=1000)
+    small = FullAttention("small", num_layers=1, num_kv_heads=1, head_size=16)
     pool = PoolLimits.of([GROUP, small], 16, 2, 100)
     assert pool.block_bytes == 36 * 2 * 16 * 8 * 128 * 2
-    assert pool.num_least == 7 + 1
-    assert PoolLimits.of([small], 16, 2, 100).block_bytes == 1024
+    assert pool.num_least == 7 + 7
+    assert PoolLimits.of([small], 16, 2, 100).block_bytes == 2 * 16 * 16 * 2
 
 
 def test_the_pool_fills_what_the_device_has_left_and_keeps_a_block_for_padding() -> None:

@@ -92,9 +92,7 @@ def test_whether_decodes_share_a_prefix_is_what_their_block_tables_say(block_siz
     kv = KVManager((FullAttention("full", 1, 1, 1),), block_size, 400)
     limits = SchedulerLimits(NUM_SEQS, MAX_LEN, 600, 600, 1000, 1000)
     runner = TableKeeper(block_size)
-    engine = Engine(
-        Scheduler(limits, kv, POLICIES["fcfs"]), runner, limits_prefill_while_decoding=False
-    )
+    engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), runner, bounds_decode_latency=False)
     prefixes = [rng.integers(0, 999, 600).tolist() for _ in range(2)]
     number = 0
     for few in (

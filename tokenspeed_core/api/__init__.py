@@ -16,7 +16,6 @@ from tokenspeed_core.api.attention import (
 from tokenspeed_core.api.cache_groups import (
     CacheGroupSpec,
     FullAttention,
-    RecurrentState,
     SlidingWindow,
 )
 from tokenspeed_core.api.hooks import RequestRecord, StepRecord, hookimpl
@@ -75,7 +74,6 @@ __all__ = [
     "Problem",
     "Quantization",
     "Ranking",
-    "RecurrentState",
     "ReplyEvent",
     "ReplyParser",
     "RequestRecord",

@@ -1,4 +1,4 @@
-"""What a policy is asked and answers. Imports no array library, so that naming these costs a plugin nothing."""
+"""The contract of scheduling policies. Imports no array library, so that a policy plugin stays cheap to import."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one step may use. Sizes are in tokens, room in blocks."""
+    """What the running sequences may use in one step."""
 
     token_budget: int  # query tokens of the whole step
-    max_prefill_tokens: int  # query tokens of all prompts together, where prompts are cut
-    is_chunking: bool  # False: a prompt runs whole, however long
+    max_prefill_tokens: int  # query tokens of all prompts together, if chunked prefill is on
+    is_chunking: bool  # chunked prefill is on; if off, a prompt runs whole, however long
     num_available_blocks: int  # free or evictable now
-    num_pending_blocks: int  # released, and reusable when the steps in flight are over
+    num_pending_blocks: int  # released; reusable once the steps in flight finished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Read-only columns of the rows that want to run, decodes first; each of length N."""
+    """The sequences that could run in this step, as read-only columns of length N. Decodes come first."""
 
     slots: I32
     num_decodes: int
-    num_query_tokens: I32  # tokens wanted: one or one plus drafts; what remains of a prompt
-    num_new_blocks: I32  # blocks that a row must get to run at all (a prompt: for its next token)
-    num_held_blocks: I32  # blocks that preempting the row would free
+    num_query_tokens: (
+        I32  # wanted: 1 plus draft tokens for a decode, the rest of the prompt otherwise
+    )
+    num_new_blocks: I32  # needed to run at all; for a prompt, to run one token
+    num_held_blocks: I32  # that preemption would release
     priority: I32  # lower is more important
-    arrival: I64
+    arrival: I64  # order of arrival
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """Query tokens per row of the view (0: not in this step), and the rows to preempt."""
+    """What runs in this step."""
 
-    num_query_tokens: I32
-    victims: I32  # indices into the view
+    num_query_tokens: I32  # per row of the view; 0: not in this step
+    victims: I32  # indices of the rows to preempt
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The waiting sequence that comes next."""
+    """The first sequence of the waiting queue."""
 
-    num_tokens: int  # known
+    num_tokens: int  # prompt, and output if it was preempted
     num_cached_tokens: int  # of them, found in the prefix cache
-    num_new_blocks: int  # for all known tokens and the next one, beyond the hit's
-    num_idle_blocks: int  # of the hit, which are available ones now
+    num_new_blocks: int  # for all its tokens and the next one, without the cached ones
+    num_idle_blocks: int  # of the cached ones, counted as available now
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +62,23 @@ class Room:
     num_available_blocks: int
     num_promised_blocks: int  # that running prompts still need
     num_decoding: int
-    is_alone: bool  # nothing runs, nothing is in flight
+    is_alone: bool  # nothing runs and no step is in flight
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides admissions, chunks and victims. Stateless.
+    """Decides which sequences run, how prompts are cut, and which sequences are preempted.
 
-    No chunk goes past the tokens that are known: what a prompt is given beyond them is cut off, and so is what a first
-    chunk is given beyond the budget. A policy that raises, lets a row run without its blocks or names a victim twice or
-    one that runs ends the engine, with a line that names the plugin.
+    A policy keeps no state: equal arguments give equal answers. The scheduler reduces answers that exceed what a
+    sequence wants or the budget allows. It ends the engine, with an error that names the plugin, if a policy raises,
+    runs a row without its blocks, names a victim twice or one that runs, or runs nothing while no step is in flight.
     """
 
     def key(self, priority: int, arrival: int) -> tuple[int, int]:
-        """Return the sort key of a waiting sequence; the least comes first."""
+        """Return the sort key of a waiting sequence. The smallest comes first."""
 
     def decide(self, view: View, limits: Limits) -> Decision:
-        """Share a step's budget and blocks among the running rows."""
+        """Share the step's tokens and blocks among the running sequences."""
 
     def admit(self, candidate: Candidate, room: Room) -> int:
-        """Return the tokens of the candidate's first chunk; 0: not in this step."""
+        """Return the number of tokens of the candidate's first chunk; 0: do not admit it in this step."""

@@ -1,7 +1,8 @@
-"""The step contract: all that the runner hears, and all that it says.
+"""The step contract between the scheduler and the runner.
 
-The runner never sees a request. The host plans with upper bounds; exact lengths and accepted counts
-live on the device and come back ragged. Every record here survives the wire (`tokenspeed_core.engine.wire`).
+The runner never sees a request. The host plans with upper bounds; exact lengths and the numbers of accepted draft
+tokens are known on the device and come back in the result. Every record here can be serialised
+(`tokenspeed_core.engine.wire`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from tokenspeed_core.errors import TokenSpeedError
 
-# Written out, because the wire reads its schema from them and numpy.typing's alias differs between releases.
+# Written out because the wire format is derived from these types, and numpy.typing's alias differs between releases.
 I32 = np.ndarray[Any, np.dtype[np.int32]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 F32 = np.ndarray[Any, np.dtype[np.float32]]
@@ -30,30 +31,12 @@ class BlockDelta:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockCopy:
-    """Blocks of one cache group to copy, all at once, before the step's forward: `src[i]` to `dst[i]`."""
-
-    src: I32
-    dst: I32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EmbeddingSpan:
-    """Query tokens `[start, start + length)` of a row, whose embeddings media fill instead of ids."""
-
-    row: int
-    start: int
-    length: int
-    media_id: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class SlotInits:
-    """What the device must know of the sequences that take a slot with this step, as columns of N.
+    """The sampling state of the N sequences that take a slot in this step, as columns.
 
-    `logprobs` is the number of alternatives wanted, -1 for none. `bias_*` and `history_*` are ragged:
-    sequence i owns `[starts[i], starts[i + 1])`. `history_ids` holds the known tokens of sequences
-    with penalties only, prompt first (`history_num_prompt` of them).
+    `logprobs` is the number of alternatives per token, -1 for no log-probabilities. `bias_*` and `history_*` are
+    ragged: sequence i owns `[starts[i], starts[i + 1])`. `history_ids` holds the tokens of sequences with penalties,
+    starting with `history_num_prompt` prompt tokens; it is empty for all others.
     """
 
     slots: I32
@@ -76,31 +59,30 @@ class SlotInits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One forward of the engine, for S rows; decode rows stand first.
+    """One step of S rows: decodes first, then chunks of prompts.
 
-    A decode row's first query token is the last token that its slot holds on the device, the rest are
-    the drafts there. A chunk row's query tokens are in `token_ids`, concatenated in row order.
+    The query tokens of a decode row are on the device: the last token of its slot, then its draft tokens. The query
+    tokens of chunk rows are in `token_ids`, concatenated in row order.
     """
 
     step_id: int
     num_decodes: int
-    slots: I32  # [S] the device-side place of each row's sequence
-    num_query_tokens: I32  # [S] tokens of the row in this step: one, a chunk, or one plus drafts
-    num_computed_tokens: I32  # [S] tokens in the KV cache before it; for decodes an upper bound
-    wants_logits: Bool  # [S] the row samples: after its last query token, or verifies its drafts
+    slots: I32  # [S] slot of each row's sequence
+    num_query_tokens: I32  # [S] one, a chunk, or one plus draft tokens
+    num_computed_tokens: (
+        I32  # [S] tokens in the KV cache before the step; an upper bound for decodes
+    )
+    wants_logits: (
+        Bool  # [S] the row samples after its last query token, or verifies its draft tokens
+    )
     token_ids: I32  # prompt tokens of the chunk rows
     adapter_ids: I32  # [S] 0: the base model
     block_deltas: tuple[BlockDelta, ...]  # one per cache group
-    block_copies: tuple[BlockCopy, ...]  # one per cache group
-    slot_inits: SlotInits | None  # None: nobody new
-    embedding_spans: tuple[EmbeddingSpan, ...]
-    group_num_tokens: (
-        I32  # [replicas] query tokens of each replica of the step group; [0] when alone
-    )
+    slot_inits: SlotInits | None  # None: no sequence takes a slot
 
     @property
     def num_rows(self) -> int:
-        """Rows in the step; zero when only the step group needs it."""
+        """Rows in the step."""
         return len(self.slots)
 
     @property
@@ -111,10 +93,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateInputs:
-    """Host inputs of the sampling launch, which may depend on the step before.
+    """Inputs of the sampling launch that may depend on the result of the previous step.
 
-    `mask` packs one bit per vocabulary entry (1: allowed) for each row of `rows` and draft position:
-    int32 words, `[len(rows) * positions * words]` flat.
+    `mask` has one bit per vocabulary entry (1: allowed) for each row of `rows` and each draft position, as flat int32
+    words `[len(rows) * num_positions * words]`.
     """
 
     rows: I32
@@ -124,10 +106,10 @@ class LateInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """Log-probabilities of the sampled tokens of the rows that asked, as columns.
+    """Log-probabilities of sampled tokens, as columns, for the rows that requested them.
 
-    `rows` are row indices of the plan; `chosen` and `ranks` [len(rows)]; `top_ids` and `top_values` are
-    flat [len(rows) * width], the row's wanted number of alternatives being its first ones.
+    `rows` are row indices of the plan, `chosen` and `ranks` are [len(rows)]. `top_ids` and `top_values` are flat
+    [len(rows) * width]; a row that requested fewer alternatives uses its first ones.
     """
 
     rows: I32
@@ -140,7 +122,7 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step gave: `num_tokens[i]` tokens for row i (0 where it sampled nothing), concatenated."""
+    """The tokens of a step: `num_tokens[i]` for row i, concatenated. A token of -1: the row had no finite logit."""
 
     step_id: int
     num_tokens: I32
@@ -149,24 +131,24 @@ class StepResult:
 
 
 class StepFailed(TokenSpeedError):
-    """A step that raised on the device or in a kernel; its blocks hold nothing of use."""
+    """A step failed on the device or in a kernel. The content of its blocks is undefined."""
 
 
 class OutOfMemory(StepFailed):
-    """A step that found too little free memory, and harmed nothing: later ones may run."""
+    """A step ran out of device memory. Later steps may still succeed."""
 
 
 class Runner(Protocol):
-    """Executes steps in the order of their ids. `forward` and `sample` launch; `collect` waits."""
+    """Executes steps in the order of their ids. `forward` and `sample` only launch work; `collect` waits for it."""
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward of a step. Raises StepFailed."""
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
-        """Launch the sampling of the step whose forward was launched last. Raises StepFailed."""
+        """Launch the sampling of the step launched last. Raises StepFailed."""
 
     def collect(self, step_id: int) -> StepResult:
         """Wait for the oldest launched step. Raises StepFailed."""
 
     def close(self) -> None:
-        """Free the device. Safe to call twice."""
+        """Free the device memory. Can be called twice."""

@@ -1,7 +1,7 @@
-"""The step loop: plan, launch, collect, with the host a step ahead of the device.
+"""The step loop: plan, launch, collect. The host plans one step ahead of the device.
 
-While step N runs, step N+1 is planned from upper bounds and launched; then N's tokens are collected. What a
-row needs of the step before (its last token, its length) never leaves the device in between.
+While step N runs, the host plans step N+1 from upper bounds and launches it, and then collects the tokens of step N.
+The last token and the length of a row stay on the device between steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenspeed_core.api.hooks import StepRecord
 from tokenspeed_core.api.sampling import FinishReason
-from tokenspeed_core.api.step import I32, LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
+from tokenspeed_core.api.step import LateInputs, OutOfMemory, Runner, StepFailed, StepPlan
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.scheduler.prefill_budget import PrefillBudget
@@ -23,23 +23,21 @@ from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
 
 log = logging.getLogger("tokenspeed.engine")
 
-MAX_FAILURES = (
-    3  # failed steps in a row, but for those without memory, after which the device is given up
-)
+MAX_FAILURES = 3  # failed steps in a row, without those that ran out of memory, that end the engine
 
 
 class LateSource(Protocol):
-    """Host inputs of the sampling launch that depend on the tokens of the step before (a grammar's mask)."""
+    """Provides sampling inputs that depend on the tokens of the previous step, such as a grammar's mask."""
 
     def wants(self, plan: StepPlan) -> bool:
-        """Say whether a plan's sampling needs them. Changes nothing."""
+        """Whether the sampling of a plan needs late inputs."""
 
     def late(self, plan: StepPlan) -> LateInputs | None:
-        """Return them, when every step before the plan's has been collected."""
+        """Return the late inputs of a plan. Every earlier step has been collected."""
 
 
 class Engine:
-    """A scheduler and a runner, at most `depth` steps in flight between them."""
+    """A scheduler and a runner with at most `depth` steps in flight."""
 
     def __init__(
         self,
@@ -49,139 +47,154 @@ class Engine:
         depth: int = 2,
         late_source: LateSource | None = None,
         observe: Callable[[StepRecord], None] | None = None,
-        limits_prefill_while_decoding: bool = True,
+        bounds_decode_latency: bool = True,
         max_failures: int = MAX_FAILURES,
     ) -> None:
-        """Start idle. With `depth` 1 each step is collected before the next is planned.
+        """Start without requests. With `depth` 1, each step is collected before the next is planned.
 
-        `observe` is told of every collected step, while the next one runs. `limits_prefill_while_decoding` keeps steps short
-        while sequences decode, for those who watch their tokens come. After `max_failures` failed steps in a row,
-        those apart that found too little memory, `step` raises EngineDeadError; with 0 after the first of any kind.
+        `observe` is called with every collected step while the next one runs. `bounds_decode_latency` keeps steps
+        short while sequences decode. `step` raises EngineDeadError after `max_failures` failed steps in a row, not
+        counting those that ran out of memory; with 0, after the first failed step of any kind.
         """
-        self.scheduler, self.runner = scheduler, runner
+        self.scheduler = scheduler
+        self.runner = runner
         self.num_steps = 0
-        self._depth, self._late_source, self._observe = depth, late_source, observe
-        self._pace = PrefillBudget(
-            scheduler.limits.token_budget,
-            limits_prefill_while_decoding=limits_prefill_while_decoding,
+        self._depth = depth
+        self._late_source = late_source
+        self._observe = observe
+        self._prefill_budget = PrefillBudget(
+            scheduler.limits.token_budget, bounds_decode_latency=bounds_decode_latency
         )
-        self._launched: list[StepPlan] = []
-        self._num_failures, self._max_failures = 0, max_failures
+        self._num_failures = 0
+        self._max_failures = max_failures
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do, now or after what is in flight."""
+        """Whether a sequence is live or a step is in flight."""
         return self.scheduler.has_work
 
     def submit(self, request: Submit) -> Rejected | None:
-        """Take a request, or say why not."""
+        """Queue a request, or return why not."""
         return self.scheduler.submit(request)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Stop planning sequences at once."""
+        """End sequences at once."""
         self.scheduler.abort(sequence_ids)
 
     def step(self) -> list[Outputs]:
-        """Plan and launch the next step, then collect the oldest if `depth` are in flight.
+        """Plan and launch the next step; collect the oldest one if `depth` steps are in flight.
 
-        Raises EngineDeadError, and PluginError where the policy is a plugin's and fails.
+        Raises EngineDeadError, and PluginError if a policy plugin fails.
         """
         outputs: list[Outputs] = []
-        draft = self.scheduler.plan(
-            self._pace.max_prefill(beside_decodes=self.scheduler.columns.has_decodes)
+        in_flight = self.scheduler.in_flight
+        has_decodes = self.scheduler.columns.has_decodes
+        builder = self.scheduler.plan(
+            self._prefill_budget.max_prefill_tokens(has_decodes=has_decodes)
         )
-        if draft is not None:
-            outputs += self.launch(draft)
-        if self._launched and (draft is None or len(self._launched) >= self._depth):
+        if builder is not None:
+            outputs += self.launch(builder)
+        if in_flight and (builder is None or len(in_flight) >= self._depth):
             outputs.append(self.collect())
         return outputs
 
-    def launch(self, draft: StepPlanBuilder, group_num_tokens: I32 | None = None) -> list[Outputs]:
-        """Launch a draft. Returns what had to be collected before its sampling could be launched."""
-        if not self._launched:
-            self._pace.launched()
-        plan = self.scheduler.launched(draft, group_num_tokens)
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache."""
+        self.scheduler.kv.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Close the runner."""
+        self.runner.close()
+
+    def launch(self, builder: StepPlanBuilder) -> list[Outputs]:
+        """Launch a step. Returns the outputs of earlier steps that had to be collected first."""
         outputs: list[Outputs] = []
+        in_flight = self.scheduler.in_flight
+        if not in_flight:
+            self._prefill_budget.start_after_idle()
+        flight = self.scheduler.launch(builder)
+        plan = flight.plan
         try:
             self.runner.forward(plan)
             late = None
             if self._late_source is not None and self._late_source.wants(plan):
-                while self._launched:
-                    outputs.append(self.collect())
-                if self.scheduler.num_in_flight:
+                outputs += self._collect_before(plan)
+                if in_flight:
                     late = self._late_source.late(plan)
             self.runner.sample(plan.step_id, late)
         except StepFailed as error:
-            while self._launched:
-                outputs.append(self.collect())
-            outputs.append(self._failed(plan.step_id, error))
+            outputs += self._collect_before(plan)
+            outputs.append(self._fail(error))
             return outputs
-        if not self.scheduler.num_in_flight:
-            self._discard(
-                plan.step_id
-            )  # a step before it failed meanwhile, and ended its sequences
-            return outputs
-        self._launched.append(plan)
+        flight.is_launched = True
+        if not in_flight:  # an earlier step failed, and this one's sequences ended with it
+            self._discard(plan.step_id)
+        return outputs
+
+    def _collect_before(self, plan: StepPlan) -> list[Outputs]:
+        """Collect all steps in flight that were launched before a plan."""
+        outputs = []
+        in_flight = self.scheduler.in_flight
+        while in_flight and in_flight[0].plan is not plan:
+            outputs.append(self.collect())
         return outputs
 
     def collect(self) -> Outputs:
-        """Wait for the oldest step in flight and return what its sequences got."""
-        plan = self._launched.pop(0)
+        """Wait for the oldest step in flight. Returns the new tokens of its sequences."""
+        in_flight = self.scheduler.in_flight
+        plan = in_flight[0].plan
         try:
             result = self.runner.collect(plan.step_id)
         except StepFailed as error:
-            for later in self._launched:
-                self._discard(later.step_id)
-            self._launched.clear()
-            return self._failed(plan.step_id, error)
+            for later in list(in_flight)[1:]:
+                if later.is_launched:
+                    self._discard(later.plan.step_id)
+            return self._fail(error)
         self._num_failures = 0
         self.num_steps += 1
-        seconds = self._pace.finished(plan.num_tokens, len(plan.token_ids))
+        seconds = self._prefill_budget.finish_step(plan.num_tokens, len(plan.token_ids))
         if self._observe is not None:
             self._observe(
                 StepRecord(plan.step_id, plan.num_rows, plan.num_decodes, plan.num_tokens, seconds)
             )
         outputs = self.scheduler.apply(result)
-        if outputs.finish.any() and len(
-            ended := outputs.sequence_ids[outputs.finish == FinishReason.ERROR]
-        ):
-            log.error(
-                "step %d gave no finite logit for the sequences %s, which end here",
-                plan.step_id,
-                ended.tolist(),
-            )
+        if outputs.finish.any():
+            _log_errors(plan.step_id, outputs)
         return outputs
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the content of every cached block."""
-        self.scheduler.kv.reset()
-
-    def close(self) -> None:
-        """Free the device."""
-        self.runner.close()
-
     def _discard(self, step_id: int) -> None:
+        """Drop the result of a step that follows a failed one."""
         try:
             self.runner.collect(step_id)
         except StepFailed:
-            return  # its sequences end with the failure that came before it
+            return  # its sequences have ended already
 
-    def _failed(self, step_id: int, error: StepFailed) -> Outputs:
-        """End the sequences of a failed step with an error; others go on."""
+    def _fail(self, error: StepFailed) -> Outputs:
+        """End the sequences of all steps in flight with an error. Other sequences go on."""
         log.error("%s", error, exc_info=error.__cause__)
-        self._num_failures += not isinstance(error, OutOfMemory)
-        failed = self.scheduler.fail(step_id)
+        if not isinstance(error, OutOfMemory):
+            self._num_failures += 1
+        failed = self.scheduler.fail()
         if self._num_failures >= self._max_failures:
-            first = (
-                f"{self._num_failures} steps in a row failed; the last: "
-                if self._num_failures > 1
-                else ""
-            )
-            raise EngineDeadError(f"{first}{error}") from error
+            message = str(error)
+            if self._num_failures > 1:
+                message = f"{self._num_failures} steps in a row failed; the last: {message}"
+            raise EngineDeadError(message) from error
         return _errors(failed)
 
 
+def _log_errors(step_id: int, outputs: Outputs) -> None:
+    failed = outputs.sequence_ids[outputs.finish == FinishReason.ERROR]
+    if len(failed):
+        log.error(
+            "Step %d returned no finite logit for sequences %s; they end with an error.",
+            step_id,
+            failed.tolist(),
+        )
+
+
 def _errors(sequence_ids: list[int]) -> Outputs:
+    """Return the message that sequences ended with an error."""
     zeros = np.zeros(len(sequence_ids), np.int32)
     return Outputs(
         np.asarray(sequence_ids, np.int64),

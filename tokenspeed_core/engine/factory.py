@@ -20,7 +20,7 @@ from tokenspeed_core.config.build import called
 from tokenspeed_core.config.schema import flag
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Ready
-from tokenspeed_core.engine.warmup import rehearse
+from tokenspeed_core.engine.warmup import warm_up
 from tokenspeed_core.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError
 from tokenspeed_core.kernels.error_attribution import no_finite_logits
 from tokenspeed_core.kernels.overrides import Override
@@ -31,7 +31,7 @@ from tokenspeed_core.plugins.hooks import Hooks
 from tokenspeed_core.plugins.selection import Selection
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.policy_plugins import find_policy
+from tokenspeed_core.scheduler.plugin_policy import find_policy
 from tokenspeed_core.scheduler.scheduler import Scheduler
 from tokenspeed_core.text import ChatTemplate, Tokenizer
 from tokenspeed_core.text.template import load_chat_template
@@ -173,7 +173,7 @@ def start(
         runner.num_blocks,
         prefix_caching=config.enable_prefix_caching,
     )
-    max_model_len = _fit_model_len(resolved, kv.max_tokens_in_pool())
+    max_model_len = _fit_model_len(resolved, kv.max_sequence_len)
     max_queued = 2**31 - 1 if is_batch else config.max_queued_requests
     limits = replace(resolved.limits, max_model_len=max_model_len, max_queued=max_queued)
     scheduler = Scheduler(limits, kv, resolved.policy)
@@ -182,7 +182,7 @@ def start(
         log.warning("%s has %s", flag(name), reason)
     # On a CPU a step is complete when its launch returns, so there is nothing to overlap.
     depth = 1 if is_cpu else 2
-    is_finite = rehearse(Engine(scheduler, runner, depth=depth, max_failures=0), max_model_len)
+    is_finite = warm_up(Engine(scheduler, runner, depth=depth, max_failures=0))
     # Dummy weights may give any logits.
     if not is_finite and config.load_format != "dummy":
         raise EngineDeadError(no_finite_logits(runner.kernel_plan))
@@ -191,7 +191,7 @@ def start(
         runner,
         depth=depth,
         observe=hooks.observer("observe_step"),
-        limits_prefill_while_decoding=not is_batch,
+        bounds_decode_latency=not is_batch,
     )
     report = {
         "model": resolved.checkpoint.name,
@@ -205,11 +205,11 @@ def start(
         resolved.checkpoint.name,
         runner.kernel_plan.platform,
         config.dtype,
-        kv.max_tokens_in_pool(),
+        kv.max_sequence_len,
         runner.block_size,
         max_model_len,
     )
-    ready = Ready(max_model_len, kv.max_tokens_in_pool(), info.vocab_size, json.dumps(report))
+    ready = Ready(max_model_len, kv.max_sequence_len, info.vocab_size, json.dumps(report))
     return Started(engine, ready, runner.kernel_plan)
 
 

@@ -107,10 +107,13 @@ class EngineLoop:
             return
         self._heartbeat_at = now
         self._was_working = is_working
-        roster = self.engine.scheduler.roster
+        sequences = self.engine.scheduler.sequences
         self._send_all(
             Heartbeat(
-                self.engine.num_steps, roster.num_running, roster.num_waiting, self._is_draining
+                self.engine.num_steps,
+                sequences.num_running,
+                sequences.num_waiting,
+                self._is_draining,
             )
         )
 

@@ -1,4 +1,4 @@
-"""A request of nobody, served before the first real one, which then finds nothing left to load."""
+"""Serves two requests before the first real one, so that everything is loaded and compiled."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Ready
 from tokenspeed_core.engine.requests import Defaults, build_submit
 
-REQUESTS = ((256, 0.0), (16, 1.0))  # tokens of the prompt, where as many fit, and temperature
+MAX_OUTPUT_TOKENS = 2
+PROMPTS = ((256, 0.0), (16, 1.0))  # maximum prompt tokens, and temperature
 
 
-def rehearse(engine: Engine, max_model_len: int) -> bool:
-    """Serve a greedy request and one that draws, and leave nothing of them behind.
+def warm_up(engine: Engine) -> bool:
+    """Serve a greedy and a sampled request, and reset the prefix cache.
 
-    Return whether either got finite logits: a kernel that never works raises nothing.
+    Returns whether any of them got finite logits: a kernel that computes garbage raises no error.
     """
-    num_new, num_failed = min(2, max_model_len - 1), 0
-    if not num_new:
+    max_model_len = engine.scheduler.limits.max_model_len
+    max_tokens = min(MAX_OUTPUT_TOKENS, max_model_len - 1)
+    if max_tokens < 1:
         return True  # a prompt would leave no room for a token
     limits = Ready(max_model_len, max_model_len, 1, "")
-    for request_id, (num_tokens, temperature) in enumerate(REQUESTS):
-        prompt = np.zeros(min(num_tokens, max_model_len - num_new), np.int32)
-        params = SamplingParams(temperature=temperature, max_tokens=num_new, seed=0)
-        refused = engine.submit(build_submit(request_id, params, prompt, limits, Defaults()))
-        assert refused is None, refused
+    num_failed = 0
+    for request_id, (num_tokens, temperature) in enumerate(PROMPTS):
+        prompt = np.zeros(min(num_tokens, max_model_len - max_tokens), np.int32)
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
+        rejected = engine.submit(build_submit(request_id, params, prompt, limits, Defaults()))
+        assert rejected is None, rejected
         while engine.has_work:
-            num_failed += sum(
-                int((outputs.finish == FinishReason.ERROR).sum()) for outputs in engine.step()
-            )
+            for outputs in engine.step():
+                num_failed += int((outputs.finish == FinishReason.ERROR).sum())
         engine.reset_prefix_cache()
-    return num_failed < len(REQUESTS)
+    return num_failed < len(PROMPTS)

@@ -1,1 +1,1 @@
-"""The KV manager: cache groups, blocks, block tables and the prefix index. No tensors here."""
+"""The KV cache: blocks, block tables and the prefix index. Contains no tensors."""

@@ -1,4 +1,4 @@
-"""The chain of hashes that names the content of blocks, computed once per request and extended."""
+"""Hash chains identify the content of blocks."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ from tokenspeed_core.api.step import I32
 
 
 class HashChain:
-    """Digest i names the tokens `[0, (i + 1) * granularity)` of a sequence, its tenant and its adapter.
+    """The digests of a sequence's prefixes; digest i covers the first `(i + 1) * granularity` tokens.
 
-    Digests are 16 bytes of BLAKE2b, so that no prompt can be made to collide with another tenant's.
+    The root is salted with the tenant and the adapter. Digests are 16 bytes of BLAKE2b, so that a prompt cannot be
+    made to collide with another tenant's.
     """
 
     __slots__ = ("_digests", "_root", "granularity")
 
     def __init__(self, granularity: int, salt: str, adapter_id: int) -> None:
-        """Start an empty chain; its root is salted."""
         self.granularity = granularity
-        self._root = blake2b(
-            f"{adapter_id}/{salt}".encode(), digest_size=16, person=b"root"
-        ).digest()
+        root = f"{adapter_id}/{salt}".encode()
+        self._root = blake2b(root, digest_size=16, person=b"root").digest()
         self._digests: list[bytes] = []
 
     def fork(self) -> HashChain:
-        """Return a copy that extends by itself (the sequences of one request part after the prompt)."""
+        """Return an independent copy: the sequences of one request share only the prompt."""
         chain = HashChain.__new__(HashChain)
-        chain.granularity, chain._root, chain._digests = (
-            self.granularity,
-            self._root,
-            list(self._digests),
-        )
+        chain.granularity = self.granularity
+        chain._root = self._root
+        chain._digests = list(self._digests)
         return chain
 
     def extend(self, tokens: I32) -> None:
-        """Hash the whole blocks of `tokens` (the sequence from its start) that are not hashed yet."""
+        """Hash the full blocks of `tokens` that are not hashed yet. `tokens` starts at the sequence's first token."""
         size, digests = self.granularity, self._digests
         end = len(tokens) // size
         if end <= len(digests):
@@ -48,7 +45,7 @@ class HashChain:
             digests.append(last)
 
     def at(self, num_tokens: int) -> bytes:
-        """Return the digest of the first `num_tokens` tokens, a multiple of the granularity and hashed."""
+        """Return the digest of the first `num_tokens` tokens, a multiple of the granularity."""
         return self._digests[num_tokens // self.granularity - 1]
 
     @property

@@ -1,8 +1,11 @@
-"""The arena's blocks: who holds them, which may be reused, and when.
+"""Reference counts of the KV cache's blocks, and the order in which blocks are reused.
 
-Every block is in one of four states, and `free + cached + held + pending == all` always:
-*held* by leases, *cached* (nobody's, but its content has a name), *free*, or *pending*: released while a
-step or a transfer that may touch it is still in flight.
+Every block is in one of four states, and the four counts always add up to the size of the pool:
+
+* *held*: at least one lease uses the block.
+* *cached*: no lease uses it, and the prefix index knows its content.
+* *free*: no lease uses it, and its content is unknown.
+* *pending*: it was released while a step that may access it was in flight.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Blocks by state."""
+    """Number of blocks in each state."""
 
     free: int
     cached: int
@@ -22,44 +25,51 @@ class BlockCounts:
     pending: int
 
 
-class BlockPool:
-    """Reference counts, fences and the order of eviction (least recently released first). All O(1) a block.
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A released block and the last step that may access it."""
 
-    Steps are pending by their ids: a block released while step `launched` may still run becomes reusable when
-    `retire` names that step.
+    step_id: int
+    block: int
+
+
+class BlockPool:
+    """Hands out free blocks first, then the least recently released cached ones. O(1) per block.
+
+    A block released while steps are in flight can be reused once the last of them is retired.
     """
 
-    def __init__(self, num_blocks: int, forget: Callable[[int], None]) -> None:
-        """Start with all blocks free. `forget(block)` is called when a cached block is evicted."""
-        self._forget = forget
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        """Start with all blocks free. `on_evict(block)` is called when a cached block is handed out."""
+        self.num_blocks = num_blocks
+        self.last_retired = 0  # id of the last step that finished
+        self._last_launched = 0
+        self._on_evict = on_evict
         self._refs = [0] * num_blocks
-        self._stamps = [0] * num_blocks  # the step that pending the block last
-        self._is_named = [False] * num_blocks
+        self._released_at = [0] * num_blocks  # last step launched at the block's last release
+        self._is_hashed = [False] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._fences: deque[tuple[int, int]] = deque()
+        self._pending: deque[_Pending] = deque()
         self._num_pending = 0
-        self._launched = 0
-        self.retired = 0  # the last step that is over
-        self.num_blocks = num_blocks
 
     def counts(self) -> BlockCounts:
-        """Return the number of blocks in each state. Changes nothing."""
+        """Return the number of blocks in each state."""
         free, cached = len(self._free), len(self._cached)
         held = self.num_blocks - free - cached - self._num_pending
         return BlockCounts(free, cached, held, self._num_pending)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` could hand out now."""
+        """Blocks that `take` can hand out now."""
         return len(self._free) + len(self._cached)
 
     def is_idle(self, block: int) -> bool:
-        """Say whether a block counts in `num_available`."""
+        """Whether a hashed block is counted in `num_available`."""
         return block in self._cached
 
     def take(self, num: int) -> list[int] | None:
-        """Hold `num` blocks, free ones first, then the longest unused; None (and no change) if there are fewer."""
+        """Hold `num` blocks. Returns None and changes nothing if fewer are available."""
         if num > self.num_available:
             return None
         blocks = []
@@ -68,14 +78,14 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
-                self._is_named[block] = False
-                self._forget(block)
+                self._is_hashed[block] = False
+                self._on_evict(block)
             self._refs[block] = 1
             blocks.append(block)
         return blocks
 
     def share(self, block: int) -> None:
-        """Hold a block that is held, cached or pending once more."""
+        """Add a reference to a block that is held, cached or pending."""
         if self._refs[block] == 0:
             if block in self._cached:
                 del self._cached[block]
@@ -84,46 +94,47 @@ class BlockPool:
         self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one hold of each block; the last one dropped makes it reusable once nothing in flight can touch it."""
+        """Drop one reference of each block."""
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
             self._num_pending += 1
-            if self._launched <= self.retired:  # nothing is in flight
-                self._land(block)
-            elif self._stamps[block] != self._launched:
-                self._stamps[block] = self._launched
-                self._fences.append((self._launched, block))
+            if self._last_launched <= self.last_retired:  # nothing is in flight
+                self._make_available(block)
+            elif self._released_at[block] != self._last_launched:
+                self._released_at[block] = self._last_launched
+                self._pending.append(_Pending(self._last_launched, block))
 
-    def name(self, block: int) -> None:
-        """Mark a held block's content as known: when released it is cached, not free."""
-        self._is_named[block] = True
+    def mark_hashed(self, block: int) -> None:
+        """Note that the prefix index knows a held block: when released it becomes cached, not free."""
+        self._is_hashed[block] = True
 
-    def unname(self, block: int) -> None:
-        """Take the name off a block, in whatever state it is."""
-        self._is_named[block] = False
+    def unmark_hashed(self, block: int) -> None:
+        """Note that the prefix index no longer knows a block. The block may be in any state."""
+        self._is_hashed[block] = False
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
 
     def launch(self, step_id: int) -> None:
-        """Note that a step is on its way: blocks released from now on are pending by it."""
-        self._launched = step_id
+        """Note that a step was launched."""
+        self._last_launched = step_id
 
     def retire(self, step_id: int) -> None:
-        """Note that all steps up to this one are over; their pending blocks become cached or free."""
-        self.retired = step_id
-        while self._fences and self._fences[0][0] <= step_id:
-            stamp, block = self._fences.popleft()
-            if self._refs[block] == 0 and self._stamps[block] == stamp:
-                self._stamps[block] = 0
-                self._land(block)
+        """Note that all steps up to `step_id` finished."""
+        self.last_retired = step_id
+        while self._pending and self._pending[0].step_id <= step_id:
+            pending = self._pending.popleft()
+            block = pending.block
+            if self._refs[block] == 0 and self._released_at[block] == pending.step_id:
+                self._released_at[block] = 0
+                self._make_available(block)
 
-    def _land(self, block: int) -> None:
+    def _make_available(self, block: int) -> None:
         self._num_pending -= 1
-        if self._is_named[block]:
+        if self._is_hashed[block]:
             self._cached[block] = None
         else:
             self._free.append(block)

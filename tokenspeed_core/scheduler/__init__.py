@@ -1,1 +1,1 @@
-"""The scheduler: the typed lifecycle, the columns of running sequences, the pure policy and its application."""
+"""The scheduler: sequence states, running sequences as columns, the policy, and step plans."""

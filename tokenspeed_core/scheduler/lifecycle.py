@@ -1,11 +1,11 @@
-"""The life of a sequence: states that own their resources, and the only function that moves between them.
+"""The states of a sequence and the transitions between them.
 
-Each state is a type. Only states that hold a lease expose blocks; a transition consumes one state and
-returns the next. Decoding one more token is no transition.
+Each state is a type, and only states with a lease have blocks. A transition consumes a state and returns the next
+one. Decoding one more token is not a transition.
 
-    Waiting --Admit--> Prefilling --PromptPlanned--> Decoding --End--> Finished | Sending
-       ^ InputReady        |  Preempt                    |  Preempt
-    AwaitingInput          +------> Preempted <----------+
+    Waiting --Admit--> Prefilling --PrefillPlanned--> Decoding --End--> Finished
+                          |  Preempt                     |  Preempt
+                          +-------> Preempted <----------+
                                        | Admit --> Prefilling
 """
 
@@ -19,20 +19,20 @@ from tokenspeed_core.kv_cache.lease import BlockLease, LeaseSpentError
 from tokenspeed_core.scheduler.sequence import Sequence
 
 
-class IllegalMoveError(RuntimeError):
-    """An event that a state does not take: our own mistake."""
+class IllegalTransitionError(RuntimeError):
+    """A state received an event that it does not accept. This is a bug in the scheduler."""
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A sequence's slot and blocks. Linear: `pass_on` uses it up."""
+    """A sequence's slot and blocks. Each transition that keeps them passes them on to a new lease."""
 
     slot: int
     blocks: BlockLease
     _is_spent: bool = field(default=False, repr=False)
 
     def pass_on(self) -> Lease:
-        """Return a fresh lease of the same things; this one is spent. Raises LeaseSpentError the second time."""
+        """Spend this lease and return a new one. Raises LeaseSpentError on the second call."""
         if self._is_spent:
             raise LeaseSpentError("a lease was used after it was passed on")
         self._is_spent = True
@@ -41,22 +41,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """Ready to run; holds nothing."""
+    """In the queue. Holds nothing."""
 
     sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AwaitingInput:
-    """Waits for something else to be ready (a grammar, an encoder, a remote cache); holds nothing."""
-
-    sequence: Sequence
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefilling:
-    """Has a slot; part of its known tokens is still to be computed."""
+    """Has a slot; some of its known tokens are not planned yet."""
 
     sequence: Sequence
     lease: Lease
@@ -64,7 +56,7 @@ class Prefilling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """Has a slot; all its known tokens are planned, each step may add some."""
+    """Has a slot; all its known tokens are planned, and each step may add some."""
 
     sequence: Sequence
     lease: Lease
@@ -72,34 +64,20 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preempted:
-    """Lost its slot and blocks to others; will compute its tokens again (or find them cached)."""
+    """Back in the queue after it lost its slot and blocks. Its tokens are computed again or found in the cache."""
 
     sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sending:
-    """Finished for the user; its blocks are kept until a transfer is done."""
-
-    sequence: Sequence
-    blocks: BlockLease
-    reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """Over. Holds nothing."""
+    """Ended. Holds nothing."""
 
     sequence: Sequence
     reason: FinishReason
 
 
-State = Waiting | AwaitingInput | Prefilling | Decoding | Preempted | Sending | Finished
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InputReady:
-    """What the sequence waited for is there."""
+State = Waiting | Prefilling | Decoding | Preempted | Finished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,86 +88,65 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptPlanned:
+class PrefillPlanned:
     """The last chunk of its known tokens is in a plan."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preempt:
-    """Its slot and blocks are needed by others."""
+    """Other sequences need its slot and blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class End:
-    """It is over: finished, aborted or failed. `sends` keeps its blocks for a transfer."""
+    """The sequence finished, was aborted or failed."""
 
     reason: FinishReason
-    sends: bool = False
+
+
+Event = Admit | PrefillPlanned | Preempt | End
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TransferDone:
-    """The transfer that kept its blocks is over."""
-
-
-Event = InputReady | Admit | PromptPlanned | Preempt | End | TransferDone
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Move:
-    """A transition's outcome: the next state, and what the caller must give back."""
+class Transition:
+    """The next state, and the lease that the caller must give back, if any."""
 
     state: State
-    slot: int | None = None
-    blocks: BlockLease | None = None
+    released: Lease | None = None
 
 
-def advance(state: State, event: Event) -> Move:
-    """Consume a state and return the next. Raises IllegalMoveError for a pair that has no meaning."""
+def advance(state: State, event: Event) -> Transition:
+    """Return the transition of a state by an event. Raises IllegalTransitionError if there is none."""
     match state:
         case Waiting(sequence) | Preempted(sequence):
             match event:
                 case Admit(lease):
-                    return Move(Prefilling(sequence, lease.pass_on()))
+                    return Transition(Prefilling(sequence, lease.pass_on()))
                 case End(reason):
-                    return Move(Finished(sequence, reason))
-                case InputReady() | PromptPlanned() | Preempt() | TransferDone():
-                    return _illegal(state, event)
-                case _:
-                    assert_never(event)
-        case AwaitingInput(sequence):
-            match event:
-                case InputReady():
-                    return Move(Waiting(sequence))
-                case End(reason):
-                    return Move(Finished(sequence, reason))
-                case Admit() | PromptPlanned() | Preempt() | TransferDone():
+                    return Transition(Finished(sequence, reason))
+                case PrefillPlanned() | Preempt():
                     return _illegal(state, event)
                 case _:
                     assert_never(event)
         case Prefilling(sequence, lease):
             match event:
-                case PromptPlanned():
-                    return Move(Decoding(sequence, lease.pass_on()))
-                case Preempt() | End():
-                    return _leave(sequence, lease, event)
-                case InputReady() | Admit() | TransferDone():
+                case PrefillPlanned():
+                    return Transition(Decoding(sequence, lease.pass_on()))
+                case Preempt():
+                    return Transition(Preempted(sequence), lease.pass_on())
+                case End(reason):
+                    return Transition(Finished(sequence, reason), lease.pass_on())
+                case Admit():
                     return _illegal(state, event)
                 case _:
                     assert_never(event)
         case Decoding(sequence, lease):
             match event:
-                case Preempt() | End():
-                    return _leave(sequence, lease, event)
-                case InputReady() | Admit() | PromptPlanned() | TransferDone():
-                    return _illegal(state, event)
-                case _:
-                    assert_never(event)
-        case Sending(sequence, blocks, reason):
-            match event:
-                case TransferDone():
-                    return Move(Finished(sequence, reason), blocks=blocks)
-                case InputReady() | Admit() | PromptPlanned() | Preempt() | End():
+                case Preempt():
+                    return Transition(Preempted(sequence), lease.pass_on())
+                case End(reason):
+                    return Transition(Finished(sequence, reason), lease.pass_on())
+                case Admit() | PrefillPlanned():
                     return _illegal(state, event)
                 case _:
                     assert_never(event)
@@ -199,20 +156,7 @@ def advance(state: State, event: Event) -> Move:
             assert_never(state)
 
 
-def _leave(sequence: Sequence, lease: Lease, event: Preempt | End) -> Move:
-    held = lease.pass_on()
-    match event:
-        case Preempt():
-            return Move(Preempted(sequence), held.slot, held.blocks)
-        case End(reason, sends=True):
-            return Move(Sending(sequence, held.blocks, reason), held.slot)
-        case End(reason):
-            return Move(Finished(sequence, reason), held.slot, held.blocks)
-        case _:
-            assert_never(event)
-
-
-def _illegal(state: State, event: Event) -> Move:
-    raise IllegalMoveError(
-        f"a sequence that is {type(state).__name__} cannot take {type(event).__name__}"
+def _illegal(state: State, event: Event) -> Transition:
+    raise IllegalTransitionError(
+        f"a sequence in state {type(state).__name__} cannot take {type(event).__name__}"
     )

@@ -1,4 +1,4 @@
-"""What bounds a step and a sequence."""
+"""The scheduler's limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The scheduler's constants. Sizes are in tokens; `chunk_size` -1 turns chunking off."""
+    """Constants of a scheduler. Sizes are in tokens; `chunk_size` -1 turns chunked prefill off."""
 
     max_num_seqs: int
     max_model_len: int
@@ -19,18 +19,17 @@ class SchedulerLimits:
 
     @property
     def is_chunking(self) -> bool:
-        """Whether prompts are cut."""
+        """Whether chunked prefill is on."""
         return self.chunk_size > 0
 
     @property
     def token_budget(self) -> int:
-        """Query tokens that a step may have (a single prompt may exceed it when chunking is off)."""
+        """Query tokens per step. Without chunked prefill, a single longer prompt may exceed it."""
         return self.chunk_size if self.is_chunking else self.max_prefill_tokens
 
     @property
     def max_num_tokens(self) -> int:
-        """The most query tokens that any step can have."""
-        whole = (
-            self.token_budget if self.is_chunking else max(self.token_budget, self.max_model_len)
-        )
-        return max(whole, self.max_num_seqs) if self.is_chunking else whole + self.max_num_seqs
+        """Upper bound of the query tokens of any step."""
+        if self.is_chunking:
+            return max(self.token_budget, self.max_num_seqs)
+        return max(self.token_budget, self.max_model_len) + self.max_num_seqs

@@ -1,7 +1,4 @@
-"""The policy: pure functions from a view of the running sequences and the limits to a decision.
-
-Nothing here changes anything. The same view gives the same decision; `scheduler.py` applies it.
-"""
+"""The built-in scheduling policies. Pure functions: the scheduler applies their decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tokenspeed_core.api.step import I32
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """Decodes first, then prompts, then admissions; among equals by (priority, arrival) or arrival alone."""
+    """Decodes first, then running prompts, then admissions; each in order of arrival, or of priority and arrival."""
 
     by_priority: bool
 
@@ -28,52 +25,44 @@ class Ordered:
         return (priority if self.by_priority else 0, arrival)
 
     def decide(self, view: View, limits: Limits) -> Decision:
-        """Run every decode, then prompts while the budget lasts; preempt the least important for blocks."""
-        wanted = view.num_query_tokens.copy()
+        """Run every decode, then prompts within the budget. Preempt the least important rows if blocks are short."""
+        num_query = view.num_query_tokens.copy()
         victims = np.zeros(0, np.int32)
         if int(view.num_new_blocks.sum()) > limits.num_available_blocks:
-            wanted, victims = self._make_room(view, limits)
-        num = view.num_decodes
-        budget = limits.token_budget - int(wanted[:num].sum())
-        if num < len(wanted):
-            order = num + np.lexsort((view.arrival[num:], self._rank(view)[num:]))
-            wanted[order] = self._chunks(wanted[order], budget, limits)
-        return Decision(wanted, victims)
+            num_query, victims = self._make_room(view, limits)
+        num_decodes = view.num_decodes
+        budget = limits.token_budget - int(num_query[:num_decodes].sum())
+        if num_decodes < len(num_query):
+            rank = self._rank(view)[num_decodes:]
+            order = num_decodes + np.lexsort((view.arrival[num_decodes:], rank))
+            num_query[order] = _chunks(num_query[order], budget, limits)
+        return Decision(num_query, victims)
 
     def admit(self, candidate: Candidate, room: Room) -> int:
-        """Admit when the whole prompt finds room beside what running ones were promised.
+        """Admit a candidate if all its tokens fit without the blocks promised to running sequences.
 
-        One block per decoding row stays free, so that an admission does not cause a preemption at once.
+        One more block per decoding sequence stays free, so that the admission does not cause a preemption at once.
         """
         reserve = 0 if room.is_alone else room.num_promised_blocks + room.num_decoding
-        if (
-            candidate.num_new_blocks + candidate.num_idle_blocks + reserve
-            > room.num_available_blocks
-        ):
+        needed = candidate.num_new_blocks + candidate.num_idle_blocks
+        if needed + reserve > room.num_available_blocks:
             return 0
         rest = candidate.num_tokens - candidate.num_cached_tokens
         if not room.is_chunking:
             return rest if rest <= room.token_budget else 0
         return max(0, min(rest, room.token_budget))
 
-    def _chunks(self, rest: I32, budget: int, limits: Limits) -> I32:
-        """Cut the prompts, the most important first, to the budget."""
-        before = np.cumsum(rest) - rest
-        if not limits.is_chunking:
-            return np.where(before + rest <= max(budget, int(rest[0])), rest, 0).astype(np.int32)
-        chunks: I32 = np.clip(min(budget, limits.max_prefill_tokens) - before, 0, rest).astype(
-            np.int32
-        )
-        return chunks
-
     def _rank(self, view: View) -> I32:
         return view.priority if self.by_priority else np.zeros(len(view.slots), np.int32)
 
     def _make_room(self, view: View, limits: Limits) -> tuple[I32, I32]:
-        """Give blocks to the most important rows; name victims only for what is not already on its way."""
+        """Give blocks to the most important rows first. Returns the query tokens of each row and the victims.
+
+        A row is preempted only if the blocks that are pending already do not suffice.
+        """
         order = np.lexsort((view.arrival, self._rank(view)))
-        wanted = view.num_query_tokens.copy()
-        available, coming = limits.num_available_blocks, limits.num_pending_blocks
+        num_query = view.num_query_tokens.copy()
+        available, pending = limits.num_available_blocks, limits.num_pending_blocks
         victims: list[int] = []
         last = len(order)
         for position, row in enumerate(order):
@@ -83,15 +72,25 @@ class Ordered:
             if need <= available:
                 available -= need
                 continue
-            wanted[row] = 0
-            while need > available + coming and last - 1 > position:
+            num_query[row] = 0
+            while need > available + pending and last - 1 > position:
                 last -= 1
                 victims.append(int(order[last]))
-                coming += int(view.num_held_blocks[order[last]])
-            coming -= max(0, need - available)
+                pending += int(view.num_held_blocks[order[last]])
+            pending -= max(0, need - available)
             available = max(0, available - need)
-        wanted[victims] = 0
-        return wanted, np.asarray(victims, np.int32)
+        num_query[victims] = 0
+        return num_query, np.asarray(victims, np.int32)
+
+
+def _chunks(rest: I32, budget: int, limits: Limits) -> I32:
+    """Return the chunk of each prompt. `rest` are the prompts' remaining tokens, most important first."""
+    before = np.cumsum(rest) - rest
+    if not limits.is_chunking:
+        budget = max(budget, int(rest[0]))  # a longer prompt runs alone
+        return np.where(before + rest <= budget, rest, 0).astype(np.int32)
+    chunks: I32 = np.clip(min(budget, limits.max_prefill_tokens) - before, 0, rest)
+    return chunks.astype(np.int32)
 
 
 POLICIES: Mapping[str, Policy] = {

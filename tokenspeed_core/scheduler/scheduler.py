@@ -1,41 +1,51 @@
-"""The scheduler: requests in, step plans out, step results in, columns of tokens out.
+"""The scheduler: turns requests into step plans, and step results into tokens of sequences.
 
-It asks the policy, applies the decision and keeps every sequence in one typed state. Running sequences are
-planned in `running.py`, waiting ones in `admission.py`; `roster.py` keeps the states.
+It asks the policy, applies the decision, and keeps every sequence in one typed state.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
-from tokenspeed_core.api.policy import Policy
+from tokenspeed_core.api.policy import Decision, Limits, Policy, Room, View
 from tokenspeed_core.api.sampling import FinishReason
-from tokenspeed_core.api.step import I32, StepPlan, StepResult
+from tokenspeed_core.api.step import I32, StepResult
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
 from tokenspeed_core.errors import EngineDeadError
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.scheduler.admission import Admission
-from tokenspeed_core.scheduler.collect import Collected, collect
-from tokenspeed_core.scheduler.columns import SlotColumns
-from tokenspeed_core.scheduler.lifecycle import (
-    AwaitingInput,
-    Preempted,
-    Sending,
-    State,
-    TransferDone,
+from tokenspeed_core.scheduler.collect import (
+    Collected,
+    NewTokens,
+    StepInFlight,
+    collect,
+    cut_at_end,
+    make_outputs,
+    rows_without_slot,
 )
+from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.lifecycle import Preempted, Prefilling, Waiting
 from tokenspeed_core.scheduler.limits import SchedulerLimits
-from tokenspeed_core.scheduler.running import Drafts, Running
 from tokenspeed_core.scheduler.sequence import Sequence
 from tokenspeed_core.scheduler.sequence_table import SequenceTable
-from tokenspeed_core.scheduler.step_plan_builder import InFlight, StepPlanBuilder
+from tokenspeed_core.scheduler.step_plan_builder import StepPlanBuilder
+from tokenspeed_core.scheduler.views import (
+    CountDrafts,
+    candidate_of,
+    num_promised_blocks,
+    view_of_running,
+)
+from tokenspeed_core.scheduler.waiting_queue import QueueEntry, WaitingQueue
 
 
 class Scheduler:
-    """Plans steps and applies their results. Knows no tensor, no text and no socket."""
+    """Plans steps and applies their results. Knows no tensors, text or sockets.
+
+    The cycle of a step: `plan`, `launch`, and, when the runner has the result, `apply` or `fail`. Several steps may
+    be in flight; results are applied in the order of the launches.
+    """
 
     def __init__(
         self,
@@ -43,192 +53,337 @@ class Scheduler:
         kv: KVManager,
         policy: Policy,
         *,
-        drafts: Drafts | None = None,
-        sends: Callable[[Sequence], bool] | None = None,
+        count_drafts: CountDrafts | None = None,
     ) -> None:
-        """Start empty. `drafts` gives decode rows drafts to verify; `sends` says whose blocks a transfer needs."""
-        self.limits, self.kv, self.policy = limits, kv, policy
+        """Start without sequences. `count_drafts` gives decode rows draft tokens to verify."""
+        self.limits = limits
+        self.kv = kv
         self.columns = SlotColumns(limits.max_num_seqs, limits.max_model_len)
-        self.roster = SequenceTable(self.columns, kv, policy)
-        self._running = Running(limits, kv, policy, self.columns, self.roster, drafts)
-        self._admission = Admission(limits, kv, policy, self.columns, self.roster, self._running)
-        self._sends = sends
-        self._in_flight: deque[InFlight] = deque()
+        self.sequences = SequenceTable(self.columns, kv)
+        self.in_flight: deque[StepInFlight] = deque()
+        self.num_preemptions = 0
+        self._policy = policy
+        self._queue = WaitingQueue(policy)
+        self._count_drafts = count_drafts
+        # Available blocks when the first waiting sequence found too few: it is not asked again until there are more.
+        self._blocked_at = -1
         self._next_step = 1
         self._num_arrivals = 0
         self._random = np.random.default_rng(limits.seed)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence is live or a step is in flight."""
+        return bool(len(self.sequences) or self.in_flight)
+
     # -- requests -------------------------------------------------------------------------------------
 
-    def submit(self, request: Submit, *, awaits: str | None = None) -> Rejected | None:
-        """Take a request, or say why not. With `awaits`, it waits for `input_ready` first."""
-        refused = self._admission.refusal(request)
-        if refused is not None:
-            return refused
+    def submit(self, request: Submit) -> Rejected | None:
+        """Queue the sequences of a request, or return why not. `build_submit` has checked its values."""
+        rejected = self._reject(request)
+        if rejected is not None:
+            return rejected
         chain = self.kv.chain(request.cache_salt, 0)
         if request.n > 1:
-            chain.extend(
-                request.prompt
-            )  # once for all; one that is alone is hashed when it is its turn
+            chain.extend(request.prompt)  # once for all; a single sequence is hashed at admission
         seed = int(self._random.integers(2**62)) if request.seed is None else request.seed
         for i in range(request.n):
             self._num_arrivals += 1
-            self.roster.add(
-                Sequence(
-                    request.request_id + i,
-                    request,
-                    seed + i,
-                    self._num_arrivals,
-                    chain.fork() if request.n > 1 else chain,
-                    request.prompt,
-                ),
-                awaits,
+            sequence = Sequence(
+                request.request_id + i,
+                request,
+                seed + i,
+                self._num_arrivals,
+                chain.fork() if request.n > 1 else chain,
+                request.prompt,
             )
+            self.sequences.add(sequence)
+            self._enqueue(sequence)
         return None
 
-    def input_ready(self, sequence_id: int) -> None:
-        """Say that what a sequence waited for is there. Unknown ids are ignored: it may have been aborted."""
-        state = self.roster.get(sequence_id)
-        if isinstance(state, AwaitingInput):
-            self.roster.input_ready(state)
-
-    def transfer_done(self, sequence_id: int) -> None:
-        """Say that a finished sequence's blocks are no longer needed."""
-        state = self.roster.get(sequence_id)
-        if isinstance(state, Sending):
-            self.roster.move(state, TransferDone())
-
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Stop planning sequences at once. Unknown ids, and those that have finished, are ignored."""
+        """End sequences at once. Ids that are unknown or finished are ignored."""
         for sequence_id in sequence_ids:
-            state = self.roster.get(int(sequence_id))
-            if state is not None and not isinstance(state, Sending):
-                self.roster.end(state, FinishReason.ABORT)
+            state = self.sequences.get(int(sequence_id))
+            if state is not None:
+                self.sequences.end(state, FinishReason.ABORT)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps launched and not yet applied."""
-        return len(self._in_flight)
+    def preempt(self, slot: int) -> None:
+        """Take the slot and the blocks of a sequence away, and queue it again."""
+        self.num_preemptions += 1
+        self._enqueue(self.sequences.preempt(slot))
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a plan may come out, now or when what is in flight is over."""
-        return bool(self.roster.num_running or self.roster.has_candidates or self._in_flight)
+    def _reject(self, request: Submit) -> Rejected | None:
+        max_len = min(self.limits.max_model_len, self.kv.max_sequence_len)
+        num_tokens = len(request.prompt) + request.max_tokens
+        if not 1 <= len(request.prompt) < num_tokens <= max_len:
+            message = (
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}; "
+                f"each must be at least 1, and together at most {max_len}"
+            )
+            return Rejected(request.request_id, "too_long", message)
+        num_waiting, max_queued = self.sequences.num_waiting, self.limits.max_queued
+        if request.n > max_queued:
+            message = f"n is {request.n}, but the queue holds at most {max_queued} sequences"
+            return Rejected(request.request_id, "bad_request", message)
+        if request.n > max_queued - num_waiting:
+            message = f"the queue is full: {num_waiting} of {max_queued} sequences are waiting"
+            return Rejected(request.request_id, "queue_full", message)
+        return None
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._queue.push(sequence)
+        self._blocked_at = -1  # another sequence may be the first now
 
     # -- planning -------------------------------------------------------------------------------------
 
-    def plan(self, max_prefill: int | None = None) -> StepPlanBuilder | None:
-        """Decide the next step. Returns None when nothing can run now. Follow with `launched`.
+    def plan(self, max_prefill_tokens: int | None = None) -> StepPlanBuilder | None:
+        """Decide the next step; None if nothing can run now. Call `launch` with the result.
 
-        `max_prefill` bounds the prompt tokens of the step, where prompts are cut. Raises EngineDeadError
-        if the policy runs nothing although nothing is in flight, since no later step would change that.
+        `max_prefill_tokens` bounds the prompt tokens of the step if chunked prefill is on. Raises EngineDeadError if
+        the policy runs nothing although no step is in flight, since no later step would change that.
         """
-        num_preemptions = self.roster.num_preemptions
-        draft, budget = self.empty(), self.limits.token_budget
-        most = budget if max_prefill is None or not self.limits.is_chunking else max_prefill
-        if self.roster.num_running:
-            self._running.plan(draft, budget, most)
-        left = min(budget - draft.num_tokens, most - draft.num_chunk_tokens)
-        self._admission.plan(draft, left, self.num_in_flight)
-        if draft.is_empty:
-            if not self._in_flight:
-                # No step will carry the copies, and they may hold the blocks that a sequence needs.
-                has_dropped = self.kv.drop_copies()
-                if not has_dropped and num_preemptions == self.roster.num_preemptions:
-                    self._check_progress()
-            return None
-        return draft
+        builder = StepPlanBuilder(self._next_step, self.columns, self.kv.num_groups)
+        self.kv.begin(builder.step_id)
+        budget = self.limits.token_budget
+        if max_prefill_tokens is None or not self.limits.is_chunking:
+            max_prefill_tokens = budget
+        num_preemptions = self.num_preemptions
+        if self.sequences.num_running:
+            self._plan_running(builder, max_prefill_tokens)
+        left = min(
+            budget - builder.num_tokens,
+            max_prefill_tokens - builder.num_chunk_tokens,
+        )
+        self._plan_admissions(builder, left)
+        if not builder.is_empty:
+            return builder
+        if self.num_preemptions == num_preemptions:
+            self._check_progress()
+        return None
 
     def _check_progress(self) -> None:
-        num_running, num_waiting = self.roster.num_running, self.roster.num_waiting
-        if num_running or self.roster.has_candidates:
-            raise EngineDeadError(
-                f"the scheduling policy {self.policy} ran none of {num_running} running and "
-                f"{num_waiting} waiting sequences while no step was in flight. "
-                "Choose another --schedule-policy."
-            )
+        """Raise EngineDeadError if sequences are live and nothing is in flight."""
+        if self.in_flight or not len(self.sequences):
+            return
+        raise EngineDeadError(
+            f"the scheduling policy {self._policy} ran none of {self.sequences.num_running} running and "
+            f"{self.sequences.num_waiting} waiting sequences while no step was in flight. "
+            "Choose another --schedule-policy."
+        )
 
-    def empty(self) -> StepPlanBuilder:
-        """Return a draft without rows, which the step group needs of an idle replica."""
-        draft = StepPlanBuilder(self._next_step, self.columns, len(self.kv.groups))
-        self.kv.begin(draft.step_id)
-        return draft
+    def _plan_running(self, builder: StepPlanBuilder, max_prefill_tokens: int) -> None:
+        """Plan decodes and chunks of the running sequences, and preempt the policy's victims."""
+        view = view_of_running(self.columns, self.kv, self.sequences, self._count_drafts)
+        counts = self.kv.counts()
+        limits = Limits(
+            self.limits.token_budget,
+            max_prefill_tokens,
+            self.limits.is_chunking,
+            counts.free + counts.cached,
+            counts.pending,
+        )
+        decision = self._policy.decide(view, limits)
+        for victim in decision.victims:
+            self.preempt(int(view.slots[victim]))
+        self._plan_decodes(builder, view, decision)
+        for i in range(view.num_decodes, len(view.slots)):
+            if decision.num_query_tokens[i]:
+                self._plan_chunk(builder, int(view.slots[i]), int(decision.num_query_tokens[i]))
 
-    def launched(self, draft: StepPlanBuilder, group_num_tokens: I32 | None = None) -> StepPlan:
-        """Freeze a draft into the plan that the runner gets, and note that it is on its way."""
-        plan = draft.freeze(self.kv.copies(), group_num_tokens)
+    def _plan_decodes(self, builder: StepPlanBuilder, view: View, decision: Decision) -> None:
+        """Plan the decodes. A step without new blocks runs no Python code per sequence."""
+        columns, num_decodes = self.columns, view.num_decodes
+        slots, num_query = view.slots[:num_decodes], decision.num_query_tokens[:num_decodes]
+        runs = num_query > 0
+        if not runs.all():
+            slots, num_query = slots[runs], num_query[runs]
+        start = columns.num_bound[slots] - 1
+        end = start + num_query
+        for i in np.flatnonzero(end > columns.capacity[slots]):
+            slot = int(slots[i])
+            # Draft tokens in flight may be rejected: later queries start at a known token or behind it.
+            first_query = int(columns.num_known[slot]) - 1
+            has_room = self._extend(builder, slot, first_query, int(end[i]))
+            assert has_room, "the policy ran a row without its blocks"
+        columns.num_bound[slots] += num_query
+        builder.set_decodes(slots, num_query, start)
+
+    def _plan_chunk(self, builder: StepPlanBuilder, slot: int, num_tokens: int) -> None:
+        """Plan the next `num_tokens` known tokens of a slot, or fewer if tokens or blocks run out."""
+        columns, kv = self.columns, self.kv
+        start, target = int(columns.num_planned[slot]), int(columns.target[slot])
+        num_free_tokens = kv.pool.num_available // kv.num_groups * kv.block_size
+        end = min(start + num_tokens, target, int(columns.capacity[slot]) + num_free_tokens)
+        if end <= start or not self._extend(builder, slot, start, end):
+            return
+        is_last = end == target
+        state = self.sequences.at(slot)
+        assert isinstance(state, Prefilling), "only prompts are cut into chunks"
+        builder.add_chunk(slot, start, end, is_last=is_last)
+        columns.num_planned[slot] = end
+        # Others may use these blocks at once: their steps run after this one.
+        kv.cache_full_blocks(state.lease.blocks, state.sequence.chain, end)
+        if is_last:
+            columns.num_bound[slot] = target + 1
+            columns.num_hashed_tokens[slot] = state.lease.blocks.num_hashed_tokens
+            self.sequences.start_decoding(state)
+
+    def _extend(self, builder: StepPlanBuilder, slot: int, start: int, end: int) -> bool:
+        """Make room for the tokens `[start, end)` of a slot. Returns False if blocks are short."""
+        blocks = self.sequences.blocks(slot)
+        entries = self.kv.extend(blocks, start, end)
+        if entries is None:
+            return False
+        self.columns.capacity[slot] = blocks.capacity
+        builder.add_table_entries(slot, entries)
+        return True
+
+    # -- admission ------------------------------------------------------------------------------------
+
+    def _plan_admissions(self, builder: StepPlanBuilder, budget: int) -> None:
+        """Admit waiting sequences in the policy's order, with `budget` tokens for their first chunks."""
+        skipped: list[QueueEntry] = []
+        while budget > 0 and self._can_admit():
+            state = self._first_waiting()
+            if state is None:
+                break
+            if state.sequence.last_step > self.kv.pool.last_retired:
+                skipped.append(self._queue.pop())  # a token of it is still in flight
+                continue
+            num_tokens = builder.num_tokens
+            if not self._admit(builder, state, budget):
+                break
+            # Without a planned token the admission still counts, so that the loop ends.
+            budget -= max(1, builder.num_tokens - num_tokens)
+        for entry in skipped:
+            self._queue.put_back(entry)
+
+    def _can_admit(self) -> bool:
+        if not self.sequences.has_free_slot:
+            return False
+        is_blocked = self.kv.pool.num_available <= self._blocked_at
+        return not (self.sequences.num_running and is_blocked)
+
+    def _first_waiting(self) -> Waiting | Preempted | None:
+        """Return the first sequence of the queue, and drop entries of sequences that ended."""
+        while (entry := self._queue.first()) is not None:
+            state = self.sequences.get(entry.sequence_id)
+            if isinstance(state, Waiting | Preempted):
+                return state
+            self._queue.pop()
+        return None
+
+    def _admit(self, builder: StepPlanBuilder, state: Waiting | Preempted, budget: int) -> bool:
+        """Give the first waiting sequence a slot, blocks and a chunk, if the policy admits it."""
+        sequence, kv = state.sequence, self.kv
+        sequence.chain.extend(sequence.tokens)
+        match = kv.match(sequence.chain, len(sequence.tokens))
+        candidate = candidate_of(sequence, match, kv)
+        room = self._room(builder, budget)
+        num_tokens = min(self._policy.admit(candidate, room), room.token_budget)
+        if num_tokens <= 0:
+            # The policy may admit it in the next step, unless blocks are missing.
+            needed = candidate.num_new_blocks + candidate.num_idle_blocks
+            if needed > room.num_available_blocks:
+                self._blocked_at = kv.pool.num_available
+            return False
+        self._queue.pop()
+        blocks = kv.acquire(match)
+        slot = self.sequences.admit(state, blocks, match.num_tokens)
+        builder.add_sequence(slot, sequence, blocks)
+        self._blocked_at = -1
+        self._plan_chunk(builder, slot, num_tokens)
+        return True
+
+    def _room(self, builder: StepPlanBuilder, budget: int) -> Room:
+        if not self.limits.is_chunking and not builder.num_chunk_tokens:
+            budget = self.limits.max_model_len  # a prompt beyond the budget runs alone
+        return Room(
+            budget,
+            self.limits.is_chunking,
+            self.kv.pool.num_available,
+            num_promised_blocks(self.columns, self.kv),
+            len(self.columns.decoding()),
+            is_alone=not self.sequences.num_running and not self.in_flight,
+        )
+
+    # -- steps in flight ------------------------------------------------------------------------------
+
+    def launch(self, builder: StepPlanBuilder) -> StepInFlight:
+        """Add a planned step to the steps in flight."""
+        plan = builder.build()
         self.kv.launch(plan.step_id)
         self.columns.last_step[plan.slots] = plan.step_id
-        self._in_flight.append(
-            InFlight(plan, self.columns.sequence_id[plan.slots], draft.num_new())
-        )
+        sequence_ids = self.columns.sequence_id[plan.slots]
+        flight = StepInFlight(plan, sequence_ids, builder.max_new_tokens())
+        self.in_flight.append(flight)
         self._next_step += 1
-        return plan
-
-    # -- results --------------------------------------------------------------------------------------
+        return flight
 
     def apply(self, result: StepResult) -> Outputs:
-        """Take in the oldest step's result and return what its sequences got."""
-        flight = self._in_flight.popleft()
-        assert flight.plan.step_id == result.step_id, "results come in the order of the plans"
+        """Apply the result of the oldest step in flight. Returns the new tokens of its sequences."""
+        flight = self.in_flight.popleft()
+        assert flight.plan.step_id == result.step_id, "results come in the order of the launches"
         self.kv.retire(result.step_id)
         collected = collect(self.columns, flight, result)
-        self._late_tokens(flight, collected)
-        for slot in collected.due_for_naming(self.columns, self.kv.granularity):
-            self.roster.name_known(int(slot))
+        late = self._collect_preempted(flight, result, collected)
+        for slot in collected.with_full_block(self.columns, self.kv.granularity):
+            self.sequences.cache_known_blocks(int(slot))
         for slot, reason in collected.ended():
-            self._end(self.roster.at(slot), reason)
-        if not self.has_work:
-            self.kv.drop_copies()  # no step will carry them: nothing is held when idle
-        return collected.outputs()
+            self.sequences.end(self.sequences.at(slot), reason)
+        return make_outputs((collected.tokens, *late), result.logprobs)
 
-    def fail(self, step_id: int) -> list[int]:
-        """End every sequence of a failed step and those after it, with an error; return their ids."""
-        self.kv.withdraw(step_id)
-        failed, last = list[int](), self.kv.pool.retired
-        while self._in_flight:
-            flight = self._in_flight.popleft()
-            last = flight.plan.step_id
+    def fail(self) -> list[int]:
+        """End the sequences of all steps in flight with an error. Returns their ids.
+
+        Steps that follow a failed one have read its blocks, so they fail with it.
+        """
+        failed: list[int] = []
+        if not self.in_flight:
+            return failed
+        self.kv.withdraw(self.in_flight[0].plan.step_id)
+        for flight in self.in_flight:
             for sequence_id in flight.sequence_ids.tolist():
-                state = self.roster.get(sequence_id)
-                if state is not None and not isinstance(state, Sending):
-                    self._end(state, FinishReason.ERROR)
+                state = self.sequences.get(sequence_id)
+                if state is not None:
+                    self.sequences.end(state, FinishReason.ERROR)
                     failed.append(sequence_id)
-        self.kv.retire(last)
+        self.kv.retire(self.in_flight[-1].plan.step_id)
+        self.in_flight.clear()
         return failed
 
-    def _late_tokens(self, flight: InFlight, collected: Collected) -> None:
-        """Hand tokens to sequences that lost their slot while the step ran, and end those that are complete."""
-        for row, tokens in collected.homeless():
-            sequence_id = int(flight.sequence_ids[row])
-            state = self.roster.get(sequence_id)
-            if not isinstance(state, Preempted):
-                continue
-            sequence = state.sequence
-            for token in tokens.tolist():
-                num_cached = (
-                    sequence.num_cached if len(sequence.tokens) == sequence.num_prompt else 0
-                )
-                if token >= 0:
-                    sequence.append(token)
-                reason = _end_reason(sequence, token)
-                collected.add_late(row, sequence_id, token, reason, num_cached)
-                if reason is not FinishReason.NOT:
-                    self._end(state, reason)
-                    break
-
-    def _end(self, state: State, reason: FinishReason) -> None:
-        sends = (
-            self._sends is not None
-            and reason in (FinishReason.STOP, FinishReason.LENGTH)
-            and self._sends(state.sequence)
-        )
-        self.roster.end(state, reason, sends=sends)
+    def _collect_preempted(
+        self, flight: StepInFlight, result: StepResult, collected: Collected
+    ) -> list[NewTokens]:
+        """Add tokens to sequences that were preempted while the step was in flight."""
+        late: list[NewTokens] = []
+        for row, token_ids in rows_without_slot(collected, result):
+            state = self.sequences.get(int(flight.sequence_ids[row]))
+            if isinstance(state, Preempted):
+                new = _append_tokens(state.sequence, row, token_ids)
+                late.append(new)
+                if new.finish[0]:
+                    self.sequences.end(state, FinishReason(int(new.finish[0])))
+        return late
 
 
-def _end_reason(sequence: Sequence, token: int) -> FinishReason:
-    if token < 0:
-        return FinishReason.ERROR
-    if token in sequence.request.stop_token_ids:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_len else FinishReason.NOT
+def _append_tokens(sequence: Sequence, row: int, token_ids: I32) -> NewTokens:
+    """Append tokens to a sequence without a slot, up to its end."""
+    num_known = len(sequence.tokens)
+    num_cached = sequence.num_cached if num_known == sequence.num_prompt else 0
+    kept = cut_at_end(
+        np.asarray([len(token_ids)], np.int32),
+        token_ids,
+        np.asarray([sequence.max_len - num_known], np.int32),
+        sequence.request.stop_token_ids[np.newaxis],
+    )
+    sequence.append(kept.token_ids)
+    return NewTokens(
+        np.asarray([row], np.int32),
+        np.asarray([sequence.sequence_id], np.int64),
+        kept.num_tokens,
+        kept.token_ids,
+        kept.finish,
+        np.asarray([num_cached], np.int32),
+    )

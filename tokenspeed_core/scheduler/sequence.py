@@ -1,4 +1,4 @@
-"""One of the outputs of a request, as the scheduler knows it between slots."""
+"""One output of a request."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from tokenspeed_core.kv_cache.hashing import HashChain
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What outlives a preemption: the request, the tokens known so far, and the chain of their hashes.
+    """The part of a sequence that survives preemption: its request, tokens and hash chain.
 
-    While the sequence holds a slot its tokens live in the columns there; `tokens` is brought up to date when
-    it loses the slot. `last_step` is the last step that it was planned in while it had one.
+    While the sequence has a slot, its new tokens are in the columns; `tokens` is updated when it loses the slot.
     """
 
     sequence_id: int
     request: Submit
     seed: int
-    arrival: int  # order of arrival, a number and not a time
+    arrival: int  # order of arrival
     chain: HashChain
     tokens: I32  # prompt and output
     num_cached: int = -1  # prompt tokens found in the cache at the first admission; -1 before
-    last_step: int = 0
+    last_step: int = 0  # id of the last step that it was planned in before it lost its slot
 
     @property
     def num_prompt(self) -> int:
-        """Tokens that the user sent."""
+        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
     def max_len(self) -> int:
-        """Tokens of prompt and output at which the sequence ends by length."""
+        """Length, prompt and output, at which the sequence ends."""
         return self.num_prompt + self.request.max_tokens
 
-    def append(self, token: int) -> None:
-        """Add a token that arrived after the slot was lost."""
-        self.tokens = np.append(self.tokens, np.int32(token))
+    def append(self, tokens: I32) -> None:
+        """Add tokens that arrived after the slot was lost."""
+        self.tokens = np.concatenate((self.tokens, tokens))

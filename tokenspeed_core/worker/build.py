@@ -135,8 +135,6 @@ class ModelBuild:
     ) -> None:
         """Raise CheckpointError unless a layer's attention matches its cache group."""
         spec = self._group_specs[group]
-        if spec.is_recurrent:
-            raise self._mismatch(layer, group, "attention", "a recurrent state")
         if index >= spec.num_layers:
             raise self._mismatch(layer, group, f"layer number {index + 1}", spec.num_layers)
         for name, wanted in (("num_kv_heads", num_kv_heads), ("head_size", head_size)):
@@ -164,7 +162,7 @@ class ModelBuild:
         """Raise CheckpointError if a cache group has memory for more layers than use it."""
         for name, spec in self._group_specs.items():
             num_layers = sum(each.group is self.groups[name] for each in self.layers)
-            if not spec.is_recurrent and num_layers != spec.num_layers:
+            if num_layers != spec.num_layers:
                 raise CheckpointError(
                     f"{self._architecture}: cache group {name!r} declares {spec.num_layers} layers, and "
                     f"{num_layers} use it. Correct `describe` or the model class."

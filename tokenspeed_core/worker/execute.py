@@ -219,7 +219,6 @@ class LocalRunner:
             self._sampler.begin(plan.slot_inits)
         if self._graphs is not None:  # who alone asks what slots share
             self._flags.note_blocks(plan.block_deltas)
-        self._copy_blocks(plan)
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
         if self._graphs is not None:
@@ -237,14 +236,6 @@ class LocalRunner:
             return _Launched(plan, None, None)
         logits = self._model.logits(hidden)
         return _Launched(plan, logits, inputs.rows)
-
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        for copy in plan.block_copies:
-            if len(copy.src):
-                src, dst = self._transfer.send(
-                    (copy.src.astype(np.int64), copy.dst.astype(np.int64))
-                )
-                self._arena.index_copy_(0, dst, self._arena[src])
 
     def _sample(self, step: _Launched, rows: SamplingRows, late: LateInputs | None) -> None:
         graph = step.graph

@@ -22,7 +22,7 @@ class PoolLimits:
 
     block_bytes: int
     block_size: int
-    num_groups: int  # that keep keys and values
+    num_groups: int
     num_least: int
 
     @classmethod
@@ -31,18 +31,17 @@ class PoolLimits:
     ) -> PoolLimits:
         """Return the limits of a pool: each block is as large as the largest group needs."""
         largest = max(group.block_bytes(block_size, dtype_bytes) for group in groups)
-        per_token = sum(not group.is_recurrent for group in groups)
         blocks = -(-max_model_len // block_size)
         return cls(
             block_bytes=-(-largest // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT,
             block_size=block_size,
-            num_groups=per_token,
-            num_least=blocks * per_token + len(groups) - per_token,
+            num_groups=len(groups),
+            num_least=blocks * len(groups),
         )
 
     def blocks_of_tokens(self, num_tokens: int) -> int:
         """Return the blocks of a pool of `--max-total-tokens`."""
-        return max(1, -(-num_tokens // self.block_size)) * max(1, self.num_groups)
+        return max(1, -(-num_tokens // self.block_size)) * self.num_groups
 
     def blocks_of_bytes(self, num_bytes: int, flag: str) -> int:
         """Return the blocks that fit into bytes which the user gave. Raises CapacityError if not two do."""
@@ -91,7 +90,7 @@ def blocks_of_device(limits: PoolLimits, budget: DeviceBudget) -> int:
     if blocks >= limits.num_least:
         return blocks
     missing = (limits.num_least + 1) * limits.block_bytes - budget.left
-    tokens = max(0, blocks) // max(1, limits.num_groups) * limits.block_size
+    tokens = max(0, blocks) // limits.num_groups * limits.block_size
     hints = []
     if tokens:
         hints.append(f"--max-model-len {tokens}")

@@ -214,5 +214,3 @@ def check_supported(plan: StepPlan) -> None:
         raise ValueError("a decode row with drafts needs a drafter, and none is loaded")
     if len(plan.adapter_ids) and plan.adapter_ids.any():
         raise ValueError("a row names an adapter, and none is loaded")
-    if plan.embedding_spans:
-        raise ValueError("a row has media embeddings, and no encoder is loaded")

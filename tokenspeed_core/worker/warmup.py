@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.step import BlockCopy, BlockDelta, LateInputs, SlotInits, StepPlan
+from tokenspeed_core.api.step import BlockDelta, LateInputs, SlotInits, StepPlan
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 
 _NONE = np.zeros(0, np.int32)
@@ -85,10 +85,7 @@ def _plan(
         token_ids=np.zeros(sum(chunks), np.int32),
         adapter_ids=np.zeros(num_rows, np.int32),
         block_deltas=(BlockDelta(_NONE, _NONE, _NONE),) * num_groups,
-        block_copies=(BlockCopy(_NONE, _NONE),) * num_groups,
         slot_inits=inits,
-        embedding_spans=(),
-        group_num_tokens=np.array([counts.sum()], np.int32),
     )
 
 

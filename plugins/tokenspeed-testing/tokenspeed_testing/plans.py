@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenspeed_core.api.step import BlockCopy, BlockDelta, Runner, SlotInits, StepPlan, StepResult
+from tokenspeed_core.api.step import BlockDelta, Runner, SlotInits, StepPlan, StepResult
 
-_NONE = np.zeros(0, np.int32)
 _DEFAULTS: dict[str, Any] = {
     "temperature": 0.0,
     "top_k": 0,
@@ -114,10 +113,7 @@ class PlanMaker:
             token_ids=_int(ids),
             adapter_ids=np.zeros(len(rows), np.int32),
             block_deltas=deltas,
-            block_copies=(BlockCopy(_NONE, _NONE),) * self.num_groups,
             slot_inits=inits,
-            embedding_spans=(),
-            group_num_tokens=_int([sum(counts)]),
         )
 
     def take(self, plan: StepPlan, result: StepResult) -> None:

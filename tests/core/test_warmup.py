@@ -1,4 +1,4 @@
-"""The requests that nobody sent: they warm everything up and leave nothing behind."""
+"""The warm-up serves requests of its own and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from null_world import World, request
 from tokenspeed_core.api.step import StepResult
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Rejected, Submit
-from tokenspeed_core.engine.warmup import rehearse
+from tokenspeed_core.engine.warmup import warm_up
 
 
 def drawn(world: World) -> list[int]:
-    """Return what a request without a seed draws."""
+    """Return the tokens of a sampled request without a seed."""
     world.submit(request(1, [1], max_tokens=1, temperature=1.0))
     world.run()
     return world.tokens[1]
 
 
 @pytest.mark.parametrize("max_model_len", [2, 3, 48, 300])
-def test_a_rehearsal_runs_steps_and_leaves_no_block_no_sequence_and_no_draw_behind(
+def test_warm_up_leaves_no_blocks_sequences_or_draws(
     max_model_len: int,
 ) -> None:
     world, other = (World(max_model_len=max_model_len, num_blocks=90) for _ in range(2))
     engine = Engine(world.scheduler, world.runner)
-    rehearse(engine, max_model_len)
+    warm_up(engine)
     assert engine.num_steps >= 1
     pool = world.scheduler.kv.pool
     assert pool.counts().free == pool.num_blocks
-    assert not (world.scheduler.has_work or world.scheduler.roster.num_preemptions)
+    assert not (world.scheduler.has_work or world.scheduler.num_preemptions)
     assert drawn(world) == drawn(other)
 
 
-def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(
+def test_warm_up_serves_a_greedy_and_a_sampled_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(max_model_len=300, num_blocks=90)
@@ -47,7 +47,7 @@ def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(
         return world.scheduler.submit(request)
 
     monkeypatch.setattr(engine, "submit", submit)
-    rehearse(engine, 300)
+    warm_up(engine)
     assert asked == [(256, 0), (16, 1)]
 
 
@@ -55,13 +55,13 @@ def test_a_long_greedy_request_and_a_short_one_that_draws_are_rehearsed(
 @pytest.mark.parametrize(
     ("bad", "is_fine"), [((), True), ((0,), True), ((1,), True), ((0, 1), False)], ids=str
 )
-def test_a_rehearsal_says_whether_either_request_got_finite_logits(
+def test_warm_up_reports_missing_finite_logits(
     monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...], is_fine: bool, nth: int
 ) -> None:
     world = World()
     engine = Engine(world.scheduler, world.runner)
     submit, collect = engine.submit, world.runner.collect
-    num_tokens: list[int] = []  # that each request got so far
+    num_tokens: list[int] = []  # of each request so far
 
     def begin(request: Submit) -> Rejected | None:
         num_tokens.append(0)
@@ -75,12 +75,12 @@ def test_a_rehearsal_says_whether_either_request_got_finite_logits(
 
     monkeypatch.setattr(engine, "submit", begin)
     monkeypatch.setattr(world.runner, "collect", spoil)
-    assert rehearse(engine, world.max_model_len) is is_fine
+    assert warm_up(engine) is is_fine
     assert not world.scheduler.has_work
 
 
-def test_where_no_token_fits_behind_a_prompt_nothing_is_rehearsed() -> None:
+def test_warm_up_needs_room_for_a_token() -> None:
     world = World(max_model_len=1)
     engine = Engine(world.scheduler, world.runner)
-    assert rehearse(engine, 1)
+    assert warm_up(engine)
     assert engine.num_steps == 0

@@ -1,4 +1,4 @@
-"""A step's plan: rows in order, ragged columns that fit each other, and what the device hears of newcomers."""
+"""Step plans: the order of rows, block table changes and the state of new sequences."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from null_world import request
 
-from tokenspeed_core.api.step import I32, StepPlan
+from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.hashing import HashChain
 from tokenspeed_core.kv_cache.lease import ABSENT, BlockLease
+from tokenspeed_core.kv_cache.manager import TableEntries
 from tokenspeed_core.scheduler.columns import SlotColumns
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.sequence import Sequence
@@ -30,51 +31,46 @@ def sequence(
     )
 
 
-def drafted(rows: SlotColumns | None = None, num_groups: int = 2) -> StepPlanBuilder:
+def new_builder(rows: SlotColumns | None = None, num_groups: int = 2) -> StepPlanBuilder:
     return StepPlanBuilder(3, rows or SlotColumns(6, 64), num_groups)
 
 
-def frozen(draft: StepPlanBuilder) -> StepPlan:
-    return draft.freeze([([], []), ([], [])], None)
-
-
-def test_decodes_stand_before_chunks_whatever_was_added_first() -> None:
+def test_decodes_come_before_chunks() -> None:
     rows = SlotColumns(6, 64)
     rows.tokens[4, :12] = np.arange(12)
     rows.tokens[2, :5] = np.arange(50, 55)
-    draft = drafted(rows)
-    draft.chunk(4, 3, 8, is_last=False)
-    draft.chunk(2, 0, 5, is_last=True)
-    draft.decodes(ints(5, 1), ints(1, 3), ints(20, 30))
-    plan = frozen(draft)
+    builder = new_builder(rows)
+    builder.add_chunk(4, 3, 8, is_last=False)
+    builder.add_chunk(2, 0, 5, is_last=True)
+    builder.set_decodes(ints(5, 1), ints(1, 3), ints(20, 30))
+    plan = builder.build()
     assert plan.num_decodes == 2
     assert plan.slots.tolist() == [5, 1, 4, 2]
     assert plan.num_query_tokens.tolist() == [1, 3, 5, 5]
     assert plan.num_computed_tokens.tolist() == [20, 30, 3, 0]
     assert plan.wants_logits.tolist() == [True, True, False, True]
     assert plan.token_ids.tolist() == [3, 4, 5, 6, 7, 50, 51, 52, 53, 54]
-    assert draft.num_new().tolist() == [1, 3, 0, 1]
-    assert draft.num_tokens == plan.num_tokens == 14
-    assert plan.group_num_tokens.tolist() == [14]
+    assert builder.max_new_tokens().tolist() == [1, 3, 0, 1]
+    assert builder.num_tokens == plan.num_tokens == 14
 
 
-def test_a_draft_is_empty_until_the_device_must_hear_of_it() -> None:
-    assert drafted().is_empty
-    occupied = drafted()
-    occupied.occupy(0, sequence(0, [1], []), BlockLease([[], []]))
+def test_builder_is_empty_until_something_is_added() -> None:
+    assert new_builder().is_empty
+    occupied = new_builder()
+    occupied.add_sequence(0, sequence(0, [1], []), BlockLease([[], []]))
     assert not occupied.is_empty
-    grown = drafted()
-    grown.grow(0, (((0, 9),), ()))
+    grown = new_builder()
+    grown.add_table_entries(0, (TableEntries(0, (9,)), TableEntries(0, ())))
     assert not grown.is_empty
-    assert frozen(drafted()).num_rows == 0
+    assert new_builder().build().num_rows == 0
 
 
-def test_table_entries_come_from_hits_and_from_growth_and_leave_out_absent_blocks() -> None:
-    draft = drafted()
-    draft.occupy(3, sequence(0, [1], []), BlockLease([[10, 11], [ABSENT, 12]]))
-    draft.grow(3, (((2, 13),), ()))
-    draft.grow(5, (((0, 14),), ((0, 15),)))
-    first, second = frozen(draft).block_deltas
+def test_block_deltas_list_hits_and_new_entries() -> None:
+    builder = new_builder()
+    builder.add_sequence(3, sequence(0, [1], []), BlockLease([[10, 11], [ABSENT, 12]]))
+    builder.add_table_entries(3, (TableEntries(2, (13,)), TableEntries(2, ())))
+    builder.add_table_entries(5, (TableEntries(0, (14,)), TableEntries(0, (15,))))
+    first, second = builder.build().block_deltas
     assert [first.slots.tolist(), first.indices.tolist(), first.blocks.tolist()] == [
         [3, 3, 3, 5],
         [0, 1, 2, 0],
@@ -87,15 +83,15 @@ def test_table_entries_come_from_hits_and_from_growth_and_leave_out_absent_block
     ]
 
 
-def test_newcomers_columns_are_ragged_where_their_wishes_are() -> None:
-    draft = drafted()
+def test_slot_inits_are_ragged() -> None:
+    builder = new_builder()
     biased = sequence(
         0, [1, 2], [], bias_ids=ints(4, 5), bias_values=np.asarray([1.5, -2], np.float32), top_k=7
     )
     penalised = sequence(1, [1, 2, 3], [8, 9], presence_penalty=0.5, temperature=0.25, logprobs=3)
     for slot, each in ((4, biased), (2, penalised), (0, sequence(2, [1], []))):
-        draft.occupy(slot, each, BlockLease([[], []]))
-    inits = frozen(draft).slot_inits
+        builder.add_sequence(slot, each, BlockLease([[], []]))
+    inits = builder.build().slot_inits
     assert inits is not None
     assert inits.slots.tolist() == [4, 2, 0]
     assert inits.top_k.tolist() == [7, 0, 0]
@@ -105,7 +101,7 @@ def test_newcomers_columns_are_ragged_where_their_wishes_are() -> None:
     assert inits.bias_ids.tolist() == [4, 5]
     assert inits.bias_values.tolist() == [1.5, -2.0]
     assert inits.history_starts.tolist() == [0, 0, 5, 5]
-    assert inits.history_ids.tolist() == [1, 2, 3, 8, 9]  # of those with penalties only
+    assert inits.history_ids.tolist() == [1, 2, 3, 8, 9]  # only with penalties
     assert inits.history_num_prompt.tolist() == [0, 3, 0]
 
 
@@ -119,25 +115,16 @@ def test_newcomers_columns_are_ragged_where_their_wishes_are() -> None:
         (2**63 + 5, -(2**63) + 5),
     ],
 )
-def test_seeds_that_n_carries_past_their_range_wrap_around(seed: int, expected: int) -> None:
-    draft = drafted()
-    draft.occupy(0, sequence(0, [1], [], seed), BlockLease([[], []]))
-    inits = frozen(draft).slot_inits
+def test_seeds_beyond_64_bits_wrap_around(seed: int, expected: int) -> None:
+    builder = new_builder()
+    builder.add_sequence(0, sequence(0, [1], [], seed), BlockLease([[], []]))
+    inits = builder.build().slot_inits
     assert inits is not None
     assert inits.seed.tolist() == [expected]
 
 
-def test_copies_of_each_group_are_carried() -> None:
-    plan = drafted().freeze([([], []), ([7], [8])], ints(3, 4))
-    assert [(copy.src.tolist(), copy.dst.tolist()) for copy in plan.block_copies] == [
-        ([], []),
-        ([7], [8]),
-    ]
-    assert plan.group_num_tokens.tolist() == [3, 4]
-
-
 @pytest.mark.parametrize(("chunk_size", "budget", "most"), [(16, 16, 16), (-1, 20, 56)])
-def test_limits_say_what_a_step_may_have(chunk_size: int, budget: int, most: int) -> None:
+def test_limits_of_a_step(chunk_size: int, budget: int, most: int) -> None:
     limits = SchedulerLimits(6, 50, chunk_size, 20, 100, 64)
     assert limits.is_chunking == (chunk_size > 0)
     assert (limits.token_budget, limits.max_num_tokens) == (budget, most)

@@ -1,0 +1,66 @@
+"""Finds the scheduling policy that a user named, and checks the answers of policy plugins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
+from tokenspeed_core.plugins.catalog import Catalog, make
+from tokenspeed_core.plugins.entry import Entry
+from tokenspeed_core.scheduler.policy import POLICIES
+
+
+def find_policy(name: str, catalog: Catalog) -> Policy:
+    """Return a built-in policy, or create the one that a plugin's entry point names.
+
+    Raises PluginError if the name is unknown or the plugin does not return a Policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    entry = catalog.get("policies", name)
+    factory = catalog.need(entry, object)
+    policy = make(entry, entry.value, factory, Policy)  # type: ignore[type-abstract]
+    return PluginPolicy(entry, policy)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginPolicy:
+    """A plugin's policy. Each method raises PluginError if the plugin raises or its answer is invalid."""
+
+    entry: Entry
+    policy: Policy
+
+    def __str__(self) -> str:
+        return f"{self.entry.name} of {self.entry.distribution} {self.entry.version}"
+
+    def key(self, priority: int, arrival: int) -> tuple[int, int]:
+        """Return the policy's sort key."""
+        factory = f"{self.entry.value}.key"
+        return make(self.entry, factory, lambda: self.policy.key(priority, arrival), tuple)
+
+    def decide(self, view: View, limits: Limits) -> Decision:
+        """Return the policy's decision, reduced to what each row wants."""
+        factory = f"{self.entry.value}.decide"
+        return make(self.entry, factory, lambda: _decide(self.policy, view, limits), Decision)
+
+    def admit(self, candidate: Candidate, room: Room) -> int:
+        """Return the size of the candidate's first chunk, in tokens."""
+        factory = f"{self.entry.value}.admit"
+        return make(self.entry, factory, lambda: int(self.policy.admit(candidate, room)), int)
+
+
+def _decide(policy: Policy, view: View, limits: Limits) -> Decision:
+    """Return a valid decision. Raises ValueError if the policy's cannot be carried out."""
+    decision = policy.decide(view, limits)
+    num_query = np.clip(decision.num_query_tokens, 0, view.num_query_tokens).astype(np.int32)
+    runs = num_query > 0
+    victims = [int(victim) for victim in decision.victims]
+    if view.num_new_blocks[runs].sum() > limits.num_available_blocks:
+        raise ValueError("the rows that run need more blocks than are available")
+    if runs[victims].any():
+        raise ValueError("a victim also runs")
+    if len(set(victims)) < len(victims):
+        raise ValueError("a victim is named twice")
+    return Decision(num_query, decision.victims)

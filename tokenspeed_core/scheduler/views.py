@@ -1,0 +1,73 @@
+"""Builds what the policy sees. These functions only read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tokenspeed_core.api.policy import Candidate, View
+from tokenspeed_core.api.step import I32
+from tokenspeed_core.kv_cache.manager import KVManager, Match
+from tokenspeed_core.scheduler.columns import SlotColumns
+from tokenspeed_core.scheduler.sequence import Sequence
+from tokenspeed_core.scheduler.sequence_table import SequenceTable
+
+CountDrafts = Callable[[I32, I32], I32]
+"""From the slots and the maximum number of draft tokens of each to the number of its draft tokens."""
+
+
+def view_of_running(
+    columns: SlotColumns,
+    kv: KVManager,
+    sequences: SequenceTable,
+    count_drafts: CountDrafts | None,
+) -> View:
+    """Return the sequences with a slot that have tokens to compute."""
+    decoding = columns.decoding()
+    bound = columns.num_bound[decoding]
+    room = columns.max_len[decoding] - bound
+    has_room = room > 0  # else its last token is in flight
+    if not has_room.all():
+        decoding, room, bound = decoding[has_room], room[has_room], bound[has_room]
+    num_query = np.ones(len(decoding), np.int32)
+    if count_drafts is not None and len(decoding):
+        num_query += count_drafts(decoding, room - 1)
+    slots, end = decoding, bound - 1 + num_query
+    prefilling = columns.prefilling()
+    if len(prefilling):
+        num_planned = columns.num_planned[prefilling]
+        slots = np.concatenate((slots, prefilling))
+        num_query = np.concatenate((num_query, columns.target[prefilling] - num_planned))
+        end = np.concatenate((end, num_planned + 1))
+    missing = -((columns.capacity[slots] - end) // kv.block_size)
+    num_new_blocks = np.maximum(missing, 0) * kv.num_groups
+    num_held_blocks = np.zeros(len(slots), np.int32)
+    if int(num_new_blocks.sum()) > kv.pool.num_available:  # otherwise no policy needs to preempt
+        held = [len(sequences.blocks(int(slot)).blocks()) for slot in slots]
+        num_held_blocks = np.asarray(held, np.int32)
+    return View(
+        slots,
+        len(decoding),
+        num_query,
+        num_new_blocks,
+        num_held_blocks,
+        columns.priority[slots],
+        columns.arrival[slots],
+    )
+
+
+def candidate_of(sequence: Sequence, match: Match, kv: KVManager) -> Candidate:
+    """Return what the policy sees of a waiting sequence with a prefix hit."""
+    num_tokens = len(sequence.tokens)
+    end = min(num_tokens + 1, sequence.max_len)
+    num_new_blocks = kv.num_blocks_needed(match.num_tokens, end)
+    return Candidate(num_tokens, match.num_tokens, num_new_blocks, match.num_idle)
+
+
+def num_promised_blocks(columns: SlotColumns, kv: KVManager) -> int:
+    """Return the blocks that running prompts still need for all their tokens and the next one."""
+    prefilling = columns.prefilling()
+    missing = columns.target[prefilling] + 1 - columns.capacity[prefilling]
+    num_blocks = np.maximum(-(-missing // kv.block_size), 0)
+    return int(num_blocks.sum()) * kv.num_groups
