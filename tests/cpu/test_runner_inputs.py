@@ -1,98 +1,144 @@
-"""A step's inputs made with NumPy and made with device kernels are the same."""
+"""A plan's inputs: an eager step has those of a captured step's bucket, without its padding."""
 
 from __future__ import annotations
-
-from dataclasses import fields
-from operator import attrgetter
 
 import numpy as np
 import pytest
 import torch
 from tokenspeed_testing.plans import PlanMaker
 
-from tokenspeed_core.api.attention import AttentionStep
-from tokenspeed_core.worker.inputs import DeviceInputMaker, HostInputMaker, StepInputs
+from tokenspeed_core.worker.inputs import EagerInputs, StepBuffers, begin_step
 from tokenspeed_core.worker.sampler import RunnerKernels
 from tokenspeed_core.worker.slots import SlotLayout, SlotState
+from tokenspeed_core.worker.staged import BucketSize, StagedLayout
 from tokenspeed_core.worker.transfer import HostTransfer
 from tokenspeed_kernels.reference.cache import advance_rows, map_tokens
 
 BLOCK, GROUPS = 4, 2
+NUM_BLOCKS = 8
+KERNELS = RunnerKernels(print, {}, {}, advance_rows({}), map_tokens({"block_size": BLOCK}))
+STEPS: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
+    ((), {"a": 3, "c": 1}),
+    (("c",), {"a": 7, "b": 2}),
+    (("c", "a"), {"b": 5}),
+    (("b", "c", "a"), {}),
+    (("a",), {}),
+)
 
 
-def make_rows() -> SlotState:
-    rows = SlotState(SlotLayout(num_slots=6, num_blocks=8, num_groups=GROUPS), torch.device("cpu"))
-    rows.reset(padding_block=99)
-    rows.last_token[:] = torch.arange(50, 56, dtype=torch.int32)
-    return rows
+def make_state() -> SlotState:
+    layout = SlotLayout(num_slots=6, num_blocks=NUM_BLOCKS, num_groups=GROUPS)
+    state = SlotState(layout, torch.device("cpu"))
+    state.reset(99)
+    state.last_token[:] = torch.arange(50, 56, dtype=torch.int32)
+    return state
 
 
-def check_step(host: AttentionStep | None, device: AttentionStep | None) -> None:
-    assert (host is None) == (device is None)
-    if host is None or device is None:
-        return
-    for name in (field.name for field in fields(AttentionStep)):
-        one, other = getattr(host, name), getattr(device, name)
-        if name == "block_table":
-            width = one.shape[1]
-            assert torch.equal(one, other[:, :width])
-            assert width * BLOCK >= host.max_seq_len
-        elif isinstance(one, torch.Tensor):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other), name
-        else:
-            assert one == other, name
+def make_eager(state: SlotState, split: tuple[bool, ...] = (False, False)) -> EagerInputs:
+    return EagerInputs(state, KERNELS, BLOCK, split, HostTransfer())
 
 
-def check(host: StepInputs, device: StepInputs) -> None:
-    for name in ("token_ids", "positions", "rows.device_slots", "rows.new_positions"):
-        one, other = map(attrgetter(name), (host, device))
-        assert one.dtype == other.dtype == torch.int64
-        assert torch.equal(one, other), name
-    assert np.array_equal(host.rows.plan_rows, device.rows.plan_rows)
-    assert np.array_equal(host.rows.slots, device.rows.slots)
-    assert (host.logit_index is None) == (device.logit_index is None)
-    if host.logit_index is not None and device.logit_index is not None:
-        assert torch.equal(host.logit_index, device.logit_index)
-    for one, other in zip(host.groups, device.groups, strict=True):
-        assert torch.equal(one.kv_slots, other.kv_slots)
-        assert one.num_decodes == other.num_decodes
-        check_step(one.step, other.step)
-        check_step(one.decodes, other.decodes)
-        check_step(one.prefills, other.prefills)
-
-
-@pytest.mark.parametrize("split", [(False, False), (True, False)])
-def test_both_ways_give_the_same_inputs_and_leave_the_same_state(split: tuple[bool, ...]) -> None:
-    host, device = make_rows(), make_rows()
-    host_maker = HostInputMaker(host, BLOCK, split)
-    kernels = RunnerKernels(print, {}, {}, advance_rows({}), map_tokens({"block_size": BLOCK}))
-    device_maker = DeviceInputMaker(device, kernels, split, HostTransfer())
+def make_plans() -> PlanMaker:
     plans = PlanMaker(BLOCK, GROUPS)
     plans.add("a", list(range(10)), 4, temperature=0.5, seed=-1)
     plans.add("b", list(range(20, 27)), 1, top_k=5)
     plans.add("c", [30], 0)
-    for decodes, chunks in (
-        ((), {"a": 3, "c": 1}),
-        (("c",), {"a": 7, "b": 2}),
-        (("c", "a"), {"b": 5}),
-        (("b", "c", "a"), {}),
-        (("a",), {}),
-    ):
+    return plans
+
+
+def make_buffers(size: BucketSize, columns: dict[str, torch.Tensor]) -> StepBuffers:
+    empty = torch.zeros((2, size.num_tokens), dtype=torch.int64)
+    return StepBuffers(
+        token_ids=columns.get("ids", empty[0]),
+        positions=columns.get("positions", empty[1]),
+        seq_lens=torch.zeros(size.num_rows, dtype=torch.int32),
+        new_positions=torch.zeros(size.num_rows, dtype=torch.int64),
+        tables=[torch.zeros((size.num_rows, NUM_BLOCKS), dtype=torch.int32) for _ in range(GROUPS)],
+        kv_slots=[torch.zeros(size.num_tokens, dtype=torch.int64) for _ in range(GROUPS)],
+    )
+
+
+def test_eager_step_equals_a_padded_bucket() -> None:
+    eager_state, state = make_state(), make_state()
+    eager = make_eager(eager_state)
+    plans = make_plans()
+    for decodes, chunks in STEPS:
         plan = plans.plan(decodes, chunks)
-        check(host_maker.make(plan), device_maker.make(plan))
-        assert torch.equal(host.words, device.words)
-    assert host.seq_len.tolist() == [4, 8, 0, 0, 13, 0]
-    assert host.seed[4] == -1
-    assert host.temperature[4] == 0.5
-    assert host.top_k[1] == 5
+        found = eager.make(plan)
+        size = BucketSize(4, 3, 12) if chunks else BucketSize(4, 0, 0)
+        words, values = state.layout.writes(plan)
+        layout = StagedLayout(size, len(words) + 2)
+        host = np.zeros(layout.num_int64, np.int64)
+        layout.fill(host, plan, words, values, state.layout.padding)
+        columns = dict(layout.columns(torch.from_numpy(host)))
+        buffers = make_buffers(size, columns)
+        begin_step(state, KERNELS, columns, size.num_decodes, buffers)
+
+        num_chunk_rows, num_chunk_tokens = plan.num_rows - plan.num_decodes, len(plan.token_ids)
+        rows = [*range(plan.num_decodes), *range(4, 4 + num_chunk_rows)]
+        tokens = [*range(plan.num_decodes), *range(4, 4 + num_chunk_tokens)]
+        assert torch.equal(found.token_ids, buffers.token_ids[tokens])
+        assert torch.equal(found.positions, buffers.positions[tokens])
+        for group, table, kv_slots in zip(
+            found.groups, buffers.tables, buffers.kv_slots, strict=True
+        ):
+            assert torch.equal(group.kv_slots, kv_slots[tokens])
+            assert torch.equal(group.step.seq_lens, buffers.seq_lens[rows])
+            width = group.step.block_table.shape[1]
+            assert torch.equal(group.step.block_table, table[rows][:, :width])
+            assert width * BLOCK >= group.step.max_seq_len
+        sampled = np.flatnonzero(plan.wants_logits)
+        sampled_rows = [rows[row] for row in sampled]
+        assert found.rows.plan_rows.tolist() == sampled.tolist()
+        assert found.rows.slots.tolist() == plan.slots[sampled].tolist()
+        assert torch.equal(found.rows.device_slots, columns["slots"][sampled_rows])
+        assert torch.equal(found.rows.new_positions, buffers.new_positions[sampled_rows])
+        assert torch.equal(eager_state.words, state.words)
+    assert state.seq_len.tolist() == [4, 8, 0, 0, 13, 0]
+    assert state.seed[4] == -1
+    assert state.temperature[4] == 0.5
+    assert state.top_k[1] == 5
 
 
-def test_a_token_stands_in_its_block_at_its_offset() -> None:
-    maker = HostInputMaker(make_rows(), BLOCK, (False, False))
+def test_logit_index_names_the_last_token_of_each_sampling_row() -> None:
+    eager, plans = make_eager(make_state()), make_plans()
+    found = []
+    for decodes, chunks in STEPS:
+        index = eager.make(plans.plan(decodes, chunks)).logit_index
+        found.append(None if index is None else index.tolist())
+    assert found == [[3], [0, 7], [0, 1, 6], None, None]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_mixed_step_may_come_in_two_parts(split: bool) -> None:
+    eager, plans = make_eager(make_state(), (split, False)), make_plans()
+    for decodes, chunks in STEPS[:1]:
+        eager.make(plans.plan(decodes, chunks))
+    inputs = eager.make(plans.plan(("c",), {"a": 7, "b": 2}))
+    whole = inputs.groups[1].step
+    assert whole.host_query_start == (0, 1, 8, 10)
+    assert whole.query_start.tolist() == [0, 1, 8, 10]
+    assert whole.host_seq_lens == (2, 10, 2)
+    assert (whole.num_rows, whole.num_tokens, whole.max_num_query, whole.max_seq_len) == (
+        3,
+        10,
+        7,
+        10,
+    )
+    decodes, prefills = inputs.groups[0].decodes, inputs.groups[0].prefills
+    assert (decodes is None) == (prefills is None) == (not split)
+    if decodes is not None and prefills is not None:
+        assert decodes.query_start.tolist() == [0, 1]
+        assert decodes.seq_lens.tolist() == [2]
+        assert prefills.query_start.tolist() == [0, 7, 9]
+        assert prefills.host_query_start == (0, 7, 9)
+        assert prefills.seq_lens.tolist() == [10, 2]
+
+
+def test_kv_slot_is_the_tokens_place_in_its_block() -> None:
     plans = PlanMaker(BLOCK, GROUPS)
     plans.add("a", list(range(10)), 4).blocks = [[7, 3], [5, 6]]
-    inputs = maker.make(plans.plan(chunks={"a": 6}))
+    inputs = make_eager(make_state()).make(plans.plan(chunks={"a": 6}))
     assert inputs.groups[0].kv_slots.tolist() == [28, 29, 30, 31, 12, 13]
     assert inputs.groups[1].kv_slots.tolist() == [20, 21, 22, 23, 24, 25]
     assert inputs.groups[0].step.block_table.tolist() == [[7, 3]]

@@ -20,7 +20,7 @@ from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.worker import local, transfer
 from tokenspeed_core.worker.buckets import bucket_sizes, decode_sizes
-from tokenspeed_core.worker.graphs import StepGraphs
+from tokenspeed_core.worker.graphs import StepGraphs, captured_group_inputs
 from tokenspeed_core.worker.local import LocalRunner, build, plan_only
 from tokenspeed_core.worker.staged import BucketSize
 from tokenspeed_core.worker.warmup import largest_step, warmup_steps
@@ -235,41 +235,29 @@ def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
 
 
 @pytest.mark.parametrize("no_shared_prefix", [False, True])
-def test_what_is_said_of_decodes_in_a_captured_step_is_not_said_of_its_prompts(
-    no_shared_prefix: bool,
-) -> None:
-    graphs = StepGraphs.__new__(StepGraphs)
-    graphs._max_model_len = 10_000
-    graphs._seq_lens, graphs._decode_start = (
-        torch.zeros(80, dtype=torch.int32),
-        torch.arange(81, dtype=torch.int32),
+@pytest.mark.parametrize("num_chunks", [0, 16])
+def test_prefix_hints_concern_decodes_only(no_shared_prefix: bool, num_chunks: int) -> None:
+    size = BucketSize(64, num_chunks, 32 if num_chunks else 0, no_shared_prefix)
+    inputs = captured_group_inputs(
+        size,
+        kv_slots=torch.zeros(96, dtype=torch.int64),
+        table=torch.zeros((80, 4), dtype=torch.int32),
+        seq_lens=torch.zeros(80, dtype=torch.int32),
+        decode_start=torch.arange(81, dtype=torch.int32),
+        chunk_start=torch.zeros(17, dtype=torch.int32) if num_chunks else None,
+        max_model_len=10_000,
     )
-    table, starts = (
-        torch.zeros((80, 4), dtype=torch.int32),
-        {"query_start": torch.zeros(17, dtype=torch.int32)},
-    )
-    for num_chunks in (0, 16):
-        size = BucketSize(64, num_chunks, 32 if num_chunks else 0, no_shared_prefix)
-        inputs = graphs._group_inputs(size, starts, table, torch.zeros(96, dtype=torch.int64))
-        decodes = inputs.decodes or inputs.step
-        assert (decodes.shares_prefix, decodes.overlaps_prefill) == (
-            not no_shared_prefix,
-            num_chunks > 0,
-        )
-        assert (decodes.num_rows, decodes.max_seq_len) == (64, 4096 if no_shared_prefix else 10_000)
-        if inputs.prefills is not None:
-            prompts = inputs.prefills
-            assert (prompts.shares_prefix, prompts.overlaps_prefill, prompts.max_seq_len) == (
-                True,
-                False,
-                10_000,
-            )
-            assert (prompts.num_rows, prompts.num_tokens, prompts.block_table.shape[0]) == (
-                16,
-                32,
-                16,
-            )
-        assert (inputs.prefills is None) == (num_chunks == 0)
+    decodes = inputs.decodes or inputs.step
+    assert decodes.shares_prefix != no_shared_prefix
+    assert decodes.overlaps_prefill == (num_chunks > 0)
+    assert (decodes.num_rows, decodes.max_seq_len) == (64, 4096 if no_shared_prefix else 10_000)
+    prompts = inputs.prefills
+    assert (prompts is None) == (num_chunks == 0)
+    if prompts is not None:
+        assert prompts.shares_prefix
+        assert not prompts.overlaps_prefill
+        assert prompts.max_seq_len == 10_000
+        assert (prompts.num_rows, prompts.num_tokens, len(prompts.block_table)) == (16, 32, 16)
 
 
 def test_many_decodes_have_a_plain_bucket_besides() -> None:

@@ -127,27 +127,24 @@ def assemble(
             build.kv_dtype.itemsize,
             resolved.limits.max_model_len,
         ),
-        _runner_kernels(build, resolved, block_size, is_cuda=device.type == "cuda"),
+        _runner_kernels(build, resolved, block_size),
     )
     chosen.check()
     return assembly
 
 
-def _runner_kernels(
-    build: ModelBuild, resolved: Resolved, block_size: int, *, is_cuda: bool
-) -> RunnerKernels:
-    dtype, sampling = resolved.config.dtype, {"vocab_size": resolved.limits.vocab_size}
-    greedy, note = (
-        {
-            getattr(torch, name): build.op(op, **sampling, dtype=name)
-            for name in sorted({dtype, "float32"})
-        }
-        for op in ("greedy", "note_tokens")
-    )
+def _runner_kernels(build: ModelBuild, resolved: Resolved, block_size: int) -> RunnerKernels:
+    dtype, vocab_size = resolved.config.dtype, resolved.limits.vocab_size
+    greedy = {}
+    note = {}
+    for name in sorted({dtype, "float32"}):
+        key = getattr(torch, name)
+        greedy[key] = build.op("greedy", vocab_size=vocab_size, dtype=name)
+        note[key] = build.op("note_tokens", vocab_size=vocab_size, dtype=name)
     return RunnerKernels(
-        build.op("sample", **sampling, dtype="float32"),
-        greedy,
-        note,
-        build.op("advance_rows", dtype=dtype) if is_cuda else None,
-        build.op("map_tokens", block_size=block_size, dtype=dtype) if is_cuda else None,
+        sample=build.op("sample", vocab_size=vocab_size, dtype="float32"),
+        greedy=greedy,
+        note=note,
+        advance=build.op("advance_rows", dtype=dtype),
+        map=build.op("map_tokens", block_size=block_size, dtype=dtype),
     )

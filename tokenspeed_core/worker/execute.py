@@ -14,8 +14,8 @@ from tokenspeed_core.kernels.error_attribution import attribute_error
 from tokenspeed_core.kernels.plan import KernelPlan
 from tokenspeed_core.worker.assemble import Assembly
 from tokenspeed_core.worker.attention import bind_arena
-from tokenspeed_core.worker.graphs import GraphLaunch, StepGraphs
-from tokenspeed_core.worker.inputs import DeviceInputMaker, HostInputMaker
+from tokenspeed_core.worker.graphs import GraphContext, GraphLaunch, StepGraphs
+from tokenspeed_core.worker.inputs import EagerInputs
 from tokenspeed_core.worker.sampler import RawLogprobs, Sampler, SamplingRows
 from tokenspeed_core.worker.slots import (
     DRAWS,
@@ -81,10 +81,8 @@ class LocalRunner:
         )
         self._state = SlotState(layout, self._device)
         split = tuple(group.is_split for group in self._groups)
-        self._inputs = (
-            HostInputMaker(self._state, self.block_size, split)
-            if self._stream is None
-            else DeviceInputMaker(self._state, assembly.kernels, split, self._transfer)
+        self._inputs = EagerInputs(
+            self._state, assembly.kernels, self.block_size, split, self._transfer
         )
         self._sampler = self._new_sampler()
         self._graphs: StepGraphs | None = None
@@ -111,17 +109,17 @@ class LocalRunner:
         gc.collect()
         with torch.inference_mode():
             self._use_stream()
-            graphs = StepGraphs(
-                self._state,
-                self._flags,
-                self._groups,
-                self._model,
-                self._assembly.kernels,
-                self._transfer,
-                sizes=sizes,
+            context = GraphContext(
+                state=self._state,
+                flags=self._flags,
+                groups=self._groups,
+                model=self._model,
+                kernels=self._assembly.kernels,
+                transfer=self._transfer,
                 block_size=self.block_size,
                 max_model_len=self.resolved.limits.max_model_len,
             )
+            graphs = StepGraphs(context, sizes)
             graphs.capture(progress)
         self._graphs = graphs
 

@@ -19,16 +19,13 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunnerKernels:
-    """The kernels that the runner itself calls. `greedy` and `note` (tokens) are by the dtype of logits.
-
-    `advance` (rows) and `map` (tokens) serve devices; on the CPU NumPy does their work.
-    """
+    """The kernels that the worker itself calls; `greedy` and `note` (the op note_tokens) by the dtype of logits."""
 
     sample: Kernel
     greedy: Mapping[torch.dtype, Kernel]
     note: Mapping[torch.dtype, Kernel]
-    advance: Kernel | None
-    map: Kernel | None
+    advance: Kernel
+    map: Kernel
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,6 +43,11 @@ class SlotLayout:
         """The slot that padding rows name."""
         return self.num_slots - 1
 
+    @property
+    def padding(self) -> tuple[int, int]:
+        """The padding slot, and the word of its length, which is always 0."""
+        return self.padding_slot, self.column("seq_len") + self.padding_slot
+
     def column(self, name: str) -> int:
         """Return the first word of a column; seeds (two words each) stand before all others."""
         return 0 if name == "seed" else (2 + _COLUMNS.index(name)) * self.num_slots

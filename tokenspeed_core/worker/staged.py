@@ -1,7 +1,7 @@
-"""What the host sends for a captured step: all of it in one buffer, in a bucket's own layout.
+"""The host's upload for a step: one buffer, laid out for the size of the step or of its bucket.
 
-Rows and tokens stand as `[decodes, padding, chunks, padding]`; padding names the padding slot. A bucket
-without chunk tokens has decodes only, one token each.
+Rows and tokens are in the order `[decodes, padding, chunks, padding]`; padding names the padding slot. A size without
+chunk tokens has decodes only, one token each.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from tokenspeed_core.api.step import I32, I64, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """The most that a captured step holds: decode rows, chunk rows, and tokens of all chunks.
+    """The decode rows, chunk rows, and tokens of all chunks that a step has, or that a bucket holds at most.
 
-    Where it `no_shared_prefix`, its decodes are short and share no prefix, and attention is spared what others need.
+    With `no_shared_prefix`, its decodes are short and share no prefix, so attention skips the search for one.
     """
 
     num_decodes: int
@@ -38,7 +39,7 @@ class BucketSize:
 
 
 class StagedLayout:
-    """Where each column stands in the buffer: int64 ones first, then int32 ones.
+    """The place of each column in the buffer: int64 columns first, then int32 columns.
 
     int64: `slots` [rows]; `words` of the slots' state to change; with chunks also `token_slots`, `positions` and
     `ids` [tokens] (the last two of chunks only: decodes' come from the state), and `last` [rows], the last token of
@@ -47,8 +48,9 @@ class StagedLayout:
     """
 
     def __init__(self, size: BucketSize, num_words: int) -> None:
-        """Lay out a bucket in which `num_words` words may change."""
-        self.size, self.num_words = size, num_words
+        """Lay out a size in which at most `num_words` words of the state change."""
+        self.size = size
+        self.num_words = num_words
         wide = {"slots": size.num_rows, "words": num_words}
         narrow = {"values": num_words, "advance": size.num_rows}
         if size.num_chunks:
@@ -63,10 +65,17 @@ class StagedLayout:
         self.narrow, length = _place(narrow)
         self.num_int64 = self.middle + -(-length // 2)
 
+    def columns(self, staged: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return views of the columns in an uploaded buffer, int64 [num_int64]."""
+        narrow = staged[self.middle :].view(torch.int32)
+        columns = {name: staged[place] for name, place in self.wide.items()}
+        columns |= {name: narrow[place] for name, place in self.narrow.items()}
+        return columns
+
     def fill(
         self, host: I64, plan: StepPlan, words: I64, values: I32, padding: tuple[int, int]
     ) -> None:
-        """Write a plan and its changed words. `padding` is the padding slot, and a word of the state that stays 0."""
+        """Write a plan and its changed words. `padding` is the padding slot and the word of its length."""
         size, middle = self.size, plan.num_decodes
         narrow = host[self.middle :].view(np.int32)
         narrow[:] = 0
@@ -100,8 +109,9 @@ class StagedLayout:
 
 
 def _place(lengths: Mapping[str, int]) -> tuple[dict[str, slice], int]:
-    """Return where columns of these lengths stand one after another, and their sum."""
-    places, start = {}, 0
+    """Return consecutive slices of these lengths, and the sum of the lengths."""
+    places = {}
+    start = 0
     for name, length in lengths.items():
         places[name] = slice(start, start + length)
         start += length

@@ -63,14 +63,18 @@ def _advance(
     first: int,
     num_slots: int,
 ) -> None:
-    state.index_copy_(0, words, values)
-    heads = state[first : first + 2 * num_slots].view(2, num_slots)
-    tokens, lengths = heads[:, slots]
-    token_ids.copy_(tokens[: len(token_ids)])
-    positions.copy_(lengths[: len(positions)])
+    if len(words):
+        state.index_copy_(0, words, values)
+    all_tokens = state[first : first + num_slots]
+    all_lengths = state[first + num_slots : first + 2 * num_slots]
+    num_decodes = len(token_ids)
+    if num_decodes:
+        token_ids.copy_(all_tokens[slots[:num_decodes]])
+    lengths = all_lengths[slots]
+    positions.copy_(lengths[:num_decodes])
     torch.add(lengths, advance, out=seq_lens)
     ends.copy_(seq_lens)
-    heads[1].index_copy_(0, slots, seq_lens)
+    all_lengths.index_copy_(0, slots, seq_lens)
 
 
 def map_tokens(
