@@ -50,7 +50,7 @@ def errors(x: Tensor, weight: Tensor) -> dict[str, float]:
         for name, is_quick in (("quick", True), ("full", False))
     }
     found = {name: relative(product, exact) for name, product in products.items()}
-    found["quantising"] = relative(exact, x.double() @ weight.double().t())
+    found["quantizing"] = relative(exact, x.double() @ weight.double().t())
     print(
         f"{tuple(weight.shape)}:", ", ".join(f"{name} {error:.2e}" for name, error in found.items())
     )
@@ -61,7 +61,7 @@ def errors(x: Tensor, weight: Tensor) -> dict[str, float]:
 def test_fast_accumulation_error_is_below_quantization_error(in_size: int, out_size: int) -> None:
     found = errors(*operands(in_size, out_size))
     assert found["full"] < 2.5e-3, "the rounding to bfloat16"
-    assert found["quick"] < found["quantising"] / 4
+    assert found["quick"] < found["quantizing"] / 4
 
 
 @pytest.mark.parametrize(("in_size", "out_size"), SIZES)

@@ -75,8 +75,8 @@ def _routing(problem: Problem, num: int, at: device, seed: Generator) -> dict[st
 def _each_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, group scales and per-tensor scales, stacked over experts."""
     factors = weight.abs().amax(dim=(1, 2)) / NV_LARGEST
-    quantised = [
+    quantized = [
         nvfp4_rows(each, factor.view(1)) for each, factor in zip(weight, factors, strict=True)
     ]
-    codes, scales = zip(*quantised, strict=True)
+    codes, scales = zip(*quantized, strict=True)
     return torch.stack(codes), torch.stack(scales), factors
