@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
-from null_world import MASKED, World, request
+from engine_world import MASKED, World, request
 
 from tokenspeed_core.api.hooks import StepRecord
 from tokenspeed_core.api.sampling import FinishReason

@@ -1,4 +1,4 @@
-"""The engine process's loop on the null model, spoken to over a socket as an API process does."""
+"""The engine process's loop on the fake model, spoken to over a socket as an API process does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from null_world import MODEL, World, request
+from engine_world import MODEL, World, request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.engine import process

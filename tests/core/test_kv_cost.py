@@ -1,4 +1,4 @@
-"""What asking for a prefix hit costs: it happens between steps, and contexts are long."""
+"""The cost of finding a prefix hit in a long context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK, WINDOW, NUM_BLOCKS = 4, 256, 1000
 
 
 class CountedChain(HashChain):
-    """A chain that counts what is asked of it."""
+    """A chain that counts the digests read."""
 
     num_asked = 0
 
@@ -29,7 +29,7 @@ def tokens() -> I32:
 
 
 @pytest.mark.parametrize("every", [2, 40, 60, 64, 65])
-def test_holes_in_a_window_do_not_multiply_the_cost_of_a_hit(every: int) -> None:
+def test_evicted_blocks_do_not_multiply_the_cost_of_a_match(every: int) -> None:
     kv = KVManager((FULL, SlidingWindow("window", 1, 1, 1, WINDOW)), BLOCK, 3 * NUM_BLOCKS)
     chain = CountedChain(BLOCK, "", 0)
     chain.extend(tokens())
@@ -40,7 +40,7 @@ def test_holes_in_a_window_do_not_multiply_the_cost_of_a_hit(every: int) -> None
     kv.cache_full_blocks(lease, chain, BLOCK * NUM_BLOCKS)
     for number, block in enumerate(lease.tables[1][:NUM_BLOCKS]):
         if number % every == every - 1:
-            kv._discard([block])  # as if it had been evicted
+            kv._discard([block])  # as an eviction does
     chain.num_asked = 0
     kv.match(chain, len(tokens()))
     assert chain.num_asked <= 6 * NUM_BLOCKS

@@ -7,10 +7,10 @@ from collections import deque
 from time import perf_counter
 
 import pytest
+from engine_world import audit
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from null_world import audit
 
 from tokenspeed_core.kv_cache.pool import BlockCounts, BlockPool
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from null_world import World, request
+from engine_world import World, request
 
 from tokenspeed_core.api import (
     Candidate,

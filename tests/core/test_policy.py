@@ -1,4 +1,4 @@
-"""The policy keeps its promises for any view and any limits, and over many steps nobody starves."""
+"""The built-in policies: properties for any view and limits, and simulations of many steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ policies = st.sampled_from([POLICIES["fcfs"], POLICIES["priority"]])
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
-    """Any rows, decodes first, prompts in order of arrival, as the scheduler gives them; nobody may write."""
+    """Read-only rows in the scheduler's order: decodes, then prompts by arrival."""
     num_decodes, num_prompts = draw(st.integers(0, 6)), draw(st.integers(0, 5))
     num = num_decodes + num_prompts
     arrival = draw(st.permutations(range(num)))
@@ -79,13 +79,13 @@ candidates = st.builds(
 
 
 def order(policy: Policy, view: View) -> list[int]:
-    """Return the view's rows, the most important first, by the key of the queue."""
+    """Return the rows of a view, most important first."""
     keys = [policy.key(int(p), int(a)) for p, a in zip(view.priority, view.arrival, strict=True)]
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def prompts(policy: Policy, view: View) -> list[int]:
-    """Return the view's prompts, the most important first."""
+    """Return the prompt rows of a view, most important first."""
     return [row for row in order(policy, view) if row >= view.num_decodes]
 
 
@@ -95,9 +95,7 @@ def chunks(view: View, decision: Decision) -> list[int]:
 
 
 @given(policies, views(), limits)
-def test_prompts_never_exceed_what_decodes_leave_of_the_budget(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_prompts_fit_the_budget_left_by_decodes(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, replace(limits, is_chunking=True))
     decodes = int(decision.num_query_tokens[: view.num_decodes].sum())
     assert sum(chunks(view, decision)) <= max(0, limits.token_budget - decodes)
@@ -107,7 +105,7 @@ def test_prompts_never_exceed_what_decodes_leave_of_the_budget(
 
 
 @given(policies, views(), limits)
-def test_without_chunking_a_prompt_runs_whole_or_not_and_only_one_beyond_the_budget(
+def test_without_chunking_prompts_run_whole(
     policy: Policy,
     view: View,
     limits: Limits,
@@ -121,9 +119,7 @@ def test_without_chunking_a_prompt_runs_whole_or_not_and_only_one_beyond_the_bud
 
 
 @given(policies, views(), limits)
-def test_without_chunking_no_prompt_is_too_long_to_run(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_without_chunking_the_first_prompt_runs(policy: Policy, view: View, limits: Limits) -> None:
     assume(len(view.slots) > view.num_decodes)
     decision = policy.decide(view, replace(limits, is_chunking=False, num_available_blocks=MANY))
     first = prompts(policy, view)[0]
@@ -131,9 +127,7 @@ def test_without_chunking_no_prompt_is_too_long_to_run(
 
 
 @given(policies, views(), limits)
-def test_all_decodes_run_in_full_when_there_are_blocks(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_decodes_run_if_blocks_suffice(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, replace(limits, num_available_blocks=MANY))
     assert np.array_equal(
         decision.num_query_tokens[: view.num_decodes], view.num_query_tokens[: view.num_decodes]
@@ -142,7 +136,7 @@ def test_all_decodes_run_in_full_when_there_are_blocks(
 
 
 @given(policies, views(), limits)
-def test_a_prompt_gets_tokens_only_when_more_important_ones_got_all(
+def test_prompts_get_tokens_in_order(
     policy: Policy,
     view: View,
     limits: Limits,
@@ -157,9 +151,7 @@ def test_a_prompt_gets_tokens_only_when_more_important_ones_got_all(
 
 
 @given(policies, views(), limits)
-def test_rows_that_run_fit_the_blocks_that_are_there_now(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_running_rows_fit_the_available_blocks(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, limits)
     assert (
         int(view.num_new_blocks[decision.num_query_tokens > 0].sum()) <= limits.num_available_blocks
@@ -167,16 +159,14 @@ def test_rows_that_run_fit_the_blocks_that_are_there_now(
 
 
 @given(policies, views(), limits)
-def test_no_victim_runs_and_none_is_named_twice(policy: Policy, view: View, limits: Limits) -> None:
+def test_victims_are_distinct_and_do_not_run(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, limits)
     assert not decision.num_query_tokens[decision.victims].any()
     assert len(set(decision.victims.tolist())) == len(decision.victims)
 
 
 @given(policies, views(), limits)
-def test_victims_are_the_least_important_rows_and_never_the_first(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_victims_are_the_least_important_rows(policy: Policy, view: View, limits: Limits) -> None:
     decision = policy.decide(view, limits)
     last_first = order(policy, view)[::-1]
     assert decision.victims.tolist() == last_first[: len(decision.victims)]
@@ -184,20 +174,16 @@ def test_victims_are_the_least_important_rows_and_never_the_first(
 
 
 @given(policies, views(), limits)
-def test_nobody_is_preempted_for_blocks_that_are_on_their_way(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_pending_blocks_prevent_preemption(policy: Policy, view: View, limits: Limits) -> None:
     assume(
         int(view.num_new_blocks.sum()) <= limits.num_available_blocks + limits.num_pending_blocks
     )
     assert len(policy.decide(view, limits).victims) == 0
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])  # few views are so short of blocks
+@settings(suppress_health_check=[HealthCheck.filter_too_much])  # few views lack blocks
 @given(policies, views(), limits)
-def test_one_victim_fewer_would_not_have_been_enough(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_every_victim_is_needed(policy: Policy, view: View, limits: Limits) -> None:
     victims = policy.decide(view, limits).victims.tolist()
     assume(victims)
     coming = limits.num_pending_blocks + int(view.num_held_blocks[victims[:-1]].sum())
@@ -206,7 +192,7 @@ def test_one_victim_fewer_would_not_have_been_enough(
 
 
 @given(policies, views(), limits)
-def test_enough_are_preempted_for_all_who_stay_but_the_least_important(
+def test_victims_suffice_for_the_other_rows(
     policy: Policy,
     view: View,
     limits: Limits,
@@ -226,7 +212,7 @@ def test_enough_are_preempted_for_all_who_stay_but_the_least_important(
 
 
 @given(policies, views(), limits)
-def test_nobody_takes_blocks_past_a_more_important_row_that_waits_for_some(
+def test_blocks_go_to_more_important_rows_first(
     policy: Policy,
     view: View,
     limits: Limits,
@@ -238,7 +224,7 @@ def test_nobody_takes_blocks_past_a_more_important_row_that_waits_for_some(
 
 
 @given(policies, views(), limits)
-def test_the_most_important_row_gets_its_blocks_now_or_as_soon_as_they_come(
+def test_most_important_row_gets_its_blocks(
     policy: Policy,
     view: View,
     limits: Limits,
@@ -258,9 +244,7 @@ def test_the_most_important_row_gets_its_blocks_now_or_as_soon_as_they_come(
 
 
 @given(policies, views(), limits)
-def test_the_same_view_gives_the_same_decision_and_is_not_touched(
-    policy: Policy, view: View, limits: Limits
-) -> None:
+def test_decide_is_pure(policy: Policy, view: View, limits: Limits) -> None:
     before = view.num_query_tokens.copy()
     once, again = policy.decide(view, limits), policy.decide(view, limits)
     assert np.array_equal(once.num_query_tokens, again.num_query_tokens)
@@ -270,7 +254,7 @@ def test_the_same_view_gives_the_same_decision_and_is_not_touched(
 
 
 @given(policies, candidates, rooms)
-def test_admission_never_takes_blocks_that_running_ones_were_promised(
+def test_admission_leaves_promised_blocks(
     policy: Policy,
     candidate: Candidate,
     room: Room,
@@ -282,7 +266,7 @@ def test_admission_never_takes_blocks_that_running_ones_were_promised(
 
 
 @given(policies, candidates, rooms)
-def test_an_admission_fits_the_blocks_even_when_nobody_else_runs(
+def test_admission_fits_the_available_blocks(
     policy: Policy,
     candidate: Candidate,
     room: Room,
@@ -292,7 +276,7 @@ def test_an_admission_fits_the_blocks_even_when_nobody_else_runs(
 
 
 @given(policies, candidates, rooms)
-def test_a_first_chunk_fits_the_budget_and_without_chunking_is_the_whole_rest(
+def test_first_chunk_fits_the_budget(
     policy: Policy,
     candidate: Candidate,
     room: Room,
@@ -304,7 +288,7 @@ def test_a_first_chunk_fits_the_budget_and_without_chunking_is_the_whole_rest(
 
 
 @given(policies, candidates, rooms)
-def test_a_candidate_that_is_alone_and_fits_is_admitted(
+def test_lone_candidate_that_fits_is_admitted(
     policy: Policy, candidate: Candidate, room: Room
 ) -> None:
     assume(candidate.num_new_blocks + candidate.num_idle_blocks <= room.num_available_blocks)
@@ -315,16 +299,14 @@ def test_a_candidate_that_is_alone_and_fits_is_admitted(
 
 
 @pytest.mark.parametrize(("name", "first"), [("fcfs", (9, 1)), ("priority", (0, 2))])
-def test_first_come_is_first_served_unless_priorities_count(
-    name: str, first: tuple[int, int]
-) -> None:
+def test_order_of_the_queue(name: str, first: tuple[int, int]) -> None:
     policy = POLICIES[name]
     assert min([(9, 1), (0, 2), (0, 3)], key=lambda each: policy.key(*each)) == first
 
 
 @dataclass(eq=False)
 class Row:
-    """A sequence of the simulation. Lengths in tokens; `held` in blocks."""
+    """A sequence of the simulation. Lengths are in tokens, `held` in blocks."""
 
     arrival: int
     priority: int
@@ -344,7 +326,7 @@ class Row:
 
 
 class Simulation:
-    """Steps of a policy on rows that are nothing but lengths; blocks that victims held come back a step later."""
+    """Steps of a policy on sequences that have only lengths. Blocks of victims are free one step later."""
 
     def __init__(
         self, policy: Policy, rows: list[Row], num_blocks: int, budget: int, *, is_chunking: bool
@@ -391,7 +373,7 @@ class Simulation:
         self.free, row.held = self.free - short, row.held + short
         row.num_made += row.is_decoding
         row.num_done += num
-        assert self.free >= 0, "the policy gave out a block twice"
+        assert self.free >= 0, "the policy used a block twice"
         return num
 
     def _admit(self, budget: int, is_prompt_running: bool) -> int:
@@ -437,7 +419,7 @@ simulated = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(policies, simulated, st.integers(0, 20), st.integers(1, 40), st.booleans())
 @example(POLICIES["fcfs"], [Row(0, 0, 3, 25) for _ in range(8)], 0, 8, True)
-def test_everybody_finishes_however_small_the_pool(
+def test_all_sequences_finish_in_a_small_pool(
     policy: Policy,
     rows: list[Row],
     spare: int,
@@ -456,9 +438,9 @@ def test_everybody_finishes_however_small_the_pool(
 
 @settings(max_examples=50, deadline=None)
 @given(simulated, st.integers(1, 40))
-def test_the_first_to_come_ends_as_if_it_were_alone(rows: list[Row], budget: int) -> None:
+def test_first_sequence_is_not_delayed(rows: list[Row], budget: int) -> None:
     rows = [replace(row, arrival=i) for i, row in enumerate(rows)]
-    budget += len(rows)  # what decodes of others need
+    budget += len(rows)  # for the decodes of others
     least = max(-(-(row.num_prompt + row.num_output) // BLOCK) for row in rows)
 
     def steps_until_first_ends(rows: list[Row]) -> int:
@@ -471,5 +453,5 @@ def test_the_first_to_come_ends_as_if_it_were_alone(rows: list[Row], budget: int
             world.step()
         raise AssertionError("the first starves")
 
-    # Blocks of others come back a step after they are taken away: at most one wait for each block of its own.
+    # Blocks of victims are free one step later: at most one wait per block of the first sequence.
     assert steps_until_first_ends(rows) <= steps_until_first_ends(rows[:1]) + least

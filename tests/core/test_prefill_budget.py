@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from null_world import World, request
+from engine_world import World, request
 
 from tokenspeed_core.api.step import StepPlan
 from tokenspeed_core.scheduler import prefill_budget

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from null_world import World, request
+from engine_world import World, request
 
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 from tokenspeed_core.api.sampling import FinishReason

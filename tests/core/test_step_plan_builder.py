@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from null_world import request
+from engine_world import request
 
 from tokenspeed_core.api.step import I32
 from tokenspeed_core.kv_cache.hashing import HashChain

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from null_world import World, request
+from engine_world import World, request
 
 from tokenspeed_core.api.step import StepResult
 from tokenspeed_core.engine.engine import Engine

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_world import GROUPS, MASKED, NO_INT, World, audit, request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from null_world import GROUPS, MASKED, NO_INT, World, audit, request
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import StepPlan

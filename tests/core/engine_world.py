@@ -1,4 +1,4 @@
-"""An engine on the null model, and what its sequences got: what several tests of the core share."""
+"""An engine on the fake model and the output of its sequences, shared by tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
 MODEL = FakeModel()
-MASKED = 9  # the priority by which a request of these tests asks for a mask
+MASKED = 9  # priority of requests that get a mask
 FULL = FullAttention("full", 1, 1, 1)
 WINDOW = SlidingWindow("window", 1, 1, 1, MODEL.window)
 GROUPS: dict[str, tuple[CacheGroupSpec, ...]] = {
@@ -35,7 +35,7 @@ NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 def allowed(last: int, token: int) -> bool:
-    """The grammar of these tests."""
+    """A grammar for tests: whether `token` may follow `last`."""
     return (last + token) % 3 != 0
 
 
@@ -64,7 +64,7 @@ def request(request_id: int, prompt: list[int], **changes: object) -> Submit:
 
 
 class Replayed:
-    """A runner whose every plan also travels as bytes to a second runner, which must answer the same."""
+    """Sends every plan as bytes to a second runner too, and compares the results."""
 
     def __init__(self, first: FakeRunner, second: FakeRunner) -> None:
         self.first, self.second = first, second
@@ -94,7 +94,7 @@ class Replayed:
 
 
 class Masks:
-    """Late inputs that depend on the step before: what the grammar allows after the last known token."""
+    """Masks of the tokens that the grammar allows after the last known one."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -111,9 +111,7 @@ class Masks:
         return bool(self._rows(plan))
 
     def late(self, plan: StepPlan) -> LateInputs:
-        assert len(self.scheduler.in_flight) == 1, (
-            "asked for a step that is over, or before all others are"
-        )
+        assert len(self.scheduler.in_flight) == 1, "earlier steps must be collected first"
         indices = self._rows(plan)
         bits = np.zeros((len(indices), MODEL.vocab_size), np.bool_)
         for i, row in enumerate(indices):
@@ -125,7 +123,7 @@ class Masks:
 
 @dataclass
 class World:
-    """An engine on the null model, and what its sequences got."""
+    """An engine on the fake model, and the output of its sequences."""
 
     groups: tuple[CacheGroupSpec, ...] = GROUPS["full"]
     num_blocks: int = 40
@@ -222,10 +220,10 @@ class World:
             if not self.engine.has_work:
                 return
             self.step()
-        raise AssertionError("the engine does not come to an end")
+        raise AssertionError("the engine does not finish")
 
     def check(self, sequence_id: int) -> None:
-        """Compare what a sequence got so far with the oracle."""
+        """Compare the tokens of a sequence with the oracle."""
         submit, got = self.requests[sequence_id], self.tokens[sequence_id]
         grammar = allowed if submit.priority == MASKED else None
         expected = self.model.expected(submit.prompt.tolist(), len(got), grammar)
@@ -240,13 +238,13 @@ class World:
 
 
 def audit(pool: BlockPool) -> BlockCounts:
-    """Count every block's state from scratch, and compare with what the pool says of itself."""
+    """Count the blocks in each state and compare with the pool's own counts."""
     free, cached = set(pool._free), set(pool._cached)
     held = {block for block in range(pool.num_blocks) if pool._refs[block]}
     rest = set(range(pool.num_blocks)) - free - cached - held
     assert not (free & cached or free & held or cached & held), "a block is in two states"
     assert len(free) == len(pool._free), "a block is free twice"
     assert pool.counts() == BlockCounts(len(free), len(cached), len(held), len(rest)), (
-        "the pool miscounts"
+        "the pool's counts are wrong"
     )
     return pool.counts()
