@@ -111,10 +111,10 @@ def serving(answer: Answer) -> Iterator[Fake]:
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
     thread.start()
-    assert is_up.wait(10)
+    assert is_up.wait(60)
     try:
         yield fake
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()

@@ -176,7 +176,7 @@ def test_hanging_server_times_out() -> None:
         answers = ask(fake.url, timeout=0.5)
     assert len(answers.failures) == 1
     assert "0.5 s" in answers.failures[0]
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 55
 
 
 def test_a_stream_without_a_token_is_no_answer() -> None:

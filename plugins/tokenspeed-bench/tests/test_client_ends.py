@@ -93,7 +93,7 @@ def test_ctrl_c_keeps_what_was_answered() -> None:
         answers = ask(fake.url, num=8, pace=LoadOptions(2, None, 2))
     assert answers.is_interrupted
     assert len(answers.records) == 3
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 55
 
 
 def test_ctrl_c_during_progress_leaves_no_client() -> None:

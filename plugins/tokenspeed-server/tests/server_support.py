@@ -99,7 +99,7 @@ class Running:
         """Return the fake engine's process id."""
         return int(self.log.read_text().split(" ", 1)[0])
 
-    def wait_for(self, note: str, seconds: float = 20.0) -> None:
+    def wait_for(self, note: str, seconds: float = 60.0) -> None:
         """Wait until the fake engine has written a line with this text."""
         wait_until(
             lambda: any(note in line for line in self.notes()),

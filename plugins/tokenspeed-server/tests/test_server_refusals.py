@@ -239,7 +239,7 @@ def test_invalid_http_is_a_400(server: Running, client: httpx.Client) -> None:
 
 def raw_connection(server: Running) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def test_parameters_reach_the_engine(server: Running, client: httpx.Client) -> None:
