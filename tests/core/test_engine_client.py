@@ -1,4 +1,4 @@
-"""The link to the engine: columns reach their readers, health follows the pulse, one fault stays one."""
+"""The engine client delivers tokens to its sinks and follows the health of the engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tokenspeed_core.errors import RequestFailedError
 
 @dataclass
 class Reader:
-    """Collects what a sequence gets; may end it by itself, or break."""
+    """Collects the tokens of a sequence; may complete it, or fail."""
 
     ends_at: int = 1000
     breaks: bool = False
@@ -60,7 +60,7 @@ class Reader:
 
 
 class Peer:
-    """The engine's end of the socket, in the test's hands."""
+    """The engine's end of the socket, driven by the test."""
 
     def __init__(self, address: str) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -79,7 +79,7 @@ class Peer:
 def outputs(
     rows: dict[int, list[int]], finish: int = 0, logprob_rows: tuple[int, ...] = (), width: int = 0
 ) -> Outputs:
-    """Return a step's output; log-probabilities are those of tokens that are easy to recognise."""
+    """Return the outputs of a step, with recognisable log-probabilities."""
     told = [token for row in logprob_rows for token in list(rows.values())[row]]
     return Outputs(
         np.array(list(rows), np.int64),
@@ -146,7 +146,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_each_reader_gets_its_own_tokens_and_log_probabilities(tmp_path: Path) -> None:
+def test_each_sink_gets_its_tokens_and_logprobs(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             readers = [Reader(), Reader(), Reader()]
@@ -164,7 +164,7 @@ def test_each_reader_gets_its_own_tokens_and_log_probabilities(tmp_path: Path) -
     run(test)
 
 
-def test_a_reader_that_ends_or_breaks_is_aborted_and_the_others_go_on(tmp_path: Path) -> None:
+def test_completed_or_failing_sink_is_aborted(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             ending, breaking, other = Reader(ends_at=1), Reader(breaks=True), Reader()
@@ -185,7 +185,7 @@ async def to_thread(peer: Peer) -> Any:
     return await asyncio.to_thread(peer.receive)
 
 
-def test_a_finished_sequence_is_not_aborted(tmp_path: Path) -> None:
+def test_finished_sequence_is_not_aborted(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             reader, running = Reader(), Reader()
@@ -200,7 +200,7 @@ def test_a_finished_sequence_is_not_aborted(tmp_path: Path) -> None:
     run(test)
 
 
-def test_rejection_reaches_the_request_with_its_reason(tmp_path: Path) -> None:
+def test_rejection_reaches_its_request(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             for reason in ("queue_full", "too_long", "bad_request"):
@@ -213,7 +213,7 @@ def test_rejection_reaches_the_request_with_its_reason(tmp_path: Path) -> None:
     run(test)
 
 
-def test_health_follows_the_pulse(tmp_path: Path) -> None:
+def test_health_follows_the_heartbeat(tmp_path: Path) -> None:
     now = [0.0]
 
     async def test() -> None:
@@ -246,7 +246,7 @@ def test_health_follows_the_pulse(tmp_path: Path) -> None:
     run(test)
 
 
-def test_an_idle_engine_may_stand_still_for_ever(tmp_path: Path) -> None:
+def test_idle_engine_stays_healthy_without_steps(tmp_path: Path) -> None:
     now = [0.0]
 
     async def test() -> None:
@@ -262,7 +262,7 @@ def test_an_idle_engine_may_stand_still_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["failed", "process"])
-def test_death_reaches_everyone_once_with_the_first_reason(tmp_path: Path, reason: str) -> None:
+def test_death_fails_all_sequences_once(tmp_path: Path, reason: str) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             readers = [Reader(), Reader()]
@@ -284,7 +284,7 @@ def test_death_reaches_everyone_once_with_the_first_reason(tmp_path: Path, reaso
     run(test)
 
 
-def test_what_the_engine_said_last_wins_over_how_its_process_ended(tmp_path: Path) -> None:
+def test_last_message_of_the_engine_gives_the_reason(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             peer.send(Failed("the disk is full"))
@@ -295,7 +295,7 @@ def test_what_the_engine_said_last_wins_over_how_its_process_ended(tmp_path: Pat
     run(test)
 
 
-def test_bytes_that_are_no_message_are_skipped(tmp_path: Path) -> None:
+def test_unreadable_message_is_skipped(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             reader = Reader()
@@ -306,7 +306,7 @@ def test_bytes_that_are_no_message_are_skipped(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_flood_of_messages_arrives_whole_while_requests_go_out(tmp_path: Path) -> None:
+def test_no_message_is_lost_while_sending(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path) as (link, peer):
             reader = Reader(ends_at=10**9)
@@ -322,7 +322,7 @@ def test_a_flood_of_messages_arrives_whole_while_requests_go_out(tmp_path: Path)
     run(test)
 
 
-def test_a_message_that_came_while_a_request_went_out_is_read_without_another(
+def test_message_that_arrives_while_sending_is_read(
     tmp_path: Path,
 ) -> None:
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""What a start settles first: how many processes serve HTTP, and that what it stands on is installed."""
+"""The number of API workers, and the check that torch is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenspeed_core.errors import ConfigError
 from tokenspeed_core.plugins.hooks import Hooks
 
 
-def test_without_torch_a_start_ends_in_one_line_that_says_what_to_install(
+def test_start_without_torch_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
@@ -27,7 +27,7 @@ def test_without_torch_a_start_ends_in_one_line_that_says_what_to_install(
     ("num_processors", "asked", "expected"),
     [(16, None, 2), (15, None, 1), (1, None, 1), (256, None, 2), (64, 1, 1), (2, 3, 3)],
 )
-def test_two_workers_serve_http_where_processors_are_many_unless_somebody_says_how_many(
+def test_default_number_of_api_workers(
     monkeypatch: pytest.MonkeyPatch, num_processors: int, asked: int | None, expected: int
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_processors)))

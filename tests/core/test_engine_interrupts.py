@@ -11,7 +11,7 @@ import pytest
 from tokenspeed_core.engine.interrupts import deferred_interrupts
 
 
-def test_an_interrupt_is_held_until_the_step_is_over() -> None:
+def test_interrupt_is_deferred_to_the_end_of_the_step() -> None:
     done = []
 
     def generate() -> None:
@@ -28,12 +28,12 @@ def test_an_interrupt_is_held_until_the_step_is_over() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_in_the_last_step_is_not_lost() -> None:
+def test_interrupt_in_the_last_step_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_second_interrupt_raises_at_once() -> None:
+def test_second_interrupt_raises_at_once() -> None:
     done = []
 
     def generate() -> None:
@@ -48,7 +48,7 @@ def test_a_second_interrupt_raises_at_once() -> None:
     assert done == ["held"]
 
 
-def test_a_program_s_own_handler_stays() -> None:
+def test_handler_of_the_program_stays() -> None:
     came = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -65,7 +65,7 @@ def test_a_program_s_own_handler_stays() -> None:
     assert came == [signal.SIGINT]
 
 
-def test_other_threads_hold_nothing() -> None:
+def test_other_threads_defer_nothing() -> None:
     handlers = []
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""The engine process's loop on the fake model, spoken to over a socket as an API process does."""
+"""The loop of the engine process on the fake model, over a socket as from an API worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATIENCE = 60.0  # seconds to wait for an event; a loaded machine may need many
 
 @dataclass
 class Served:
-    """A loop in a thread, the API's end of its socket, and all that came out of it."""
+    """A loop in a thread, the API worker's end of its socket, and all messages from it."""
 
     world: World
     socket: zmq.Socket[bytes]
@@ -49,7 +49,7 @@ class Served:
         self.socket.send(pack(message))
 
     def wait(self, until: Callable[[], object]) -> None:
-        """Receive until something holds."""
+        """Receive messages until a condition holds."""
         deadline = time.monotonic() + PATIENCE
         while not until():
             assert time.monotonic() < deadline, f"waited in vain; came: {self.received[-5:]}"
@@ -76,7 +76,7 @@ class Served:
 
 
 class Serving:
-    """Starts loops, and ends those that a test left running."""
+    """Starts loops, and ends those that a test leaves running."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -121,7 +121,7 @@ class Serving:
         return not thread.is_alive()
 
     def orphan(self, served: Served) -> None:
-        """Close the parent's end of the pipe, as its death does."""
+        """Close the parent's end of the pipe, as when it dies."""
         if served.parent >= 0:
             os.close(served.parent)
             served.parent = -1
@@ -149,7 +149,7 @@ PAUSE = 100
 LONG = {"max_model_len": ENDLESS + 10, "num_blocks": 1100}
 
 
-def test_a_request_comes_back_as_tokens_and_a_finish(serve: Serving) -> None:
+def test_request_returns_tokens_and_a_finish_reason(serve: Serving) -> None:
     served = serve()
     served.send(request(0, [1, 2, 3], n=2, max_tokens=9))
     served.wait(lambda: served.finish(0) and served.finish(1))
@@ -158,7 +158,7 @@ def test_a_request_comes_back_as_tokens_and_a_finish(serve: Serving) -> None:
         assert served.finish(sequence_id) is FinishReason.LENGTH
 
 
-def test_a_request_that_cannot_run_is_refused_and_harms_nobody(serve: Serving) -> None:
+def test_rejected_request_does_not_affect_others(serve: Serving) -> None:
     served = serve()
     served.send(request(0, [1, 2, 3]))
     served.send(request(1, []))
@@ -171,7 +171,7 @@ def test_a_request_that_cannot_run_is_refused_and_harms_nobody(serve: Serving) -
     assert served.tokens(0) == MODEL.expected([1, 2, 3], 8)
 
 
-def test_an_aborted_sequence_says_no_more_and_others_go_on(serve: Serving) -> None:
+def test_aborted_sequence_sends_nothing_more(serve: Serving) -> None:
     served = serve(**LONG, pauses_at=PAUSE)
     served.send(request(0, [1, 2, 3], max_tokens=ENDLESS))
     served.send(request(1, [3, 2, 1], max_tokens=200))
@@ -186,7 +186,7 @@ def test_an_aborted_sequence_says_no_more_and_others_go_on(serve: Serving) -> No
     assert served.world.scheduler.sequences.get(0) is None
 
 
-def test_a_draining_engine_finishes_what_it_has_and_returns(serve: Serving) -> None:
+def test_draining_engine_finishes_its_work(serve: Serving) -> None:
     served = serve(max_num_seqs=1)
     for sequence_id in range(3):
         served.send(request(sequence_id, [1, 2, sequence_id], max_tokens=20))
@@ -197,7 +197,7 @@ def test_a_draining_engine_finishes_what_it_has_and_returns(serve: Serving) -> N
     served.wait(lambda: served.of(Heartbeat) and served.of(Heartbeat)[-1].is_draining)
 
 
-def test_an_idle_engine_drains_at_once(serve: Serving) -> None:
+def test_idle_engine_drains_at_once(serve: Serving) -> None:
     served = serve()
     served.wait(lambda: served.of(Heartbeat))
     served.send(Drain())
@@ -205,7 +205,7 @@ def test_an_idle_engine_drains_at_once(serve: Serving) -> None:
 
 
 @pytest.mark.parametrize("works", [False, True])
-def test_an_engine_whose_parent_is_gone_returns_without_waiting_for_anything(
+def test_engine_ends_with_its_parent(
     serve: Serving,
     works: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -223,7 +223,7 @@ def test_an_engine_whose_parent_is_gone_returns_without_waiting_for_anything(
     assert served.world.engine.has_work is works
 
 
-def test_an_idle_engine_pulses_and_sleeps_in_between(
+def test_idle_engine_sleeps_between_heartbeats(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 0.1)
@@ -235,7 +235,7 @@ def test_an_idle_engine_pulses_and_sleeps_in_between(
     assert {each.num_running for each in served.of(Heartbeat)} == {0}
 
 
-def test_pulses_tell_when_work_begins_and_when_it_ends(
+def test_heartbeat_follows_begin_and_end_of_work(
     serve: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 3600.0)
@@ -251,9 +251,7 @@ def test_pulses_tell_when_work_begins_and_when_it_ends(
     assert not ends.is_draining
 
 
-def test_a_working_engine_pulses_as_often_as_an_idle_one(
-    serve: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_working_engine_sends_heartbeats(serve: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 0.02)
     served = serve(**LONG)
     served.send(request(0, [1, 2, 3], max_tokens=400))
@@ -263,7 +261,7 @@ def test_a_working_engine_pulses_as_often_as_an_idle_one(
     assert steps == sorted(set(steps)), "a pulse while the engine works tells of new steps"
 
 
-def test_a_failed_step_is_told_and_the_loop_goes_on(serve: Serving) -> None:
+def test_loop_continues_after_a_failed_step(serve: Serving) -> None:
     served = serve(fail_at=frozenset({2}))
     served.send(request(0, [1, 2, 3]))
     served.wait(lambda: served.finish(0))
@@ -273,7 +271,7 @@ def test_a_failed_step_is_told_and_the_loop_goes_on(serve: Serving) -> None:
     assert served.tokens(1) == MODEL.expected([1, 2, 3], 8)
 
 
-def test_a_loop_whose_device_is_dead_raises(serve: Serving) -> None:
+def test_loop_raises_when_the_device_is_dead(serve: Serving) -> None:
     served = serve(fail_at=frozenset(range(1, 100)))
     for sequence_id in range(3):
         served.send(request(sequence_id, [1, 2, 3], max_tokens=1))
@@ -285,7 +283,7 @@ def test_a_loop_whose_device_is_dead_raises(serve: Serving) -> None:
     ]
 
 
-def test_what_no_engine_can_read_ends_the_loop_with_an_error_that_is_told_in_one_line(
+def test_unreadable_message_ends_the_loop(
     serve: Serving,
 ) -> None:
     served = serve()

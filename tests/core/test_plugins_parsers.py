@@ -1,4 +1,4 @@
-"""Parsers of replies that plugins bring: found by name, made once before the server starts, one for each reply."""
+"""Reply parsers from plugins: found by name, and checked before the server starts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     )
 
 
-def test_parsers_are_those_that_are_named_and_none_by_default(catalog: Catalog) -> None:
+def test_named_parsers_are_found_and_none_by_default(catalog: Catalog) -> None:
     assert find_parsers(Config(), catalog) == (None, None)
     tool = NamedParser(catalog.get("tool_parsers", "spec"), SPEC)
     thinks = NamedParser(catalog.get("reasoning_parsers", "thinks"), SPEC)
@@ -118,7 +118,7 @@ def test_unusable_parser_ends_the_start(catalog: Catalog, name: str, said: str) 
         assert "--tool-call-parser" in str(caught.value)
 
 
-def test_a_server_without_text_takes_no_parser() -> None:
+def test_parser_without_tokenizer_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="--tool-call-parser read text: none with --skip-tokenizer-init"
     ):
@@ -136,7 +136,7 @@ def test_a_server_without_text_takes_no_parser() -> None:
         (Empty, "test_events_are_ordered_and_not_empty"),
     ],
 )
-def test_the_kit_finds_a_parser_that_does_not_keep_its_word(
+def test_kit_finds_parsers_that_break_the_contract(
     parser: type[Plain], asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
@@ -151,7 +151,7 @@ def test_the_kit_finds_a_parser_that_does_not_keep_its_word(
         getattr(suite, asked)()
 
 
-def test_the_kit_has_no_complaint_about_a_parser_that_finds_nothing(
+def test_kit_accepts_a_parser_that_finds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])

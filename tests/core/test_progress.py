@@ -1,4 +1,4 @@
-"""What a terminal shows of a start."""
+"""The progress of a start on a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with StartProgress() as progress:
 
 
 def shown(number: int) -> str:
-    """Return what a terminal gets from a start, at whose end the process sends itself a signal."""
+    """Return the terminal output of a start that ends by sending itself a signal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", STARTS, str(number)],
@@ -34,18 +34,18 @@ def shown(number: int) -> str:
         env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
     )
     os.close(theirs)
-    told = b""
+    output = b""
     try:
         while part := os.read(ours, 4096):
-            told += part
-    except OSError:  # Linux says so that nobody is left at the other end
+            output += part
+    except OSError:  # Linux: the other end is closed
         pass
     os.close(ours)
     process.wait(30)
-    return told.decode()
+    return output.decode()
 
 
-def test_each_stage_and_each_message_has_a_line_of_its_own() -> None:
+def test_each_stage_and_message_has_its_own_line() -> None:
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in shown(0).split("\n")]
     last = [
         re.split("\r", line.rstrip("\r"))[-1].strip() for line in lines
@@ -60,6 +60,6 @@ def test_each_stage_and_each_message_has_a_line_of_its_own() -> None:
     assert [line for line in last if "after" in line] == ["after weights", "after graphs"]
 
 
-def test_a_killed_start_leaves_the_cursor_where_it_was() -> None:
+def test_killed_start_does_not_hide_the_cursor() -> None:
     assert "more" in shown(signal.SIGKILL)
     assert "\x1b[?25l" not in shown(signal.SIGKILL)

@@ -45,7 +45,7 @@ def run(
     keeps=st.booleans(),
     data=st.data(),
 )
-def test_text_ends_at_the_stop_string_that_is_complete_first(
+def test_first_complete_stop_string_ends_the_text(
     ids: list[int], stops: list[str], keeps: bool, data: st.DataObject
 ) -> None:
     text = "".join("abc"[i] for i in ids)
@@ -58,13 +58,13 @@ def test_text_ends_at_the_stop_string_that_is_complete_first(
     assert assembler.num_tokens == end
 
 
-def test_the_start_of_a_stop_string_is_held_until_it_is_clear() -> None:
+def test_possible_stop_string_is_held_back() -> None:
     _, assembler, shown = run([0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5], ["abb"], keeps=False)
     assert shown == ["", "", "ab", "", "abc"]
     assert assembler.finish_reason == "length"
 
 
-def test_the_stop_token_has_no_text_unless_asked_for() -> None:
+def test_stop_token_has_no_text_by_default() -> None:
     hidden, kept = Assembler(Letters()), Assembler(Letters(), keeps_stop=True)
     assert hidden.feed([0, 1], FinishReason.STOP) == "a"
     assert kept.feed([0, 1], FinishReason.STOP) == "ab"

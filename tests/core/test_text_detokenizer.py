@@ -93,7 +93,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_pieces_joined_are_the_decoded_whole(kind: str, skip: bool, data: st.DataObject) -> None:
+def test_joined_deltas_equal_the_whole_text(kind: str, skip: bool, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer._backend.get_vocab_size() + 2), max_size=24))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
@@ -113,14 +113,14 @@ def stream(
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 @given(text=st.text(max_size=20))
 @settings(max_examples=200, deadline=None)
-def test_no_piece_of_valid_text_holds_a_replacement_character(kind: str, text: str) -> None:
+def test_deltas_of_valid_text_hold_no_replacement_character(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]
     text = text.replace("�", "").replace("<", "")
     ids = tokenizer.encode(text, add_special_tokens=False).tolist()
     assert "�" not in "".join(stream(tokenizer, ids, list(range(len(ids) + 1)), True))
 
 
-def test_a_byte_level_token_is_given_out_at_once() -> None:
+def test_byte_level_token_is_decoded_at_once() -> None:
     tokenizer = KINDS["byte-level"]
     detokenizer = tokenizer.detokenizer()
     ids = tokenizer.encode("hello world", add_special_tokens=False).tolist()
@@ -128,14 +128,14 @@ def test_a_byte_level_token_is_given_out_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
-def test_the_bytes_of_the_tokens_of_a_character_are_the_character(kind: str) -> None:
+def test_token_bytes_join_to_characters(kind: str) -> None:
     tokenizer = KINDS[kind]
     ids = tokenizer.encode("§", add_special_tokens=False).tolist()
     assert len(ids) > 1
     assert b"".join(tokenizer.token_bytes(i) for i in ids).strip() == "§".encode()
 
 
-def test_a_token_that_begins_a_word_keeps_its_space() -> None:
+def test_token_keeps_its_leading_space() -> None:
     tokenizer = KINDS["byte-fallback"]
     assert tokenizer.token_bytes(tokenizer._backend.token_to_id("▁hello") or 0) == b" hello"
     assert KINDS["words"].token_bytes(5) == b" w2"

@@ -1,4 +1,4 @@
-"""Text that is encoded in parts has the tokens of the whole, and no part is encoded twice while it is kept."""
+"""A text encoded in parts has the ids of the whole text, and cached parts are not encoded again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenspeed_core.text import tokenizer as module
 from tokenspeed_core.text.tokenizer import Tokenizer
 
 TEXT = "hello world, how are you? I am fine. <turn> </turn> <think> 12 34 \n\n  HÉLLO thére 🙂"
-# Such as models have, and such as may hide each other, by taking a part, or whitespace, or by what stands beside them.
+# Special tokens of real models, and ones that overlap, strip whitespace or depend on their neighbours.
 ADDED = (
     AddedToken("<turn>", special=True, normalized=False),
     AddedToken("</turn>", special=True, normalized=False),
@@ -142,13 +142,13 @@ KEPT = {name: Tokenizer(backend, {}) for name, backend in BACKENDS.items()}
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
-def test_the_tokens_are_those_of_the_library(name: str, text: str) -> None:
+def test_ids_equal_those_of_the_library(name: str, text: str) -> None:
     expected = BACKENDS[name].encode(text, add_special_tokens=False).ids
     for _ in range(2):
         assert KEPT[name].encode(text, add_special_tokens=False).tolist() == expected
 
 
-def test_a_token_that_looks_beyond_itself_has_its_text_encoded_whole() -> None:
+def test_single_word_tokens_disable_splitting() -> None:
     backend = byte_level(add_prefix_space=False)
     backend.add_tokens(
         [
@@ -165,7 +165,7 @@ def test_a_token_that_looks_beyond_itself_has_its_text_encoded_whole() -> None:
 @given(
     st.sets(st.text("<|ab>é", min_size=1, max_size=5), max_size=40), st.text("<|ab>é", max_size=60)
 )
-def test_all_marks_of_a_text_are_found(marks: set[str], text: str) -> None:
+def test_all_special_tokens_are_found(marks: set[str], text: str) -> None:
     marks = {
         mark
         for mark in marks
@@ -176,13 +176,13 @@ def test_all_marks_of_a_text_are_found(marks: set[str], text: str) -> None:
         assert re.findall(module._pattern(sorted(marks)), text) == re.findall(plain, text)
 
 
-def test_text_is_cut_before_special_tokens_that_nothing_hides() -> None:
+def test_text_is_cut_before_special_tokens() -> None:
     marks = module._marks(list(BACKENDS["bytes"].get_added_tokens_decoder().values()))
     assert sorted(marks) == [" <s>", "</turn>", "<ab", "<r>", "<turn>", "[INST]"]
 
 
 class Spy:
-    """A tokenizer that notes what it encodes."""
+    """A tokenizer that records what it encodes."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -200,7 +200,7 @@ def spied() -> tuple[Spy, module.PartEncoder]:
     return spy, module.PartEncoder(spy)
 
 
-def test_the_turns_before_are_not_encoded_again_but_for_another_salt() -> None:
+def test_earlier_turns_are_cached_per_salt() -> None:
     spy, encoder = spied()
     encoder.encode("<turn>one</turn>\n<turn>two</turn>\n", "")
     assert spy.texts == ["<turn>one", "</turn>\n", "<turn>two"]
@@ -212,7 +212,7 @@ def test_the_turns_before_are_not_encoded_again_but_for_another_salt() -> None:
     assert spy.texts == ["<turn>one"]
 
 
-def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(
+def test_least_recently_used_parts_are_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_tokens = len(BACKENDS["bytes"].encode("<turn>a", add_special_tokens=False).ids)
@@ -233,14 +233,14 @@ def test_what_was_used_least_goes_first_and_all_that_is_kept_has_room(
     assert (encoder._kept, encoder._num_bytes) == ({}, 0)
 
 
-def test_a_text_of_nothing_but_special_tokens_is_encoded_whole() -> None:
+def test_text_of_many_special_tokens_is_encoded_whole() -> None:
     spy, encoder = spied()
     text = "<turn>" * module.MAX_PARTS
     assert len(encoder.encode(text, "")) == module.MAX_PARTS
     assert spy.texts == [text]
 
 
-def test_threads_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", 40 * module.ENTRY_BYTES)
     _, encoder = spied()
     texts = [f"<turn>{i % 70}</turn>\n<turn>{i % 50}" for i in range(2000)]

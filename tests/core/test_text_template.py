@@ -1,4 +1,4 @@
-"""Chat templates: found, chosen, rendered, and kept within their limits."""
+"""Chat templates: loading, rendering and limits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def render(source: str, **options: object) -> str:
     return ChatTemplate(source, {"bos_token": "<s>"}).render(USER, None, options)
 
 
-def test_a_template_sees_messages_special_tokens_and_options() -> None:
+def test_template_gets_messages_special_tokens_and_options() -> None:
     source = "{{ bos_token }}{{ messages[0].content }}{% if loud %}!{% endif %}{{ tools is none }}"
     assert render(source, loud=True) == "<s>hi <é>!True"
 
 
-def test_json_is_written_as_it_is_without_escapes() -> None:
+def test_tojson_does_not_escape() -> None:
     assert render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "hi <é>"}'
     assert render("{{ messages[0] | tojson(indent=1, sort_keys=true) }}").startswith(
         '{\n "content"'
@@ -38,7 +38,7 @@ def test_loop_controls_and_generation_blocks_work() -> None:
     assert render("{% generation %}a{{ messages[0].role }}{% endgeneration %}") == "auser"
 
 
-def test_a_templates_own_refusal_is_passed_on() -> None:
+def test_message_of_the_template_is_passed_on() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
@@ -56,7 +56,7 @@ def test_a_templates_own_refusal_is_passed_on() -> None:
         "{{ range(1000000000) | list }}",
     ],
 )
-def test_a_template_that_breaks_or_breaks_out_is_an_error(source: str) -> None:
+def test_failing_or_unsafe_template_raises(source: str) -> None:
     with pytest.raises(TemplateError):
         render(source)
 
@@ -64,22 +64,22 @@ def test_a_template_that_breaks_or_breaks_out_is_an_error(source: str) -> None:
 @pytest.mark.parametrize(
     ("limit", "most"), [("MAX_RENDER_SECONDS", 0.0), ("MAX_RENDER_CHARS", 1000)]
 )
-def test_a_template_that_goes_beyond_a_limit_is_stopped(
+def test_template_stops_at_its_limits(
     monkeypatch: pytest.MonkeyPatch, limit: str, most: float
 ) -> None:
     long = "{% for i in range(5000) %}x{% endfor %}"
     assert len(render(long)) == 5000
     monkeypatch.setattr(module, limit, most)
-    with pytest.raises(TemplateError, match="without coming to an end"):
+    with pytest.raises(TemplateError, match="characters"):
         render(long)
 
 
-def test_an_option_that_the_template_does_not_read_is_refused_with_those_it_does() -> None:
+def test_unknown_template_option_lists_the_known() -> None:
     with pytest.raises(TemplateError, match="no option 'speed'; it has: enable_thinking"):
         render("{{ enable_thinking }}", speed=1)
 
 
-def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
+def test_templates_are_found_in_checkpoints(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path, {}) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "config"}))
@@ -98,26 +98,24 @@ def rendered(
     return template.render(USER, tools)
 
 
-def test_named_templates_are_chosen_by_name_and_by_tools(tmp_path: Path) -> None:
+def test_named_templates_can_be_chosen(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert rendered(tmp_path) == "plain"
     assert rendered(tmp_path, tools=[{"a": "b"}]) == "tools"
     assert rendered(tmp_path, "tool_use") == "tools"
-    with pytest.raises(CheckpointError, match="which has: default, tool_use"):
+    with pytest.raises(CheckpointError, match="default, tool_use"):
         load_chat_template(tmp_path, {}, "missing")
 
 
-def test_a_bad_template_is_an_error_of_the_start_with_its_line(tmp_path: Path) -> None:
+def test_template_syntax_error_names_the_line(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
     with pytest.raises(CheckpointError, match="line 2"):
         load_chat_template(tmp_path, {})
 
 
 @pytest.mark.parametrize("chosen", [None, "latin.jinja"])
-def test_a_template_that_is_no_utf_8_is_an_error_that_names_its_file(
-    tmp_path: Path, chosen: str | None
-) -> None:
+def test_template_that_is_not_utf8_names_its_file(tmp_path: Path, chosen: str | None) -> None:
     file = tmp_path / (chosen or "chat_template.jinja")
     file.write_bytes("Grüße".encode("latin-1"))
     with pytest.raises(CheckpointError) as caught:
@@ -128,16 +126,11 @@ def test_a_template_that_is_no_utf_8_is_an_error_that_names_its_file(
 @pytest.mark.parametrize(
     "entry", [{"template": "a"}, {"name": "a"}, {"name": "a", "template": None}, "a"]
 )
-def test_a_named_template_without_a_name_or_a_text_is_an_error_that_names_its_file(
-    tmp_path: Path, entry: Any
-) -> None:
+def test_incomplete_named_template_names_its_file(tmp_path: Path, entry: Any) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text(
         json.dumps({"chat_template": [{"name": "default", "template": "plain"}, entry]})
     )
     with pytest.raises(CheckpointError) as caught:
         load_chat_template(tmp_path, {})
-    assert (
-        str(caught.value)
-        == f"{config}: each entry of its chat_template needs a name and a template"
-    )
+    assert str(config) in str(caught.value)

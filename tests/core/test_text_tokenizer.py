@@ -1,4 +1,4 @@
-"""Loading a tokenizer, and what stands around a bare prompt."""
+"""Loading a tokenizer, and the special tokens around a plain prompt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENDS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
         ({**ENDS, "add_bos_token": False}, BOS, [3, 1, 2, 1]),
     ],
 )
-def test_a_bare_prompt_has_the_ends_that_tokenizer_json_says(
+def test_plain_prompt_gets_the_post_processors_tokens(
     tmp_path: Path, config: dict[str, Any], processor: Any, expected: list[int]
 ) -> None:
     tokenizer = load_tokenizer(write(tmp_path, config, processor))
@@ -49,7 +49,7 @@ def test_a_bare_prompt_has_the_ends_that_tokenizer_json_says(
     assert tokenizer.encode("a b a", add_special_tokens=False).tolist() == [1, 2, 1]
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+def test_encoding_releases_the_gil(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path, ENDS))
     ticks, is_over = [0], threading.Event()
 
@@ -67,7 +67,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     assert during > 5
 
 
-def test_special_tokens_are_known_by_role_and_left_out_of_text(tmp_path: Path) -> None:
+def test_special_tokens_have_roles_and_no_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path, ENDS))
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert tokenizer.decode([3, 1, 2, 4]) == "a b"
@@ -78,19 +78,17 @@ def test_special_tokens_are_known_by_role_and_left_out_of_text(tmp_path: Path) -
     [
         ("tokenizer.model", "only tokenizer.model"),
         ("vocab.json", "only vocab.json"),
-        ("readme", "no tokenizer at all"),
+        ("readme", "no tokenizer"),
     ],
 )
-def test_a_folder_without_tokenizer_json_says_what_to_do(
-    tmp_path: Path, name: str, said: str
-) -> None:
+def test_missing_tokenizer_json_says_what_to_do(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError, match=rf"{said}.*save_pretrained.*--skip-tokenizer-init"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+def test_unreadable_tokenizer_names_its_file(tmp_path: Path, name: str) -> None:
     write(tmp_path, ENDS)
     (tmp_path / name).write_text("[")
     with pytest.raises(CheckpointError, match=name):

@@ -1,4 +1,4 @@
-"""Before anything is loaded: what a dry run settles, and what is refused there as at a start."""
+"""The dry run reports and refuses what a start does, without loading weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start_llm(config: Config) -> None:
     llm.LLM(config.model, revision=config.revision, download_dir=config.download_dir)
 
 
-def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_applies(
+def test_dry_run_reports_tokenizer_and_template(
     tmp_path: Path,
 ) -> None:
     report = dry_run(Config(device="cpu"))
@@ -34,7 +34,7 @@ def test_a_dry_run_says_which_tokenizer_and_template_are_meant_and_only_what_app
 
 
 @pytest.mark.parametrize(("asked", "said"), [({}, "2 (auto)"), ({"api_workers": 1}, "1 (Python)")])
-def test_a_dry_run_says_how_many_processes_serve_http_and_who_chose(
+def test_dry_run_reports_api_workers_and_their_origin(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], said: str
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
@@ -50,7 +50,7 @@ def test_a_dry_run_says_how_many_processes_serve_http_and_who_chose(
         ("schedule_policy", "prioritty", PluginError, "did you mean priority"),
     ],
 )
-def test_a_dry_run_refuses_what_a_start_would(
+def test_dry_run_refuses_what_a_start_refuses(
     setting: str, value: str, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -78,7 +78,7 @@ def test_hub_settings_without_effect_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_that_is_not_there_is_refused_before_weights_are_loaded(
+def test_missing_tokenizer_fails_before_weights_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(

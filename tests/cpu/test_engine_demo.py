@@ -1,4 +1,4 @@
-"""The demo's scores through `LLM`: the regression test that greedy text alone is not."""
+"""The scores of the demo model through `LLM`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_ITEMS = 24  # of each task; one that is wrong is 4 %
     ],
     ids=["default", "small chunks in a small pool", "eight bits"],
 )
-def test_the_demo_does_what_it_was_trained_for(settings: dict[str, Any]) -> None:
+def test_demo_scores_stay(settings: dict[str, Any]) -> None:
     results = score(in_process(CHECKPOINT, settings), list(REQUIRED), NUM_ITEMS, show_wrong=3)
     missed = {
         task: result["exact"]

@@ -1,4 +1,4 @@
-"""Through `LLM`, with the real scheduler and KV manager: what comes out is what transformers computes."""
+"""`LLM` computes the same tokens and log-probabilities as transformers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Family:
         return llm
 
     def check_greedy(self, prompt: list[int], tokens: list[int]) -> None:
-        """Raise AssertionError at a token that transformers finds less likely than another."""
+        """Raise AssertionError if transformers finds another token more probable."""
         logits = self.logits((*prompt, *tokens))
         for at, token in enumerate(tokens, len(prompt) - 1):
             assert logits[at].max() - logits[at, token] <= NEAR, (
@@ -90,7 +90,7 @@ def llm(qwen3: Family) -> Iterator[LLM]:
 
 
 def drive(llm: LLM, submits: list[Submit]) -> tuple[dict[int, list[int]], dict[int, FinishReason]]:
-    """Submit one request a step; return the tokens of each sequence, and why it ended."""
+    """Submit one request per step; return the tokens and the finish reason of each sequence."""
     engine, waiting = llm._engine, list(submits)
     tokens: dict[int, list[int]] = {submit.request_id: [] for submit in submits}
     finish: dict[int, FinishReason] = {}
@@ -141,7 +141,7 @@ def run(
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     families: Callable[[str], Family], family: str, setting: str
 ) -> None:
     model, wanted = families(family), prompts()
@@ -172,7 +172,7 @@ def test_greedy_tokens_survive_preemption(
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_do_not_depend_on_who_arrives_when(
+def test_greedy_tokens_do_not_depend_on_arrival(
     families: Callable[[str], Family], family: str, depth: int
 ) -> None:
     model, wanted = families(family), prompts()
@@ -185,7 +185,7 @@ def test_greedy_tokens_do_not_depend_on_who_arrives_when(
         model.check_greedy(submit.prompt.tolist(), got[submit.request_id])
 
 
-def test_a_repeated_prompt_is_found_cached_and_forgotten_when_told(qwen3: Family) -> None:
+def test_repeated_prompt_is_cached_until_reset(qwen3: Family) -> None:
     prompt = {"prompt_token_ids": prompts()[9]}
     with qwen3.start() as llm:
         cached = [llm.generate(prompt, greedy(3))[0].num_cached_tokens for _ in range(2)]
@@ -194,7 +194,7 @@ def test_a_repeated_prompt_is_found_cached_and_forgotten_when_told(qwen3: Family
     assert cached == [0, 56, 0]  # of 60 tokens in blocks of 4, the last block's logits being needed
 
 
-def test_what_arrives_together_with_one_beginning_computes_it_once(qwen3: Family) -> None:
+def test_concurrent_prompts_compute_a_shared_prefix_once(qwen3: Family) -> None:
     shared = prompts()[9]
     with qwen3.start(max_num_seqs=32) as llm:
         outputs = llm.generate(
@@ -205,7 +205,7 @@ def test_what_arrives_together_with_one_beginning_computes_it_once(qwen3: Family
         qwen3.check_greedy(output.prompt_token_ids, output.outputs[0].token_ids)
 
 
-def test_n_sequences_of_a_prompt_are_drawn_apart_and_again_alike(llm: LLM, qwen3: Family) -> None:
+def test_n_sequences_differ_and_are_reproducible(llm: LLM, qwen3: Family) -> None:
     prompt = {"prompt_token_ids": [5, 6, 7]}
     same = llm.generate(prompt, greedy(9, n=3))[0].outputs
     assert [output.index for output in same] == [0, 1, 2]
@@ -219,7 +219,7 @@ def test_n_sequences_of_a_prompt_are_drawn_apart_and_again_alike(llm: LLM, qwen3
     assert len({tuple(tokens) for tokens in first}) == 4
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_any_company(llm: LLM) -> None:
+def test_seeded_tokens_do_not_depend_on_the_batch(llm: LLM) -> None:
     wanted = prompts()
     seeded = SamplingParams(
         temperature=5, top_p=0.95, top_k=50, seed=123, max_tokens=20, ignore_eos=True
@@ -237,16 +237,14 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_company(llm: LLM) -> None
     assert mixed[2] != alone[2], "another seed draws the same"
 
 
-def test_without_seeds_requests_draw_apart(llm: LLM) -> None:
+def test_unseeded_requests_differ(llm: LLM) -> None:
     params = SamplingParams(temperature=20, max_tokens=12, ignore_eos=True)
     drawn = run(llm, [[5, 6, 7]] * 5, params)
     assert len({tuple(tokens) for tokens in drawn}) == 5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_log_probabilities_are_those_of_transformers(
-    llm: LLM, qwen3: Family, temperature: float
-) -> None:
+def test_logprobs_equal_transformers(llm: LLM, qwen3: Family, temperature: float) -> None:
     wanted = prompts()
     asked = SamplingParams(
         temperature=temperature, logprobs=5, max_tokens=10, seed=1, ignore_eos=True
@@ -277,7 +275,7 @@ def test_log_probabilities_are_those_of_transformers(
                 assert len(entry) == (5 if entry[token].rank <= 5 else 6)
 
 
-def test_the_chosen_tokens_log_probability_can_be_had_alone(llm: LLM) -> None:
+def test_logprobs_0_reports_the_chosen_token(llm: LLM) -> None:
     output = ask(llm, [5, 6, 7], greedy(4, logprobs=0))
     assert output.logprobs is not None
     assert [list(entry) for entry in output.logprobs] == [[token] for token in output.token_ids]
@@ -287,7 +285,7 @@ def test_the_chosen_tokens_log_probability_can_be_had_alone(llm: LLM) -> None:
     )
 
 
-def test_log_probabilities_survive_preemption_a_step_ahead(qwen3: Family) -> None:
+def test_logprobs_survive_preemption(qwen3: Family) -> None:
     wanted = prompts()
     with qwen3.start(depth=2, max_total_tokens=112, max_model_len=100) as llm:
         outputs = llm.generate(
@@ -340,7 +338,7 @@ def adjusted(
     ids=lambda asked: " ".join(asked),
 )
 @pytest.mark.parametrize(("preempts", "depth"), [(False, 1), (True, 1), (True, 2)])
-def test_penalties_and_biases_change_the_choice_as_documented(
+def test_penalties_and_biases_follow_their_formulas(
     qwen3: Family, asked: dict[str, Any], preempts: bool, depth: int
 ) -> None:
     wanted = prompts()[1::2]
@@ -356,7 +354,7 @@ def test_penalties_and_biases_change_the_choice_as_documented(
             assert changed.max() - changed[token] <= NEAR
 
 
-def test_a_stop_token_ends_a_sequence_and_is_its_last_token(llm: LLM) -> None:
+def test_stop_token_is_the_last_token(llm: LLM) -> None:
     whole = ask(llm, [5, 6, 7], greedy(30))
     stop = whole.token_ids[9]
     first = whole.token_ids.index(stop)
@@ -366,7 +364,7 @@ def test_a_stop_token_ends_a_sequence_and_is_its_last_token(llm: LLM) -> None:
     assert whole.finish_reason == "length"
 
 
-def test_the_models_end_of_sequence_ends_it_unless_ignored(llm: LLM) -> None:
+def test_eos_ends_a_sequence_unless_ignored(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100})
     ended = ask(llm, [5, 6, 7], params)
     assert (ended.token_ids, ended.finish_reason) == ([EOS], "stop")
@@ -375,9 +373,7 @@ def test_the_models_end_of_sequence_ends_it_unless_ignored(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [1, 60, CONTEXT - 1])
-def test_without_max_tokens_a_sequence_runs_to_the_contexts_end(
-    llm: LLM, qwen3: Family, num_prompt: int
-) -> None:
+def test_default_max_tokens_fills_the_context(llm: LLM, qwen3: Family, num_prompt: int) -> None:
     prompt = (prompts()[9] * 3)[:num_prompt]
     output = ask(llm, prompt, SamplingParams(temperature=0, ignore_eos=True))
     assert len(output.token_ids) == CONTEXT - num_prompt
@@ -385,7 +381,7 @@ def test_without_max_tokens_a_sequence_runs_to_the_contexts_end(
     qwen3.check_greedy(prompt, output.token_ids)
 
 
-def test_stop_strings_end_the_text_before_them_wherever_events_fall() -> None:
+def test_stop_strings_end_the_text() -> None:
     with LLM(max_total_tokens=2048) as demo:
         ask_for = "Repeat: red green blue"
         whole = demo.generate(ask_for, greedy(24))[0].outputs[0].text
@@ -408,9 +404,7 @@ def test_stop_strings_end_the_text_before_them_wherever_events_fall() -> None:
         assert pool.num_available == pool.num_blocks
 
 
-def test_an_abort_while_log_probabilities_are_computed_harms_nobody(
-    llm: LLM, qwen3: Family
-) -> None:
+def test_abort_during_logprobs_does_not_affect_others(llm: LLM, qwen3: Family) -> None:
     engine = llm._engine
     submit = llm._build_submit({"prompt_token_ids": [5, 6, 7]}, greedy(20, logprobs=2))
     engine.submit(submit)
@@ -423,9 +417,7 @@ def test_an_abort_while_log_probabilities_are_computed_harms_nobody(
 
 
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"presence_penalty": 1.0}], ids=str)
-def test_a_sequence_without_a_finite_logit_ends_with_an_error_and_alone(
-    qwen3: Family, asked: dict[str, Any]
-) -> None:
+def test_sequence_without_finite_logits_fails_alone(qwen3: Family, asked: dict[str, Any]) -> None:
     with qwen3.start() as llm:
         weights = {slot.name: slot.target for slot in llm._engine.runner._model.weight_map()}  # type: ignore[attr-defined]
         weights["model.embed_tokens.weight"][50] = float("nan")

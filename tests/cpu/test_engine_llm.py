@@ -1,4 +1,4 @@
-"""`LLM` as a user of Python meets it, on the demo model."""
+"""`LLM.chat` on the demo model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_conversation_is_answered(llm: LLM) -> None:
+def test_chat_answers_a_conversation(llm: LLM) -> None:
     (output,) = llm.chat(ask("23 + 45 ="), GREEDY)
     assert output.outputs[0].text is not None
     assert output.outputs[0].text.endswith("23 + 45 = 68")
@@ -45,7 +45,7 @@ def test_a_conversation_is_answered(llm: LLM) -> None:
     assert "23 + 45" in output.prompt
 
 
-def test_several_conversations_are_answered_in_their_order(llm: LLM) -> None:
+def test_chat_answers_conversations_in_order(llm: LLM) -> None:
     outputs = llm.chat([ask("what is 12+30?"), ask("what is 50+11?")], GREEDY)
     assert [str(output.outputs[0].text).split("= ")[-1] for output in outputs] == ["42", "61"]
 
@@ -58,7 +58,7 @@ def test_tools_and_template_options_reach_the_prompt(llm: LLM) -> None:
     assert "<tool_call>" in str(output.outputs[0].text)
 
 
-def test_an_option_that_the_template_has_not_is_refused(llm: LLM) -> None:
+def test_unknown_template_option_is_refused(llm: LLM) -> None:
     with pytest.raises(TemplateError, match="no option 'thoughts'"):
         llm.chat(ask("hi"), GREEDY, thoughts=True)
 
@@ -68,7 +68,7 @@ def test_settings_of_the_http_server_are_refused() -> None:
         LLM(port=8001)
 
 
-def test_a_model_without_a_template_cannot_chat() -> None:
+def test_chat_needs_a_template() -> None:
     with (
         LLM(skip_tokenizer_init=True, max_model_len=256, max_num_seqs=2) as bare,
         pytest.raises(BadRequestError, match="no chat template"),

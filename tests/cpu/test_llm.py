@@ -29,9 +29,7 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def test_ctrl_c_in_a_step_ends_the_call_and_the_next_one_works(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llm_works_after_ctrl_c(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids
     forward, num_steps = llm._engine.runner.forward, 0
 
@@ -71,9 +69,7 @@ def never(*words: object, **keywords: object) -> None:
     raise AssertionError(f"asked for: {words} {keywords}")
 
 
-def test_once_it_has_started_nothing_chooses_a_kernel_loads_a_plugin_or_imports_a_module(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_selects_and_imports_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate("12 + 34 =", FEW)[0].outputs[0].token_ids
     plan = llm.kernel_plan
     with monkeypatch.context() as patched:
@@ -92,7 +88,7 @@ def test_once_it_has_started_nothing_chooses_a_kernel_loads_a_plugin_or_imports_
     assert llm.kernel_plan == plan
 
 
-def test_what_no_kernel_can_do_ends_the_start_before_a_weight_is_read(
+def test_missing_kernel_fails_before_weights_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tokenspeed_models.loading.safetensors.read_safetensors", never)
@@ -113,11 +109,11 @@ def test_what_no_kernel_can_do_ends_the_start_before_a_weight_is_read(
         [np.int32(5), 6, 7],
     ],
 )
-def test_token_ids_may_come_in_any_sequence(llm: LLM, ids: Any) -> None:
+def test_token_ids_may_be_any_sequence(llm: LLM, ids: Any) -> None:
     assert llm.generate({"prompt_token_ids": ids}, FEW)[0].prompt_token_ids == [5, 6, 7]
 
 
-def test_the_ids_that_truths_would_pack_as_are_tokens_like_others(llm: LLM) -> None:
+def test_ids_0_and_1_are_tokens(llm: LLM) -> None:
     assert llm.generate({"prompt_token_ids": [0, 1, 5]}, FEW)[0].prompt_token_ids == [0, 1, 5]
 
 
@@ -148,12 +144,12 @@ def test_the_ids_that_truths_would_pack_as_are_tokens_like_others(llm: LLM) -> N
         "",
     ],
 )
-def test_a_prompt_that_is_none_is_refused(llm: LLM, prompt: Any) -> None:
+def test_invalid_prompt_is_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(BadRequestError):
         llm.generate([prompt], FEW)
 
 
-def test_behind_the_last_step_only_what_ended_with_it_is_put_into_text(
+def test_finished_text_is_decoded_during_later_steps(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, runner = llm.tokenizer, llm._engine.runner
@@ -181,12 +177,12 @@ def test_behind_the_last_step_only_what_ended_with_it_is_put_into_text(
 
 
 @pytest.mark.parametrize("params", [{"max_tokens": 4}, [{"max_tokens": 4}], [FEW, FEW]])
-def test_parameters_of_another_type_or_number_are_refused(llm: LLM, params: Any) -> None:
+def test_invalid_sampling_params_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(BadRequestError, match="sampling_params"):
         llm.generate(["a"], params)
 
 
-def test_after_its_shutdown_it_says_so() -> None:
+def test_generate_after_shutdown_raises() -> None:
     llm = LLM(max_total_tokens=64, max_model_len=64)
     llm.shutdown()
     llm.shutdown()
@@ -194,16 +190,14 @@ def test_after_its_shutdown_it_says_so() -> None:
         llm.generate("a", FEW)
 
 
-def test_a_length_that_was_asked_for_and_does_not_fit_is_an_error_that_names_what_sizes_the_pool() -> (
-    None
-):
+def test_max_model_len_beyond_the_cache_is_refused() -> None:
     with pytest.raises(
         CapacityError, match=r"--max-model-len 100 .* 64 tokens.* larger --max-total-tokens"
     ):
         LLM(max_total_tokens=64, max_model_len=100)
 
 
-def test_a_start_tells_the_tokens_that_the_cache_holds_also_where_groups_of_layers_share_it(
+def test_start_logs_the_capacity_of_shared_groups(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text(
@@ -238,7 +232,7 @@ def test_a_start_tells_the_tokens_that_the_cache_holds_also_where_groups_of_laye
     assert "has no effect" not in caplog.text
 
 
-def test_what_is_set_and_does_nothing_here_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with LLM(
         device="cpu",
         enforce_eager=True,
@@ -256,7 +250,7 @@ def test_what_is_set_and_does_nothing_here_is_told(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_hooks_that_failed_when_the_configuration_was_adjusted_are_asked_nothing_more(
+def test_failed_config_hooks_are_not_called_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     info = tmp_path / "watching-1.0.dist-info"
@@ -282,7 +276,7 @@ def test_hooks_that_failed_when_the_configuration_was_adjusted_are_asked_nothing
 
 
 @pytest.mark.parametrize("names", ["nonsense", "nonsense,auto", "torch,nonsense"])
-def test_a_backend_that_is_not_installed_is_refused_wherever_it_stands_in_a_list(
+def test_unknown_backend_in_a_list_is_refused(
     names: str,
 ) -> None:
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Every process of a server looks at its plugins itself, and does nothing with others than the launcher's."""
+"""Every process of a server checks that it has the plugins of the launcher."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tokenspeed_core.plugins import Catalog
 
 
 def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
-    """Run a process that is told a digest; return its status, what it wrote, and why it failed by its socket."""
+    """Run a process with a plugin digest; return its status, its stderr, and the failure it sent."""
     address = f"ipc://{folder}/engine"
     config = Config.from_keywords(
         device="cpu", model=str(folder / "no-model"), served_model_name="none"
     )
-    told = {
+    settings = {
         "config": config.to_wire(),
         "catalog_digest": digest,
         "addresses": [address],
@@ -30,7 +30,7 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
         "listen_fds": [0],
     }
     theirs, ours = os.pipe()
-    os.write(ours, json.dumps(told).encode() + b"\n")
+    os.write(ours, json.dumps(settings).encode() + b"\n")
     socket = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     try:
@@ -53,9 +53,7 @@ def ended(module: str, folder: Path, digest: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("module", ["tokenspeed_core.engine.process", "tokenspeed_server.serve"])
-def test_a_process_that_finds_other_plugins_than_the_launcher_ends_and_says_so(
-    module: str, tmp_path: Path
-) -> None:
+def test_process_with_other_plugins_than_the_launcher_ends(module: str, tmp_path: Path) -> None:
     status, written, failed = ended(module, tmp_path, "another")
     assert status == 1
     assert "other plugins than its launcher" in (failed or written)

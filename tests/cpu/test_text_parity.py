@@ -1,4 +1,4 @@
-"""Prompts are those of Hugging Face transformers: the same text from templates, the same ids from text."""
+"""Prompts equal those of transformers: the text of templates, and the ids of texts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def checkpoint(folder: Path, template: str, config: dict[str, Any], processor: A
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("template", [CHATML, INST, ROLES])
-def test_a_chats_prompt_is_that_of_transformers(
+def test_chat_prompts_equal_transformers(
     tmp_path: Path, template: str, chat: list[dict[str, Any]], tools: Any
 ) -> None:
     folder = checkpoint(tmp_path, template, {})
@@ -152,7 +152,7 @@ BOS = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]
         {"add_bos_token": True, "add_eos_token": True},
     ],
 )
-def test_a_bare_prompts_ids_and_text_are_those_of_transformers(
+def test_plain_prompts_equal_transformers(
     tmp_path: Path, config: dict[str, Any], processor: Any
 ) -> None:
     folder = checkpoint(tmp_path, CHATML, config, processor)

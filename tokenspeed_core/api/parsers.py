@@ -1,7 +1,7 @@
-"""What reads a model's reply for the client: reasoning and tool calls out of text, delta by delta as it comes.
+"""Parsers that find reasoning and tool calls in a model's reply.
 
-One contract for streams and whole replies: a whole reply is one delta. However a text is cut into deltas, the events,
-joined, are the same, and what a parser does not understand stays content.
+A reply comes in deltas; a complete one is a single delta. The joined events do not depend on how the text
+is cut into deltas. Text that a parser does not recognise stays content.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tokenspeed_core.plugins.entry import load_target
 
 @dataclass(frozen=True, slots=True)
 class ReplyEvent:
-    """What a delta of a reply says; `text` is never empty.
+    """A part of a parsed reply; `text` is never empty.
 
-    "reasoning" is the thought before the answer, "content" the answer. "call": a call of the tool `text` begins, and
-    the one before it, if any, is over. "arguments": the next delta of the JSON object that the last call is given.
+    "reasoning" precedes the answer, "content" is the answer. "call" starts a call of the tool `text` and ends
+    the previous call. "arguments" is the next part of the last call's JSON arguments.
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
@@ -27,10 +27,10 @@ class ReplyEvent:
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a parser may know of the request.
+    """The part of a request that a parser may use.
 
-    `tools` are those that the model was offered, each as OpenAI writes it; `prompt_end` is the text of the prompt's
-    last 64 tokens, special ones included: a chat template may have begun the reply.
+    `tools` are the tools of the request in OpenAI's format. `prompt_end` is the text of the prompt's last 64
+    tokens with special tokens, since a chat template may begin the reply.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -39,31 +39,30 @@ class ParserContext:
 
 @runtime_checkable
 class ReplyParser(Protocol):
-    """Reads one reply. An exception fails its request alone."""
+    """Parses one reply. An exception fails only its own request."""
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
-        """Take the next delta of the text, never empty, and return what is certain by now."""
+        """Parse the next delta, never empty, and return the events that are certain."""
 
     def finish(self) -> Sequence[ReplyEvent]:
-        """Return what was held back: the reply is over, perhaps in the middle. Called once, last."""
+        """Return the events for the text held back. Called once, at the end of a possibly truncated reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParserSpec:
-    """A parser, entered under `tokenspeed.tool_parsers` or `tokenspeed.reasoning_parsers`.
+    """A parser, registered in `tokenspeed.tool_parsers` or `tokenspeed.reasoning_parsers`.
 
-    `load` is "module:factory"; `factory(context)` returns the ReplyParser of one reply, `context` being a
-    ParserContext. The content that a reasoning parser finds is what the tool parser reads. `reads_special_tokens`:
-    the marks are special tokens, so replies are decoded with those. `example` is for the conformance kit, a reply as
-    models write it: with the call `get_weather` of `{"city": "Paris"}`, or with the thought "It rains." and the answer
-    "Take a coat."; empty for a parser that finds nothing.
+    The tool parser parses the content that the reasoning parser finds.
     """
 
-    load: str
+    load: str  # "module:factory"; `factory(context: ParserContext)` returns a ReplyParser
+    # For the conformance kit, a reply as models write it: with a call of `get_weather` with
+    # `{"city": "Paris"}`, or with the reasoning "It rains." and the answer "Take a coat.". Empty for a
+    # parser that finds nothing.
     example: str = ""
-    reads_special_tokens: bool = False
+    reads_special_tokens: bool = False  # its marks are special tokens, so replies keep them
 
     def make(self, context: ParserContext) -> ReplyParser:
-        """Return a parser for one reply; what its factory raises, and ImportError or AttributeError, pass."""
+        """Return a parser for one reply. Raises ImportError, AttributeError, or the factory's exception."""
         parser: ReplyParser = load_target(self.load)(context)
         return parser

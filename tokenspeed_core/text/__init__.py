@@ -1,4 +1,4 @@
-"""Text and tokens: the tokenizer, incremental decoding, stop strings, chat templates; no tensor library."""
+"""Text and tokens: tokenizer, incremental decoding, stop strings, chat templates. Imports no tensor library."""
 
 from __future__ import annotations
 

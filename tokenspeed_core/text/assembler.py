@@ -1,4 +1,4 @@
-"""The output side of a sequence: tokens in, text that may be shown out, and why it ended."""
+"""From the tokens of a sequence to its text, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REASONS = {
 
 
 class Assembler:
-    """Follows one sequence from its first token to its end.
+    """Decodes one sequence and ends it at the first complete stop string.
 
-    Text that may turn out to be the start of a stop string is held back until it is clear. The result
-    does not depend on how the tokens were grouped: the stop string that is complete first ends it.
+    Text that may be the start of a stop string is held back. The result does not depend on how the tokens
+    are grouped.
     """
 
     __slots__ = (
@@ -35,22 +35,21 @@ class Assembler:
     def __init__(
         self, detokenizer: Detokenizer, stops: Sequence[str] = (), keeps_stop: bool = False
     ) -> None:
-        """`keeps_stop`: the stop string, or the text of the stop token, stays in the text."""
+        """`keeps_stop` leaves the stop string, or the text of the stop token, in the text."""
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self.num_tokens = 0  # tokens of the sequence, the one that ended it included
-        self.num_chars = 0  # characters decoded, held ones included
-        self.finish_reason: str | None = (
-            None  # "stop", "length", "abort", "error"; None: it goes on
-        )
+        self.num_tokens = 0  # including the one that ended the sequence
+        self.num_chars = 0  # decoded characters, including those held back
+        # "stop", "length", "abort" or "error"; None while the sequence goes on.
+        self.finish_reason: str | None = None
 
     def feed(self, token_ids: Sequence[int], finish: int = FinishReason.NOT) -> str:
-        """Take the next tokens and return the text that may be shown.
+        """Decode the next tokens and return the text that is final.
 
-        `finish` is the engine's `FinishReason`. When a stop string ends the sequence, `finish_reason` is set
-        though `finish` was NOT: the engine must then be told to abort it. Tokens after the end are ignored.
+        `finish` is the engine's `FinishReason`. If a stop string ends the sequence, `finish_reason` becomes
+        "stop" although `finish` is NOT, and the caller must abort the sequence. Later tokens are ignored.
         """
         if self.finish_reason is not None:
             return ""
@@ -93,7 +92,7 @@ class Assembler:
         return "".join(shown)
 
     def _match(self, text: str) -> str:
-        """Add text, end the sequence at the first complete stop string, and return what may be shown."""
+        """Add text, end the sequence at the first complete stop string, and return the text that is final."""
         if not text:
             return ""
         self.num_chars += len(text)
@@ -112,7 +111,7 @@ class Assembler:
 
     @staticmethod
     def _start_of_stop(text: str, stop: str) -> int:
-        """Return where the longest tail of the text begins that a stop string begins with."""
+        """Return the start of the longest suffix of the text that is a prefix of the stop string."""
         at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
         while at >= 0:
             if stop.startswith(text[at:]):

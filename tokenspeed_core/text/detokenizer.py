@@ -1,4 +1,4 @@
-"""Tokens to text, a few at a time: what was given out never changes and never ends inside a character."""
+"""Incremental decoding: returned text never changes and never ends inside a character."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Kind(IntEnum):
-    """What a token id is to a detokenizer."""
+    """The kind of a token id."""
 
     TEXT = 0
-    BYTE = 1  # one byte of a character that the vocabulary lacks
-    NOTHING = 2  # no token, or a special one that is left out
+    BYTE = 1  # one byte of a character that is not in the vocabulary
+    NOTHING = 2  # an unknown id, or a special token that is omitted
 
 
 class Detokenizer(Protocol):
-    """Decodes one sequence. The deltas, joined, are what decoding all tokens at once gives."""
+    """Decodes one sequence. The joined deltas equal the text of all tokens decoded at once."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
 
     def flush(self) -> str:
-        """Return what is still held back; nothing may be pushed after it."""
+        """Return the text that was held back. Called last."""
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: every token is bytes, the text is their UTF-8.
+    """Decodes byte-level vocabularies, where every token is a string of UTF-8 bytes.
 
-    `pieces` maps a token id to its bytes, `texts` to its text where its bytes are whole characters;
-    both fill themselves as ids are met, and are shared by all sequences of a tokenizer.
+    `pieces` maps a token id to its bytes, `texts` to its text, or None if its bytes are not whole
+    characters. All sequences of a tokenizer share both.
     """
 
     __slots__ = ("_decoder", "_is_inside", "_pieces", "_texts")
@@ -55,20 +55,19 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return a replacement character for a character that was cut, else nothing."""
+        """Return a replacement character if the last character is incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
 @dataclass(slots=True, eq=False)
 class WindowDetokenizer:
-    """For any other vocabulary: decodes the new tokens together with those given out last.
+    """Decodes any other vocabulary: new tokens together with a window of earlier ones.
 
-    Text depends on its neighbours to the left (a space before a word, none at the start), so a window of
-    tokens that were given out stays in front. Bytes that stand for a character are held until the run of
-    them ends, since one bad byte changes how the whole run reads.
+    The text of a token depends on the tokens before it (a space before a word, but none at the start).
+    Byte tokens are held back until their run ends, since one bad byte changes the text of the whole run.
 
-    `alone` is what `decode` gives for one token, remembered by all sequences. `waits_for_bytes`: text that ends in a
-    replacement character may yet become another one.
+    `alone` maps a token id to its text on its own; all sequences share it. `waits_for_bytes` holds back text
+    that ends in a replacement character, which later tokens may complete.
     """
 
     decode: Callable[[list[int]], str]
@@ -76,7 +75,7 @@ class WindowDetokenizer:
     kinds: Mapping[int, Kind]
     waits_for_bytes: bool
     _window: list[int] = field(default_factory=list)
-    _num_given: int = 0  # tokens of the window whose text was given out
+    _num_given: int = 0  # tokens of the window with returned text
     _prefix: str = ""  # their text
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -97,5 +96,5 @@ class WindowDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the text of all tokens still held."""
+        """Return the text that was held back."""
         return self.decode(self._window)[len(self._prefix) :]

@@ -1,7 +1,7 @@
-"""Chat templates: messages in, the prompt's text out, in a sandbox.
+"""Chat templates, rendered in a sandbox.
 
-Time and size are looked at whenever the template gives text; a loop that gives none is not stopped, so a
-template deserves the trust that the checkpoint around it has.
+Limits of time and size are checked whenever the template outputs text. A loop without output is not
+stopped, so trust a template as you trust its checkpoint.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 
 class TemplateError(TokenSpeedError):
-    """A chat template that refuses these messages, breaks on them, or exceeds its limits."""
+    """A chat template rejects the messages, fails on them, or exceeds its limits."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Reads `{% generation %}`, with which training marks the assistant's words; here it changes nothing."""
+    """Accepts `{% generation %}` blocks, which mark the assistant's text for training. They have no effect."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return what stands inside the block."""
+        """Return the content of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -62,7 +62,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """The compiled template of a model. Safe to share by threads."""
+    """The compiled chat template of a model. Thread-safe."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ChatTemplate:
         with_tools: str | None = None,
         origin: str = "the chat template",
     ) -> None:
-        """`with_tools`: another source, for requests with tools. Raises TemplateError on bad syntax."""
+        """`with_tools` is the source for requests with tools, if it differs. Raises TemplateError on bad syntax."""
         environment = _environment()
         sources = (source,) if with_tools is None else (source, with_tools)
         try:
@@ -95,7 +95,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the prompt's text. Raises TemplateError, with the template's own words where it has any."""
+        """Return the text of the prompt. Raises TemplateError, with the template's own message if there is one."""
         options = options or {}
         unknown = sorted(set(options) - self.options)
         if unknown:
@@ -120,11 +120,11 @@ class ChatTemplate:
                 num_chars += len(part)
                 if num_chars > MAX_RENDER_CHARS or time.monotonic() > deadline:
                     raise TemplateError(
-                        f"the chat template gave {num_chars} characters without coming to an end; the limits "
+                        f"the chat template did not end after {num_chars} characters; the limits "
                         f"are {MAX_RENDER_CHARS} characters and {MAX_RENDER_SECONDS:.0f} s"
                     )
         except jinja2.exceptions.TemplateError as error:
-            raise TemplateError(f"the chat template refuses these messages: {error}") from error
+            raise TemplateError(f"the chat template rejects the messages: {error}") from error
         except (
             ArithmeticError,
             AttributeError,
@@ -133,17 +133,17 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
-            # A template is code of the checkpoint: whatever it trips over is this request's error.
-            raise TemplateError(f"the chat template breaks on these messages: {error}") from error
+            # A template is code of the checkpoint. Its errors are errors of the request.
+            raise TemplateError(f"the chat template fails on the messages: {error}") from error
         return "".join(parts)
 
 
 def load_chat_template(
     folder: Path, special_tokens: Mapping[str, str], chosen: str | None = None
 ) -> ChatTemplate | None:
-    """Load a model's chat template, or the `chosen` file or name. None: the model has none.
+    """Load the model's chat template, or the `chosen` file or name. Return None if the model has none.
 
-    Raises CheckpointError on a file that is missing or no template.
+    Raises CheckpointError if a file is missing or invalid.
     """
     named = _named_templates(folder)
     names = ", ".join(sorted(named)) or "none"
@@ -151,14 +151,14 @@ def load_chat_template(
         file = Path(chosen)
         if not file.is_file():
             raise CheckpointError(
-                f"--chat-template {chosen}: no such file, nor a template of that name in {folder}, "
-                f"which has: {names}"
+                f"--chat-template {chosen}: no such file, and no template of that name in {folder}; "
+                f"available: {names}"
             )
         named = {chosen: read_text(file)}
     if chosen is None and "default" not in named:
         if named:
             raise CheckpointError(
-                f"{folder} has chat templates by name only; choose one with --chat-template: {names}"
+                f"{folder} has no default chat template; choose one with --chat-template: {names}"
             )
         return None
     source = named[chosen or "default"]
@@ -174,7 +174,10 @@ def load_chat_template(
 
 
 def _named_templates(folder: Path) -> dict[str, str]:
-    """Return the templates of a checkpoint by name; the file wins over the configuration. Raises CheckpointError."""
+    """Return the templates of a checkpoint by name. Raises CheckpointError.
+
+    chat_template.jinja overrides the default in tokenizer_config.json.
+    """
     named: dict[str, str] = {}
     config = folder / "tokenizer_config.json"
     entry = read_json(config).get("chat_template") if config.is_file() else None
@@ -187,7 +190,7 @@ def _named_templates(folder: Path) -> dict[str, str]:
                     named[name] = template
                 case _:
                     raise CheckpointError(
-                        f"{config}: each entry of its chat_template needs a name and a template"
+                        f"{config}: every entry of chat_template needs a name and a template"
                     )
     file = folder / "chat_template.jinja"
     if file.is_file():
