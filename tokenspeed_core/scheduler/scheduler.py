@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from tokenspeed_core.api.policy import Decision, Limits, Policy, Room, View
+from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.api.step import I32, StepResult
 from tokenspeed_core.engine.messages import Outputs, Rejected, Submit
@@ -40,6 +41,14 @@ from tokenspeed_core.scheduler.views import (
 from tokenspeed_core.scheduler.waiting_queue import QueueEntry, WaitingQueue
 
 
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The first waiting sequence, which the policy refused, and what the policy saw of it."""
+
+    sequence_id: int
+    candidate: Candidate
+
+
 class Scheduler:
     """Plans steps and applies their results. Knows no tensors, text or sockets.
 
@@ -65,8 +74,7 @@ class Scheduler:
         self._policy = policy
         self._queue = WaitingQueue(policy)
         self._count_drafts = count_drafts
-        # Available blocks when the first waiting sequence found too few: it is not asked again until there are more.
-        self._blocked_at = -1
+        self._refused: _Refused | None = None
         self._next_step = 1
         self._num_arrivals = 0
         self._random = np.random.default_rng(limits.seed)
@@ -133,7 +141,6 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._queue.push(sequence)
-        self._blocked_at = -1  # another sequence may be the first now
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -244,7 +251,7 @@ class Scheduler:
     def _plan_admissions(self, builder: StepPlanBuilder, budget: int) -> None:
         """Admit waiting sequences in the policy's order, with `budget` tokens for their first chunks."""
         skipped: list[QueueEntry] = []
-        while budget > 0 and self._can_admit():
+        while budget > 0 and self.sequences.has_free_slot:
             state = self._first_waiting()
             if state is None:
                 break
@@ -259,12 +266,6 @@ class Scheduler:
         for entry in skipped:
             self._queue.put_back(entry)
 
-    def _can_admit(self) -> bool:
-        if not self.sequences.has_free_slot:
-            return False
-        is_blocked = self.kv.pool.num_available <= self._blocked_at
-        return not (self.sequences.num_running and is_blocked)
-
     def _first_waiting(self) -> Waiting | Preempted | None:
         """Return the first sequence of the queue, and drop entries of sequences that ended."""
         while (entry := self._queue.first()) is not None:
@@ -277,24 +278,33 @@ class Scheduler:
     def _admit(self, builder: StepPlanBuilder, state: Waiting | Preempted, budget: int) -> bool:
         """Give the first waiting sequence a slot, blocks and a chunk, if the policy admits it."""
         sequence, kv = state.sequence, self.kv
+        room = self._room(builder, budget)
+        if self._is_still_refused(sequence, room):
+            return False
         sequence.chain.extend(sequence.tokens)
         match = kv.match(sequence.chain, len(sequence.tokens))
         candidate = candidate_of(sequence, match, kv)
-        room = self._room(builder, budget)
         num_tokens = min(self._policy.admit(candidate, room), room.token_budget)
         if num_tokens <= 0:
-            # The policy may admit it in the next step, unless blocks are missing.
-            needed = candidate.num_new_blocks + candidate.num_idle_blocks
-            if needed > room.num_available_blocks:
-                self._blocked_at = kv.pool.num_available
+            self._refused = _Refused(sequence.sequence_id, candidate)
             return False
+        self._refused = None
         self._queue.pop()
         blocks = kv.acquire(match)
         slot = self.sequences.admit(state, blocks, match.num_tokens)
         builder.add_sequence(slot, sequence, blocks)
-        self._blocked_at = -1
         self._plan_chunk(builder, slot, num_tokens)
         return True
+
+    def _is_still_refused(self, sequence: Sequence, room: Room) -> bool:
+        """Whether the policy refuses a sequence again with the prefix hit that it had before.
+
+        Finding the hit takes time in proportion to the prompt, so it is not done in every step.
+        """
+        refused = self._refused
+        if refused is None or refused.sequence_id != sequence.sequence_id or room.is_alone:
+            return False
+        return self._policy.admit(refused.candidate, room) <= 0
 
     def _room(self, builder: StepPlanBuilder, budget: int) -> Room:
         if not self.limits.is_chunking and not builder.num_chunk_tokens:
