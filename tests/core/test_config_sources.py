@@ -24,7 +24,7 @@ def refusal(**keywords: object) -> str:
     return str(caught.value)
 
 
-def test_flags_go_before_the_environment_before_the_file_before_defaults(tmp_path: Path) -> None:
+def test_precedence_of_sources(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("port: 1\nmax-num-seqs: 1\nseed: 1\n")
     environ = {"TOKENSPEED_PORT": "2", "TOKENSPEED_MAX_NUM_SEQS": "2"}
@@ -34,7 +34,7 @@ def test_flags_go_before_the_environment_before_the_file_before_defaults(tmp_pat
     assert origins == ["--port", "TOKENSPEED_MAX_NUM_SEQS", str(file), "default"]
 
 
-def test_a_value_out_of_bounds_is_refused_with_its_flag_value_bound_and_origin(
+def test_error_names_flag_value_rule_and_origin(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "settings.yaml"
@@ -63,8 +63,8 @@ def test_a_value_out_of_bounds_is_refused_with_its_flag_value_bound_and_origin(
         ("port", "65536", "must be at most 65535"),
         ("port", "8o", "must be a whole number"),
         ("port", True, "--port takes a value, not true"),
-        ("chunked_prefill_size", "0", "must be at least 1, or -1 to turn chunking off"),
-        ("chunked_prefill_size", "-2", "must be at least 1, or -1 to turn chunking off"),
+        ("chunked_prefill_size", "0", "must be at least 1, or -1"),
+        ("chunked_prefill_size", "-2", "must be at least 1, or -1"),
         ("dtype", "bfloat", "did you mean bfloat16?"),
         ("kv_cache_memory", "2 bananas", "must be a size such as 2GB"),
         ("hf_overrides", "{", "must be JSON"),
@@ -73,20 +73,18 @@ def test_a_value_out_of_bounds_is_refused_with_its_flag_value_bound_and_origin(
         (
             "attention_backend",
             {"dekode": "a"},
-            "--attention-backend.dekode does not exist; there is",
+            "--attention-backend.dekode",
         ),
-        ("sampling_backend", {"decode": "a"}, "there is --sampling-backend alone"),
+        ("sampling_backend", {"decode": "a"}, "--sampling-backend.decode"),
         ("enable_prefix_caching", "perhaps", "must be true or false"),
         ("cudagraph_capture_sizes", "1,two", "must be a whole number"),
     ],
 )
-def test_what_a_setting_takes_is_said_when_it_is_given_something_else(
-    name: str, value: object, expected: str
-) -> None:
+def test_invalid_value_is_refused_with_the_rule(name: str, value: object, expected: str) -> None:
     assert expected in refusal(**{name: value})
 
 
-def test_a_mistyped_setting_is_answered_with_the_nearest() -> None:
+def test_mistyped_setting_gets_a_suggestion() -> None:
     assert refusal(max_num_seq=1) == "max_num_seq: no such setting; did you mean max_num_seqs?"
     with pytest.raises(ConfigError, match=r"--prt: no such setting; did you mean --port\?"):
         load({"prt": "1"}, {})
@@ -103,21 +101,23 @@ def test_a_mistyped_setting_is_answered_with_the_nearest() -> None:
         ("disable_radix_cache", "--no-enable-prefix-caching"),
         ("max_num_batched_tokens", "--chunked-prefill-size"),
         ("max_num_batched_tokens", "--max-total-tokens"),
-        ("swap_space", "nothing is needed here: a preempted sequence is computed again"),
+        ("swap_space", "not needed"),
     ],
 )
-def test_the_names_of_other_engines_are_refused_with_ours(theirs: str, ours: str) -> None:
+def test_names_of_other_engines_are_refused_with_ours(theirs: str, ours: str) -> None:
     assert ours in refusal(**{theirs: 1})
 
 
-@pytest.mark.parametrize("name", ["tokenizer_mode", "tp", "kvstore_size", "no_enable_metrics"])
-def test_a_setting_that_is_to_come_is_said_not_to_be_built_yet_and_no_other_is_meant(
+@pytest.mark.parametrize(
+    "name", ["tokenizer_mode", "tp", "kvstore_size", "no_enable_metrics", "enable_lora"]
+)
+def test_missing_feature_is_not_supported_yet(
     name: str,
 ) -> None:
-    assert refusal(**{name: 1}) == f"{name}: not built yet"
+    assert "not supported yet" in refusal(**{name: 1})
 
 
-def test_every_name_offered_in_place_of_a_foreign_one_exists() -> None:
+def test_every_alias_names_an_existing_setting() -> None:
     tables = yaml.safe_load(TABLES.read_text())
     for table in tables:
         assert table["names"] and not set(table["names"]) & set(Config.model_fields)
@@ -128,13 +128,13 @@ def test_every_name_offered_in_place_of_a_foreign_one_exists() -> None:
 
 
 def test_contradictions_are_refused() -> None:
-    assert "give one" in refusal(max_total_tokens=64, kv_cache_memory="1GB")
-    assert "above --max-cudagraph-capture-size 4" in refusal(
+    assert "--kv-cache-memory" in refusal(max_total_tokens=64, kv_cache_memory="1GB")
+    assert "--max-cudagraph-capture-size 4" in refusal(
         cudagraph_capture_sizes=[1, 8], max_cudagraph_capture_size=4
     )
 
 
-def test_backends_may_be_ordered_and_narrowed_from_different_sources() -> None:
+def test_backends_combine_keys_from_several_sources() -> None:
     config = load({"attention_backend.decode": "fast"}, {"TOKENSPEED_ATTENTION_BACKEND": "b, c"})
     assert config.attention_backend == {"default": ("b", "c"), "decode": ("fast",)}
     only = load({}, {"TOKENSPEED_ATTENTION_BACKEND__DECODE": "fast"}).attention_backend
@@ -148,9 +148,7 @@ WHOLE = ["attention_backend: c\n", "attention_backend: {default: c}\n"]
 @pytest.mark.parametrize(
     "text", [*NARROWED, WHOLE[0] + NARROWED[1], "attention_backend: {default: c, decode: b}\n"]
 )
-def test_a_setting_goes_before_what_a_later_source_narrows_it_to_however_that_is_spelled(
-    tmp_path: Path, text: str
-) -> None:
+def test_setting_overrides_keys_of_weaker_sources(tmp_path: Path, text: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
     narrowed = {"TOKENSPEED_ATTENTION_BACKEND__DECODE": "v"}
@@ -163,9 +161,7 @@ def test_a_setting_goes_before_what_a_later_source_narrows_it_to_however_that_is
 
 
 @pytest.mark.parametrize("narrowed", NARROWED)
-def test_what_a_source_narrows_joins_what_later_ones_have_and_all_of_them_are_told(
-    tmp_path: Path, narrowed: str
-) -> None:
+def test_keys_of_several_sources_are_merged(tmp_path: Path, narrowed: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(narrowed)
     config = load({"attention_backend.prefill": "a"}, {}, str(file))
@@ -186,7 +182,7 @@ def test_what_a_source_narrows_joins_what_later_ones_have_and_all_of_them_are_to
     )
 
 
-def test_what_narrows_by_a_key_that_there_is_not_is_refused_with_where_it_stands(
+def test_unknown_key_is_refused_with_its_origin(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "settings.yaml"
@@ -198,14 +194,11 @@ def test_what_narrows_by_a_key_that_there_is_not_is_refused_with_where_it_stands
     ):
         with pytest.raises(ConfigError) as caught:
             given()
-        there_is = f"there is {narrowed('attention_backend')}"
-        assert (
-            str(caught.value)
-            == f"--attention-backend.dekode (from {origin}): no such setting; {there_is}"
-        )
+        assert f"--attention-backend.dekode (from {origin})" in str(caught.value)
+        assert narrowed("attention_backend") in str(caught.value)
 
 
-def test_pairs_come_from_repeated_flags_a_variable_a_file_or_a_mapping(tmp_path: Path) -> None:
+def test_pairs_are_read_from_every_source(tmp_path: Path) -> None:
     expected = {"greedy": ("torch",), "attention.decode": ("a", "b")}
     words = ["greedy=torch", "attention.decode=a,b"]
     file = tmp_path / "settings.yaml"
@@ -225,18 +218,18 @@ def test_pairs_come_from_repeated_flags_a_variable_a_file_or_a_mapping(tmp_path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["greedy"], "'greedy' must read NAME=VALUE"),
-        (["a=1", "a=2"], "a stands there twice"),
-        (["a="], "must read"),
-        (["=a"], "must read"),
+        (["greedy"], "'greedy' must be NAME=VALUE"),
+        (["a=1", "a=2"], "a is given twice"),
+        (["a="], "must be"),
+        (["=a"], "must be"),
     ],
 )
-def test_a_pair_that_is_none_or_stands_there_twice_is_refused(words: list[str], said: str) -> None:
+def test_invalid_pair_is_refused(words: list[str], said: str) -> None:
     for name in ("kernel_backend", "backend_option"):
         assert said in refusal(**{name: words})
 
 
-def test_a_setting_that_cannot_be_narrowed_says_so() -> None:
+def test_setting_without_keys_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--port\.decode: no such setting"):
         load({"port.decode": "1"}, {})
 
@@ -258,7 +251,7 @@ def test_sizes_lists_and_json_are_read_from_text() -> None:
     assert config.api_key is None
 
 
-def test_a_variable_of_ours_that_is_no_setting_is_ignored_aloud(
+def test_unknown_variable_is_ignored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert load({}, {"TOKENSPEED_MAX_NUM_SEQ": "3", "TOKENSPEED_PLUGINS": ""}).max_num_seqs == 256
@@ -273,15 +266,16 @@ def test_a_variable_of_ours_that_is_no_setting_is_ignored_aloud(
         (None, "No such file or directory"),
         ("a: [", "not YAML"),
         ("- a", "must be a mapping of settings, found a list"),
-        ("port: 1\n--port: 2", "--port stands there twice"),
-        ("moe_backend: {fp8: a}\nmoe-backend.fp8: b", "--moe-backend.fp8 stands there twice"),
-        ("moe_backend: {default: a}\nmoe-backend: b", "--moe-backend stands there twice"),
+        ("port: 1\n--port: 2", "--port is given twice"),
+        (
+            "attention_backend: {decode: a}\nattention-backend.decode: b",
+            "--attention-backend.decode",
+        ),
+        ("attention_backend: {default: a}\nattention-backend: b", "--attention-backend"),
         ("prot: 1", "did you mean --port?"),
     ],
 )
-def test_a_bad_file_is_refused_in_one_line_that_names_it(
-    tmp_path: Path, text: str | None, expected: str
-) -> None:
+def test_bad_file_is_refused(tmp_path: Path, text: str | None, expected: str) -> None:
     file = tmp_path / "settings.yaml"
     if text is not None:
         file.write_text(text)
@@ -292,7 +286,7 @@ def test_a_bad_file_is_refused_in_one_line_that_names_it(
     assert "\n" not in str(caught.value)
 
 
-def test_the_configuration_is_frozen_and_resolving_makes_a_new_one() -> None:
+def test_config_is_frozen() -> None:
     config = Config.from_keywords(max_num_seqs=8, max_model_len=64)
     with pytest.raises(ValidationError):
         config.port = 1
@@ -310,7 +304,7 @@ def test_the_configuration_is_frozen_and_resolving_makes_a_new_one() -> None:
         config.resolved(block_size=0)
 
 
-def test_another_process_gets_the_same_configuration_and_its_origins() -> None:
+def test_config_survives_the_wire() -> None:
     config = load(
         {
             "attention_backend.decode": "a,b",
@@ -324,20 +318,28 @@ def test_another_process_gets_the_same_configuration_and_its_origins() -> None:
     assert copy.origin("kv_cache_memory") == "TOKENSPEED_KV_CACHE_MEMORY"
 
 
-def test_the_key_shows_in_no_error_and_no_representation() -> None:
+def test_api_key_is_never_shown() -> None:
     assert "s3cret" not in repr(Config.from_keywords(api_key="s3cret"))
     assert "s3cret" not in refusal(api_key=["s3cret"])
     assert "s3cret" not in refusal(api_key="s3cret", port=-1)
 
 
-def test_a_child_that_gets_its_settings_otherwise_inherits_none() -> None:
+def test_child_inherits_no_settings() -> None:
     environ = {"TOKENSPEED_PORT": "1", "TOKENSPEED_PLUGINS": "-x", "HOME": "/root"}
     assert without_settings(environ) == {"TOKENSPEED_PLUGINS": "-x", "HOME": "/root"}
 
 
-def test_every_setting_has_a_section_and_words() -> None:
+def test_every_setting_has_a_section_and_help() -> None:
     from tokenspeed_core.config.schema import SECTIONS, metadata
 
     for name, field in Config.model_fields.items():
         assert metadata(name)["section"] in SECTIONS, flag(name)
         assert field.description, flag(name)
+
+
+def test_every_help_text_is_one_short_sentence() -> None:
+    for name, field in Config.model_fields.items():
+        text = field.description or ""
+        assert text[0].isupper(), flag(name)
+        assert text.endswith("."), flag(name)
+        assert len(text) <= 80, flag(name)

@@ -341,7 +341,7 @@ def test_the_flag_that_is_told_for_a_kernel_that_fits_makes_it_the_chosen_one(
 ) -> None:
     on = ("--platform", platform, *asked)
     everything = (
-        refused(capsys, "nothing", *on).partition("it asks for ")[2].partition(";")[0].split(", ")
+        refused(capsys, "nothing", *on).partition("its ops are ")[2].partition(";")[0].split(", ")
     )
     num_tried = 0
     for op in everything:

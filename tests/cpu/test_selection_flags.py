@@ -40,9 +40,7 @@ DRY = ("serve", "--dry-run", "--device", "cpu")
         ),
         (("--kernel-backend", "linear.fp8=torch"), ("linear.fp8 ", "linear bfloat16")),
         (("--kernel-backend", "norm.decode=torch"), ("norm.decode ", "rms_norm bfloat16")),
-        (("--moe-backend.bf16", "torch"), ("--moe-backend.bf16 ", "add_rms_norm")),
-        (("--moe-backend.mxfp8", "torch-blocks"), ("--moe-backend.mxfp8 ",)),
-        (("--moe-backend.mxfp4", "torch"), ("--moe-backend.mxfp4", "--moe-backend.fp8")),
+        (("--moe-backend.mxfp4", "torch"), ("--moe-backend.mxfp4", "--kernel-backend moe")),
         (("--moe-backend", "torch"), ("--moe-backend has no effect", "add_rms_norm")),
         (("--attention-backend.0-3", "torch"), ("--attention-backend.prefill",)),
         (("--sampling-backend.bf16", "torch"), ("--kernel-backend sampling",)),
@@ -158,7 +156,7 @@ def test_every_narrowed_flag_can_match_an_op() -> None:
     for op in installed_ops(Catalog.discover(Selection())).values():
         families.setdefault(f"kernels.{op.family}", set()).add(op.name)
     keys = [(name, key) for name in Config.model_fields for key in metadata(name)["narrow"]]
-    assert ("moe_backend", "nvfp4") in keys
+    assert ("attention_backend", "decode") in keys
     for name, key in keys:
         named_after = any(op.endswith(f"_{key}") for op in families[metadata(name)["kind"]])
         assert named_after or key in (*PHASES, *DTYPE_FORMATS), (

@@ -1,4 +1,4 @@
-"""The flags of the configuration: as parameters of a typer command, and as help in sections."""
+"""The flags of all settings, as parameters of a typer command and as help by section."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from tokenspeed_core.config.schema import SECTIONS, Config, flag, is_switch, met
 from tokenspeed_core.config.sources import load
 from tokenspeed_core.errors import ConfigError
 
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="the same as --model")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="Same as --model.")]
 ConfigFile = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="YAML file of settings")
+    str | None, typer.Option("--config", metavar="FILE", help="Read settings from a YAML file.")
 ]
 
-# The help of a command: its usage, its purpose, and its own options.
+# A command's usage, description and own options.
 Overview = tuple[str, str, tuple[tuple[str, str], ...]]
-DOT = "__"  # stands for the dot of `--attention-backend.decode` in a Python name
+# Replaces the dot of `--attention-backend.decode` in a Python name.
+DOT = "__"
 
 
 def configure(positional: str | None, flags: dict[str, Any], file: str | None) -> Config:
@@ -32,16 +33,16 @@ def configure(positional: str | None, flags: dict[str, Any], file: str | None) -
     if positional is not None:
         if flags.get("model", positional) != positional:
             raise ConfigError(
-                f"--model {flags['model']}: the model was given twice, first as {positional}"
+                f"--model {flags['model']}: the model is already given as {positional}"
             )
         flags = {**flags, "model": positional}
     return load(flags, os.environ, file)
 
 
 class SettingsCommand:
-    """A command that takes the flag of every setting, as the value of an entry point of kind `commands`.
+    """A command that takes the flags of all settings. Used as an entry point of kind `commands`.
 
-    `load` imports and returns the function to run, which takes `flags` besides its own parameters.
+    `load` imports and returns the function to run. It takes `flags` and its own parameters.
     """
 
     def __init__(self, overview: Overview, load: Callable[[], Callable[..., int]]) -> None:
@@ -49,7 +50,7 @@ class SettingsCommand:
         self._load = load
 
     def __call__(self, words: Sequence[str]) -> int:
-        """Run the command with these words; return the exit status."""
+        """Run the command with these arguments; return the exit status."""
         topic = help_topic(words)
         if topic is not None:
             print_help(self._overview, topic)
@@ -66,15 +67,15 @@ class SettingsCommand:
         return status if isinstance(status, int) else 0
 
     def function(self) -> Callable[..., int]:
-        """Return the function with the flags as parameters, for the shell to complete."""
+        """Return the function with the flags as parameters."""
         return with_settings(self._load())
 
 
 def with_settings(function: Callable[..., int]) -> Callable[..., int]:
-    """Give a command the flag of every setting.
+    """Add the flags of all settings to a command.
 
-    The function is called with its own parameters and `flags`: what was typed, keyed by setting, or by
-    `setting.key` where it was narrowed.
+    The function is called with its own parameters and `flags`: the given values by setting or
+    `setting.key`.
     """
     own = [
         p
@@ -85,10 +86,16 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
     settings = {each.name: each for each in _parameters() if each.name not in names}
 
     def command(**given: Any) -> int:
-        flags = {name.replace(DOT, "."): given.pop(name) for name in settings}
-        return function(
-            **given, flags={name: value for name, value in flags.items() if value not in (None, [])}
-        )
+        flags = {}
+        for parameter in settings:
+            value = given.pop(parameter)
+            if value in (None, []):
+                continue
+            name = parameter.replace(DOT, ".")
+            if isinstance(value, str) and value.startswith("--"):
+                raise ConfigError(f"{flag(name)}: missing value, found {value}")
+            flags[name] = value
+        return function(**given, flags=flags)
 
     parameters = [*own, *settings.values()]
     command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
@@ -105,7 +112,8 @@ def _parameters() -> Iterable[inspect.Parameter]:
             )
             yield _parameter(name, bool, form, field.description)
             continue
-        takes = list[str] if "=" in str(metadata(name)["takes"]) else str  # pairs, of several flags
+        # A flag that takes NAME=VALUE may be repeated.
+        takes = list[str] if "=" in str(metadata(name)["takes"]) else str
         yield _parameter(name, takes, flag(name), field.description)
         for key in metadata(name)["narrow"]:
             yield _parameter(
@@ -120,9 +128,9 @@ def _parameter(name: str, takes: Any, form: str, text: str | None) -> inspect.Pa
 
 
 def print_help(command: Overview, topic: str) -> None:
-    """Print the sections, or the options of one, of a flag, or of all that speak of a word.
+    """Print the sections, or the options of a section, of a flag, or that mention a word.
 
-    Raises ConfigError, with the nearest section or flag, where nothing does.
+    Raises ConfigError if there are none.
     """
     if not topic:
         typer.echo(_overview(command))
@@ -137,7 +145,7 @@ def print_help(command: Overview, topic: str) -> None:
 
 
 def help_topic(words: Sequence[str]) -> str | None:
-    """Return what `--help` was asked about: "" for the sections, None where it was not asked."""
+    """Return the topic of `--help=TOPIC`, "" for plain `--help`, None without it."""
     for word in words:
         if word == "--":
             return None
@@ -154,7 +162,7 @@ def _overview(command: Overview) -> str:
     lines = [f"Usage: {usage}", "", *textwrap.wrap(text, width), ""]
     for form, meaning in (
         *own,
-        ("--help=SECTION", "the options of a section, of a flag, or about a word; all"),
+        ("--help=SECTION", "Show the options of a section, a flag or a word, or all."),
     ):
         lines += textwrap.wrap(
             f"  {form:<22} {meaning}", width, subsequent_indent=" " * 25, break_long_words=False
@@ -196,7 +204,9 @@ def _option(name: str, width: int) -> list[str]:
         lines += textwrap.wrap(
             f"  {narrowed(name)}", width, subsequent_indent="  ", break_on_hyphens=False
         )
-    text = f"{field.description}; default: {as_written(field.default)}"
+    text = str(field.description).removesuffix(".")
+    if field.default is not None:
+        text += f"; default: {as_written(field.default)}"
     installed = _installed(name)
     if installed:
         text += f"; installed: {', '.join(installed)}"

@@ -1,4 +1,4 @@
-"""Which backends a user wants, in order of preference and narrowed where asked, and what they are told."""
+"""The types of settings that select backends and set their options."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _names(value: Any) -> Any:
 
 
 def _keyed(value: Any) -> Any:
-    """Read what is no mapping by phase, or one without a default, as one with it."""
+    """Return a mapping with the key "default"."""
     return {"default": AUTO, **value} if isinstance(value, Mapping) else {"default": value}
 
 
 def _pairs(value: Any) -> Any:
-    """Read "a=1 b=2", as a variable has it, or ["a=1", "b=2"], of repeated flags, as a mapping."""
+    """Read "a=1 b=2" (a variable) or ["a=1", "b=2"] (repeated flags) as a mapping."""
     if not isinstance(value, str | list | tuple):
         return value
     pairs: dict[str, str] = {}
@@ -29,7 +29,7 @@ def _pairs(value: Any) -> Any:
         key, _, given = word.partition("=")
         if not key or not given or key in pairs:
             raise ValueError(
-                f"{key} stands there twice" if key in pairs else f"{word!r} must read NAME=VALUE"
+                f"{key} is given twice" if key in pairs else f"{word!r} must be NAME=VALUE"
             )
         pairs[key] = given
     return pairs
@@ -39,6 +39,6 @@ Names = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1), BeforeValidator(_names)
 ]
 BackendChoice = Annotated[dict[str, Names], BeforeValidator(_keyed)]
-"""Names by phase, those under "default" for the others: from "fast,triton", a list, or such a mapping."""
+"""Backend names by phase, with "default" for the others. Also reads "fast,triton" or a list."""
 NamePairs = Annotated[dict[str, Names], BeforeValidator(_pairs)]
 Pairs = Annotated[dict[str, Any], BeforeValidator(_pairs)]

@@ -1,4 +1,4 @@
-"""Builds the configuration from values whose origins are known, with errors of one line."""
+"""Builds the configuration from values with known origins; errors are one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tokenspeed_core.config.schema import Config, choices, flag, narrowed
 from tokenspeed_core.errors import ConfigError, suggest
 
 PYTHON = "Python"
-_RULES = {  # in words, by the types of pydantic's errors
+# Messages for the error types of pydantic.
+_RULES = {
     "must be at least {ge}": ("greater_than_equal",),
     "must be above {gt}": ("greater_than",),
     "must be at most {le}": ("less_than_equal",),
@@ -30,10 +31,10 @@ _RULES = {  # in words, by the types of pydantic's errors
 
 
 def build(values: Mapping[str, tuple[Any, str]]) -> Config:
-    """Build a Config of `name: (value, origin)`.
+    """Build a Config from `name: (value, origin)`.
 
-    The origin is what a person wrote: a flag, an environment variable, a file, or "Python". Raises
-    ConfigError naming the setting, the value, the bound and the origin; for an unknown name, the nearest.
+    The origin is a flag, an environment variable, a file or "Python". Raises ConfigError with the
+    setting, its value, the rule and the origin, or the nearest name for an unknown one.
     """
     for name, (_, origin) in values.items():
         if name not in Config.model_fields:
@@ -47,13 +48,13 @@ def build(values: Mapping[str, tuple[Any, str]]) -> Config:
 
 
 def rebuild(config: Config, changes: Mapping[str, Any], origin: str) -> Config:
-    """Return a new Config with some values changed, each as if set by `origin`. Raises ConfigError."""
+    """Return a new Config with changed values, set by `origin`. Raises ConfigError."""
     kept = {name: (getattr(config, name), config.origin(name)) for name in Config.model_fields}
     return build({**kept, **{name: (value, origin) for name, value in changes.items()}})
 
 
 def called(name: str, origin: str) -> tuple[str, str]:
-    """Return what a person calls a setting, and " (from ORIGIN)" where that was not typed."""
+    """Return a setting's name as the user wrote it, and " (from ORIGIN)" unless it is a flag."""
     is_typed = origin == PYTHON or origin.startswith("--")
     return name if origin == PYTHON else flag(name), "" if is_typed else f" (from {origin})"
 
@@ -61,35 +62,35 @@ def called(name: str, origin: str) -> tuple[str, str]:
 def unknown(
     name: str, origin: str, flags: Sequence[str] = (), command: str = "tokenspeed serve"
 ) -> str:
-    """Say that a setting does not exist, and which one is meant, or which flag of the command that it was given to."""
+    """Return a message about an unknown setting, with the nearest setting or flag of the command."""
     shown, where = called(name, origin)
     foreign = refuse_foreign(name)
     if foreign is not None:
         return f"{shown}{where}: {foreign}"
     setting, dot, _ = name.partition(".")
     if dot and setting in Config.model_fields:
-        return f"{shown}{where}: no such setting; there is {narrowed(setting)}"
+        return f"{shown}{where}: no such setting; available: {narrowed(setting)}"
     own = [form.removeprefix("--").replace("-", "_") for form in flags]
-    near = get_close_matches(name.replace("-", "_"), own or Config.model_fields, n=3, cutoff=0.6)
+    near = get_close_matches(name.replace("-", "_"), own or Config.model_fields, n=2, cutoff=0.75)
     likely = " or ".join(each if origin == PYTHON else flag(each) for each in near)
     hint = f"did you mean {likely}?" if likely else f"`{command} --help` lists the settings"
     return f"{shown}{where}: no such setting; {hint}"
 
 
 def _explain(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> str:
-    """Turn the first complaint of each setting into words."""
-    complaints: dict[str, str] = {}
+    """Return a message with the first error of each setting."""
+    messages: dict[str, str] = {}
     for each in error.errors(include_url=False):
         message = _bound(each)
         if not each["loc"]:
-            complaints.setdefault("", message)
+            messages.setdefault("", message)
             continue
         name = str(each["loc"][0])
         value, origin = values[name]
         shown, where = called(name, origin)
         text = "***" if name == "api_key" else _as_typed(value)
-        complaints.setdefault(name, f"{shown} {text}{where}: {message}")
-    return "; ".join(complaints.values())
+        messages.setdefault(name, f"{shown} {text}{where}: {message}")
+    return "; ".join(messages.values())
 
 
 def _as_typed(value: Any) -> str:
@@ -98,7 +99,7 @@ def _as_typed(value: Any) -> str:
 
 
 def _bound(error: Any) -> str:
-    """Return the rule that a value broke."""
+    """Return the rule that a value violates."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
         known = choices(str(error["loc"][0]))

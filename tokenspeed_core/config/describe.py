@@ -1,4 +1,4 @@
-"""Settings in words: bounds and values."""
+"""Bounds and values of settings as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenspeed_core.config.schema import Config, choices, metadata
 
 
 def bounds(name: str) -> str:
-    """Return what a setting takes, such as `1..65536 sequences`, `fcfs|priority` or `TEXT`."""
+    """Return the values of a setting, such as `1..65536 sequences`, `fcfs|priority` or `TEXT`."""
     if choices(name) or metadata(name)["takes"]:
         return "|".join(choices(name)) or str(metadata(name)["takes"])
     field = Config.model_fields[name]
@@ -39,7 +39,7 @@ def _range(rules: list[Any]) -> str:
 
 
 def as_written(value: Any) -> str:
-    """Return a setting's value as a user would write it; of what is narrowed, first what is for the others."""
+    """Return a setting's value as a user writes it."""
     if value is None or value == {}:
         return "none"
     if isinstance(value, bool):

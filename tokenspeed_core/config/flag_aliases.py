@@ -1,4 +1,4 @@
-"""Names that this engine does not take: other engines' with what to use here, and those that are not built yet."""
+"""Messages for flags of other engines, and for features that do not exist yet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ TABLES = Path(__file__).with_suffix(".yaml")
 
 
 def refuse_foreign(name: str) -> str | None:
-    """Return what to use in place of a name that is not taken, or None for a name of nobody."""
-    import yaml  # a name that was not known ends the program; others start without it
+    """Return what to use instead of an unknown name, or None if the name is not in the table."""
+    import yaml  # imported only for unknown names
 
     key = name.replace("-", "_").removeprefix("no_").partition(".")[0]
     for table in yaml.safe_load(TABLES.read_text()):

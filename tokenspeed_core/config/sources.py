@@ -1,4 +1,4 @@
-"""Where values come from: flags, then the environment, then a YAML file, then the defaults."""
+"""The sources of values. Flags win over the environment, which wins over a YAML file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tokenspeed_core.config.schema import Config, flag, metadata
 from tokenspeed_core.errors import ConfigError
 
 PREFIX = "TOKENSPEED_"
-OTHERS = frozenset({"TOKENSPEED_PLUGINS"})  # read by the plugin selection
+# Read by the plugin selection.
+OTHERS = frozenset({"TOKENSPEED_PLUGINS"})
 Values = dict[str, tuple[Any, str]]
 logger = logging.getLogger("tokenspeed.config")
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None) -> Config:
-    """Build the configuration of what was typed, the environment and a file, the first that has a value.
+    """Build the configuration from flags, the environment and a YAML file; the first with a value wins.
 
-    `flags` are keyed by setting (`port`) or narrowed setting (`attention_backend.decode`). A setting that a source
-    has goes before what later sources narrow it to. Raises ConfigError, which names the setting, its value, the
-    bound that it broke and where it came from.
+    `flags` are keyed by setting (`port`) or setting and key (`attention_backend.decode`). A setting also
+    overrides the keys of weaker sources. Raises ConfigError with the setting, its value and its origin.
     """
     values = from_file(file) if file is not None else {}
     for source in (
@@ -35,10 +35,10 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None 
 
 
 def from_environment(environ: Mapping[str, str]) -> Values:
-    """Read `TOKENSPEED_<SETTING>`, and `TOKENSPEED_<SETTING>__<KEY>` where it can be narrowed.
+    """Read `TOKENSPEED_<SETTING>` and `TOKENSPEED_<SETTING>__<KEY>`.
 
-    An empty variable is an unset one. A variable of our prefix that is no setting is ignored with a
-    warning: other programs use the prefix too.
+    An empty variable counts as unset. An unknown one is ignored with a warning, since other programs may
+    use the prefix too.
     """
     values: Values = {}
     for variable in sorted(environ):
@@ -53,7 +53,7 @@ def from_environment(environ: Mapping[str, str]) -> Values:
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child that is given its settings in another way."""
+    """Return the environment without settings, for a child process that receives a configuration."""
     return {
         name: value
         for name, value in environ.items()
@@ -62,7 +62,7 @@ def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def from_file(path: str) -> Values:
-    """Read a YAML mapping of settings, spelled as flags or as keywords. Raises ConfigError."""
+    """Read settings from a YAML file, with keys spelled as flags or as keywords. Raises ConfigError."""
     import yaml
 
     try:
@@ -82,13 +82,13 @@ def from_file(path: str) -> Values:
         name = str(key).removeprefix("--").replace("-", "_")
         for part, each in _parts(name, value).items():
             if part in values:
-                raise ConfigError(f"--config {path}: {flag(part)} stands there twice")
+                raise ConfigError(f"--config {path}: {flag(part)} is given twice")
             values[part] = (each, path)
     return values
 
 
 def _parts(name: str, value: Any) -> dict[str, Any]:
-    """Spell a mapping of what may be narrowed as `setting.key` values, its default as the setting's own."""
+    """Split a mapping with keys into `setting.key` values; "default" is the setting's own."""
     if (
         not isinstance(value, Mapping)
         or name not in Config.model_fields
@@ -99,7 +99,7 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
 
 
 def _join_narrowed(values: Values) -> Values:
-    """Gather `setting.key` values under their setting, which then comes from all their sources."""
+    """Merge `setting.key` values into their setting; its origin then lists all sources."""
     joined: Values = {name: value for name, value in values.items() if "." not in name}
     for name in [name for name in values if "." in name]:
         value, origin = values[name]

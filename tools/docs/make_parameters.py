@@ -15,10 +15,12 @@ def page() -> str:
         "",
         "Generated from `tokenspeed_core/config/schema.py` by `python tools/docs/make_parameters.py`.",
         "",
-        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, a key of the YAML",
-        "file of `--config` (the first of these that has it counts), and a keyword of `tokenspeed_core.LLM`.",
-        "A setting as a whole goes before what a later one of these narrows it to: `--attention-backend a` before",
-        "the file's `attention_backend: {decode: b}`, which is the same as its `attention_backend.decode: b`.",
+        "Every setting is a flag of `tokenspeed serve`, a variable `TOKENSPEED_<SETTING>`, a key of the YAML file",
+        "of `--config`, and a keyword of `tokenspeed_core.LLM`. Flags win over variables, and variables over the file.",
+        "",
+        "Some settings have keys, such as `--attention-backend.decode`. In a variable the key follows two underscores",
+        "(`TOKENSPEED_ATTENTION_BACKEND__DECODE`), in a file it is `attention_backend: {decode: NAME}`. A setting",
+        "also overrides the keys of weaker sources.",
     ]
     for section, title in SECTIONS.items():
         lines += [
