@@ -265,7 +265,7 @@ def test_a_method_that_a_family_does_not_ask_for_is_refused(
     assert memory["weight_bytes"] is None
     spec = ModelSpec("Qwen3ForCausalLM", "", f"{__name__}:NoLinears")
     with pytest.raises(
-        CheckpointError, match="Qwen3ForCausalLM asks for no linear_fp8, so it would have no effect"
+        CheckpointError, match="has no effect: Qwen3ForCausalLM does not use linear_fp8"
     ):
         plan_only(replace(resolved, checkpoint=replace(resolved.checkpoint, spec=spec)), catalog)
 

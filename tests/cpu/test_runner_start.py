@@ -107,12 +107,12 @@ def test_an_unknown_device_is_refused(catalog: Catalog, tiny: Make) -> None:
 @pytest.mark.parametrize(
     ("error", "what"),
     [
-        (torch.OutOfMemoryError, "the model, whose weights are 0.00 GiB as float32,"),
-        (OutOfMemory, "the largest step"),
+        (torch.OutOfMemoryError, "The model"),
+        (OutOfMemory, "The largest step"),
     ],
     ids=["weights", "a step"],
 )
-def test_a_start_without_memory_says_what_it_asked_for_what_is_free_and_the_flags(
+def test_out_of_memory_at_start_names_the_flags(
     error: type[Exception], what: str, catalog: Catalog, tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object, **keywords: object) -> None:
@@ -130,7 +130,7 @@ def test_a_start_without_memory_says_what_it_asked_for_what_is_free_and_the_flag
     monkeypatch.setattr(
         local, "_load_weights" if error is torch.OutOfMemoryError else "LocalRunner", refuse
     )
-    said = rf"^{what} does not fit: .*Tried to allocate 20.00 GiB. .* of which 3.00 GiB is free; .*--\w"
+    said = rf"^{what} .*Tried to allocate 20.00 GiB. .* of which 3.00 GiB is free. .*--\w"
     with pytest.raises(CapacityError, match=said):
         local.build(tiny(), catalog, lambda what, done, total: None)
 

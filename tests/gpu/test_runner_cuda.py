@@ -334,8 +334,8 @@ def test_a_step_without_memory_fails_alone(eager: LocalRunner) -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "said"),
     [
-        (0, "the (model|largest step).* does not fit: .*Tried to allocate .* is free; .*--"),
-        (256 << 20, "a KV cache of 0.38 GiB does not fit: .*--max-total-tokens"),
+        (0, "The (model|largest step).* does not fit.*Tried to allocate .* is free.*--"),
+        (256 << 20, "A KV cache of 0.38 GiB does not fit.*--max-total-tokens"),
     ],
     ids=["no room at all", "no room for the cache"],
 )

@@ -1,7 +1,7 @@
-"""The contract of attention backends over paged KV: per-step work shared by layers, then one call a layer.
+"""The contract of attention backends over a paged KV cache: per-step work shared by layers, then one call per layer.
 
-Rows stand decodes first. A backend is built once per cache group, phase and distinct layer problem; its
-buffers are allocated then, so that graphs can replay.
+Decode rows come first. A backend is built once for each cache group, phase and distinct layer problem; it allocates its
+buffers then, so that graphs can replay.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """What one layer's attention must do, known when the model is built.
+    """One layer's attention, known when the model is built.
 
-    `phase` is "prefill" (rows of any number of query tokens, mixed ones included) or "decode" (every row
-    has the same small number of query tokens, one unless drafts are verified).
+    `phase` is "prefill" (rows of any number of query tokens, including mixed steps) or "decode" (every row has the same
+    small number of query tokens: one, unless drafts are verified).
     """
 
     phase: str
@@ -34,7 +34,7 @@ class AttentionProblem:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """The most that any step asks of a backend, for sizing its buffers."""
+    """The largest step for a backend, to size its buffers."""
 
     max_num_rows: int
     max_num_tokens: int
@@ -44,13 +44,13 @@ class AttentionLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionStep:
-    """One step as a backend sees it. Tensors are views of buffers whose addresses never change.
+    """One step of a backend. In captured steps, tensors are views of buffers whose addresses never change.
 
-    `seq_lens` counts the tokens in the cache after the step's own are written. `max_*` are host-side upper
-    bounds (in a captured graph: the graph's own). Query token t of row i stands at position
-    `seq_lens[i] - (query_start[i + 1] - query_start[i]) + (t - query_start[i])` and attends to positions up
-    to its own. A padding row has `seq_lens` 0 and may be written with anything but NaN. `num_tokens` may
-    exceed `query_start[num_rows]` in a padded graph. The last two are hints, given to captured steps alone.
+    `seq_lens` counts the tokens in the cache after the step's own are written. `max_*` are host-side upper bounds (in
+    a captured graph, of the graph). Query token t of row i has the position
+    `seq_lens[i] - (query_start[i + 1] - query_start[i]) + (t - query_start[i])` and attends to positions up to its own.
+    A padding row has `seq_lens` 0; its output may be anything but NaN. `num_tokens` may exceed `query_start[num_rows]`
+    in a padded graph. `shares_prefix` and `overlaps_prefill` are hints that only captured steps have.
     """
 
     num_rows: int
@@ -64,17 +64,17 @@ class AttentionStep:
     host_seq_lens: (
         tuple[int, ...] | None
     )  # upper bounds on the host (exact unless drafts), outside graphs
-    shares_prefix: bool = (
-        True  # False: not all rows lead with the same 256 tokens, so none need be looked for
+    shares_prefix: bool = True  # False: the rows do not all share their first 256 tokens
+    overlaps_prefill: bool = (
+        False  # decodes of a mixed step, which may run concurrently with its prompts
     )
-    overlaps_prefill: bool = False  # decodes of a mixed step, beside whose prompts they may run
 
 
 class AttentionKernel(Protocol):
-    """A bound attention backend: `prepare` once a step and group, `forward` once a layer.
+    """A bound attention backend: `prepare` once per step and group, `forward` once per layer.
 
-    A backend whose `prepare` of a captured step touches nothing on the device may have an attribute
-    `prepares_on_host = True`: then the step is replayed without calling it again.
+    A backend whose `prepare` of a captured step does not touch the device may set the attribute
+    `prepares_on_host = True`; replays then do not call it again.
     """
 
     def prepare(self, step: AttentionStep) -> None:
@@ -85,15 +85,15 @@ class AttentionKernel(Protocol):
     ) -> None:
         """Attend. q, out [T, H, D]; k_cache, v_cache [B, block_size, K, D] (strided on B). Writes `out`.
 
-        The two parts of a mixed step, each of which has its own rows of `out`, may run beside each other.
-        Captured into graphs: allocates nothing that a replay could not find again.
+        The two parts of a mixed step write different rows of `out` and may run concurrently. In a captured graph,
+        it must not allocate memory outside the graph's pool.
         """
 
 
 class AttentionFactory(Protocol):
-    """What a kernel spec of the op `attention` loads."""
+    """The factory that a kernel spec of the op `attention` loads."""
 
     def __call__(
         self, problem: AttentionProblem, limits: AttentionLimits, device: torch.device
     ) -> AttentionKernel:
-        """Build a backend and allocate its buffers. Raises ValueError on a problem it did not declare."""
+        """Build a backend and allocate its buffers. Raises ValueError for a problem outside its capability."""

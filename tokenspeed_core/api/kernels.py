@@ -1,6 +1,6 @@
-"""What a kernel says of itself: which problems it computes, on which machines, and where its code is.
+"""Kernel descriptors: the problems and devices that a kernel supports, and where its code is.
 
-Descriptors import no tensor library; they are read to choose a kernel, and only the chosen one is loaded.
+Descriptors import no tensor library. All are read to choose a kernel; only the chosen one is loaded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 PHASES = ("prefill", "decode")
 FEATURES = ("window", "graph_safe", "batch_invariant")
-"""`window`: attention to the last tokens only. `graph_safe`: a captured call replays on new data of the same
-shapes. `batch_invariant`: a row's bits do not depend on the other rows."""
+"""`window`: sliding-window attention. `graph_safe`: a captured call can replay on new data of the same shapes.
+`batch_invariant`: a row's bits do not depend on other rows."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)?\Z")  # name, or vendor/name
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
@@ -30,8 +30,8 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 class PlatformInfo:
     """The device that kernels are selected for.
 
-    `kind` is the device type ("cpu", "cuda", …); `compute_capability` is (major, minor) where the kind has
-    one; `name` is what people read.
+    `kind` is the device type ("cpu", "cuda", …); `compute_capability` is (major, minor) for kinds that have one;
+    `name` is for display.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class PlatformInfo:
 
 @dataclass(frozen=True, slots=True)
 class AxisLimit:
-    """Bounds of one axis of the problem: an inclusive range, and a number that must divide it.
+    """Bounds of one axis of the problem: an inclusive range, and a required divisor.
 
     Raises ValueError if no number satisfies it.
     """
@@ -61,22 +61,22 @@ class AxisLimit:
             raise ValueError(f"axis {self.axis!r}: no number lies within {self}")
 
     def refusal(self, value: int) -> str | None:
-        """Say why a value is out of bounds, or None if it is within."""
+        """Return why a value is out of bounds, None if it is within them."""
         if value < self.minimum:
             return f"{self.axis} {value} is below {self.minimum}"
         if self.maximum is not None and value > self.maximum:
             return f"{self.axis} {value} is above {self.maximum}"
         if value % self.multiple_of:
-            return f"{self.axis} {value} is no multiple of {self.multiple_of}"
+            return f"{self.axis} {value} is not a multiple of {self.multiple_of}"
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """The problems a kernel computes. An empty tuple or None leaves that property unrestricted.
+    """The problems that a kernel supports. An empty tuple or None means no restriction.
 
-    `min_` and `max_compute_capability` are inclusive. `features` names what it can do beyond the plain
-    problem (see FEATURES). Raises ValueError on unknown words and empty ranges.
+    `min_` and `max_compute_capability` are inclusive. `features` are optional abilities (see FEATURES). Raises
+    ValueError for unknown names and empty ranges.
     """
 
     platforms: tuple[str, ...]
@@ -103,7 +103,7 @@ class Capability:
             raise ValueError("head and block sizes are positive")
 
     def breadth(self) -> tuple[int, float]:
-        """How general this is, for ordering: fewer platforms first, then the narrower hardware range."""
+        """Return a sort key: fewer platforms first, then the narrower hardware range."""
         low, high = self.min_compute_capability, self.max_compute_capability
         bounds = (low is not None) + 2 * (high is not None)
         span = (
@@ -116,16 +116,15 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One implementation of an op, entered under `tokenspeed.kernels.<family>` by its backend name.
+    """One implementation of an op: an entry point of `tokenspeed.kernels.<family>` named after its backend.
 
     `load` is "module:factory"; `factory(problem)` returns the callable that the op's contract describes
-    (`factory(problem, limits, device)` for attention). `requires` are top-level modules that must be
-    installed, and `obtain` is the line that installs them. `needs_compile` says that a fresh machine needs a
-    compiler's run of minutes or a tool chain before the first call; a just-in-time compile of seconds while
-    the server warms up does not count. `reference` marks the op's own reference, which is taken when nothing
-    else fits: its `load` is what the op's contract says, and another spec that is marked so is left out. `options` is
-    "module:Model", a pydantic model of what users may set with `--backend-option`; the factory then takes one as its
-    keyword `options`. Raises ValueError.
+    (`factory(problem, limits, device)` for attention). `requires` are top-level modules that must be installed, and
+    `obtain` is the command that installs them. `needs_compile`: a new machine needs a tool chain, or minutes of
+    compilation, before the first call; just-in-time compilation of seconds during the warm-up does not count.
+    `reference` marks the op's reference implementation, the last candidate of all; its `load` must be the contract's
+    `reference`. `options` is "module:Model", a pydantic model of the options for `--backend-option`; the factory then
+    takes an instance as the keyword `options`. Raises ValueError for invalid fields.
     """
 
     op: str
@@ -154,14 +153,14 @@ class KernelSpec:
                 raise ValueError(f"required module {module!r} must be a top-level module")
 
     def schema(self) -> type[BaseModel] | None:
-        """Import the model of its options, if it names one. Raises TypeError if that is none, and as imports do."""
+        """Import the model of its options, None if it has none. Raises TypeError if it is not a pydantic model."""
         schema = load_target(self.options) if self.options else None
         if schema is not None and not hasattr(schema, "model_fields"):
             raise TypeError(f"{self.options} is not a pydantic model")
         return schema
 
     def factory(self, options: BaseModel | None = None) -> Callable[..., Any]:
-        """Import the implementation and return its factory, which has its options (None: their defaults)."""
+        """Import the implementation and return its factory, bound to its options (None: the defaults)."""
         factory: Callable[..., Any] = load_target(self.load)
         schema = self.schema()
         return (
@@ -173,10 +172,9 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The backends of an op on devices of a compute capability, the fastest first, as a benchmark found them.
+    """The measured order of an op's backends on one compute capability, the fastest first.
 
-    `phase` None stands for problems that have none. `figures` are (backend, what was measured and with what, for
-    people).
+    `phase` is None for ops without phases. `figures` are pairs of a backend and a description of its measurement.
     """
 
     op: str

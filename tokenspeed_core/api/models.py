@@ -1,7 +1,7 @@
-"""What a model family tells the core: a descriptor without tensors, and a module that computes.
+"""The contract of model families: a descriptor without tensors, and a module that computes.
 
-The core knows a family by its `architectures` name only. `describe` answers from `config.json` alone,
-so that memory and cache groups are planned without loading a tensor library.
+The core knows a family only by its `architectures` name. `describe` reads `config.json` alone, so that memory and cache
+groups are planned without a tensor library.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the core needs of a checkpoint's configuration.
+    """The properties of a checkpoint that the core needs.
 
-    `num_parameters` counts all weights (tied ones once); `cache_groups` is what each sequence keeps;
-    `quantization` names the method in whose form the checkpoint holds its linear maps, if it does.
+    `num_parameters` counts all weights (tied ones once); `cache_groups` are the caches of each sequence;
+    `quantization` is the method of the checkpoint's quantized linear layers, if they are.
     """
 
     architecture: str
@@ -38,10 +38,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model family, entered under `tokenspeed.models` by the name in `architectures`.
+    """A model family: an entry point of `tokenspeed.models` with the name in `architectures`.
 
     `describe` is "module:function", taking config.json as a dict and returning ModelInfo; it imports no
-    tensor library and raises ValueError, naming the key, on a configuration it cannot serve. `load` is
+    tensor library and raises ValueError, naming the key, for a configuration that it does not support. `load` is
     "module:class", a `Model` built by `cls(config, build)`.
     """
 
@@ -52,7 +52,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint in a package, entered under `tokenspeed.checkpoints`: a name for a path."""
+    """A checkpoint in a package: an entry point of `tokenspeed.checkpoints`, a name for a path."""
 
     name: str
     path: str
@@ -61,11 +61,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class LoadFormat:
-    """A way to read weights, entered under `tokenspeed.load_formats` by the name that users type.
+    """A weight file format: an entry point of `tokenspeed.load_formats` with the name for `--load-format`.
 
-    `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of its weight
-    files, whose presence makes `--load-format auto` choose it. A format without a pattern needs its name, and so
-    does one whose files can hold more than numbers (`by_name_only`).
+    `load` is "module:function" with the signature of `WeightReader`. `detect` are glob patterns of its weight files;
+    `--load-format auto` chooses the format if one matches. Formats without a pattern must be named, and so must those
+    whose files can contain code (`by_name_only`).
     """
 
     name: str
@@ -120,41 +120,41 @@ class WeightReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The op that rotates a layer's queries and keys, such as "rope", and its one axis that attention lacks."""
+    """The op that rotates a layer's queries and keys, such as "rope", and its one axis that attention does not have."""
 
     op: str
     rotary_size: int
 
 
 class AttentionCall(Protocol):
-    """A layer's attention, bound to its KV cache: rotates q and k if asked for, writes k and v, then attends."""
+    """A layer's attention, bound to its KV cache: it rotates q and k if requested, writes k and v, then attends."""
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rotation: Any
     ) -> torch.Tensor:
         """Attend. q [T, H, D]; k, v [T, K, D]; returns [T, H, D], valid until the next call.
 
-        `rotation` is what the rotation's op takes after q and k. q and k may be written.
+        `rotation` are the arguments of the rotation's op after q and k. q and k may be overwritten.
         """
 
 
 class BuildContext(Protocol):
-    """What a model's constructor is given: where it lives, how linear maps compute, and the only way to kernels."""
+    """The context of a model's constructor: its device and dtype, its quantization, and access to kernels."""
 
     dtype: torch.dtype
     device: torch.device
     quantization: Quantization | None
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
-        """Yield the layers from 0, so that what a loop over them asks for is known to be that layer's."""
+        """Yield the layers from 0, so that the kernel plan knows which layer asks for an op."""
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
         """Return the selected kernel of an op for a problem (see the op's contract for both)."""
 
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
-        """Return the selected kernel of an op that composes others, or None: then they are to be asked for.
+        """Return the selected kernel of a fused op, or None if its parts must be used instead.
 
-        None is given where no kernel fits, and where a user named a backend for one of the contract's `parts`.
+        That is if no kernel fits, or if the user chose a backend for one of the contract's `parts`.
         """
 
     def attention(
@@ -171,12 +171,13 @@ class BuildContext(Protocol):
     ) -> AttentionCall:
         """Register a layer's attention in a cache group of the model's `ModelInfo` and return its call.
 
-        With a `rotation`, one kernel may rotate and write the cache; without, q and k come as they are to be used.
+        The window, heads, head size and number of layers must match the group. With a `rotation`, one kernel may
+        rotate and write the cache; without, q and k are used unchanged.
         """
 
 
 class Model(Protocol):
-    """A family's module. It calls no collective, reads no environment and holds no request."""
+    """A family's module. It calls no collective, reads no environment and knows no request."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
         """Allocate parameters on `build.device` (uninitialised) and bind kernels."""
@@ -189,8 +190,8 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Return hidden states [R, hidden] of `wanted`, int64 [R] among the T tokens (None: all, in their order).
 
-        token_ids and positions are int64 [T] on the device. What the others need not have, such as the last
-        layer's MLP, is best left out: of a prompt's thousands of tokens one is wanted.
+        token_ids and positions are int64 [T] on the device. Skip work for rows outside `wanted`, such as the last
+        layer's MLP: a prompt of thousands of tokens wants one.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

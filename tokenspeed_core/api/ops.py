@@ -1,10 +1,10 @@
-"""What an op contract is, and those of the ops that the runner itself asks for; models' come by plugins.
+"""Op contracts, and those of the ops that the worker itself calls. Plugins provide the ops of models.
 
 No tensor library is imported.
 
-An op is asked for by name and *problem*: the axes its contract lists, and `dtype`. The kernel is then called
-with the tensors of its signature. Unless `mutates` says so, inputs are left alone and results are new.
-Tensors may be strided in all but their last dimension.
+An op is selected by name and *problem*: the axes that its contract lists, and `dtype`. The kernel is then called with
+the tensors of its signature. Inputs are not changed unless `mutates` lists them, and results are new tensors. Tensors
+may be strided in all but their last dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Problem = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a kernel may be from the reference run in float32: |out - ref| <= absolute + relative * |ref|.
+    """The allowed error against the reference in float32: |out - ref| <= absolute + relative * |ref|.
 
     `source` says where the numbers come from.
     """
@@ -43,14 +43,13 @@ _EXACT = tuple(
 
 @dataclass(frozen=True, slots=True)
 class OpContract:
-    """What an op means, for those who call it and those who implement it.
+    """The definition of an op, for its callers and its implementations.
 
-    `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` names arguments
-    written in place; `rows` names those with a leading axis of independent rows; `errors` says when an
-    implementation may raise; `reference` and `inputs` are "module:function": the meaning of the op, and a
-    generator of inputs for a problem. `parts` names the ops that a fused op composes, in their order; they run
-    where no kernel of the fused op fits, if it was asked for as such (`Selector.select_all`). `cases` are problems,
-    without their dtype, on which the conformance kit runs it.
+    `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` are arguments written in
+    place; `rows` are arguments with a leading axis of independent rows; `errors` says when an implementation may raise;
+    `reference` and `inputs` are "module:function": the reference implementation, and a generator of inputs for a
+    problem. `parts` are the ops that a fused op composes, in order; they run if no kernel of the fused op fits. `cases`
+    are problems, without their dtype, for the conformance kit.
     """
 
     name: str
@@ -67,11 +66,11 @@ class OpContract:
     errors: str = "none: shapes are the caller's duty, checked when the model is built"
 
     def cut(self, axes: Problem) -> Problem:
-        """Return those axes that are this op's."""
+        """Return the axes that this op has."""
         return {axis: value for axis, value in axes.items() if axis in self.axes or axis == "dtype"}
 
     def check(self, problem: Problem) -> None:
-        """Raise ValueError naming every axis that the problem lacks or should not have."""
+        """Raise ValueError naming every missing and unknown axis of a problem."""
         wanted = {*self.axes, "dtype"}
         missing, surplus = sorted(wanted - problem.keys()), sorted(problem.keys() - wanted)
         if missing or surplus:
@@ -118,7 +117,7 @@ _CONTRACTS = (
             "phase": "prefill or decode",
             "num_heads": "query heads H",
             "scale": "factor of the scores",
-            "window": "positions seen, its own included; None: all",
+            "window": "number of visible positions, including the query's own; None: all",
         },
         "tokenspeed_kernels.reference.attention:attention",
         "tokenspeed_testing.attention:make_fixture",
@@ -139,8 +138,8 @@ _CONTRACTS = (
         "sampling",
         "(logits float32 [S, V], temperature float32 [S], top_k int32 [S], top_p float32 [S], min_p "
         "float32 [S], seeds int64 [S], positions int64 [S]) -> ids int64 [S]: temperature 0 is greedy; top_k 0 "
-        "keeps all; the token is where the cumulated probability, likeliest first and the lower id first among equals, "
-        "passes a uniform number that seed and position alone determine",
+        "keeps all; the token is where the cumulative probability, in descending order and by lower id among equals, "
+        "passes a uniform number that depends on seed and position alone",
         _SAMPLING,
         "tokenspeed_kernels.reference.sampling:sample",
         "tokenspeed_testing.inputs:sample",
@@ -151,22 +150,17 @@ _CONTRACTS = (
 
 
 def common_ops() -> Mapping[str, OpContract]:
-    """Return the contracts that the core knows, by name; plugins may bring more."""
+    """Return the core's own contracts by name."""
     return MappingProxyType({contract.name: contract for contract in _CONTRACTS})
 
 
 def merge_ops(*more: Iterable[OpContract]) -> Mapping[str, OpContract]:
-    """Return the common contracts with those of plugins. Raises ValueError on a name taken twice.
-
-    It raises that on what is no contract, too.
-    """
+    """Return the core's contracts with those of plugins. Raises ValueError for a used name or another type."""
     merged = dict(common_ops())
     for contract in (contract for contracts in more for contract in contracts):
         if not isinstance(contract, OpContract):
-            raise ValueError(f"{contract!r} is no OpContract")
+            raise ValueError(f"{contract!r} is not an OpContract")
         if contract.name in merged:
-            raise ValueError(
-                f"op {contract.name!r} has a contract already; a plugin's op needs its own name"
-            )
+            raise ValueError(f"op {contract.name!r} is already defined; choose another name")
         merged[contract.name] = contract
     return MappingProxyType(merged)

@@ -1,1 +1,1 @@
-"""The runner: executes step plans on a device. Only here (and in `testing`) does the core import torch."""
+"""The worker: executes step plans on a device. No other package of the core imports torch."""

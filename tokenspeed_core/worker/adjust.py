@@ -1,6 +1,6 @@
-"""What changes logits before a token is chosen: penalties, biases and grammar masks.
+"""Changes of logits before a token is chosen: penalties, biases and grammar masks.
 
-Each works on the rows that need it and leaves the others alone, bit by bit.
+Each changes only the rows that need it; others keep their bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IN_PROMPT = 1 << 30
 
 
 def counts_bytes(num_slots: int, vocab_size: int) -> int:
-    """Return the bytes of the penalties' table, which is allocated when the first sequence needs it."""
+    """Return the bytes of the penalties' table, which is allocated on first use."""
     return num_slots * vocab_size * 4
 
 

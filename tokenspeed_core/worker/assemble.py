@@ -1,4 +1,4 @@
-"""From a configuration to a model with its kernels, on a device or, as a plan only, on none."""
+"""From a configuration to a model with its kernels, on a device or as a plan only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tokenspeed_core.worker.slots import most_blocks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """A model without weights, and all that was decided for it."""
+    """A model without weights, its kernels and its memory layout."""
 
     resolved: Resolved
     model: Model
@@ -44,7 +44,7 @@ class Assembly:
 
     @property
     def limits(self) -> AttentionLimits:
-        """The most that a step asks of an attention backend; captured steps pad rows and tokens beyond a plan's."""
+        """The largest step for an attention backend, with the padding of captured steps."""
         limits = self.resolved.limits
         return AttentionLimits(
             max_num_rows=limits.max_num_seqs + 1,
@@ -70,11 +70,10 @@ def assemble(
     only_plan: bool = False,
     platform: PlatformInfo | None = None,
 ) -> Assembly:
-    """Select kernels for `device` and construct the model there (on the meta device for a plan only).
+    """Select kernels for `device` and construct the model there (on the meta device with `only_plan`).
 
-    A plan may be for another `platform` of the device's kind than the one that is there.
-
-    Raises CheckpointError for a configuration that the family refuses and SelectionError where kernels lack.
+    A plan may be for another `platform` of the device's kind. Raises CheckpointError for a configuration that the
+    family refuses, and SelectionError if an op has no kernel.
     """
     config, checkpoint = resolved.config, resolved.checkpoint
     kernels = installed_kernels(catalog, resolved.overrides)
@@ -104,15 +103,15 @@ def assemble(
         )
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    build.check_groups()
     method = resolved.quantization
     if method is not None and not any(
         map(chosen.plan().find, (method.linear, *method.fused.values()))
     ):
         raise CheckpointError(
-            f"--quantization {method.name}: {checkpoint.info.architecture} asks for no "
-            f"{method.linear}, so it would have no effect; leave it out"
+            f"--quantization {method.name} has no effect: {checkpoint.info.architecture} does not use "
+            f"{method.linear}."
         )
+    build.check_groups()
     block_size = solve_block_size(build, config.block_size, selector)
     build.select_attention(block_size)
     assembly = Assembly(

@@ -1,4 +1,4 @@
-"""A model's attention layers, bound to the KV arena: per-step work once a group, then one call a layer."""
+"""A model's attention layers, bound to the KV arena: per-step work for each group, then one call for each layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AttentionGroup:
         )
 
     def begin(self, inputs: GroupInputs) -> None:
-        """Take a step: tell each kernel in use, and note which query tokens it serves."""
+        """Prepare each kernel for a step, and note which query tokens it serves."""
         self.kv_slots = inputs.kv_slots
         if inputs.decodes is not None and inputs.prefills is not None:
             num = inputs.decodes.num_tokens
@@ -53,9 +53,9 @@ class AttentionGroup:
 
 @dataclass(slots=True, eq=False)
 class AttentionLayer:
-    """One layer's attention as the model calls it. Bound after all layers are known and memory is sized.
+    """One layer's attention, as the model calls it. Bound once all layers are known and memory is sized.
 
-    The cache holds keys and values divided by `kv_scale`: queries and results are multiplied by it instead.
+    The cache holds keys and values divided by `kv_scale`; queries and results are multiplied by it.
     """
 
     group: AttentionGroup
@@ -86,7 +86,7 @@ class AttentionLayer:
             side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(
             side
-        ):  # prompts first: few long programs, among which decodes find room
+        ):  # prompts first: they are few long programs, and decodes fit between them
             for batch in others:
                 self._attend(batch, q, out)
         self._attend(first, q, out)
@@ -104,7 +104,7 @@ class AttentionLayer:
 def make_write_kv(
     rotate: Callable[..., None] | None, write: Callable[..., None], scale: float
 ) -> Callable[..., None]:
-    """Return what `AttentionLayer.write_kv` is where no kernel does it at once. q is rotated and scaled in place."""
+    """Return an `AttentionLayer.write_kv` of separate kernels. It rotates and scales q in place."""
 
     def place(
         q: Tensor,

@@ -1,4 +1,4 @@
-"""Which steps are captured as graphs."""
+"""The sizes of captured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building a model: what its constructor is given, and the kernels that it gets."""
+"""The build context of a model's constructor, and the selection of its kernels."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 class ModelBuild:
-    """The `BuildContext` of a model's constructor; afterwards, all that it asked for.
+    """The `BuildContext` of a model's constructor, and afterwards a record of its requests.
 
-    Kernels other than attention are loaded as they are asked for; attention waits until all layers are
-    known, since the block size is decided for all of them together.
+    Kernels other than attention are loaded on request. Attention waits until all layers are known, since the block
+    size is decided for all of them together.
     """
 
     def __init__(self, resolved: Resolved, device: torch.device, selector: Selector) -> None:
-        """Start empty. `device` may be the meta device, to plan without memory."""
+        """Start without layers. On the meta device, kernels are planned and not loaded."""
         self.dtype: torch.dtype = getattr(torch, resolved.config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, resolved.kv_dtype)
         self.device = device
@@ -192,10 +192,10 @@ class ModelBuild:
             for phase in PHASES:
                 problem = self.problem(layer, block_size, phase)
                 layer.choices[phase] = self.selector.select_attention(problem, layer=layer.layer)
-            layer.write_kv = self._placing(layer, asdict(problem))
+            layer.write_kv = self._write_kv(layer, asdict(problem))
 
-    def _placing(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
-        """Return what rotates and writes the cache: one kernel where one fits and no scale stands between."""
+    def _write_kv(self, layer: AttentionLayer, axes: Problem) -> Callable[..., None]:
+        """Return the function that rotates and writes the cache: one fused kernel if it fits and there is no scale."""
         ops: tuple[str, ...] = ("write_kv",)
         if layer.rotation is not None:
             ops, axes = (
@@ -229,39 +229,43 @@ class ModelBuild:
 
 
 def solve_block_size(build: ModelBuild, wanted: int | None, scratch: Callable[[], Selector]) -> int:
-    """Return the block size at which all layers and phases get the backends that stand first in their order.
+    """Return the block size at which layers and phases get the best-placed backends.
 
-    Among equals the smallest of 16, 32, …, since prefixes are shared in whole blocks. A `wanted` size is
-    returned as it is. `scratch` makes a selector whose decisions are forgotten. Raises SelectionError; if no size
-    serves, with the reasons of the one that leads farthest: what is wrong with the others is more than their size.
+    Among equals, the smallest of 16, 32, …, since prefixes are shared in whole blocks. A `wanted` size is returned
+    unchanged. `scratch` makes a selector whose decisions are discarded. Raises SelectionError if no size works, with
+    the reasons at the size that satisfied most decisions.
     """
     if wanted is not None:
         return wanted
     found: list[tuple[int, int]] = []
     errors: list[tuple[int, int, NothingFitsError]] = []
     for size in _BLOCK_SIZES:
-        trial = scratch()
+        attempt = scratch()
         try:
             for layer in build.layers:
                 for phase in PHASES:
-                    trial.select_attention(build.problem(layer, size, phase), layer=layer.layer)
+                    attempt.select_attention(build.problem(layer, size, phase), layer=layer.layer)
         except NothingFitsError as error:
             (ended,) = error.plan.ops
             reasons = (
                 each for v in ended.verdicts if v.backend in ended.wanted for each in v.reasons
             )
             errors.append(
-                (len(trial.plan().ops), -sum("block_size" in each.what for each in reasons), error)
+                (
+                    len(attempt.plan().ops),
+                    -sum("block_size" in each.what for each in reasons),
+                    error,
+                )
             )
         else:
-            found.append((_rank(trial.plan()), size))
+            found.append((_rank(attempt.plan()), size))
     if not found:
         raise max(errors, key=lambda each: each[:2])[2]
     return min(found)[1]
 
 
 def _rank(plan: KernelPlan) -> int:
-    """Return how many better-placed candidates the decisions of a plan passed over for their block size alone."""
+    """Return how many better-placed candidates a plan rejects only because of their block size."""
     return sum(
         bool(verdict.reasons) and all("block_size" in reason.what for reason in verdict.reasons)
         for planned in plan.ops
@@ -279,4 +283,4 @@ def _kept_window(spec: CacheGroupSpec) -> int | None:
 
 
 def _unplaced(*arguments: Any, **keywords: Any) -> Any:
-    raise AssertionError("a model on the meta device is a plan and computes nothing")
+    raise AssertionError("a model on the meta device cannot compute")

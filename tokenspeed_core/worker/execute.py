@@ -1,4 +1,4 @@
-"""The runner of one process: executes step plans on its CPU or its CUDA device."""
+"""The runner of one process: executes step plans on the CPU or a CUDA device."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tokenspeed_core.worker.transfer import CudaTransfer, Fetch, HostDeviceTrans
 
 @dataclass(slots=True, eq=False)
 class _Launched:
-    """A step between its forward and its collection. `graph` is set where a graph ran, which sampled greedily.
+    """A step between its forward and its collection. `graph` is set if a graph ran, which sampled greedily.
 
-    `at` are the places of the sampling rows among the fetched tokens, None if all are theirs.
+    `at` are the indices of the sampling rows among the fetched tokens, None if all rows sampled.
     """
 
     plan: StepPlan
@@ -124,7 +124,7 @@ class LocalRunner:
         self._graphs = graphs
 
     def forget(self) -> None:
-        """Make all slots as new. Nothing may be in flight."""
+        """Reset all slots. Nothing may be in flight."""
         self._launched.clear()
         if self._graphs is not None:
             self._graphs.invalidate()
@@ -141,10 +141,8 @@ class LocalRunner:
             with torch.inference_mode():
                 self._use_stream()
                 self._launched[plan.step_id] = self._forward(plan)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a kernel or the device raises ends this step alone
+        # Whatever a kernel or the device raises ends only this step.
+        except (Exception, SystemExit) as error:
             raise self._failed(plan.step_id, "forward", error) from error
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
@@ -164,7 +162,7 @@ class LocalRunner:
             raise self._failed(step_id, "sampling", error) from error
 
     def collect(self, step_id: int) -> StepResult:
-        """Wait for the oldest launched step. Raises StepFailed. A token of -1: its row had no finite logit."""
+        """Wait for the oldest launched step. A token of -1 means that its row had no finite logit. Raises StepFailed."""
         step = self._launched.pop(step_id)
         num_tokens = np.zeros(step.plan.num_rows, np.int32)
         assert step.fetch is not None, "a step is sampled before it is collected"
@@ -188,7 +186,8 @@ class LocalRunner:
         self._graphs = None
         self._free_arena()
         if self._stream is not None:
-            torch.cuda.empty_cache()  # or the next engine's weights would lie in the arena's place, and hold all of it
+            # Otherwise the next engine's weights could occupy part of the arena's block and pin all of it.
+            torch.cuda.empty_cache()
 
     def _free_arena(self) -> None:
         self._arena = torch.zeros(0, dtype=torch.uint8)
@@ -208,14 +207,14 @@ class LocalRunner:
         return Sampler(self._state, self._flags, vocab_size, kernels, self._transfer)
 
     def _use_stream(self) -> None:
-        """Make the runner's stream this thread's current one (cheaper than a context, and harms nobody)."""
+        """Make the runner's stream the current one of this thread; cheaper than a context manager."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
     def _forward(self, plan: StepPlan) -> _Launched:
         if plan.slot_inits is not None:
             self._sampler.begin(plan.slot_inits)
-        if self._graphs is not None:  # who alone asks what slots share
+        if self._graphs is not None:  # only graphs ask for shared prefixes
             self._flags.note_blocks(plan.block_deltas)
         if plan.num_rows == 0:
             return _Launched(plan, None, None)
@@ -264,7 +263,7 @@ class LocalRunner:
 
 
 def _empty_arena(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return zeros uint8 [blocks, bytes]. On the host they take memory only as blocks come into use."""
+    """Return zeros, uint8 [blocks, bytes]. The host allocates their memory lazily."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_blocks, block_bytes), np.uint8))
     return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)

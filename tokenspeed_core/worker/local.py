@@ -1,4 +1,4 @@
-"""The local runner's front: starting it (weights, a trial of the largest step, the arena's size, warm-up)."""
+"""Building the local runner: weights, memory measurement, the arena, warm-up and graph capture."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _SLACK = 256 << 20  # what libraries allocate late, and what the allocator canno
 
 
 def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunner:
-    """Build a runner that serves at once; `progress(what, done, total)` is called as it goes.
+    """Build a runner that is ready to serve. `progress(what, done, total)` reports the stages.
 
-    Raises CheckpointError, SelectionError, ConfigError and CapacityError, each saying what to do.
+    Raises CheckpointError, SelectionError, ConfigError or CapacityError.
     """
     device = resolve_device(resolved.config.device)
     if device.type == "cuda":
@@ -47,9 +47,10 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
     if resolved.num_threads is not None:
         torch.set_num_threads(resolved.num_threads)
     dtype, num_parameters = resolved.config.dtype, resolved.checkpoint.info.num_parameters
-    what = f"the model, whose weights are {num_parameters * getattr(torch, dtype).itemsize / GIB:.2f} GiB as {dtype},"
+    weights = num_parameters * getattr(torch, dtype).itemsize / GIB
     with _room_for(
-        what, "free the device, take a smaller model, or fewer bits (--dtype, --quantization)"
+        f"The model ({weights:.2f} GiB of weights in {dtype})",
+        "Free device memory, choose a smaller model, or use --dtype or --quantization",
     ):
         assembly = assemble(resolved, catalog, device)
         _log_kernel_notices(assembly.selector.plan(), device)
@@ -63,9 +64,9 @@ def build(resolved: Resolved, catalog: Catalog, progress: Progress) -> LocalRunn
 
 
 def plan_only(resolved: Resolved, catalog: Catalog) -> tuple[KernelPlan, Mapping[str, Any]]:
-    """Decide everything that needs no weights: the kernels, and memory in bytes as far as it can be known.
+    """Return the kernel plan and the memory in bytes, without loading weights or allocating on the device.
 
-    Raises as `build` does, without loading or allocating anything on the device.
+    Raises as `build` does.
     """
     config = resolved.config
     device = resolve_device(config.device)
@@ -114,17 +115,16 @@ def _log_kernel_notices(plan: KernelPlan, device: torch.device) -> None:
 
 @contextmanager
 def _room_for(what: str, hint: str) -> Iterator[None]:
-    """Raise CapacityError, with what was asked for, what is free and the hint, where memory is too small."""
+    """Turn an out-of-memory error into CapacityError, with PyTorch's own text and a hint."""
     try:
         yield
     except (torch.OutOfMemoryError, OutOfMemory) as error:
-        raise CapacityError(
-            f"{what} does not fit: {''.join(str(error).partition('is free')[:2])}; {hint}"
-        ) from error
+        summary = str(error).partition("\n")[0]
+        raise CapacityError(f"{what} does not fit in memory: {summary} {hint}.") from error
 
 
 def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: Progress) -> None:
-    """Fill a model. Raises CheckpointError."""
+    """Load a model's weights. Raises CheckpointError."""
     path, wanted = resolved.checkpoint.path, resolved.config.load_format
     files = [file.name for file in path.iterdir()] if wanted == "auto" else []
     chosen = choose_format(files, wanted, catalog)
@@ -139,7 +139,7 @@ def _load_weights(model: Model, resolved: Resolved, catalog: Catalog, progress: 
 
 
 def _start_on_device(assembly: Assembly, device: torch.device, progress: Progress) -> LocalRunner:
-    """Try the largest step, size the arena by what it leaves, compile all kernels, capture graphs."""
+    """Measure the largest step, size the arena by the memory left, warm up all kernels, capture graphs."""
     config, limits = assembly.resolved.config, assembly.resolved.limits
     decodes = (
         ()
@@ -151,16 +151,16 @@ def _start_on_device(assembly: Assembly, device: torch.device, progress: Progres
     sizes = bucket_sizes(decodes, limits.max_num_tokens, limits.max_num_seqs) if decodes else ()
     num_groups = len(assembly.build.groups)
     with _room_for(
-        "the largest step", "lower --chunked-prefill-size or --max-num-seqs, or free the device"
+        "The largest step", "Lower --chunked-prefill-size or --max-num-seqs, or free device memory"
     ):
         runner = LocalRunner(assembly, num_blocks=1)
         budget = _measure(runner, assembly, device, largest_step(limits, num_groups), sizes)
     blocks = _wanted_blocks(assembly) or blocks_of_device(assembly.pool, budget)
-    what = f"a KV cache of {blocks * runner.block_bytes / GIB:.2f} GiB"
-    with _room_for(what, "lower --max-total-tokens or --kv-cache-memory, or leave them out"):
+    what = f"A KV cache of {blocks * runner.block_bytes / GIB:.2f} GiB"
+    with _room_for(what, "Lower or omit --max-total-tokens or --kv-cache-memory"):
         runner.resize(blocks)
     with _room_for(
-        "what serves beside the KV cache", "lower --gpu-memory-utilization or --max-total-tokens"
+        "The warm-up next to the KV cache", "Lower --gpu-memory-utilization or --max-total-tokens"
     ):
         trials = tuple(warmup_steps(limits, num_groups))
         for done, trial in enumerate(trials):
@@ -181,7 +181,7 @@ def _measure(
     trial: WarmupStep,
     sizes: Sequence[BucketSize],
 ) -> DeviceBudget:
-    """Run the largest step and see what it took. Graphs of `sizes` take at most as much again, of their own."""
+    """Run the largest step and measure its memory. Graphs of `sizes` need at most as much again."""
     config, limits = assembly.resolved.config, assembly.resolved.limits
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""How much memory the KV arena gets, and what to say when it is too little."""
+"""The size of the KV arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that the runner was told to use, or found."""
+"""The device of `--device`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def resolve_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if name.partition(":")[0] != "cuda":
-        raise ConfigError(f"--device {name}: this runner knows auto, cpu, cuda and cuda:N")
+        raise ConfigError(f"--device {name} is not supported. Use auto, cpu, cuda or cuda:N.")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"--device {name}: torch {torch.__version__} sees no CUDA device; use --device cpu"
+            f"--device {name}: torch {torch.__version__} finds no CUDA device. Use --device cpu."
         )
     device = torch.device(name)
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+            f"--device {name}: the last of {torch.cuda.device_count()} CUDA devices is cuda:{torch.cuda.device_count() - 1}."
         )
     return torch.device("cuda", index)
 
 
 def describe_device(device: torch.device) -> PlatformInfo:
-    """Return what kernels are selected for."""
+    """Return the platform that kernels are selected for."""
     if device.type == "cpu":
         return PlatformInfo("cpu", None, f"CPU ({torch.get_num_threads()} threads)")
     major, minor = torch.cuda.get_device_capability(device)

@@ -30,7 +30,7 @@ class RunnerKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """The R rows that sample: their place in the plan, their slots, and where their new tokens will stand.
+    """The R rows that sample: their indices in the plan, their slots, and the positions of their new tokens.
 
     `device_slots` and `new_positions` are int64 [R] on the device.
     """
@@ -43,7 +43,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawLogprobs:
-    """Log-probabilities on the device: of `rows` (indices of the plan), with `width` alternatives each."""
+    """Log-probabilities on the device of `rows` (indices of the plan), with `width` alternatives each."""
 
     rows: I32
     width: int
@@ -53,11 +53,11 @@ class RawLogprobs:
     top_values: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return what must come to the host."""
+        """Return the tensors to copy to the host."""
         return self.chosen, self.ranks, self.top_ids, self.top_values
 
     def result(self, arrays: Sequence[np.ndarray[Any, Any]]) -> StepLogprobs:
-        """Return the columns of the result from what `tensors` became on the host."""
+        """Return the result's columns from the host copies of `tensors`."""
         chosen, ranks, top_ids, top_values = arrays
         return StepLogprobs(
             self.rows, self.width, chosen, ranks, top_ids.reshape(-1), top_values.reshape(-1)
@@ -66,14 +66,14 @@ class RawLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """What a sampling gave: `ids` int32 [R], -1 where a row had no finite logit."""
+    """Sampled tokens: `ids` int32 [R], -1 for a row without a finite logit."""
 
     ids: torch.Tensor
     logprobs: RawLogprobs | None
 
 
 class Sampler:
-    """Chooses tokens for any mix of rows; what one row asks for changes no other row.
+    """Chooses tokens for any mix of rows; the parameters of one row do not affect another.
 
     Log-probabilities are the log-softmax, in float32, of the model's own logits: before penalties, biases,
     masks and temperature.
@@ -96,7 +96,7 @@ class Sampler:
         self._biases = Biases(state.layout.num_slots, state.words.device)
 
     def begin(self, inits: SlotInits) -> None:
-        """Take the sampling parameters that stand outside the slots' columns."""
+        """Store the sampling parameters that are not columns of the slots' state."""
         self._flags.update(inits)
         penalised = np.flatnonzero(self._flags.penalised[inits.slots]).astype(np.int32)
         biased = np.flatnonzero(self._flags.biased[inits.slots]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What the device knows of each slot: one flat tensor, written by one scatter per step.
+"""The device's state of each slot: one flat tensor, written by one scatter per step.
 
 Every per-slot column and block table is a view of `SlotState.words` (int32), so that all deltas of a
 plan become one list of (word, value) pairs: one copy to the device and one scatter kernel there, or one
@@ -28,10 +28,9 @@ _COLUMNS = ("last_token", "seq_len", "top_k", *_FLOATS)
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Where each column stands in the state, in words.
+    """The place of each column in the state, in words.
 
-    `num_slots` counts the sequences' slots and, last, the padding slot. A table of a cache group has
-    `num_blocks` entries per slot.
+    `num_slots` includes the padding slot, which is the last. A block table has `num_blocks` entries per slot.
     """
 
     num_slots: int
@@ -40,7 +39,7 @@ class SlotLayout:
 
     @property
     def padding_slot(self) -> int:
-        """The slot that padding rows name."""
+        """The slot of padding rows."""
         return self.num_slots - 1
 
     @property
@@ -49,7 +48,7 @@ class SlotLayout:
         return self.padding_slot, self.column("seq_len") + self.padding_slot
 
     def column(self, name: str) -> int:
-        """Return the first word of a column; seeds (two words each) stand before all others."""
+        """Return the first word of a column. Seeds, of two words each, come first."""
         return 0 if name == "seed" else (2 + _COLUMNS.index(name)) * self.num_slots
 
     def table(self, group: int) -> int:
@@ -58,7 +57,7 @@ class SlotLayout:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The first word of the last tokens, and how many there are: as many lengths stand behind them."""
+        """The first word of the last tokens, and the number of slots; the lengths follow."""
         return self.column("last_token"), self.num_slots
 
     @property
@@ -147,14 +146,14 @@ SHARED_PREFIX, SHORT = (
     4096,
 )  # tokens: fewer are read sooner than found to be shared; most of a plain row
 DRAWS, SPECIAL = 1, 2
-"""What a slot's sequence asks of sampling: a random draw; anything that is done to single rows."""
+"""Bits of a slot's sampling: a random draw; anything that changes single rows."""
 
 
 class SlotFlags:
-    """What the host remembers of each slot, to choose how a step is run without asking the device."""
+    """The host's flags of each slot, to choose how a step runs without asking the device."""
 
     def __init__(self, num_slots: int, num_groups: int, block_size: int) -> None:
-        """Start with slots that are greedy, with nothing special."""
+        """Start with greedy slots."""
         self._last = (SHARED_PREFIX - 1) // block_size  # block of a prefix that counts as shared
         self._prefix_ends = np.zeros((num_groups, num_slots), np.int32)
         self.asks = np.zeros(num_slots, np.uint8)
@@ -163,13 +162,13 @@ class SlotFlags:
         self.num_logprobs = np.full(num_slots, -1, np.int32)
 
     def reset(self) -> None:
-        """Make all slots greedy, with nothing special."""
+        """Make all slots greedy."""
         self.asks[:] = 0
         self.penalised[:] = self.biased[:] = False
         self.num_logprobs[:] = -1
 
     def update(self, inits: SlotInits) -> None:
-        """Take the flags of the sequences that get a slot."""
+        """Set the flags of sequences that get a slot."""
         slots = inits.slots
         self.penalised[slots] = (
             (inits.presence_penalty != 0)
@@ -185,20 +184,20 @@ class SlotFlags:
         )  # until there is such a block, what no other slot has
 
     def note_blocks(self, deltas: Sequence[BlockDelta]) -> None:
-        """Take a step's new blocks, after the sequences that get a slot."""
+        """Record a step's new blocks, after `update`."""
         for ends, delta in zip(self._prefix_ends, deltas, strict=True):
             at = delta.indices == self._last
             ends[delta.slots[at]] = delta.blocks[at]
 
     def no_shared_prefix(self, plan: StepPlan) -> bool:
-        """Say whether a step's decodes are short and not all lead with the same `SHARED_PREFIX`; False without any."""
+        """Return whether a step's decodes are short and do not all share a prefix of `SHARED_PREFIX` tokens."""
         num = plan.num_decodes
         ends = self._prefix_ends[:, plan.slots[:num]]
         shares = bool((ends == ends[:, :1]).all(axis=1).any())
         return not shares and int(plan.num_computed_tokens[:num].max()) < SHORT
 
     def asked(self, slots: I32) -> int:
-        """Return DRAWS and SPECIAL, or'ed over some slots."""
+        """Return the bitwise or of the sampling bits of some slots."""
         return int(np.bitwise_or.reduce(self.asks[slots]))
 
 
@@ -208,14 +207,14 @@ def ragged(starts: I32, index: int) -> slice:
 
 
 def most_blocks(max_model_len: int, block_size: int) -> int:
-    """Return the entries of a block table that the longest sequence needs."""
+    """Return the number of block-table entries that the longest sequence needs."""
     return -(-max_model_len // block_size)
 
 
 def check_supported(plan: StepPlan) -> None:
-    """Raise ValueError for what a plan may say but this runner does not do."""
+    """Raise ValueError for features of the step contract that this runner lacks."""
     decodes: Sequence[int] = plan.num_query_tokens[: plan.num_decodes]  # type: ignore[assignment]
     if len(decodes) and int(np.max(decodes)) > 1:
-        raise ValueError("a decode row with drafts needs a drafter, and none is loaded")
+        raise ValueError("draft tokens need a drafter, and none is loaded")
     if len(plan.adapter_ids) and plan.adapter_ids.any():
-        raise ValueError("a row names an adapter, and none is loaded")
+        raise ValueError("a row uses an adapter, and none is loaded")

@@ -1,4 +1,4 @@
-"""Arrays between host and device: many in one copy, without waiting, two steps in flight.
+"""Copies between host and device: many arrays in one copy, without waiting, two steps in flight.
 
 On the CPU both sides are the same memory and nothing is copied to it. On CUDA every copy goes through
 pinned buffers that rotate; a buffer is written again only when the copy that used it is over.
@@ -24,11 +24,11 @@ _SMALLEST = (
 
 
 Fetch = Callable[[], list[np.ndarray[Any, Any]]]
-"""Tensors on their way to the host: waits for them, and returns the arrays, the caller's to keep."""
+"""Waits for a copy to the host and returns its arrays, which the caller owns."""
 
 
 class HostTransfer:
-    """The transfer to the CPU, where both sides are the same memory."""
+    """The transfer for the CPU: both sides are the same memory."""
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
         """Return tensors that share the arrays' memory (read-only ones, such as the wire's, are copied)."""
@@ -72,7 +72,7 @@ class PinnedRing:
         return self._tensors[index], self._arrays[index], self._events[index]
 
     def take_ids(self, count: int) -> tuple[torch.Tensor, I32, torch.cuda.Event]:
-        """Do as `take` for int32 [count], of which each buffer keeps its views: a decode step fetches no more."""
+        """Do as `take` for int32 [count], with cached views: a decode step fetches nothing else."""
         index = self._turn()
         views = self._views[index]
         if count not in views:
@@ -88,7 +88,7 @@ class PinnedRing:
 
 
 class CudaTransfer:
-    """The transfer to a CUDA device, over a stream, which must be the current one at every call."""
+    """The transfer to a CUDA device over a stream, which must be current at every call."""
 
     def __init__(self, stream: torch.cuda.Stream, num_bytes: int = _SMALLEST) -> None:
         """Allocate pinned buffers for uploads of `num_bytes`; larger ones make them grow."""
@@ -114,14 +114,14 @@ class CudaTransfer:
         ]
 
     def fetch_ids(self, ids: torch.Tensor) -> Fetch:
-        """Start to copy int32 [R], with as few calls as there can be."""
+        """Start to copy int32 [R] in as few calls as possible."""
         pinned, host, event = self._down.take_ids(len(ids))
         pinned.copy_(ids, non_blocking=True)
         event.record(self._stream)
         return partial(_wait, event, [(host, "int32", host.shape)])
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetch:
-        """Start the copies and note an event behind them."""
+        """Start the copies and record an event after them."""
         offsets, total = _offsets([tensor.numel() * tensor.element_size() for tensor in tensors])
         pinned, host, event = self._down.take(total)
         parts = []
@@ -134,7 +134,7 @@ class CudaTransfer:
 
 
 HostDeviceTransfer = HostTransfer | CudaTransfer
-"""The way to one device and back."""
+"""Copies to one device and back."""
 
 
 def _wait(
@@ -155,6 +155,6 @@ _NUMPY = {dtype: name for name, dtype in _TORCH.items()}
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where parts of these sizes stand in one buffer, each aligned, and the buffer's size."""
+    """Return the aligned offsets of parts of these sizes in one buffer, and the buffer's size."""
     *offsets, total = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     return offsets, max(total, _ALIGNMENT)

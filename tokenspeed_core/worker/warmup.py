@@ -1,4 +1,4 @@
-"""Steps that no request asked for: the largest one, to measure its memory, and one of each kind, to compile kernels.
+"""Warm-up steps: the largest one, to measure its memory, and one of each kind, to compile kernels.
 
 Blocks of these plans are the padding block, since no plan has named any.
 """
@@ -18,14 +18,14 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class WarmupStep:
-    """One step to try: its plan, and whether a mask comes late for its first row."""
+    """One step: its plan, and the late inputs of its sampling."""
 
     plan: StepPlan
     late: LateInputs | None
 
 
 def largest_step(limits: SchedulerLimits, num_groups: int) -> WarmupStep:
-    """Return the step that takes most memory: all rows, all tokens, and every way of sampling at once."""
+    """Return the step that needs most memory: all rows, all tokens, and every kind of sampling."""
     chunks = _spread(limits.max_num_tokens, limits.max_num_seqs, limits.max_model_len)
     return WarmupStep(
         _plan(num_groups, 0, chunks, _inits(len(chunks), draws=True, special=True)),
@@ -34,7 +34,7 @@ def largest_step(limits: SchedulerLimits, num_groups: int) -> WarmupStep:
 
 
 def warmup_steps(limits: SchedulerLimits, num_groups: int) -> Iterator[WarmupStep]:
-    """Yield steps that between them call every kernel in every shape class that serving reaches."""
+    """Yield steps that together call every kernel in every shape class of serving."""
     powers = [1 << bit for bit in range(limits.max_num_tokens.bit_length())]
     for size in sorted(
         {1, *powers, *(power + 1 for power in powers if power < limits.max_num_tokens)}

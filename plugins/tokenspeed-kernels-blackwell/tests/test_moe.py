@@ -211,4 +211,4 @@ def test_experts_with_odd_sizes_use_the_reference(
         installed_kernels(catalog), PlatformInfo("cuda", (10, 0)), ops=installed_ops(catalog)
     )
     assert chosen.select(op, problem).spec.backend == "torch-blocks"
-    assert "hidden_size 2880 is no multiple of 128" in explain(chosen.plan(), op)
+    assert "hidden_size 2880 is not a multiple of 128" in explain(chosen.plan(), op)
