@@ -77,7 +77,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     data=st.data(),
     end=st.sampled_from(["", "<think>\n", "</think>\n\n", "assistant\n"]),
 )
-def test_every_way_of_cutting_gives_the_same(
+def test_result_does_not_depend_on_cuts(
     name: str, text: str, data: st.DataObject, end: str
 ) -> None:
     context = ParserContext(CONTEXT.tools, end)
@@ -89,7 +89,7 @@ def test_every_way_of_cutting_gives_the_same(
 
 @settings(max_examples=400, deadline=None)
 @given(text=texts)
-def test_where_no_call_is_found_the_content_is_the_text(text: str) -> None:
+def test_text_without_calls_is_unchanged(text: str) -> None:
     for spec in (TAGGED, JSON, PASSTHROUGH):
         parts = say(spec, text)
         if all(kind == "content" for kind, _ in parts):
@@ -101,7 +101,7 @@ MARKS = ("<tool_call>", "</tool_call>", "\n")
 
 @settings(max_examples=400, deadline=None)
 @given(text=texts)
-def test_what_is_said_is_all_of_the_text_but_marks_and_the_braces_of_calls(text: str) -> None:
+def test_only_markers_and_braces_are_removed(text: str) -> None:
     """Counted in letters of which neither marks nor the frame of a call have any."""
     parts = say(TAGGED, text)
     said = "".join(json.dumps(said) if kind == "call" else said for kind, said in parts)
@@ -119,7 +119,7 @@ def without_marks(text: str) -> str:
 @settings(max_examples=400, deadline=None)
 @example(text="<thi<think>nk>", end="")
 @given(text=texts, end=st.sampled_from(["", "<think>"]))
-def test_reasoning_and_content_are_the_text_less_its_marks(text: str, end: str) -> None:
+def test_reasoning_removes_only_markers(text: str, end: str) -> None:
     for spec in (BASE, QWEN3, DEEPSEEK_R1):
         said = "".join(said for _, said in say(spec, text, ParserContext((), end)))
         rest = iter(text)
@@ -185,11 +185,11 @@ BROKEN_REPLIES: list[tuple[str, Parts]] = [
 
 
 @pytest.mark.parametrize(("text", "parts"), [*TAGGED_REPLIES, *BROKEN_REPLIES])
-def test_tagged_calls_are_found_and_the_rest_stays(text: str, parts: Parts) -> None:
+def test_tagged_calls_are_found(text: str, parts: Parts) -> None:
     assert say(TAGGED, text) == parts
 
 
-def test_arguments_are_passed_on_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     parser = TAGGED.make(CONTEXT)
     parser.feed('<tool_call>{"name": "f", "arguments": ')
     assert [event.kind for event in parser.feed('{"a": "lo')] == ["call", "arguments"]
@@ -209,9 +209,7 @@ def test_arguments_are_passed_on_as_they_come() -> None:
         ('The call is {"name": "get_weather", "parameters": {}}', False),
     ],
 )
-def test_bare_json_is_a_call_only_where_all_of_it_calls_what_was_offered(
-    text: str, is_call: bool
-) -> None:
+def test_bare_json_needs_offered_tools(text: str, is_call: bool) -> None:
     parts = say(JSON, text)
     assert parts[0] == (("call", "get_weather") if is_call else ("content", text))
 
@@ -241,7 +239,7 @@ def test_bare_json_is_a_call_only_where_all_of_it_calls_what_was_offered(
         ),
     ],
 )
-def test_reasoning_is_found_where_the_prompt_and_the_marks_say(
+def test_reasoning_depends_on_prompt_and_markers(
     spec: ParserSpec, end: str, text: str, parts: Parts
 ) -> None:
     assert say(spec, text, ParserContext((), end)) == parts

@@ -1,4 +1,4 @@
-"""Parsers of models' replies: their descriptors, by which `--tool-call-parser` and `--reasoning-parser` find them."""
+"""Descriptors of the reply parsers for `--tool-call-parser` and `--reasoning-parser`."""
 
 from __future__ import annotations
 

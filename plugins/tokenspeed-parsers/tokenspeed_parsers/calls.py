@@ -1,4 +1,4 @@
-"""A call as an object of JSON."""
+"""Tool calls as JSON objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenspeed_core.api import ReplyEvent
 
 
 def read_json(text: str) -> Any:
-    """Return the value that a text is, None for one that is no JSON."""
+    """Return the JSON value of a text, or None."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -18,9 +18,10 @@ def read_json(text: str) -> Any:
 
 
 def call_events(call: Any) -> Sequence[ReplyEvent]:
-    """Return the events of an object with a name and arguments (or parameters), none for anything else.
+    """Return the events of an object with a name and arguments (or parameters), or none for
+    anything else.
 
-    Arguments are an object, or one as a text; none at all are an empty one.
+    Arguments may be an object or its JSON text. Missing arguments are an empty object.
     """
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:

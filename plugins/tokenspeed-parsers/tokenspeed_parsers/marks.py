@@ -1,12 +1,12 @@
-"""Marks in a text that comes in deltas: what must wait, since it may turn out to be part of one."""
+"""Search for markers in text that arrives in deltas."""
 
 from __future__ import annotations
 
 
 def settled(text: str, mark: str) -> int:
-    """Return how many characters of a text without `mark` cannot be part of one that is still to come.
+    """Return how many leading characters cannot belong to a marker that may still follow.
 
-    The line ends before a mark belong to it.
+    Newlines before a marker belong to it.
     """
     at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
     while at >= 0 and not mark.startswith(text[at:]):

@@ -1,4 +1,4 @@
-"""No calls: the reply is content, whatever it says."""
+"""A parser that treats the whole reply as content."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenspeed_core.api import ParserContext, ReplyEvent
 
 
 class Passthrough:
-    """Finds nothing."""
+    """Finds no calls."""
 
     def __init__(self, context: ParserContext) -> None:
         pass
@@ -18,5 +18,5 @@ class Passthrough:
         return [ReplyEvent("content", text)]
 
     def finish(self) -> Sequence[ReplyEvent]:
-        """Return nothing: nothing is held back."""
+        """Return nothing."""
         return []

@@ -1,7 +1,9 @@
-"""Calls as JSON between <tool_call> and </tool_call>, as Hermes and Qwen write them; arguments pass as they come.
+"""Tool calls as JSON between <tool_call> and </tool_call> (Hermes and Qwen). Arguments are
+streamed.
 
-The line ends before a mark and after a call belong to it. What stands between marks and is no call stays content, with
-its marks. Arguments that were begun stay arguments, to the letter, whatever becomes of them.
+Newlines before a marker and after a call belong to it. Text between markers that is not a call
+stays content, with its markers. Arguments that were started stay arguments, even if they turn out
+malformed.
 """
 
 from __future__ import annotations
@@ -18,32 +20,31 @@ _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _MARK = re.compile(f"{OPEN}|{CLOSE}")
-_IN_STRING = re.compile(r'"|\\.|\\\Z', re.DOTALL)  # an escape may be cut in two
-_IN_OBJECT = re.compile(
-    r'["{}<]'
-)  # what matters to where the arguments end; no JSON has a "<" outside strings
+_IN_STRING = re.compile(r'"|\\.|\\\Z', re.DOTALL)  # an escape may be split
+# "<" cannot occur in JSON outside of strings, so it starts a marker.
+_IN_OBJECT = re.compile(r'["{}<]')
 
 
 class TaggedCalls:
-    """Follows one reply. Each state is a method that reads what is held, and says whether to go on in the next one."""
+    """Parses one reply. Each state is a method that consumes the buffer and returns whether to
+    continue.
+    """
 
     def __init__(self, context: ParserContext) -> None:
         self._held = ""
-        self._before = (
-            ""  # of a call that may turn out to be none: what stands before it, and its mark
-        )
+        self._before = ""  # content and marker before a possible call
         self._is_after_call = False
         self._depth = 0
         self._is_in_string = False
         self._read: Callable[[list[ReplyEvent], bool], bool] = self._read_content
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
-        """Take the next delta of the reply."""
+        """Parse the next delta."""
         self._held += text
         return self._advance(is_over=False)
 
     def finish(self) -> Sequence[ReplyEvent]:
-        """Return what was held back."""
+        """Parse the buffered text at the end of the reply."""
         return self._advance(is_over=True)
 
     def _advance(self, *, is_over: bool) -> list[ReplyEvent]:
@@ -68,7 +69,7 @@ class TaggedCalls:
         return True
 
     def _read_head(self, found: list[ReplyEvent], is_over: bool) -> bool:
-        """Read up to the arguments where the name comes first, else the whole call."""
+        """Parse up to the arguments if the name comes first, otherwise the whole call."""
         body, mark, rest = self._held.partition(CLOSE)
         if head := _HEAD.match(body):
             found.append(ReplyEvent("call", head[1]))
@@ -84,14 +85,14 @@ class TaggedCalls:
             found += call
         elif begins == "{":
             _say(self._before + body + mark, found)
-        else:  # a mark in prose, and perhaps a call after it
+        else:  # a marker in prose; a call may follow
             _say(self._before, found)
             rest = self._held
         self._held = rest
         return bool(rest)
 
     def _read_arguments(self, found: list[ReplyEvent], is_over: bool) -> bool:
-        """Pass on what belongs to the object that the arguments are."""
+        """Emit the text of the arguments object."""
         text, at = self._held, 0
         while hit := (_IN_STRING if self._is_in_string else _IN_OBJECT).search(text, at):
             at = hit.end()
@@ -117,7 +118,7 @@ class TaggedCalls:
         return is_end
 
     def _read_tail(self, found: list[ReplyEvent], is_over: bool) -> bool:
-        """Read what stands between the arguments and the next mark: the end of the object, or else content."""
+        """Parse the text between the arguments and the next marker: the closing brace, or content."""
         mark = _MARK.search(self._held)
         if mark is None and not is_over:
             return False

@@ -1,4 +1,4 @@
-"""Reasoning between <think> and </think>. The line ends around a mark belong to it."""
+"""Reasoning between <think> and </think>. Newlines around a marker belong to it."""
 
 from __future__ import annotations
 
@@ -12,46 +12,51 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def base(context: ParserContext) -> Thinking:
-    """Return the parser of replies that may think several times, wherever they like."""
+    """Return a parser for replies with any number of thoughts, anywhere."""
     return Thinking(is_inside=_opened(context), again=True)
 
 
 def qwen3(context: ParserContext) -> Thinking:
-    """Return the parser of replies that think at their beginning or not at all; later marks are content."""
+    """Return a parser for replies with at most one thought, at the start. Later markers are
+    content.
+    """
     return Thinking(is_inside=_opened(context))
 
 
 def deepseek_r1(context: ParserContext) -> Thinking:
-    """Return the parser of replies that begin inside a thought, with or without its first mark.
+    """Return a parser for replies that start inside a thought, with or without its opening marker.
 
-    A prompt that ends with a closed thought, as templates write to switch thinking off, has had it.
+    If the prompt ends with </think>, the template switched thinking off.
     """
     return Thinking(is_inside=not context.prompt_end.rstrip().endswith(CLOSE))
 
 
 def _opened(context: ParserContext) -> bool:
-    """Say whether the chat template has begun the thought."""
+    """Return whether the chat template ended with <think>."""
     return context.prompt_end.rstrip().endswith(OPEN)
 
 
 class Thinking:
-    """Follows one reply between thought and answer."""
+    """Parses one reply."""
 
     def __init__(self, *, is_inside: bool, again: bool = False) -> None:
-        """`is_inside`: the reply begins in a thought. `again`: there may be thoughts after the first."""
+        """Start a reply.
+
+        `is_inside`: the reply starts inside a thought. `again`: more thoughts may follow the first.
+        """
         self._kind: Literal["reasoning", "content"] = "reasoning" if is_inside else "content"
         self._again = again
         self._held = ""
-        self._is_lead = True  # nothing but white space has come, after which a mark may stand
+        self._is_lead = True  # only white space so far
         self._is_after_mark = is_inside
 
     def feed(self, text: str) -> Sequence[ReplyEvent]:
-        """Take the next delta of the reply."""
+        """Parse the next delta."""
         self._held += text
         return self._read(is_over=False)
 
     def finish(self) -> Sequence[ReplyEvent]:
-        """Return what was held back."""
+        """Parse the buffered text at the end of the reply."""
         return self._read(is_over=True)
 
     def _read(self, *, is_over: bool) -> list[ReplyEvent]:
@@ -76,7 +81,7 @@ class Thinking:
         return found
 
     def _pass_lead(self, is_over: bool) -> bool:
-        """Take the mark at the beginning, if there is one. Return whether that is certain by now."""
+        """Consume a marker at the start, if any. Return whether the start is complete."""
         text = self._held.lstrip()
         if OPEN.startswith(text) and not is_over:
             return False
