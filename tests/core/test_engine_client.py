@@ -100,7 +100,7 @@ def outputs(
     )
 
 
-def pulse(num_steps: int, num_running: int = 0) -> Heartbeat:
+def heartbeat(num_steps: int, num_running: int = 0) -> Heartbeat:
     return Heartbeat(num_steps, num_running, 0, False)
 
 
@@ -229,18 +229,18 @@ def test_health_follows_the_heartbeat(tmp_path: Path) -> None:
                     )
                 )
 
-            await hear(pulse(1))
+            await hear(heartbeat(1))
             now[0] += 100
             assert "no heartbeat" in (link.why_unhealthy() or "")
-            await hear(pulse(2, 3))
+            await hear(heartbeat(2, 3))
             assert link.why_unhealthy() is None
             for _ in range(3):
                 now[0] += STALL_SECONDS / 2
                 before = link.heartbeat
-                peer.send(pulse(2, 3))
+                peer.send(heartbeat(2, 3))
                 await until(lambda: link.heartbeat is not before)  # noqa: B023
             assert "has not stepped" in (link.why_unhealthy() or "")
-            await hear(pulse(3, 3))
+            await hear(heartbeat(3, 3))
             assert link.why_unhealthy() is None
 
     run(test)
@@ -254,7 +254,7 @@ def test_idle_engine_stays_healthy_without_steps(tmp_path: Path) -> None:
             for _ in range(5):
                 now[0] += STALL_SECONDS - 1
                 before = link.heartbeat
-                peer.send(pulse(7))
+                peer.send(heartbeat(7))
                 await until(lambda: link.heartbeat is not before)  # noqa: B023
                 assert link.why_unhealthy() is None
 

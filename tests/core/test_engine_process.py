@@ -258,7 +258,7 @@ def test_working_engine_sends_heartbeats(serve: Serving, monkeypatch: pytest.Mon
     served.wait(lambda: served.finish(0))
     steps = [each.num_steps for each in served.of(Heartbeat) if each.num_running]
     assert len(steps) >= 3
-    assert steps == sorted(set(steps)), "a pulse while the engine works tells of new steps"
+    assert steps == sorted(set(steps)), "every heartbeat of a working engine reports new steps"
 
 
 def test_loop_continues_after_a_failed_step(serve: Serving) -> None:

@@ -27,7 +27,7 @@ def attach_to_parent(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
     its end when this process must end. Exits if the parent is gone already.
     """
     pipe = int(arguments[0])
-    # Ctrl-C goes to the whole process group. The parent handles it, and drains this process.
+    # Only the parent reacts to Ctrl-C. It stops this process through the pipe or by another signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # For the times when this process does not read the pipe: it loads a model, or hangs.
     end_with_parent(signal.SIGKILL)
