@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from tokenspeed_demo.score import CHECKPOINT
+from tokenspeed_server import serve as server
 from tokenspeed_server.serve import run
+from tokenspeed_server.subprocesses import Program
 
 from tokenspeed_core import llm
+from tokenspeed_core.checkpoint.resolve import resolve_checkpoint
 from tokenspeed_core.config import Config
 from tokenspeed_core.engine.dry_run import dry_run
+from tokenspeed_core.engine.factory import discover
 from tokenspeed_core.errors import CheckpointError, ConfigError, PluginError
 
 
@@ -76,6 +80,21 @@ def test_hub_settings_without_effect_are_refused(
         start(Config(model=str(model), device="cpu", port=0, **{setting: "x"}))
     assert setting in str(caught.value).replace("-", "_")
     assert "\n" not in str(caught.value)
+
+
+def test_server_processes_get_the_downloaded_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    downloaded = resolve_checkpoint(Config(), discover(Config()))
+    engines: list[Program] = []
+    monkeypatch.setattr(server, "resolve_checkpoint", lambda config, catalog: downloaded)
+    monkeypatch.setattr(server, "Supervisor", lambda engine, workers: engines.append(engine))
+    monkeypatch.setattr(server, "serve", lambda worker, supervisor: 0)
+    hub = {"model": "maker/tiny", "revision": "v2", "download_dir": str(tmp_path)}
+    assert run(Config(device="cpu", port=0, **hub)) == 0
+    config = Config.from_wire(engines[0].data["config"])
+    assert config.model == str(downloaded.path)
+    assert (config.revision, config.download_dir) == (None, None)
 
 
 def test_missing_tokenizer_fails_before_weights_load(

@@ -51,7 +51,10 @@ def run(config: Config) -> int:
         bound, *others = map(opened.enter_context, sockets)
         checkpoint = resolve_checkpoint(config, catalog)
         settled = config.resolved(
+            # The other processes read the downloaded directory.
             model=str(checkpoint.path),
+            revision=None,
+            download_dir=None,
             served_model_name=config.served_model_name or checkpoint.name,
             api_workers=1 + len(others),
         )
