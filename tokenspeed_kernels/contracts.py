@@ -5,7 +5,7 @@ Imports no tensor library.
 
 from __future__ import annotations
 
-from tokenspeed_core.api import DOTS, OpContract, Quantization, Tolerance
+from tokenspeed_core.api import DOTS, EXACT, OpContract, Quantization, Tolerance
 
 _INPUTS = "tokenspeed_kernels.inputs"
 _REFERENCE = "tokenspeed_kernels.reference"
@@ -14,10 +14,6 @@ _ROUNDING = (
     Tolerance("float32", 1e-5, 1e-5, "a few roundings of 2^-24 in sums of up to 8192 terms"),
     Tolerance("bfloat16", 2e-2, 2e-2, "two or three roundings of 2^-9, with room for cancellation"),
     Tolerance("float16", 4e-3, 4e-3, "two or three roundings of 2^-12, with room for cancellation"),
-)
-_EXACT = tuple(
-    Tolerance(dtype, 0.0, 0.0, "the values are copied or chosen, not computed")
-    for dtype in ("float32", "bfloat16", "float16")
 )
 _FP8_PRODUCTS = (
     Tolerance("float32", 2e-3, 5e-3, "FP8 tensor cores accumulate with about 14 bits"),
@@ -245,7 +241,7 @@ STEP = (
         {"vocab_size": "vocabulary size V"},
         f"{_REFERENCE}.sampling:note_tokens",
         f"{_INPUTS}:note_tokens",
-        _EXACT,
+        EXACT,
         mutates=("last_token", "ids"),
         rows=("logits", "chosen", "slots", "ids"),
         cases=({"vocab_size": 300}, {"vocab_size": 5000}),
@@ -261,7 +257,7 @@ STEP = (
         {},
         f"{_REFERENCE}.cache:advance_rows",
         f"{_INPUTS}:advance_rows",
-        _EXACT,
+        EXACT,
         mutates=("state", "token_ids", "positions", "seq_lens", "ends"),
         cases=({},),
     ),
@@ -274,7 +270,7 @@ STEP = (
         {"block_size": "tokens per block"},
         f"{_REFERENCE}.cache:map_tokens",
         f"{_INPUTS}:map_tokens",
-        _EXACT,
+        EXACT,
         mutates=("rows", "mapping"),
         cases=({"block_size": 16}, {"block_size": 24}),
     ),

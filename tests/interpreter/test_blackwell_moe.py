@@ -143,6 +143,6 @@ def test_nvfp4_experts_conform(
     for module in (experts, experts_inputs, experts_reference):
         monkeypatch.setattr(module, "nvfp4_rows", to_exponents)
     monkeypatch.setattr(experts_reference, "nvfp4_values", of_exponents)
-    monkeypatch.setattr(experts_inputs, "NV_LARGEST", 2.0)  # below 6 * 1/2
+    monkeypatch.setattr(experts_inputs, "NVFP4_MAX", 2.0)  # below 6 * 1/2
     contract = replace(contract_of(MOE[1]), tolerances=NEAR)
     assert check(MOE[1], CPU, contract=contract, num_rows=ROWS) >= 4 * len(ROWS)

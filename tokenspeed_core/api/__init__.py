@@ -39,12 +39,13 @@ from tokenspeed_core.api.models import (
     Rotation,
     WeightReader,
 )
-from tokenspeed_core.api.ops import DOTS, OpContract, Problem, Tolerance
+from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, Problem, Tolerance
 from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyEvent, ReplyParser
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 
 __all__ = [
     "DOTS",
+    "EXACT",
     "AttentionCall",
     "AttentionFactory",
     "AttentionKernel",

@@ -35,7 +35,7 @@ DOTS = (
     Tolerance("bfloat16", 3e-2, 3e-2, "inputs of 8 bits, probabilities rounded once more"),
     Tolerance("float16", 6e-3, 6e-3, "inputs of 11 bits, probabilities rounded once more"),
 )
-_EXACT = tuple(
+EXACT = tuple(
     Tolerance(dtype, 0.0, 0.0, "the values are copied or chosen, not computed")
     for dtype in ("float32", "bfloat16", "float16")
 )
@@ -104,7 +104,7 @@ _CONTRACTS = (
         _KV,
         "tokenspeed_kernels.reference.cache:write_kv",
         "tokenspeed_testing.inputs:write_kv",
-        _EXACT,
+        EXACT,
         mutates=("k_cache", "v_cache"),
         rows=("k", "v", "slots"),
     ),
@@ -130,7 +130,7 @@ _CONTRACTS = (
         _SAMPLING,
         "tokenspeed_kernels.reference.sampling:greedy",
         "tokenspeed_testing.inputs:greedy",
-        _EXACT,
+        EXACT,
         rows=("logits",),
     ),
     OpContract(
@@ -143,7 +143,7 @@ _CONTRACTS = (
         _SAMPLING,
         "tokenspeed_kernels.reference.sampling:sample",
         "tokenspeed_testing.inputs:sample",
-        _EXACT,
+        EXACT,
         rows=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions"),
     ),
 )

@@ -16,8 +16,8 @@ from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.activation import silu_mul
 from tokenspeed_kernels.reference.norm import add_rms_norm, rms_norm
 
-LARGEST = 448.0  # largest e4m3 value
-LEAST = 1e-10  # lower bound of a row's maximum, so that the scale of a zero row is not 0
+E4M3_MAX = 448.0  # largest e4m3 value
+MIN_AMAX = 1e-10  # lower bound of a row's maximum, so that the scale of a zero row is not 0
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
@@ -35,8 +35,8 @@ AddNormMLPFp8 = Callable[
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [T, N] as float8_e4m3fn [T, N] and float32 scales [T, 1]."""
     wide = x.to(torch.float32)
-    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=LEAST).div_(LARGEST)
-    return (wide / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=MIN_AMAX).div_(E4M3_MAX)
+    return (wide / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
 def quantize_fp8(problem: Problem) -> Quantize:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels.reference.activation import silu_mul
-from tokenspeed_kernels.reference.fp8 import LARGEST, LEAST, AddNorm, Quantize
+from tokenspeed_kernels.reference.fp8 import E4M3_MAX, MIN_AMAX, AddNorm, Quantize
 from tokenspeed_kernels.reference.norm import add_rms_norm
 
 BLOCK = 128  # side of a weight's scale blocks, and elements of an activation row that share a scale
@@ -25,8 +25,8 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [T, N] as float8_e4m3fn [T, N] and float32 scales [T, ceil(N / 128)]."""
     wide = functional.pad(x.to(torch.float32), (0, -x.shape[1] % BLOCK))
     groups = wide.reshape(x.shape[0], wide.shape[1] // BLOCK, BLOCK)
-    scale = groups.abs().amax(dim=-1).clamp_(min=LEAST).div_(LARGEST)
-    codes = (groups / scale.unsqueeze(-1)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scale = groups.abs().amax(dim=-1).clamp_(min=MIN_AMAX).div_(E4M3_MAX)
+    codes = (groups / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return codes.reshape(wide.shape)[:, : x.shape[1]], scale
 
 
@@ -35,9 +35,9 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = weight.to(torch.float32)
     padded = functional.pad(wide, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % BLOCK))
     tiles = padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scale = tiles.abs().amax(dim=(1, 3)).clamp_(min=LEAST).div_(LARGEST)
+    scale = tiles.abs().amax(dim=(1, 3)).clamp_(min=MIN_AMAX).div_(E4M3_MAX)
     codes = (wide / spread_blocks(scale, weight.shape[0], weight.shape[1])).clamp_(
-        -LARGEST, LARGEST
+        -E4M3_MAX, E4M3_MAX
     )
     return codes.to(torch.float8_e4m3fn), scale
 

@@ -123,7 +123,7 @@ class _Once:
 
 
 class _Threads:
-    """Background threads, at most one per CPU besides the caller's. They take the largest task first and end when idle."""
+    """Background threads, at most one less than there are CPUs. The largest task goes first; idle threads end."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, Compile]] = []

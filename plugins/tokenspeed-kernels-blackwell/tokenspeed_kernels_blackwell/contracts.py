@@ -1,8 +1,8 @@
-"""The ops that this distribution brings, and the methods that use them. Imports no tensor library."""
+"""Op contracts of this distribution, and the quantization methods that use them. Imports no tensor library."""
 
 from __future__ import annotations
 
-from tokenspeed_core.api import DOTS, OpContract, Quantization, Tolerance
+from tokenspeed_core.api import DOTS, EXACT, OpContract, Quantization, Tolerance
 
 _REFERENCE, _INPUTS = (
     "tokenspeed_kernels_blackwell.linear.reference",
@@ -16,9 +16,6 @@ _CASES = (
     {"in_size": 256, "out_size": 130},
 )
 _DTYPES = ("float32", "bfloat16", "float16")
-_EXACT = tuple(
-    Tolerance(dtype, 0.0, 0.0, "codes and scales are defined bit by bit") for dtype in _DTYPES
-)
 
 BLOCK_SCALED = (
     OpContract(
@@ -29,7 +26,7 @@ BLOCK_SCALED = (
         _ROWS,
         f"{_REFERENCE}:quantize_mxfp8",
         f"{_INPUTS}:quantize_mxfp8",
-        _EXACT,
+        EXACT,
         rows=("x",),
         cases=({"size": 64}, {"size": 1024}),
     ),
@@ -54,7 +51,7 @@ BLOCK_SCALED = (
         _ROWS,
         f"{_REFERENCE}:quantize_nvfp4",
         f"{_INPUTS}:quantize_nvfp4",
-        _EXACT,
+        EXACT,
         rows=("x",),
         cases=({"size": 64}, {"size": 1024}),
     ),

@@ -51,7 +51,7 @@ class _Launch:
 
     num_tiles: int
     num_splits: int
-    least: int
+    min_split: int
     one_tile: bool
     tiling: Tiling
     shared: SharedLaunch | None
@@ -146,12 +146,14 @@ class TritonAttention:
         )
         if programs >= FULL * self.num_multiprocessors:
             # No more splits than the longest row needs: an empty split takes time too.
-            least, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)
+            min_split, splits = LONG_SPLIT, -(-step.max_seq_len // LONG_SPLIT)
         else:
-            least, splits = MIN_SPLIT, WANTED * self.num_multiprocessors // programs
-        most = min(MAX_SPLITS, -(-self._max_model_len // least), room, self._options.max_splits)
-        splits = max(1, min(splits, most))
-        return _Launch(step.num_rows, splits, least, True, tiling, shared)
+            min_split, splits = MIN_SPLIT, WANTED * self.num_multiprocessors // programs
+        max_splits = min(
+            MAX_SPLITS, -(-self._max_model_len // min_split), room, self._options.max_splits
+        )
+        splits = max(1, min(splits, max_splits))
+        return _Launch(step.num_rows, splits, min_split, True, tiling, shared)
 
     def _decode_tiling(self, programs: int, step: AttentionStep, *, is_shared: bool) -> Tiling:
         """Return the fastest measured tiling for this number of programs. The caller sets its rows."""
@@ -198,7 +200,7 @@ class TritonAttention:
             step.num_rows,
             launch.num_splits,
             launch.shared.num_shared_splits if launch.shared else 0,
-            launch.least,
+            launch.min_split,
             problem.window or 0,
             problem.scale * LOG2_E,
             q.stride(0),
@@ -248,14 +250,14 @@ def _attend_to_blanks(
     k_cache, v_cache = precompile.blank(
         problem.kv_dtype, 2, 2, problem.block_size, num_kv_heads, size
     ).unbind(1)
-    most = min(limits.max_num_rows, limits.max_num_tokens)
+    max_rows = min(limits.max_num_rows, limits.max_num_tokens)
     short = min(LONG_SPLIT, limits.max_model_len)
     bounds = ((True, limits.max_model_len), (False, short))
     edges = (
         -(-each * backend.num_multiprocessors // num_kv_heads)
         for each in (FULL, CROWD, SHARING_CROWD)
     )
-    some = sorted({min(num_rows, most) for num_rows in (1, 2, 4, 8, 16, 17, *edges, most)})
+    some = sorted({min(num_rows, max_rows) for num_rows in (1, 2, 4, 8, 16, 17, *edges, max_rows)})
     steps = _num_queries(problem.phase, some, limits.max_num_tokens)
     for counts, (shares, longest), overlaps_prefill in product(steps, bounds, (False, True)):
         starts, num_rows = tuple(accumulate(counts, initial=0)), len(counts)

@@ -165,17 +165,19 @@ def find_shared(
     """
     member = tl.arange(0, ROWS)
     num_real = tl.zeros([], dtype=tl.int32)
-    least = tl.zeros([], dtype=tl.int32) + NOWHERE
+    max_shared = tl.zeros([], dtype=tl.int32) + NOWHERE
     lead = tl.zeros([], dtype=tl.int32) + NOWHERE
     for first_row in range(0, num_rows, ROWS):
         row = first_row + member
         seq_len = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
         num_real += tl.sum((seq_len > 0).to(tl.int32), axis=0)
-        least = tl.minimum(least, tl.min(tl.where(seq_len > 0, seq_len - 1, NOWHERE), axis=0))
+        max_shared = tl.minimum(
+            max_shared, tl.min(tl.where(seq_len > 0, seq_len - 1, NOWHERE), axis=0)
+        )
         lead = tl.minimum(lead, tl.min(tl.where(seq_len > 0, row, NOWHERE), axis=0))
     shared = tl.zeros([], dtype=tl.int32)
-    if (num_real >= MIN_ROWS) & (least >= MIN_KEYS):
-        num_columns = least // BLOCK_SIZE
+    if (num_real >= MIN_ROWS) & (max_shared >= MIN_KEYS):
+        num_columns = max_shared // BLOCK_SIZE
         agreed = tl.zeros([], dtype=tl.int32)
         first = tl.zeros([], dtype=tl.int32)
         while first < num_columns:

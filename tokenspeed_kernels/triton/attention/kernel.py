@@ -97,9 +97,9 @@ def _first_key(first_query, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.conste
 
 
 @triton.jit
-def _share(num_keys, num_splits, least, BLOCK_N: tl.constexpr):
-    """Return the number of keys per split: a multiple of BLOCK_N, at least `least`."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits) * BLOCK_N, least)
+def _share(num_keys, num_splits, min_split, BLOCK_N: tl.constexpr):
+    """Return the number of keys per split: a multiple of BLOCK_N, at least `min_split`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, BLOCK_N), num_splits) * BLOCK_N, min_split)
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _merge(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(column < D)[None, :])
 
 
-_VARYING = ["num_rows", "num_splits", "num_shared_splits", "least", "window"]
+_VARYING = ["num_rows", "num_splits", "num_shared_splits", "min_split", "window"]
 _INDICES = ["query_start_ptr", "seq_lens_ptr", "table_ptr"]
 
 
@@ -245,7 +245,7 @@ def attend(
     num_rows,
     num_splits,
     num_shared_splits,
-    least,
+    min_split,
     window,
     log2_scale,
     q_stride_t,
@@ -277,7 +277,7 @@ def attend(
     ONE_TILE: each row is one tile. Otherwise a tile searches for its row: the tiles of row i start at
     query_start[i] // TOKENS + i, and the few surplus tiles return at once. k and v have the same strides.
 
-    SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `least` keys. If there
+    SPLIT (requires ONE_TILE): a row's keys are split into up to `num_splits` parts of at least `min_split` keys. If there
     are several parts, each program writes its result to its own slice of `partial` and `lse` and counts itself in
     `arrived`, which is zero before and after. The last of PARTS neighbouring programs merges their results, and the
     last of those merges all.
@@ -325,7 +325,7 @@ def attend(
         shared = tl.where(seq_len > 0, tl.load(found_ptr), 0)
         start = shared
     if SPLIT:
-        share = _share(stop - start, num_splits, least, BLOCK_N)
+        share = _share(stop - start, num_splits, min_split, BLOCK_N)
         num_parts = tl.cdiv(stop - start, share)
         is_whole = (num_parts <= 1) & (shared == 0)
         start += split * share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from tokenspeed_kernels.triton import precompile
-from tokenspeed_kernels.triton.quantize.fp8_per_token import LARGEST, scale_of_row
+from tokenspeed_kernels.triton.quantize.fp8_per_token import E4M3_MAX, scale_of_row
 
 
 @precompile.jit
@@ -77,7 +77,11 @@ def one_row(
     x = x.to(tl.float32)
     if QUANTIZED:
         x_scale = scale_of_row(x)
-        x = tl.minimum(tl.maximum(x / x_scale, -LARGEST), LARGEST).to(tl.float8e4nv).to(tl.float32)
+        x = (
+            tl.minimum(tl.maximum(x / x_scale, -E4M3_MAX), E4M3_MAX)
+            .to(tl.float8e4nv)
+            .to(tl.float32)
+        )
     y = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
     if QUANTIZED:
         y = y * w_scale * x_scale

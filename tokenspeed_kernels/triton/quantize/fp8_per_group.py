@@ -17,7 +17,7 @@ from tokenspeed_kernels.reference.fp8 import AddNorm, Quantize
 from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.norm.rms_norm import precompile_add_norm
 from tokenspeed_kernels.triton.pdl import supports_pdl
-from tokenspeed_kernels.triton.quantize.fp8_per_token import LARGEST, LEAST, gated, normalized
+from tokenspeed_kernels.triton.quantize.fp8_per_token import E4M3_MAX, MIN_AMAX, gated, normalized
 
 GROUP = 128  # elements of a row that share a scale; also the side of a weight's scale blocks
 GROUPS_AT_ONCE = 8  # groups per program, unless it needs the whole row
@@ -28,8 +28,8 @@ def _store_groups(
     x, y_ptr, scale_ptr, row, group, column, N: tl.constexpr, NUM_GROUPS: tl.constexpr
 ):
     """Quantize and store float32 x [groups, 128], which is zero beyond the end of the row, and its scales."""
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST) / LARGEST
-    y = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_AMAX) / E4M3_MAX
+    y = tl.minimum(tl.maximum(x / scale[:, None], -E4M3_MAX), E4M3_MAX)
     tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=column < N)
     tl.store(scale_ptr + row * NUM_GROUPS + group, scale, mask=group < NUM_GROUPS)
 

@@ -18,14 +18,14 @@ from tokenspeed_kernels.triton import precompile
 from tokenspeed_kernels.triton.norm.rms_norm import precompile_add_norm
 from tokenspeed_kernels.triton.pdl import supports_pdl
 
-LARGEST = tl.constexpr(448.0)
-LEAST = tl.constexpr(1e-10)
+E4M3_MAX = tl.constexpr(448.0)
+MIN_AMAX = tl.constexpr(1e-10)
 
 
 @triton.jit
 def scale_of_row(x):
     """Return the scale of a float32 row x, which is zero where masked."""
-    return tl.maximum(tl.max(tl.abs(x), axis=0), LEAST) / LARGEST
+    return tl.maximum(tl.max(tl.abs(x), axis=0), MIN_AMAX) / E4M3_MAX
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def gated(gate, up):
 def _store_quantized(x, y_ptr, scale_ptr, row, column, mask, N: tl.constexpr):
     """Quantize and store a float32 row x, which is zero where masked, and its scale."""
     scale = scale_of_row(x)
-    y = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+    y = tl.minimum(tl.maximum(x / scale, -E4M3_MAX), E4M3_MAX)
     tl.store(y_ptr + row * N + column, y.to(tl.float8e4nv), mask=mask)
     tl.store(scale_ptr + row, scale)
 

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, device
 from tokenspeed_core.api import Problem
 from tokenspeed_kernels_blackwell.linear.reference import mxfp8_rows, nvfp4_rows
 
-NV_LARGEST = 448.0 * 6.0
+NVFP4_MAX = 448.0 * 6.0
 
 
 def quantize_mxfp8(
@@ -79,7 +79,7 @@ def _operands(
 
 def _scale(x: Tensor) -> Tensor:
     largest = x.float().abs().amax() if x.numel() else torch.ones((), device=x.device)
-    return (largest / NV_LARGEST).reshape(1)
+    return (largest / NVFP4_MAX).reshape(1)
 
 
 def _within_wider_rows(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tokenspeed_core.api import Problem
 
-E4M3_LARGEST, E2M1_LARGEST = 448.0, 6.0
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
 MX_GROUP, NV_GROUP = 32, 16
 E8M0_BIAS = 127
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values by code; the fourth bit is the sign
@@ -28,7 +28,7 @@ def mxfp8_rows(x: Tensor) -> Quantized:
     groups = _groups(x.to(torch.float32), MX_GROUP)
     mantissa, exponent = torch.frexp(groups.abs().amax(dim=-1))
     # frexp returns mantissas in [0.5, 1).
-    exponent = exponent - 9 + (mantissa > E4M3_LARGEST / 2**9).to(torch.int32)
+    exponent = exponent - 9 + (mantissa > E4M3_MAX / 2**9).to(torch.int32)
     exponent = exponent.clamp(-E8M0_BIAS, E8M0_BIAS)
     exponent = torch.where(mantissa == 0, -E8M0_BIAS, exponent)
     # Exactly 2^-exponent; pow on a device may be off by a bit.
@@ -51,9 +51,9 @@ def nvfp4_rows(x: Tensor, scale: Tensor) -> Quantized:
     """
     groups = _groups(x.to(torch.float32), NV_GROUP)
     # A tensor, because division by a Python number rounds differently on a device.
-    largest_code = torch.full_like(scale, E2M1_LARGEST)
+    largest_code = torch.full_like(scale, E2M1_MAX)
     largest = groups.abs().amax(dim=-1) / largest_code / scale
-    group_scale = largest.clamp_(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
+    group_scale = largest.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
     divisor = (group_scale.to(torch.float32) * scale).unsqueeze(-1)
     scaled = torch.where(divisor == 0, 0.0, groups / divisor).flatten(-2)
     codes = _nearest_e2m1(scaled.abs()) | (scaled < 0).to(torch.uint8) << 3

@@ -9,7 +9,7 @@ from tokenspeed_testing.inputs import random, random_rows
 from torch import Generator, Tensor, device
 
 from tokenspeed_core.api import Problem
-from tokenspeed_kernels_blackwell.linear.inputs import NV_LARGEST
+from tokenspeed_kernels_blackwell.linear.inputs import NVFP4_MAX
 from tokenspeed_kernels_blackwell.linear.reference import mxfp8_rows, nvfp4_rows
 
 
@@ -39,11 +39,11 @@ def moe_experts_nvfp4(
     x = random_rows(num, problem["hidden_size"], problem, at, seed, strided)
     return {
         "x": x,
-        "x_scale": torch.full((1,), 6.0 / NV_LARGEST, device=at),
+        "x_scale": torch.full((1,), 6.0 / NVFP4_MAX, device=at),
         "gate_up": gate_up,
         "gate_up_scale": gate_up_scale,
         "gate_up_factor": gate_up_factor,
-        "hidden_scale": torch.full((1,), 12.0 / NV_LARGEST, device=at),
+        "hidden_scale": torch.full((1,), 12.0 / NVFP4_MAX, device=at),
         "down": down,
         "down_scale": down_scale,
         "down_factor": down_factor,
@@ -74,7 +74,7 @@ def _routing(problem: Problem, num: int, at: device, seed: Generator) -> dict[st
 
 def _each_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, group scales and per-tensor scales, stacked over experts."""
-    factors = weight.abs().amax(dim=(1, 2)) / NV_LARGEST
+    factors = weight.abs().amax(dim=(1, 2)) / NVFP4_MAX
     quantized = [
         nvfp4_rows(each, factor.view(1)) for each, factor in zip(weight, factors, strict=True)
     ]
