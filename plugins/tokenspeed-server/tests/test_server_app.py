@@ -9,18 +9,26 @@ from typing import Any
 import httpx
 import pytest
 from tokenspeed_server.app import create_app
-from tokenspeed_server.service import Options, Service
+from tokenspeed_server.service import ModelText, Options, Service
 
-from tokenspeed_core.commands.serving import State
+from tokenspeed_core.commands.serving import Defaults, FinishReason, Ready, State
 
 
 class Engine:
-    """The client of an engine that is ready and gets no request."""
+    """The client of an engine that answers every request with two tokens."""
 
     state = State.READY
 
-    def why_unhealthy(self) -> str | None:
-        return None
+    def take_ids(self, count: int) -> int:
+        return 1
+
+    def submit(self, request: Any, sinks: Any) -> None:
+        call_soon = asyncio.get_running_loop().call_soon
+        call_soon(sinks[0].take, [5], FinishReason.NOT, 0, None)
+        call_soon(call_soon, sinks[0].take, [6], FinishReason.LENGTH, 0, None)
+
+    def abort(self, sequence_ids: Any) -> None:
+        pass
 
 
 @pytest.fixture
@@ -91,6 +99,35 @@ def test_error_after_the_start_of_an_answer_sends_no_second_one(service: Service
     with pytest.raises(ZeroDivisionError):
         asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
     assert sent == ["http.response.start"]
+
+
+def test_middleware_of_plugins_sees_every_event(service: Service) -> None:
+    seen: list[bytes] = []
+
+    def wrap(app: Any) -> Any:
+        async def wrapped(scope: Any, receive: Any, send: Any) -> None:
+            async def recording_send(message: Any) -> None:
+                seen.append(message.get("body", b""))
+                await send(message)
+
+            await app(scope, receive, recording_send)
+
+        return wrapped
+
+    async def ask() -> bytes:
+        service.open(ModelText(None, None, Defaults()), Ready(64, 64, 64, "{}"))
+        app = create_app(service, wrap)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://test"
+        ) as client:
+            body = {"prompt": [1, 2], "stream": True}
+            headers = {"authorization": "Bearer k"}
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            return response.content
+
+    content = asyncio.run(ask())
+    assert b"".join(seen) == content
+    assert content.endswith(b"data: [DONE]\n\n")
 
 
 def test_openapi_describes_bodies_with_their_bounds(service: Service) -> None:

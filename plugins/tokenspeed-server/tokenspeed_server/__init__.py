@@ -1,1 +1,1 @@
-"""The API process: HTTP in, requests to the engine, text out. It holds no tensor and no KV cache."""
+"""The OpenAI-compatible HTTP server of TokenSpeed: the API workers. They hold no model and no KV cache."""
