@@ -1,8 +1,8 @@
-"""What an API worker spends on reading an agent's next turn: its JSON, the chat template and the tokenizer.
+"""Time that an API worker spends on an agent's next turn: JSON, the chat template and the tokenizer.
 
-A conversation comes whole with every turn. Each turn's request is read once by a tokenizer that has read the turns
-before (`kept`), and once by one that is new, as all are without parts that are kept. `floor_ms` is what a new tokenizer
-takes for the new turn alone. Of the demo, or of a folder with tokenizer.json and chat_template.jinja. Example:
+Every request holds the whole conversation. `kept_ms` is with a tokenizer that has encoded the earlier turns, `new_ms`
+with a new one, and `floor_ms` with a new one that encodes the new turn alone. The tokenizer and the template are the
+demo's, or those of a folder with tokenizer.json and chat_template.jinja. Example:
 
     python benchmarks/chat_turns.py --turns 12 --first-chars 200000
 """
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def words(rng: random.Random, num_chars: int) -> str:
-    """Return words and line ends, about as long and as frequent as an English text's."""
+    """Return words and line ends with the lengths and frequencies of English."""
     text: list[str] = []
     left = num_chars
     while left > 0:
@@ -49,7 +49,7 @@ def words(rng: random.Random, num_chars: int) -> str:
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
-    """Return the milliseconds that a call took, and what it gave."""
+    """Return the milliseconds that a call took, and its value."""
     begin = time.perf_counter()
     value = call()
     return 1e3 * (time.perf_counter() - begin), value
@@ -70,9 +70,9 @@ def main() -> None:
     kept = load_tokenizer(given.folder)
     template = load_chat_template(given.folder, kept.special_tokens)
     rng = random.Random(SEED)
-    said = [words(rng, given.turn_chars) for _ in range(given.first_chars // given.turn_chars)]
+    texts = [words(rng, given.turn_chars) for _ in range(given.first_chars // given.turn_chars)]
     messages = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
     ]
     times: dict[str, list[float]] = {"json_ms": [], "kept_ms": [], "new_ms": [], "floor_ms": []}
     num_tokens = 0
@@ -88,7 +88,7 @@ def main() -> None:
         )
         assert (ids == same).all()
         num_tokens = len(ids)
-        if turn:  # before the first, nothing was read
+        if turn:  # the first turn has no earlier ones
             for name, value in zip(times, (json_ms, kept_ms, new_ms, floor_ms), strict=True):
                 times[name].append(value)
     print(

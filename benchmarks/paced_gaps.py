@@ -1,9 +1,9 @@
-"""Plays the scheduler and its pace against a device that is a formula, in virtual time: gaps, first tokens, tokens/s.
+"""Simulates the scheduler and its prefill budget in virtual time; prints token gaps, first tokens and tokens/s.
 
-    python benchmarks/paced_gaps.py --users 64 256 --requests 512 2048 --least-ms 12 9
+    python benchmarks/paced_gaps.py --users 64 256 --requests 512 2048 --min-ms 12 9
 
-Steps take `--step-us` for any, `--row-us` for a decode and `--token-us` for a prompt token: by default those of
-qwen3-0.6b on an H200. Neither the API nor its client are played, whose time comes on top. Lengths vary by half.
+A step takes `--step-us`, plus `--row-us` for each decode and `--token-us` for each prompt token. The defaults are
+those of qwen3-0.6b on an H200. The time of the API and of clients is not simulated. Lengths vary by half.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tokenspeed_core.api.step import LateInputs, StepPlan, StepResult
 from tokenspeed_core.engine.engine import Engine
 from tokenspeed_core.engine.messages import Submit
 from tokenspeed_core.kv_cache.manager import KVManager
-from tokenspeed_core.scheduler import prefill_budget as pace
+from tokenspeed_core.scheduler import prefill_budget
 from tokenspeed_core.scheduler.limits import SchedulerLimits
 from tokenspeed_core.scheduler.policy import POLICIES
 from tokenspeed_core.scheduler.scheduler import Scheduler
 
-LAUNCH, COLLECT, CLIENT = (
-    150e-6,
-    100e-6,
-    1e-3,
-)  # seconds before a step, behind it, and until a user asks again
-IN_LEN, OUT_LEN, VOCAB = 256, 128, 1000
+LAUNCH_SECONDS = 150e-6  # before each step
+COLLECT_SECONDS = 100e-6  # after each step
+CLIENT_SECONDS = 1e-3  # from an answer to the user's next request
+IN_LEN = 256
+OUT_LEN = 128
+VOCAB_SIZE = 1000
 
 
 @dataclass
-class Formula:
-    """A runner whose device takes `step + row * decodes + token * prompt tokens` seconds for a step, one by one."""
+class SimulatedRunner:
+    """A runner whose steps take `step + row * decodes + token * prompt tokens` seconds."""
 
     step: float
     row: float
@@ -44,9 +44,9 @@ class Formula:
     flying: dict[int, tuple[float, StepPlan]] = field(default_factory=dict)
 
     def forward(self, plan: StepPlan) -> None:
-        """Launch a step behind those before it."""
+        """Launch a step after the launched ones."""
         seconds = self.step + self.row * plan.num_decodes + self.token * len(plan.token_ids)
-        self.free = max(self.now + LAUNCH, self.free) + seconds
+        self.free = max(self.now + LAUNCH_SECONDS, self.free) + seconds
         self.flying[plan.step_id] = self.free, plan
 
     def sample(self, step_id: int, late: LateInputs | None) -> None:
@@ -55,7 +55,7 @@ class Formula:
     def collect(self, step_id: int) -> StepResult:
         """Wait for a step."""
         end, plan = self.flying.pop(step_id)
-        self.now = max(self.now, end) + COLLECT
+        self.now = max(self.now, end) + COLLECT_SECONDS
         counts = plan.wants_logits.astype(np.int32)
         return StepResult(step_id, counts, np.full(int(counts.sum()), 7, np.int32), None)
 
@@ -64,12 +64,12 @@ class Formula:
 
 
 def request(request_id: int, rng: random.Random) -> Submit:
-    """Return a request of ids that nobody has sent before."""
+    """Return a request with random token ids."""
     num_prompt, num_output = (int(length * rng.uniform(0.5, 1.5)) for length in (IN_LEN, OUT_LEN))
     none, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Submit(
         request_id=request_id,
-        prompt=np.array([rng.randrange(VOCAB) for _ in range(num_prompt)], np.int32),
+        prompt=np.array([rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)], np.int32),
         n=1,
         max_tokens=num_output,
         temperature=0.0,
@@ -89,10 +89,10 @@ def request(request_id: int, rng: random.Random) -> Submit:
     )
 
 
-def play(device: Formula, num_users: int, num_requests: int) -> str:
-    """Let users send one request after another; return the figures."""
-    pace.perf_counter = lambda: device.now  # type: ignore[attr-defined]
-    limits = SchedulerLimits(max(256, num_users), 40960, 8192, 8192, num_requests, VOCAB)
+def simulate(device: SimulatedRunner, num_users: int, num_requests: int) -> str:
+    """Simulate users that each send one request after another; return the figures."""
+    prefill_budget.perf_counter = lambda: device.now  # type: ignore[attr-defined]
+    limits = SchedulerLimits(max(256, num_users), 40960, 8192, 8192, num_requests, VOCAB_SIZE)
     kv = KVManager((FullAttention("full", 1, 1, 1),), 16, 200_000, prefix_caching=True)
     scheduler = Scheduler(limits, kv, POLICIES["fcfs"])
     engine, rng = Engine(scheduler, device, depth=2), random.Random(0)
@@ -118,7 +118,7 @@ def play(device: Formula, num_users: int, num_requests: int) -> str:
                     )
                     last[name] = device.now
                 if finish:
-                    asked.append(device.now + CLIENT)
+                    asked.append(device.now + CLIENT_SECONDS)
     rate = (len(gaps) + len(firsts)) / device.now
     gap, first = (
         np.percentile(np.array(each) * 1e3, (50, 99, 100)).round(1) for each in (gaps, firsts)
@@ -130,7 +130,7 @@ def play(device: Formula, num_users: int, num_requests: int) -> str:
 
 
 def main() -> None:
-    """Play each number of users with each bound."""
+    """Simulate each number of users with each bound."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -142,17 +142,19 @@ def main() -> None:
         default=[512, 2048],
         help="one number for each of --users",
     )
-    parser.add_argument("--least-ms", type=float, nargs="+", default=[pace.MIN_SECONDS * 1e3])
+    parser.add_argument(
+        "--min-ms", type=float, nargs="+", default=[prefill_budget.MIN_SECONDS * 1e3]
+    )
     parser.add_argument("--step-us", type=float, default=760)
     parser.add_argument("--row-us", type=float, default=11)
     parser.add_argument("--token-us", type=float, default=3.3)
     given = parser.parse_args()
     for users, requests in zip(given.users, given.requests, strict=True):
-        for least in given.least_ms:
-            pace.MIN_SECONDS = least / 1e3
-            device = Formula(given.step_us / 1e6, given.row_us / 1e6, given.token_us / 1e6)
+        for min_ms in given.min_ms:
+            prefill_budget.MIN_SECONDS = min_ms / 1e3
+            device = SimulatedRunner(given.step_us / 1e6, given.row_us / 1e6, given.token_us / 1e6)
             print(
-                f"{users} users, steps beside decodes of {least:g} ms: {play(device, users, requests)}",
+                f"{users} users, mixed steps of at least {min_ms:g} ms: {simulate(device, users, requests)}",
                 flush=True,
             )
 
