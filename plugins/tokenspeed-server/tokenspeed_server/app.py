@@ -27,7 +27,7 @@ Wrap = Callable[[ASGIApp], ASGIApp]
 
 
 class ErrorBody(BaseModel):
-    """What went wrong. `param` is the field at fault, where there is one."""
+    """What went wrong. `param` is the wrong field, if there is one."""
 
     message: str
     type: str
@@ -81,7 +81,7 @@ class PluginMiddleware:
 
     def __init__(self, app: ASGIApp, wrap: Wrap) -> None:
         async def inner(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[DIRECT_SEND] = send  # the plugins see all that is sent
+            scope[DIRECT_SEND] = send  # so that plugins see all messages
             await app(scope, receive, send)
 
         wrapped = wrap(inner)
@@ -116,7 +116,7 @@ def create_app(service: Service, wrap: Wrap | None = None) -> App:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
-    app.middleware_stack = app.build_middleware_stack()  # now: errors of plugins end the start
+    app.middleware_stack = app.build_middleware_stack()  # errors of plugins end the start
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -141,17 +141,18 @@ async def _on_request_failed(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer an unknown route or a wrong method."""
+    """Answer an unknown route, a wrong method, or an error of the framework."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
         return _respond(ApiError(405, f"{path} takes {allowed} only", headers={"allow": allowed}))
-    return _respond(ApiError(error.status_code, f"no route {path}"))
+    message = f"no route {path}" if error.status_code == 404 else str(error.detail)
+    return _respond(ApiError(error.status_code, message))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody receives it
+    return Response(status_code=499)  # the client is gone
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:

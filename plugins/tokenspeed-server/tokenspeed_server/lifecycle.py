@@ -132,7 +132,7 @@ class ApiWorker:
         service.engine.send(WorkerReady())
         ready = await asyncio.shield(service.engine.ready)
         gc.collect()
-        gc.freeze()  # no collection during a stream needs to look at what exists now
+        gc.freeze()  # collections need not look at the objects that exist now
         service.open(text, ready)
         self._config.on_ready(text)
 
@@ -155,7 +155,7 @@ class ApiWorker:
         if not service.is_open:
             return True
         await _first(processes.retire(engine), engine.dead, self._interrupted_again.wait())
-        # A worker that is still running needed an engine that died.
+        # If another worker still runs, the engine died while that worker needed it.
         return all(watch.done() for watch in processes.watches)
 
     def _on_signal(self, number: signal.Signals) -> None:

@@ -46,7 +46,7 @@ class GenerationResponse(Response):
         watch = asyncio.create_task(_watch(receive, reply))
         try:
             if self._request.body.stream:
-                # In a task of its own: each token would resume all coroutines up to the server's.
+                # In its own task: otherwise each token resumes every coroutine up to uvicorn's.
                 await asyncio.create_task(
                     _stream(reply, self._request.wants_usage, send, scope[DIRECT_SEND])
                 )

@@ -70,8 +70,7 @@ class Supervisor(Supervised):
 
     async def start(self, engine: EngineClient) -> None:
         """Start the engine and the other workers."""
-        # Once all are connected, the sockets need no names. A server that is killed before
-        # leaves the folder behind, empty but for the sockets.
+        # Connected sockets need no names. A server that is killed earlier leaves the folder.
         engine.ready.add_done_callback(lambda _: remove_folder(self._folder))
         for number, program in enumerate(self._programs):
             self._children.append(await start(program, addresses=self._addresses, worker=number))
