@@ -54,30 +54,25 @@ def last_words(folder: Path, *flags: str) -> str:
 
 
 def test_kernel_that_exits_is_named(tmp_path: Path) -> None:
-    said = last_words(tmp_path, "--attention-backend", "strange/leaves")
-    assert said.startswith(
-        "tokenspeed: the engine could not start: step 1: forward failed: SystemExit: 4; raised in "
-    )
-    assert "attention (prefill) by strange/leaves of strange; `--attention-backend " in said
+    line = last_words(tmp_path, "--attention-backend", "strange/leaves")
+    for part in ("SystemExit: 4", "attention (prefill)", "strange/leaves", "--attention-backend"):
+        assert part in line
 
 
 def test_kernel_without_finite_results_ends_the_start(tmp_path: Path) -> None:
-    said = last_words(
+    line = last_words(
         tmp_path,
         "--attention-backend.decode",
         "strange/empty",
         "--attention-backend.prefill",
         "torch",
     )
-    assert (
-        "none of the start's own requests got finite logits: either weights are not finite" in said
-    )
-    assert "; attention by strange/empty of strange; `--attention-backend.decode " in said
-    assert "prefill" not in said
+    for part in ("logits", "strange/empty", "--attention-backend.decode"):
+        assert part in line
+    assert "prefill" not in line
 
 
 def test_dummy_weights_are_served_with_any_logits(tmp_path: Path) -> None:
-    with served(
-        tmp_path, "--attention-backend", "strange/empty", "--load-format", "dummy"
-    ) as running:
-        assert "gave no finite logit" in running.said()
+    flags = ("--attention-backend", "strange/empty", "--load-format", "dummy")
+    with served(tmp_path, *flags) as running, running.http() as http:
+        assert http.get("/health").status_code == 200
