@@ -106,7 +106,7 @@ class Scheduler:
                 request.prompt,
             )
             self.sequences.add(sequence)
-            self._enqueue(sequence)
+            self._queue.push(sequence)
         return None
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
@@ -119,7 +119,7 @@ class Scheduler:
     def preempt(self, slot: int) -> None:
         """Take the slot and the blocks of a sequence away, and queue it again."""
         self.num_preemptions += 1
-        self._enqueue(self.sequences.preempt(slot))
+        self._queue.push(self.sequences.preempt(slot))
 
     def _reject(self, request: Submit) -> Rejected | None:
         max_len = min(self.limits.max_model_len, self.kv.max_sequence_len)
@@ -138,9 +138,6 @@ class Scheduler:
             message = f"the queue is full: {num_waiting} of {max_queued} sequences are waiting"
             return Rejected(request.request_id, "queue_full", message)
         return None
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._queue.push(sequence)
 
     # -- planning -------------------------------------------------------------------------------------
 
