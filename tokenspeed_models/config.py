@@ -1,7 +1,7 @@
-"""What a decoder family needs of `config.json`, read strictly and without a tensor library.
+"""Reads the `config.json` of decoder families. Imports no tensor library.
 
-Old and new spellings are both read: `rope_theta` + `rope_scaling` and `rope_parameters`, `torch_dtype` and
-`dtype`. Every error is a ValueError that names the key, what was found and what would be accepted.
+Old and new keys are both accepted: `rope_theta` with `rope_scaling` or `rope_parameters`, `torch_dtype` or `dtype`.
+Errors are ValueErrors that name the key, its value and the accepted values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ConfigReader:
-    """A checkpoint's configuration with typed access: a wrong or absent key is an error that names it."""
+    """Typed access to a checkpoint's configuration. Raises ValueError for a missing key or a wrong value."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -29,57 +29,57 @@ class ConfigReader:
         """Return a positive integer. Without a default the key is required."""
         value = self._value(key, default, "a positive integer")
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"config.json: {key} is {value!r}, and must be a positive integer")
+            raise ValueError(f"config.json: {key} is {value!r}, expected a positive integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number. Without a default the key is required."""
         value = self._value(key, default, "a positive number")
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"config.json: {key} is {value!r}, and must be a positive number")
+            raise ValueError(f"config.json: {key} is {value!r}, expected a positive number")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return a truth value."""
+        """Return a boolean."""
         value = self._value(key, default, "true or false")
         if not isinstance(value, bool):
-            raise ValueError(f"config.json: {key} is {value!r}, and must be true or false")
+            raise ValueError(f"config.json: {key} is {value!r}, expected true or false")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return the ids under a key that holds nothing, one integer or a list of them."""
+        """Return a list of integers: none if the key is missing, one if its value is an integer."""
         value = self.config.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
             raise ValueError(
-                f"config.json: {key} is {value!r}, and must be an integer or a list of integers"
+                f"config.json: {key} is {value!r}, expected an integer or a list of integers"
             )
         return tuple(values)
 
     def choice(self, key: str, accepted: tuple[str, ...], default: str) -> str:
-        """Return one of the accepted words."""
+        """Return one of the accepted strings."""
         value = self._value(key, default, f"one of {', '.join(accepted)}")
         if value not in accepted:
-            raise ValueError(f"config.json: {key} is {value!r}; supported: {', '.join(accepted)}")
+            raise ValueError(f"config.json: {key} is {value!r}. Supported: {', '.join(accepted)}.")
         return str(value)
 
     def refuse(self, key: str, reason: str) -> None:
-        """Raise if the key holds anything."""
+        """Raise ValueError if the key is set."""
         if key in self:
-            raise ValueError(f"config.json: {key} is set: {reason}")
+            raise ValueError(f"config.json: {key} is not supported: {reason}")
 
     def _value(self, key: str, default: Any, kind: str) -> Any:
         value = self.config.get(key)
         if value is not None:
             return value
         if default is None:
-            raise ValueError(f"config.json: {key} is missing, and must be {kind}")
+            raise ValueError(f"config.json: {key} is missing, expected {kind}")
         return default
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """The mixture of experts of a decoder: sizes, and which layers have one."""
+    """The mixture of experts of a decoder; `layers` are the layers that have one."""
 
     num_experts: int
     num_experts_per_token: int
@@ -90,10 +90,10 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder of attention and gated MLP (or experts) with rotary positions, as its checkpoint states it.
+    """A decoder with rotary attention and gated MLPs or experts.
 
-    `windows` holds per layer the number of tokens that its attention reaches back (its own among them), or
-    None for all; `max_model_len` is the longest sequence, in tokens, that the rotary scaling is made for.
+    `windows` has the number of tokens that each layer's attention sees, the query's own included, or None for all.
+    `max_model_len` is the longest sequence, in tokens, that the rotary scaling supports.
     """
 
     architecture: str
@@ -133,10 +133,10 @@ def read_decoder(
     windows: tuple[int | None, ...] | None = None,
     moe: MoeConfig | None = None,
 ) -> DecoderConfig:
-    """Read the keys that all decoder families share; the family passes what is its own.
+    """Read the keys that all decoder families share. The arguments are what differs between families.
 
-    `head_size` and `num_kv_heads` are the family's defaults where the key is absent (None: hidden size over
-    heads, and one KV head per head). Raises ValueError naming the key on anything that cannot be served.
+    `head_size` and `num_kv_heads` are defaults for a missing key; None means hidden size / heads, and one KV head per
+    query head. Raises ValueError naming the key if the configuration is not supported.
     """
     keys = ConfigReader(config)
     keys.choice("hidden_act", ("silu",), "silu")
@@ -144,7 +144,7 @@ def read_decoder(
     kv_heads = keys.integer("num_key_value_heads", num_kv_heads or num_heads)
     if num_heads % kv_heads:
         raise ValueError(
-            f"config.json: num_attention_heads ({num_heads}) is no multiple of "
+            f"config.json: num_attention_heads ({num_heads}) is not a multiple of "
             f"num_key_value_heads ({kv_heads})"
         )
     size = keys.integer("head_dim", head_size or keys.integer("hidden_size") // num_heads)
@@ -177,7 +177,7 @@ def read_decoder(
 
 
 def read_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that the checkpoint states (`dtype`, or `torch_dtype` of old), else float32."""
+    """Return `dtype`, or the older `torch_dtype`, or float32."""
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     return ConfigReader(config).choice(key, DTYPES, "float32")
 
@@ -196,7 +196,7 @@ def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     known = {"sliding_attention": window, "full_attention": None}
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(known):
         raise ValueError(
-            f"config.json: layer_types is {kinds!r}, and must name each of the {num_layers} "
-            f"layers {' or '.join(known)}"
+            f"config.json: layer_types is {kinds!r}, expected {' or '.join(known)} for each of the "
+            f"{num_layers} layers"
         )
     return tuple(known[kind] for kind in kinds)

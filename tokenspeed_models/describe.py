@@ -1,4 +1,4 @@
-"""From `config.json` to what the core plans with, for each family here. Imports no tensor library."""
+"""Reads and describes the `config.json` of each family here. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def read_llama(config: Json) -> DecoderConfig:
 
 
 def read_qwen2(config: Json) -> DecoderConfig:
-    """Read a Qwen2 or Qwen2.5 configuration: biases on queries, keys and values, windows by layer."""
+    """Read a Qwen2 or Qwen2.5 configuration: biases on queries, keys and values; a window per layer."""
     return read_decoder(config, "Qwen2ForCausalLM", qkv_bias=True, windows=read_windows(config))
 
 
 def read_qwen3(config: Json) -> DecoderConfig:
-    """Read a Qwen3 configuration: normalised queries and keys, windows by layer."""
+    """Read a Qwen3 configuration: normalised queries and keys; a window per layer."""
     bias = ConfigReader(config).boolean("attention_bias", False)
     return read_decoder(
         config,
@@ -50,7 +50,7 @@ def read_qwen3(config: Json) -> DecoderConfig:
 
 
 def read_qwen3_moe(config: Json) -> DecoderConfig:
-    """Read a Qwen3-MoE configuration. Its window, where it is used, holds for every layer."""
+    """Read a Qwen3-MoE configuration. All layers have the same window, or none."""
     keys = ConfigReader(config)
     bias = keys.boolean("attention_bias", False)
     num_layers = keys.integer("num_hidden_layers")
@@ -69,14 +69,15 @@ def read_qwen3_moe(config: Json) -> DecoderConfig:
 
 
 def _read_moe(keys: ConfigReader, num_layers: int) -> MoeConfig:
-    """Read which layers have experts, and how many; newer configs may say `num_local_experts`."""
+    """Read the mixture of experts. Newer configurations have `num_local_experts` instead of `num_experts`."""
     num_experts = keys.integer(
         "num_local_experts" if "num_local_experts" in keys else "num_experts"
     )
     per_token, every = keys.integer("num_experts_per_tok"), keys.integer("decoder_sparse_step", 1)
     if per_token > num_experts:
         raise ValueError(
-            f"config.json: num_experts_per_tok is {per_token} of {num_experts} experts"
+            f"config.json: num_experts_per_tok is {per_token}, expected at most {num_experts} (the "
+            "number of experts)"
         )
     dense = keys.integers("mlp_only_layers")
     return MoeConfig(
@@ -111,7 +112,7 @@ def describe_qwen3_moe(config: Json) -> ModelInfo:
 
 
 def model_info(decoder: DecoderConfig) -> ModelInfo:
-    """Return what the core needs of any decoder read by `read_decoder`."""
+    """Return the description of a decoder that `read_decoder` has read."""
     return ModelInfo(
         architecture=decoder.architecture,
         vocab_size=decoder.vocab_size,
@@ -127,12 +128,12 @@ def model_info(decoder: DecoderConfig) -> ModelInfo:
 
 
 def window_group(window: int | None) -> str:
-    """Return the name of the cache group of layers with a window, or with none."""
+    """Return the cache group of layers with or without a window."""
     return "full" if window is None else "window"
 
 
 def cache_groups(decoder: DecoderConfig) -> tuple[CacheGroupSpec, ...]:
-    """Return a group for the layers that see all tokens and one for those with a window, as they occur."""
+    """Return one group for layers with full attention and one for layers with a window, if there are such layers."""
     groups: list[CacheGroupSpec] = []
     num_full = decoder.windows.count(None)
     if num_full:
@@ -140,7 +141,8 @@ def cache_groups(decoder: DecoderConfig) -> tuple[CacheGroupSpec, ...]:
             FullAttention(window_group(None), num_full, decoder.num_kv_heads, decoder.head_size)
         )
     windows = {window for window in decoder.windows if window is not None}
-    for window in windows:  # one at most: no configuration here states two widths
+    # No configuration here has two different windows.
+    for window in windows:
         groups.append(
             SlidingWindow(
                 window_group(window),
@@ -154,7 +156,7 @@ def cache_groups(decoder: DecoderConfig) -> tuple[CacheGroupSpec, ...]:
 
 
 def count_parameters(decoder: DecoderConfig) -> int:
-    """Return the number of weights, tied ones counted once."""
+    """Return the number of parameters; tied ones count once."""
     hidden, head = decoder.hidden_size, decoder.head_size
     q_size, kv_size = decoder.num_heads * head, decoder.num_kv_heads * head
     attention = (

@@ -1,4 +1,4 @@
-"""Which method of quantization a checkpoint is stored by, as `quantization_config` in its `config.json` says."""
+"""Reads `quantization_config` of `config.json`: the quantization method, and the modules it ignores."""
 
 from __future__ import annotations
 
@@ -11,86 +11,95 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class StoredForm:
-    """A form of checkpoint, the method that computes with it, and how it is recognised.
+class CheckpointFormat:
+    """A format of quantized checkpoints and the quantization method that computes with it.
 
-    `holds` takes a `quantization_config`, and may fail with what indexing anything but such a thing fails with.
+    `matches` takes a `quantization_config`. It may raise a KeyError, TypeError, ValueError or AttributeError for one
+    of another format.
     """
 
     method: str
     description: str
-    holds: Callable[[Mapping[str, Any]], bool]
+    matches: Callable[[Mapping[str, Any]], bool]
 
 
 def read_quantization(config: Mapping[str, Any]) -> str | None:
-    """Return the method of a checkpoint whose linear maps, all but the head, are stored quantised, or None.
+    """Return the quantization method of a checkpoint, or None for an unquantized one.
 
-    Raises ValueError, saying what was found, on a form that cannot be served.
+    Raises ValueError for a format that is not supported.
     """
     found = config.get("quantization_config")
     if found is None:
         return None
-    for form in FORMS:
+    for form in FORMATS:
         try:
-            if form.holds(found):
+            if form.matches(found):
                 return form.method
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     raise ValueError(
-        f"config.json: quantization_config is {found!r:.300}: served are checkpoints "
-        f"{', and '.join(form.description for form in FORMS)}; use one of these, or an unquantised one with "
-        "--quantization fp8"
+        f"config.json: quantization_config is not supported: {found!r:.300}. Supported: "
+        f"{'; '.join(form.description for form in FORMATS)}. Use a checkpoint in one of these formats, or an "
+        "unquantized one with --quantization fp8."
     )
 
 
 def ignored_modules(config: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return which linear maps, by their names there, a checkpoint that is stored quantised keeps whole.
+    """Return those of the linear layers `names` that a quantized checkpoint leaves unquantized.
 
-    Raises ValueError on a regular expression that is none.
+    Raises ValueError for an invalid regular expression.
     """
     found = config.get("quantization_config") or {}
-    told = found.get("quantization", found)
-    kept = [_expression(name) for name in told.get("exclude_modules", told.get("ignore")) or ()]
-    targets = [
-        target for group in found.get("config_groups", {}).values() for target in group["targets"]
-    ]
-    asked = [
-        _expression("*" if target == "Linear" else target) for target in targets or ("Linear",)
-    ]
-    return [
-        name
-        for name in names
-        if not any(each.match(name) for each in asked) or any(each.match(name) for each in kept)
-    ]
+    settings = found.get("quantization", found)
+    ignored = settings.get("exclude_modules", settings.get("ignore")) or ()
+    ignored_patterns = [_pattern(name) for name in ignored]
+    groups = found.get("config_groups", {}).values()
+    targets = [target for group in groups for target in group["targets"]] or ["Linear"]
+    target_patterns = [_pattern("*" if target == "Linear" else target) for target in targets]
+
+    def is_ignored(name: str) -> bool:
+        if not any(pattern.match(name) for pattern in target_patterns):
+            return True
+        return any(pattern.match(name) for pattern in ignored_patterns)
+
+    return [name for name in names if is_ignored(name)]
 
 
-@cache  # of hundreds of patterns, which each part of each layer is compared with
-def _expression(pattern: str) -> re.Pattern[str]:
-    """Return what a writer matches names with: a name and all below it, wildcards, or behind "re:" an expression."""
-    if not pattern.startswith("re:"):
-        return re.compile(rf"{translate(pattern)}|{re.escape(pattern)}\.")
+# Checkpoints may list hundreds of patterns, and each module of each layer is matched against all of them.
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """Compile a module name (matches all modules below it too), wildcards, or a regular expression after "re:"."""
+    if not name.startswith("re:"):
+        return re.compile(rf"{translate(name)}|{re.escape(name)}\.")
     try:
-        return re.compile(pattern.removeprefix("re:"))
+        return re.compile(name.removeprefix("re:"))
     except re.error as error:
         raise ValueError(
-            f"config.json: quantization_config has {pattern!r}, no regular expression: {error}"
+            f"config.json: quantization_config has an invalid regular expression, {name!r}: {error}"
         ) from error
 
 
-def _is_rowwise(found: Mapping[str, Any]) -> bool:
+def _is_fp8(found: Mapping[str, Any]) -> bool:
+    """Return whether compressed-tensors stores FP8 with per-channel weight scales and per-token input scales."""
     (group,) = found["config_groups"].values()
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**common, "strategy": "channel", "dynamic": False}
+    inputs = {**common, "strategy": "token", "dynamic": True}
     return (
         found["quant_method"] == "compressed-tensors"
         and group["targets"] == ["Linear"]
         and "lm_head" in found["ignore"]
         and found.get("kv_cache_scheme") is None
-        and _WEIGHTS.items() <= group["weights"].items()
-        and _ACTIVATIONS.items() <= group["input_activations"].items()
+        and weights.items() <= group["weights"].items()
+        and inputs.items() <= group["input_activations"].items()
     )
 
 
-def _is_blockwise(found: Mapping[str, Any]) -> bool:
-    kept = found.get("modules_to_not_convert", found.get("ignored_layers"))
+def _is_fp8_block(found: Mapping[str, Any]) -> bool:
+    """Return whether this is fine-grained FP8, as transformers and DeepSeek write it."""
+    ignored = found.get("modules_to_not_convert", found.get("ignored_layers"))
+    # These are never quantized, so that it makes no difference whether they are listed.
+    never_quantized = ("lm_head", "embed_tokens", "norm")
     return (
         found["quant_method"] == "fp8"
         and list(found["weight_block_size"]) == [128, 128]
@@ -98,113 +107,92 @@ def _is_blockwise(found: Mapping[str, Any]) -> bool:
         and found.get("fmt", "e4m3") == "e4m3"
         and found.get("scale_fmt") in (None, "float")
         and not found.get("modules_to_convert")
-        and all(name.endswith(_NO_LINEAR) for name in kept or ())
+        and all(name.endswith(never_quantized) for name in ignored or ())
     )
 
 
 def _is_mxfp8(found: Mapping[str, Any]) -> bool:
     if found.get("quant_method") == "compressed-tensors":
-        return _is_grouped(found, "mxfp8-quantized", 8, 32, dynamic=True)
+        return _is_compressed_tensors(found, "mxfp8-quantized", 8, 32, dynamic=True)
     return _is_modelopt(found, "MXFP8", 32)
 
 
 def _is_nvfp4(found: Mapping[str, Any]) -> bool:
     if found.get("quant_method") == "compressed-tensors":
-        return _is_grouped(found, "nvfp4-pack-quantized", 4, 16, dynamic="local")
+        return _is_compressed_tensors(found, "nvfp4-pack-quantized", 4, 16, dynamic="local")
     return _is_modelopt(found, "NVFP4", 16)
 
 
-def _is_grouped(
-    found: Mapping[str, Any], stored: str, bits: int, size: int, *, dynamic: bool | str
+def _is_compressed_tensors(
+    found: Mapping[str, Any], name: str, bits: int, group_size: int, *, dynamic: bool | str
 ) -> bool:
-    """Say whether compressed-tensors stores every Linear in groups of a size, activations in the same."""
+    """Return whether compressed-tensors stores weights and inputs in groups of `group_size`."""
     (group,) = found["config_groups"].values()
-    common = {"num_bits": bits, "type": "float", "group_size": size, "symmetric": True}
+    common = {"num_bits": bits, "type": "float", "group_size": group_size, "symmetric": True}
     return (
-        found["format"] == stored
-        and all(name == "Linear" or "." in name for name in group["targets"])
+        found["format"] == name
+        and all(target == "Linear" or "." in target for target in group["targets"])
         and {**common, "dynamic": False}.items() <= group["weights"].items()
         and {**common, "dynamic": dynamic}.items() <= group["input_activations"].items()
         and not group.get("output_activations")
         and not found.get("transform_config")
         and not found.get("sparsity_config")
-        and _is_plain_cache(found.get("kv_cache_scheme"))
+        and _is_optional_fp8_cache(found.get("kv_cache_scheme"))
     )
 
 
-def _is_modelopt(found: Mapping[str, Any], algorithm: str, size: int) -> bool:
-    """Say whether NVIDIA ModelOpt stores all linear maps by an algorithm; its own file nests what config.json says."""
-    writer, told = (
-        found.get("quant_method") or found["producer"]["name"],
-        found.get("quantization", found),
-    )
+def _is_modelopt(found: Mapping[str, Any], algorithm: str, group_size: int) -> bool:
+    """Return whether NVIDIA ModelOpt stores all linear layers by an algorithm.
+
+    In `hf_quant_config.json` the settings are one level deeper than in `config.json`.
+    """
+    writer = found.get("quant_method") or found["producer"]["name"]
+    settings = found.get("quantization", found)
     groups = [*found.get("config_groups", {}).values()] or [{"targets": ["Linear"]}]
-    sizes = {told.get("group_size") or size} | {
-        group[side].get("group_size") or size
-        for group in groups
-        for side in ("weights", "input_activations")
-        if side in group
-    }
+    group_sizes = {settings.get("group_size") or group_size}
+    for group in groups:
+        for operand in ("weights", "input_activations"):
+            if operand in group:
+                group_sizes.add(group[operand].get("group_size") or group_size)
     return (
         writer in ("modelopt", "modelopt_fp4")
-        and told["quant_algo"] == algorithm
-        and sizes == {size}
+        and settings["quant_algo"] == algorithm
+        and group_sizes == {group_size}
         and [group["targets"] for group in groups] == [["Linear"]]
-        and told.get("kv_cache_quant_algo") in (None, "FP8")
-        and _is_plain_cache(told.get("kv_cache_scheme"))
+        and settings.get("kv_cache_quant_algo") in (None, "FP8")
+        and _is_optional_fp8_cache(settings.get("kv_cache_scheme"))
     )
 
 
-def _is_plain_cache(scheme: Mapping[str, Any] | None) -> bool:
-    """Say whether a scheme of the KV cache only adds scales to a checkpoint: the cache may be in the model's dtype."""
-    return scheme is None or (scheme["num_bits"], scheme["type"], scheme["dynamic"]) == (
-        8,
-        "float",
-        False,
-    )
+def _is_optional_fp8_cache(scheme: Mapping[str, Any] | None) -> bool:
+    """Return whether a KV cache scheme only adds scales, so that the cache may also be in the model's dtype."""
+    if scheme is None:
+        return True
+    return (scheme["num_bits"], scheme["type"], scheme["dynamic"]) == (8, "float", False)
 
 
-_WEIGHTS = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "channel",
-    "symmetric": True,
-    "dynamic": False,
-}
-_ACTIVATIONS = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "token",
-    "symmetric": True,
-    "dynamic": True,
-}
-_NO_LINEAR = (
-    "lm_head",
-    "embed_tokens",
-    "norm",
-)  # what may be listed as kept whole: it is, listed or not
-FORMS = (
-    StoredForm(
+FORMATS = (
+    CheckpointFormat(
         "fp8",
-        "of compressed-tensors that hold every Linear but lm_head as 8-bit float with strategy channel, and quantise "
-        "activations as they come with strategy token",
-        _is_rowwise,
+        "FP8 of compressed-tensors with per-channel weight scales (strategy channel), dynamic per-token input scales "
+        "(strategy token), and all linear layers but lm_head quantized",
+        _is_fp8,
     ),
-    StoredForm(
+    CheckpointFormat(
         "fp8-block",
-        "of fine-grained fp8 (quant_method fp8) with weight_block_size [128, 128], scales of any value, activations "
-        "quantised as they come (activation_scheme dynamic), and every linear map but lm_head converted",
-        _is_blockwise,
+        "fine-grained FP8 (quant_method fp8) with weight_block_size [128, 128], activation_scheme dynamic, float scales, "
+        "and all linear layers but lm_head quantized",
+        _is_fp8_block,
     ),
-    StoredForm(
+    CheckpointFormat(
         "mxfp8",
-        "of MXFP8 for weights and activations (NVIDIA ModelOpt's quant_algo MXFP8, compressed-tensors' format "
-        "mxfp8-quantized)",
+        "MXFP8 for weights and activations (quant_algo MXFP8 of NVIDIA ModelOpt, format mxfp8-quantized of "
+        "compressed-tensors)",
         _is_mxfp8,
     ),
-    StoredForm(
+    CheckpointFormat(
         "nvfp4",
-        "of NVFP4 for weights and activations (quant_algo NVFP4, format nvfp4-pack-quantized)",
+        "NVFP4 for weights and activations (quant_algo NVFP4, format nvfp4-pack-quantized)",
         _is_nvfp4,
     ),
 )

@@ -1,4 +1,4 @@
-"""Rotary position settings as `config.json` states them, in old or new keys. Imports no tensor library."""
+"""Reads the rotary position settings of `config.json`, in old or new keys. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Keys that change the meaning of a scaling and that no supported family uses.
+# Keys that no supported family uses. They change what a scaling means.
 _UNSUPPORTED = ("partial_rotary_factor", "mrope_section", "short_factor", "long_factor")
 _ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Positions are divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long wavelengths divided by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Low frequencies are divided by `factor`, high ones are kept, those between are interpolated (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -32,7 +32,7 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv:2309.00071): a ramp between kept and divided frequencies, and scaled attention logits.
 
-    `attention_factor` multiplies cos and sin, and so both sides of the product of queries and keys.
+    `attention_factor` multiplies cosines and sines, and therefore both queries and keys.
     """
 
     factor: float
@@ -47,9 +47,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions: `theta` is the base, `size` the rotated values per head, both as trained.
+    """Rotary positions with base `theta` on the first `size` values of each head.
 
-    `max_positions` is how far the scaling reaches, in tokens.
+    `max_positions` is the longest sequence, in tokens, that the scaling supports.
     """
 
     theta: float
@@ -61,19 +61,18 @@ class RopeConfig:
 def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
     """Read `rope_parameters`, or `rope_theta` with `rope_scaling`. Raises ValueError naming the key.
 
-    Dynamic NTK changes nothing up to `max_position_embeddings`, and beyond that point would turn keys that
-    are in the cache already; such a model is served to that length, where it equals the unscaled one.
+    Dynamic NTK changes nothing up to `max_position_embeddings`. Beyond that it would rotate keys anew that are in the
+    cache, so models with it are limited to that length and computed without scaling.
     """
-    name = (
-        "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    )  # an override may add the former
+    # --hf-overrides may add rope_scaling to a config that has rope_parameters.
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     keys = config.get(name) or {}
     if not isinstance(keys, Mapping):
-        raise ValueError(f"config.json: {name} is {keys!r}, and must be an object")
+        raise ValueError(f"config.json: {name} is {keys!r}, expected an object")
     for key in _UNSUPPORTED:
         source = keys if keys.get(key) is not None else config
         if source.get(key) not in (None, 1.0):
-            raise ValueError(f"config.json: {key} is not supported by this family")
+            raise ValueError(f"config.json: {key} is not supported")
     maximum = _positive(config, "max_position_embeddings", "max_position_embeddings")
     thetas = (at.get("rope_theta") for at in (keys, config, config.get("rope_parameters") or {}))
     theta = _positive(
@@ -105,14 +104,14 @@ def read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig:
             maximum = max(maximum, original * scaling.factor)
         case _:
             raise ValueError(
-                f"config.json: {name}.rope_type is {kind!r}; supported: default, linear, "
-                "dynamic, llama3, yarn"
+                f"config.json: {name}.rope_type is {kind!r}. Supported: default, linear, dynamic, "
+                "llama3, yarn."
             )
     return RopeConfig(theta, head_size, int(maximum), scaling)
 
 
 def _read_yarn(keys: Mapping[str, Any], name: str, original: int, maximum: float) -> YarnScaling:
-    """Read a YaRN scaling, whose factor may be left to the ratio of the two lengths."""
+    """Read a YaRN scaling. A missing factor is the ratio of the two lengths."""
     factor = (
         _positive(keys, "factor", f"{name}.factor") if keys.get("factor") else maximum / original
     )
@@ -129,8 +128,8 @@ def _read_yarn(keys: Mapping[str, Any], name: str, original: int, maximum: float
 
 
 def _positive(keys: Mapping[str, Any], key: str, name: str) -> float:
-    """Return a positive number, or raise ValueError naming it."""
+    """Return a positive number. Raises ValueError with `name` for anything else."""
     value = keys.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ValueError(f"config.json: {name} is {value!r}, and must be a positive number")
+        raise ValueError(f"config.json: {name} is {value!r}, expected a positive number")
     return float(value)

@@ -1,7 +1,6 @@
-"""Runs a model family without an engine: plain torch ops and a dense cache of one sequence.
+"""Runs a model family without an engine: plain torch ops and a dense KV cache of one sequence.
 
-For the tests of families, ours and plugins'. The ops here are written apart from any kernel, so that they
-also judge what a family asks for.
+For tests of families. The ops here share no code with any kernel, and check the problems that a family passes.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from tokenspeed_core.api import AttentionCall, Model, Quantization, Rotation
 
 
 class DenseBuild:
-    """A `BuildContext` whose attention keeps one sequence in tensors that grow.
+    """A `BuildContext` with plain torch ops and a growing KV cache of one sequence.
 
-    `problems` collects what the model asked for.
+    `problems` records each op that the model requested, with its problem.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
@@ -29,16 +28,16 @@ class DenseBuild:
         self.caches: dict[int, _DenseAttention] = {}
 
     def each_layer(self, num_layers: int) -> Iterator[int]:
-        """Yield the layers from 0."""
+        """Yield the layer indices."""
         yield from range(num_layers)
 
     def op(self, op: str, **problem: Any) -> Callable[..., Any]:
-        """Return a plain torch implementation of an op. Raises ValueError on a problem not of its axes."""
+        """Return a plain torch implementation of an op. Raises ValueError if the problem has wrong axes."""
         self.problems.append((op, problem))
         function, axes = _OPS[op]
         if set(problem) != {*axes, "dtype"}:
             raise ValueError(
-                f"op {op!r} is asked for with {sorted(problem)}, not {sorted((*axes, 'dtype'))}"
+                f"op {op!r} got the axes {sorted(problem)}, expected {sorted((*axes, 'dtype'))}"
             )
         return function
 
@@ -58,7 +57,7 @@ class DenseBuild:
         group: str = "full",
         rotation: Rotation | None = None,
     ) -> AttentionCall:
-        """Return a layer's attention with a cache of its own."""
+        """Return a layer's attention with its own cache."""
         self.problems.append(("attention", {"layer": layer, "window": window, "group": group}))
         rotate = (
             None
@@ -84,7 +83,7 @@ class DenseBuild:
 def sequence_logits(
     model: Model, build: DenseBuild, token_ids: list[int], chunk: int | None = None
 ) -> Tensor:
-    """Return the logits [T, vocab] of a whole sequence, computed in chunks of so many tokens."""
+    """Return the logits [T, vocab] of a sequence, computed in chunks of `chunk` tokens (None: all at once)."""
     build.clear()
     ids = torch.tensor(token_ids, device=build.device)
     positions = torch.arange(len(token_ids), device=build.device)
@@ -99,7 +98,7 @@ def sequence_logits(
 
 
 class _DenseAttention:
-    """Causal attention over all keys of one sequence, with a window where there is one."""
+    """Causal attention over all keys of one sequence, or over the last `window` keys."""
 
     def __init__(
         self, num_repeats: int, scale: float, window: int | None, rotate: Callable[..., None] | None
@@ -142,7 +141,7 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
 
 def _rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
     if interleaved:
-        raise ValueError("interleaved pairs are not asked for by any family here")
+        raise ValueError("interleaved rotation is not implemented here")
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     for heads in (q, k):
         first, second = heads[..., : cos_sin.shape[1]].float().chunk(2, dim=-1)

@@ -33,9 +33,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnlineQuantization:
-    """Quantises a weight while it is loaded: `store` takes it on the device, in `dtype`.
+    """Quantizes a weight while it is loaded: `store` takes it on the device, in `dtype`.
 
-    A checkpoint may also hold the weight already quantised, in the dtype of the slot's target. Then it is copied, and
+    A checkpoint may also hold the weight already quantized, in the dtype of the slot's target. Then it is copied, and
     the tensor called `scale_name` is copied to `scale`.
     """
 
@@ -50,7 +50,7 @@ class WeightSlot:
     """One tensor of a checkpoint and the view of a parameter that it fills; both have the same shape.
 
     `shard` is None if every process holds the whole tensor. `kind` is "matrix", "bias", "norm", or "quantized" and
-    "scale" for a weight that the checkpoint must hold quantised. A slot that `replaces` others holds the same weights
+    "scale" for a weight that the checkpoint must hold quantized. A slot that `replaces` others holds the same weights
     in another form: a checkpoint has either that slot or the others. `on_load` takes the tensor instead of a copy to
     the target. `on_complete` is called after all tensors were read.
     """
@@ -66,7 +66,7 @@ class WeightSlot:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of an unquantised tensor for this slot."""
+        """The dtype of an unquantized tensor for this slot."""
         return self.target.dtype if self.quantization is None else self.quantization.dtype
 
     def fill(self, tensor: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class _LoadErrors:
 
 
 class _Scales:
-    """Checks that each weight that comes quantised has a scale, and that no other weight has one."""
+    """Checks that each weight that comes quantized has a scale, and that no other weight has one."""
 
     def __init__(self, quantizations: Mapping[str, OnlineQuantization]) -> None:
         self._quantizations = quantizations
@@ -131,7 +131,7 @@ class _Scales:
         return name in self._quantizations
 
     def need(self, quantization: OnlineQuantization) -> None:
-        """Record that a weight came quantised."""
+        """Record that a weight came quantized."""
         self._needed[quantization.scale_name] = None
 
     def fill(self, name: str, tensor: torch.Tensor, errors: _LoadErrors) -> None:
@@ -154,11 +154,11 @@ class _Scales:
             target.copy_(tensor.view(target.shape))
 
     def missing(self) -> list[str]:
-        """Return the scales that quantised weights lack."""
+        """Return the scales that quantized weights lack."""
         return [name for name in self._needed if name not in self._given]
 
     def unexpected(self) -> list[str]:
-        """Return the scales of weights that came unquantised."""
+        """Return the scales of weights that came unquantized."""
         return [name for name in self._given if name not in self._needed]
 
 

@@ -1,4 +1,4 @@
-"""Build MXFP8 and NVFP4 checkpoints with compressed-tensors, under its own and under ModelOpt's tensor names."""
+"""MXFP8 and NVFP4 checkpoints, quantized and read back by compressed-tensors, in its format or ModelOpt's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 FORMATS = {"mxfp8": "mxfp8-quantized", "nvfp4": "nvfp4-pack-quantized"}
 GROUPS = {"mxfp8": 32, "nvfp4": 16}
-MODELOPT = {  # quantization_config of config.json, as written by NVIDIA ModelOpt 0.41
+# quantization_config as NVIDIA ModelOpt 0.41 writes it
+MODELOPT: dict[str, dict[str, Any]] = {
     form: {
         "ignore": ["lm_head"],
         "quant_algo": form.upper(),
@@ -46,7 +47,7 @@ SIZES = {
     "moe_intermediate_size": 64,
     "initializer_range": 0.08,
 }
-_TOGETHER = {
+_STACKED = {
     "q_proj": "qkv",
     "k_proj": "qkv",
     "v_proj": "qkv",
@@ -56,7 +57,7 @@ _TOGETHER = {
 
 
 def compressed_config(form: str) -> dict[str, Any]:
-    """Return a `quantization_config` like llm-compressor's."""
+    """Return the `quantization_config` that llm-compressor writes."""
     scheme = preset_name_to_scheme(form.upper(), ["Linear"]).model_dump(mode="json")
     return {
         "config_groups": {"group_0": scheme},
@@ -69,7 +70,10 @@ def compressed_config(form: str) -> dict[str, Any]:
 
 
 def compressed(form: str, weight: Tensor, largest: float | None = None) -> dict[str, Tensor]:
-    """Return the tensors that compressed-tensors stores for a weight [O, I]; `largest` determines its per-tensor scale."""
+    """Return the tensors that compressed-tensors stores for a weight [O, I].
+
+    `largest` is the largest magnitude of all weights that share the per-tensor scale.
+    """
     scheme = preset_name_to_scheme(form.upper(), ["Linear"])
     groups = weight.float().unflatten(1, (-1, GROUPS[form]))
     state, options = {"weight": weight.float()}, {}
@@ -85,7 +89,7 @@ def compressed(form: str, weight: Tensor, largest: float | None = None) -> dict[
 
 
 def decompressed(form: str, stored: dict[str, Tensor]) -> Tensor:
-    """Return a weight dequantized by compressed-tensors in float32 (its default is bfloat16)."""
+    """Return the weight that compressed-tensors reads, in float32 (its default is bfloat16)."""
     scheme, scale = preset_name_to_scheme(form.upper(), ["Linear"]), stored["weight_scale"]
     if form == "mxfp8":
         codes, scale = stored["weight"], decompress_mx_scale(scale)
@@ -107,7 +111,7 @@ def _compressor(form: str) -> Any:
 
 
 def by_modelopt(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the stored tensors under ModelOpt's names."""
+    """Return tensors of compressed-tensors under the names that ModelOpt uses."""
     names = {
         "weight_packed": "weight",
         "weight_global_scale": "weight_scale_2",
@@ -128,27 +132,29 @@ def store(
     writer: str,
     token_ids: list[int],
     *,
-    whole_names: str = "nothing",
+    unquantized: str = "nothing",
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """Quantize a checkpoint on disk, load its dequantized values into the model, and return the stored tensors.
+    """Quantize a checkpoint on disk and load the dequantized weights into its model; return the stored tensors.
 
-    Activation ranges are measured on some tokens. Modules that match the regular expression `whole_names` stay
-    unquantized; `changes` to quantization_config must say so.
+    The activations of `token_ids` calibrate the input scales. Weights that the regular expression `unquantized` finds
+    are not quantized; `changes` to quantization_config must say so.
     """
     ranges = _ranges(model, token_ids) if form == "nvfp4" else {}
-    tensors, whole, largest = load_file(folder / "model.safetensors"), {}, {}
+    tensors, dequantized, largest = load_file(folder / "model.safetensors"), {}, {}
     linear = [
         name.removesuffix(".weight")
         for name in tensors
-        if name.endswith("_proj.weight") and not re.search(whole_names, name)
+        if name.endswith("_proj.weight") and not re.search(unquantized, name)
     ]
     for name in linear:
         weight = tensors[f"{name}.weight"]
-        largest[_together(name)] = max(largest.get(_together(name), 0.0), float(weight.abs().max()))
+        largest[_shared_scale(name)] = max(
+            largest.get(_shared_scale(name), 0.0), float(weight.abs().max())
+        )
     for name in linear:
-        stored = compressed(form, tensors.pop(f"{name}.weight"), largest[_together(name)])
-        whole[f"{name}.weight"] = decompressed(form, stored)
+        stored = compressed(form, tensors.pop(f"{name}.weight"), largest[_shared_scale(name)])
+        dequantized[f"{name}.weight"] = decompressed(form, stored)
         if form == "nvfp4":
             bound = torch.tensor([ranges.get(name, 6.0)])
             stored["input_global_scale"] = generate_gparam(-bound, bound)
@@ -158,17 +164,17 @@ def store(
         tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    said = MODELOPT[form] if writer == "modelopt" else compressed_config(form)
-    config["quantization_config"] = {**said, **changes}
+    written = MODELOPT[form] if writer == "modelopt" else compressed_config(form)
+    config["quantization_config"] = {**written, **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    _give(model, whole)
+    _load(model, dequantized)
     return tensors
 
 
-def _together(name: str) -> str:
-    """Return a name shared by all projections that are fused with this one."""
+def _shared_scale(name: str) -> str:
+    """Return a name for the projections that are stacked with this one, which share a per-tensor scale."""
     parent, _, leaf = name.rpartition(".")
-    return f"{parent}.{_TOGETHER.get(leaf, leaf)}"
+    return f"{parent}.{_STACKED.get(leaf, leaf)}"
 
 
 def _ranges(model: nn.Module, token_ids: list[int]) -> dict[str, float]:
@@ -176,10 +182,10 @@ def _ranges(model: nn.Module, token_ids: list[int]) -> dict[str, float]:
     ranges: dict[str, float] = {}
 
     def watch(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             ranges[name] = float(inputs[0].abs().max())
 
-        return note
+        return record
 
     hooks = [
         module.register_forward_pre_hook(watch(name))
@@ -193,11 +199,11 @@ def _ranges(model: nn.Module, token_ids: list[int]) -> dict[str, float]:
     return ranges
 
 
-def _give(model: nn.Module, whole: dict[str, Tensor]) -> None:
-    """Load weights into a model, stacking those of experts."""
+def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load weights into a model, which stacks those of experts."""
     state = model.state_dict()
     with torch.no_grad():
-        for name, weight in whole.items():
+        for name, weight in weights.items():
             parent, _, rest = name.partition(".experts.")
             if name in state:
                 state[name].copy_(weight)

@@ -1,4 +1,4 @@
-"""Build block-wise (fine-grained) FP8 checkpoints with transformers' own conversions."""
+"""Fine-grained FP8 checkpoints, quantized and dequantized by transformers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SIZES = {
 
 
 def quantized(weight: Tensor, rows: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Return the codes of a weight [O, I], and one scale per block of `rows` x 128."""
+    """Return a weight [O, I] in FP8 and a scale for each block of `rows` x 128 values."""
     config = FineGrainedFP8Config(weight_block_size=(rows, BLOCK))
     made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
     return made["x.weight"], made["x.weight_scale_inv"]
 
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Dequantize codes and scales to float32."""
+    """Return the dequantized values, float32."""
     found: Tensor = Fp8Dequantize(None).convert(
         {"weight": [codes], "weight_scale_inv": [scale.float()]}
     )["weight"]
@@ -47,23 +47,23 @@ def values(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def store(folder: Path, model: Any, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Quantize a checkpoint on disk, load its dequantized values into the model, and return the stored tensors."""
+    """Quantize a checkpoint on disk and load the dequantized weights into its model; return the stored tensors."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": STORED}))
-    tensors, whole = {}, {}
+    tensors, dequantized = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         tensors[name] = tensor
         if name.endswith("_proj.weight"):
             codes, scale = quantized(tensor)
             tensors[name], tensors[f"{name}_scale_inv"] = codes, scale.to(scale_dtype)
-            whole[name] = values(codes, tensors[f"{name}_scale_inv"])
+            dequantized[name] = values(codes, tensors[f"{name}_scale_inv"])
     save_file(tensors, folder / "model.safetensors")
-    assert not model.load_state_dict(whole, strict=False).unexpected_keys
+    assert not model.load_state_dict(dequantized, strict=False).unexpected_keys
     return tensors
 
 
 def quantize_inputs(model: nn.Module) -> None:
-    """Quantize the input of every linear layer of a model dynamically, except the head."""
+    """Make a model quantize the inputs of all linear layers but the head."""
 
     def rounded(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         x = inputs[0]

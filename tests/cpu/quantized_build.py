@@ -1,21 +1,57 @@
-"""A build that quantises, with the reference kernels of a method's ops."""
+"""What the tests of quantization share: a build that quantizes, and models loaded with it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tokenspeed_core.api import Quantization
+from tokenspeed_core.api import ModelSpec, Quantization
 from tokenspeed_core.kernels.installed import installed_ops
 from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.plugins.entry import load_target
-from tokenspeed_models.testing import DenseBuild
+from tokenspeed_models.descriptors import LLAMA, QWEN2, QWEN3, QWEN3_MOE
+from tokenspeed_models.loading.safetensors import read_safetensors
+from tokenspeed_models.testing import DenseBuild, sequence_logits
+
+SPECS = {"Llama": LLAMA, "Qwen2": QWEN2, "Qwen3": QWEN3, "Qwen3Moe": QWEN3_MOE}
+TOKENS: list[int] = torch.randint(
+    3, 100, (40,), generator=torch.Generator().manual_seed(3)
+).tolist()
+
+# `quantization_config` of compressed-tensors for FP8 with per-channel scales
+PER_CHANNEL: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "channel",
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
 
 
 class QuantizedBuild(DenseBuild):
-    """Gives the references of what a method names, and plain torch for everything else."""
+    """A build with the reference kernels of a method's ops, and plain torch for all other ops."""
 
     def __init__(self, method: Quantization, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
@@ -33,3 +69,44 @@ class QuantizedBuild(DenseBuild):
         self.problems.append((op, problem))
         kernel: Callable[..., Any] = load_target(self._references[op])(problem)
         return kernel
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return random normal values, float32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Return the relative error of a tensor."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def load(spec: ModelSpec, folder: Path, build: DenseBuild) -> Any:
+    """Return a model with the weights of a checkpoint."""
+    model = load_target(spec.load)(json.loads((folder / "config.json").read_text()), build)
+    model.load_weights(read_safetensors(str(folder), model, lambda done, total: None))
+    return model
+
+
+def checkpoint_logits(
+    spec: ModelSpec, folder: Path, build: DenseBuild, token_ids: list[int] = TOKENS
+) -> Tensor:
+    """Return the logits [T, vocab] of a checkpoint."""
+    return sequence_logits(load(spec, folder, build), build, token_ids)
+
+
+def transformers_logits(model: Any, token_ids: list[int] = TOKENS) -> Tensor:
+    """Return the logits [T, vocab] of a transformers model."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def logprob_errors(steps: Sequence[Any], logits: Tensor) -> Tensor:
+    """Return the absolute errors of an answer's logprobs; logits are those of its steps [steps, vocab]."""
+    errors = [
+        abs(found.logprob - float(row[token]))
+        for step, row in zip(steps, logits.log_softmax(dim=-1), strict=True)
+        for token, found in step.items()
+    ]
+    return torch.tensor(errors)

@@ -1,4 +1,4 @@
-"""Reading weights: what fits is copied exactly, and what does not is named, all of it, in one line."""
+"""Weight loading: tensors are copied exactly, and an error names everything that does not fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def llama(**changes: Any) -> LlamaForCausalLM:
 
 
 def random_weights(model: LlamaForCausalLM | Qwen3MoeForCausalLM) -> Weights:
-    """Return a complete checkpoint of a model, by the model's own map."""
+    """Return random tensors for all slots of a model's weight map."""
     generator = torch.Generator().manual_seed(1)
     return {
         slot.name: torch.randn(slot.target.shape, generator=generator)
@@ -55,10 +55,10 @@ def random_weights(model: LlamaForCausalLM | Qwen3MoeForCausalLM) -> Weights:
 
 
 def quiet(done: int, total: int) -> None:
-    """Take progress and say nothing."""
+    """Ignore the progress."""
 
 
-def held(model: LlamaForCausalLM | Qwen3MoeForCausalLM) -> Weights:
+def loaded(model: LlamaForCausalLM | Qwen3MoeForCausalLM) -> Weights:
     return {slot.name: slot.target.clone() for slot in model.weight_map()}
 
 
@@ -68,65 +68,65 @@ def assert_same(first: Weights, second: Weights) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
-def fault(model: LlamaForCausalLM | Qwen3MoeForCausalLM, weights: Weights) -> str:
+def load_error(model: LlamaForCausalLM | Qwen3MoeForCausalLM, weights: Weights) -> str:
     with pytest.raises(ValueError, match="do not match its") as caught:
         model.load_weights(weights.items())
     assert "\n" not in str(caught.value)
     return str(caught.value).partition("config.json: ")[2]
 
 
-def test_every_weight_lands_in_its_part_of_a_parameter() -> None:
+def test_weights_fill_their_part_of_a_parameter() -> None:
     model = llama(attention_bias=True, mlp_bias=True)
     weights = random_weights(model)
     model.load_weights(weights.items())
-    assert_same(held(model), weights)
+    assert_same(loaded(model), weights)
     qkv = torch.cat([weights[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
     assert torch.equal(model.layers[1].attention.qkv.weight, qkv)
 
 
-def test_missing_surplus_and_misshapen_weights_are_all_named_at_once() -> None:
+def test_error_names_every_weight_that_does_not_fit() -> None:
     weights = random_weights(llama())
     del weights["model.layers.0.mlp.up_proj.weight"], weights["model.norm.weight"]
     weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(2)
     weights["lm_head.weight"] = torch.zeros(16, 31)
     weights["model.embed_tokens.weight"] = torch.zeros(31, 16, dtype=torch.int8)
-    message = fault(llama(), weights)
+    message = load_error(llama(), weights)
     assert "missing: model.norm.weight, model.layers.0.mlp.up_proj.weight" in message
     assert "unexpected: model.layers.2.mlp.up_proj.weight" in message
     assert "lm_head.weight has shape [16, 31], expected [31, 16]" in message
     assert "model.embed_tokens.weight is torch.int8, expected an unquantized weight" in message
 
 
-def test_many_missing_weights_are_named_by_pattern() -> None:
+def test_many_missing_weights_are_grouped() -> None:
     model = Qwen3MoeForCausalLM(MOE, DenseBuild())
     weights = {
         name: tensor for name, tensor in random_weights(model).items() if "experts" not in name
     }
-    message = fault(model, weights)
+    message = load_error(model, weights)
     assert "model.layers.*.mlp.experts.*.gate_proj.weight (12 of them)" in message
     assert len(message) < 400
 
 
-def test_a_name_that_comes_twice_is_refused() -> None:
+def test_repeated_weight_is_refused() -> None:
     model = llama()
     weights = [*random_weights(model).items(), ("model.norm.weight", torch.ones(16))]
     with pytest.raises(ValueError, match=r"given twice: model\.norm\.weight"):
         model.load_weights(weights)
 
 
-def test_only_rotary_tables_and_the_copy_of_a_tied_head_may_be_left_unread() -> None:
+def test_rotary_tables_and_tied_heads_are_ignored() -> None:
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
     model = llama(tie_word_embeddings=True)
     weights = random_weights(model)
     assert "lm_head.weight" not in weights
     model.load_weights({**weights, **table, "lm_head.weight": torch.zeros(31, 16)}.items())
     assert torch.equal(model.head.weight, weights["model.embed_tokens.weight"])
-    assert "unexpected: other_inv_freq" in fault(
+    assert "unexpected: other_inv_freq" in load_error(
         model, {**weights, "other_inv_freq": torch.zeros(1)}
     )
 
 
-def test_experts_one_by_one_and_stacked_are_the_same_model() -> None:
+def test_stacked_experts_load_like_single_experts() -> None:
     single, stacked = Qwen3MoeForCausalLM(MOE, DenseBuild()), Qwen3MoeForCausalLM(MOE, DenseBuild())
     weights = random_weights(single)
     fused = {name: tensor for name, tensor in weights.items() if "experts" not in name}
@@ -145,9 +145,9 @@ def test_experts_one_by_one_and_stacked_are_the_same_model() -> None:
         )
     single.load_weights(weights.items())
     stacked.load_weights(fused.items())
-    assert_same(held(single), held(stacked))
+    assert_same(loaded(single), loaded(stacked))
     both = {**fused, "model.layers.0.mlp.experts.3.up_proj.weight": torch.zeros(12, 16)}
-    assert "given twice: model.layers.0.mlp.experts.3.up_proj.weight" in fault(stacked, both)
+    assert "given twice: model.layers.0.mlp.experts.3.up_proj.weight" in load_error(stacked, both)
 
 
 def write_shards(folder: Path, weights: Weights, num_shards: int, *, indexed: bool) -> list[Path]:
@@ -164,75 +164,65 @@ def write_shards(folder: Path, weights: Weights, num_shards: int, *, indexed: bo
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_shards_are_read_in_full_and_progress_reaches_the_total(
-    tmp_path: Path, indexed: bool
-) -> None:
+def test_all_shards_are_read_and_progress_reaches_the_total(tmp_path: Path, indexed: bool) -> None:
     model = llama()
     weights = random_weights(model)
     write_shards(tmp_path, weights, 3, indexed=indexed)
-    if indexed:  # another copy that the index does not name
+    if indexed:  # a copy that is not in the index
         save_file(weights, tmp_path / "consolidated.safetensors")
     seen: list[tuple[int, int]] = []
     model.load_weights(
         read_safetensors(str(tmp_path), model, lambda *progress: seen.append(progress))
     )
-    assert_same(held(model), weights)
+    assert_same(loaded(model), weights)
     done = [at for at, _ in seen]
     assert done == sorted(done)
     assert seen[-1][0] == seen[-1][1] == seen[0][1]
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_missing_shard_is_named_before_anything_is_read(tmp_path: Path, indexed: bool) -> None:
+def test_missing_shard_is_named(tmp_path: Path, indexed: bool) -> None:
     files = write_shards(tmp_path, random_weights(llama()), 3, indexed=indexed)
     files[1].unlink()
-    with pytest.raises(
-        ValueError, match=r"lacks model-00002-of-00003\.safetensors, of the 3 files .* again"
-    ):
+    with pytest.raises(ValueError, match=r"model-00002-of-00003\.safetensors"):
         next(iter(read_safetensors(str(tmp_path), llama(), quiet)))
 
 
-def test_a_shard_cut_short_is_named(tmp_path: Path) -> None:
+def test_truncated_shard_is_named(tmp_path: Path) -> None:
     weights = random_weights(llama())
     save_file(weights, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors cannot be read .* cut short or damaged"
-    ):
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
         dict(read_safetensors(str(tmp_path), llama(), quiet))
 
 
 @pytest.mark.parametrize("reader", [read_safetensors, read_pt])
-def test_a_directory_without_weights_says_which_files_would_do(
-    tmp_path: Path, reader: WeightReader
-) -> None:
-    with pytest.raises(ValueError, match=r"holds no (model\.safetensors|pytorch_model\.bin) or "):
+def test_directory_without_weights_is_refused(tmp_path: Path, reader: WeightReader) -> None:
+    with pytest.raises(ValueError, match=r"model\.safetensors|pytorch_model\.bin"):
         list(reader(str(tmp_path), llama(), quiet))
 
 
-def test_several_sets_of_weights_are_not_guessed_among(tmp_path: Path) -> None:
+def test_several_weight_files_are_refused(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"x": torch.zeros(1)}, tmp_path / name)
-    with pytest.raises(
-        ValueError, match=r"several weight files \(a\.safetensors, b\.safetensors\)"
-    ):
+    with pytest.raises(ValueError, match=r"a\.safetensors, b\.safetensors"):
         list(read_safetensors(str(tmp_path), llama(), quiet))
 
 
-def test_an_index_that_is_no_index_is_named(tmp_path: Path) -> None:
+def test_invalid_index_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weights": {}}')
-    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is no weight index"):
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
         list(read_safetensors(str(tmp_path), llama(), quiet))
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_pt_files_hold_the_same_model(tmp_path: Path, as_zip: bool) -> None:
+def test_pt_files_load_the_same_model(tmp_path: Path, as_zip: bool) -> None:
     model = llama()
     weights = random_weights(model)
     torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=as_zip)
     model.load_weights(read_pt(str(tmp_path), model, quiet))
-    assert_same(held(model), weights)
+    assert_same(loaded(model), weights)
 
 
 class Payload:
@@ -246,28 +236,28 @@ class Payload:
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
-def test_a_pt_file_with_code_runs_none_of_it(tmp_path: Path, as_zip: bool) -> None:
+def test_code_in_a_pt_file_does_not_run(tmp_path: Path, as_zip: bool) -> None:
     file = tmp_path / "pytorch_model.bin"
     if as_zip:
         torch.save({"x": Payload(tmp_path / "owned")}, file)
     else:
         file.write_bytes(pickle.dumps({"x": Payload(tmp_path / "owned")}, protocol=2))
-    with pytest.raises(ValueError, match="damaged, or holds more than tensors; use safetensors"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin"):
         list(read_pt(str(tmp_path), llama(), quiet))
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_pt_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_pt_file_with_nested_content_is_refused(tmp_path: Path) -> None:
     torch.save({"state": {"x": torch.zeros(1)}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no flat mapping of names to tensors"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin"):
         list(read_pt(str(tmp_path), llama(), quiet))
 
 
-def test_dummy_weights_are_the_same_in_every_run_and_give_finite_logits() -> None:
+def test_dummy_weights_are_repeatable_and_give_finite_logits() -> None:
     models = [Qwen3MoeForCausalLM(MOE, DenseBuild()) for _ in range(2)]
     for model in models:
         model.load_weights(read_dummy("/nonexistent", model, quiet))
-    assert_same(held(models[0]), held(models[1]))
+    assert_same(loaded(models[0]), loaded(models[1]))
     build = DenseBuild()
     model = Qwen3MoeForCausalLM(MOE, build)
     model.load_weights(read_dummy("", model, quiet))
@@ -276,13 +266,13 @@ def test_dummy_weights_are_the_same_in_every_run_and_give_finite_logits() -> Non
     assert logits.std() > 0
 
 
-def test_a_checkpoint_in_another_precision_is_cast(tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_models_dtype(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LLAMA, DenseBuild(dtype=torch.bfloat16))
     weights = random_weights(llama())
     save_file(weights, tmp_path / "model.safetensors")
     model.load_weights(read_safetensors(str(tmp_path), model, quiet))
     assert_same(
-        held(model),
+        loaded(model),
         {
             name: tensor.bfloat16()
             for name, tensor in load_file(tmp_path / "model.safetensors").items()
@@ -298,7 +288,7 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
 reader = {"safetensors": read_safetensors, "pt": read_pt}[sys.argv[2]]
-for _ in range(2):  # the first pass imports what torch imports late
+for _ in range(2):  # the first pass includes lazy imports
     before, most = anonymous(), 0
     for name, tensor in reader(sys.argv[1], None, lambda done, total: None):
         copy = tensor.clone()
@@ -316,16 +306,14 @@ def test_reading_holds_about_one_tensor_in_memory(tmp_path: Path, kind: str) -> 
         torch.save(weights, tmp_path / "pytorch_model.bin")
     else:
         save_file(weights, tmp_path / "model.safetensors")
-    gives_back = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-    }  # else glibc keeps what was freed, at times
+    # Otherwise glibc may keep freed memory.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     out = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path), kind],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
-        env=gives_back,
+        env=environment,
     )
     assert int(out.stdout) < 48 << 20

@@ -1,4 +1,4 @@
-"""What config.json says reaches the core, without a tensor library, and what cannot be served is named."""
+"""Describing checkpoints from config.json, without a tensor library."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QWEN3_30B: dict[str, Any] = {
 }
 
 
-def test_a_real_configuration_is_described_in_full() -> None:
+def test_real_configuration_is_described_in_full() -> None:
     info = describe_qwen3_moe(QWEN3_30B)
     assert (info.vocab_size, info.max_model_len, info.dtype, info.num_layers) == (
         151936,
@@ -68,14 +68,14 @@ def test_a_real_configuration_is_described_in_full() -> None:
         ({}, "float32"),
     ],
 )
-def test_the_dtype_stands_under_its_old_or_new_key(keys: dict[str, Any], dtype: str) -> None:
+def test_dtype_is_read_from_old_and_new_keys(keys: dict[str, Any], dtype: str) -> None:
     assert describe_llama({**SMALL, **keys}).dtype == dtype
 
 
 @pytest.mark.parametrize(
     ("eos", "expected"), [(None, ()), (2, (2,)), ([128001, 128009], (128001, 128009))]
 )
-def test_there_may_be_several_ends_of_sequence(eos: object, expected: tuple[int, ...]) -> None:
+def test_several_eos_tokens_are_read(eos: object, expected: tuple[int, ...]) -> None:
     assert describe_llama({**SMALL, "eos_token_id": eos}).eos_token_ids == expected
 
 
@@ -102,7 +102,9 @@ def test_there_may_be_several_ends_of_sequence(eos: object, expected: tuple[int,
         ),
     ],
 )
-def test_windows_make_a_cache_group_of_their_layers(keys: dict[str, Any], windowed: int) -> None:
+def test_layers_with_windows_have_their_own_cache_group(
+    keys: dict[str, Any], windowed: int
+) -> None:
     full, window = (
         FullAttention("full", 4 - windowed, 2, 16),
         SlidingWindow("window", windowed, 2, 16, 32),
@@ -111,7 +113,7 @@ def test_windows_make_a_cache_group_of_their_layers(keys: dict[str, Any], window
     assert describe_qwen2({**SMALL, **keys}).cache_groups == expected
 
 
-def test_a_mistral_has_a_window_unless_it_says_null() -> None:
+def test_mistral_window_is_on_unless_null() -> None:
     assert describe_mistral({**SMALL, "sliding_window": None}).cache_groups == (
         FullAttention("full", 4, 2, 16),
     )
@@ -121,28 +123,28 @@ def test_a_mistral_has_a_window_unless_it_says_null() -> None:
 @pytest.mark.parametrize(
     ("describe", "keys", "message"),
     [
-        (describe_llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: silu"),
+        (describe_llama, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (
             describe_llama,
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config is .*fp8.*: served are",
+            "quantization_config",
         ),
         (
             describe_llama,
             {"vocab_size": None},
-            "vocab_size is missing, and must be a positive integer",
+            "vocab_size is missing",
         ),
         (describe_llama, {"hidden_size": "64"}, "hidden_size is '64'"),
-        (describe_llama, {"num_key_value_heads": 3}, r"num_attention_heads \(4\) is no multiple"),
+        (describe_llama, {"num_key_value_heads": 3}, r"num_attention_heads \(4\)"),
         (
             describe_llama,
             {"dtype": "float8_e4m3fn"},
-            "dtype is 'float8_e4m3fn'; supported: bfloat16",
+            "dtype is 'float8_e4m3fn'",
         ),
         (
             describe_llama,
             {"tie_word_embeddings": 1},
-            "tie_word_embeddings is 1, and must be true or false",
+            "tie_word_embeddings is 1",
         ),
         (describe_llama, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         (describe_llama, {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
@@ -155,23 +157,23 @@ def test_a_mistral_has_a_window_unless_it_says_null() -> None:
         (
             describe_qwen3_moe,
             {"num_experts": 4, "num_experts_per_tok": 5},
-            "num_experts_per_tok is 5 of 4 experts",
+            "num_experts_per_tok is 5",
         ),
         (
             describe_mistral,
             {"layer_types": ["full_attention"] * 4},
-            "layer_types is set: .*Ministral",
+            "layer_types",
         ),
     ],
 )
-def test_what_cannot_be_served_is_named_by_its_key(
+def test_unsupported_value_is_named_by_its_key(
     describe: Any, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         describe({**SMALL, **keys})
 
 
-def test_descriptors_and_descriptions_import_no_tensor_library() -> None:
+def test_describing_imports_no_tensor_library() -> None:
     script = (
         "import sys, tokenspeed_models.descriptors, tokenspeed_models.describe, tokenspeed_models.sharding\n"
         "import tokenspeed_models_mistral, tokenspeed_models_mistral.describe\n"

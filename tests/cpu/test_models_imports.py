@@ -1,4 +1,4 @@
-"""Families stand on public ground: what they import is what a stranger's family could import."""
+"""Families import only what is public to plugins."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def imports(package: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "package", [tokenspeed_models.__file__, tokenspeed_models_mistral.__file__]
 )
-def test_of_the_core_only_the_api_is_imported_and_of_kernels_nothing(package: str) -> None:
+def test_only_the_api_of_the_core_is_imported(package: str) -> None:
     ours = {
         name
         for name in imports(package)
@@ -42,7 +42,7 @@ def test_of_the_core_only_the_api_is_imported_and_of_kernels_nothing(package: st
     assert ours == {"tokenspeed_core.api"}
 
 
-def test_a_family_plugin_needs_only_the_public_modules_of_the_shared_layers() -> None:
+def test_family_plugin_imports_only_public_modules() -> None:
     shared = {
         name
         for name in imports(tokenspeed_models_mistral.__file__)

@@ -1,4 +1,4 @@
-"""Each family's logits are those of transformers on the same random checkpoint, read by our own loader."""
+"""Each family gives the logits of transformers for the same random checkpoint."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ CASES: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
 
 
 def save_reference(family: str, changes: dict[str, Any], folder: Path) -> Any:
-    """Save a random transformers model as a checkpoint of shards and return it."""
+    """Save a random transformers model as a sharded checkpoint and return it."""
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -131,7 +131,7 @@ def save_reference(family: str, changes: dict[str, Any], folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("spec", "family", "changes"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
-def test_logits_are_those_of_transformers(
+def test_logits_equal_transformers(
     spec: ModelSpec, family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     reference = save_reference(family, changes, tmp_path)
@@ -160,7 +160,7 @@ def test_logits_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("spec", "family", "changes"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
-def test_the_description_counts_the_parameters_of_transformers(
+def test_parameter_count_equals_transformers(
     spec: ModelSpec, family: str, changes: dict[str, Any]
 ) -> None:
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **changes})

@@ -1,4 +1,4 @@
-"""Each family, from a checkpoint on disk through the runner's paged cache, picks the tokens of transformers."""
+"""Each family, loaded from disk and run with the paged cache, picks the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = {"a": list(range(3, 26)), "b": [7, 7, 90, 1], "c": list(range(60, 20, 
 
 
 def start(folder: Path) -> tuple[LocalRunner, int]:
-    """Return a runner of a checkpoint, and the number of its cache groups."""
+    """Return a worker for a checkpoint and the number of its cache groups."""
     catalog = Catalog.discover()
     config = Config(
         model=str(folder),
@@ -43,8 +43,8 @@ def start(folder: Path) -> tuple[LocalRunner, int]:
     return build(resolved, catalog, lambda what, done, total: None), len(groups)
 
 
-def serve_as_transformers_does(family: str, folder: Path) -> LocalRunner:
-    """Serve a family's tiny checkpoint and compare its tokens; return the runner."""
+def check_against_transformers(family: str, folder: Path) -> LocalRunner:
+    """Run a family's tiny checkpoint and compare its tokens; return the worker."""
     reference = save_reference(family, folder)
     runner, num_groups = start(folder)
     maker = PlanMaker(runner.block_size, num_groups)
@@ -65,17 +65,15 @@ def serve_as_transformers_does(family: str, folder: Path) -> LocalRunner:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_through_the_paged_cache_are_those_of_transformers(
-    family: str, tmp_path: Path
-) -> None:
-    runner = serve_as_transformers_does(family, tmp_path)
+def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+    runner = check_against_transformers(family, tmp_path)
     (fused,) = (op for op in runner.kernel_plan.ops if op.op.endswith("rope_write_kv"))
     assert fused.backend == ""
     assert runner.kernel_plan.find("write_kv")[0].backend == "torch"
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
+def test_rotation_and_cache_write_are_fused(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = [
@@ -90,7 +88,7 @@ def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
     monkeypatch.setattr(
         assemble, "installed_kernels", lambda *asked: (*installed_kernels(*asked), *own)
     )
-    runner = serve_as_transformers_does(family, tmp_path)
+    runner = check_against_transformers(family, tmp_path)
     ops = {planned.op: planned for planned in runner.kernel_plan.ops}
     assert not {"rope", "qk_norm_rope", "write_kv"} & set(ops)
     fused = ops["rope_write_kv" if family == "Llama" else "qk_norm_rope_write_kv"]
@@ -105,17 +103,17 @@ def test_a_kernel_that_rotates_and_writes_the_cache_takes_the_place_of_two(
     ],
 )
 @pytest.mark.parametrize(
-    ("family", "is_asked"), [("Llama", True), ("Mistral", True), ("Qwen2", False)]
+    ("family", "is_fused"), [("Llama", True), ("Mistral", True), ("Qwen2", False)]
 )
-def test_a_kernel_of_all_between_two_layers_attention_runs_for_the_rows_it_is_for_and_gives_the_same_tokens(
+def test_fused_block_gives_the_same_tokens(
     family: str,
-    is_asked: bool,
+    is_fused: bool,
     op: str,
     expected: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if op == "fused_block_in_place":  # prompts here are too short for it
+    if op == "fused_block_in_place":  # prompts here are shorter than its default
         monkeypatch.setattr(fusion, "MAX_SMALL_BATCH", 16)
         monkeypatch.setattr(fusion, "MIN_LARGE_BATCH", 20)
     contract = next(each for each in DENSE if each.name == op)
@@ -138,7 +136,7 @@ def test_a_kernel_of_all_between_two_layers_attention_runs_for_the_rows_it_is_fo
         return apply
 
     monkeypatch.setattr(fused_linear, op, counting)
-    runner = serve_as_transformers_does(family, tmp_path)
-    # Three layers have two places between them; Qwen2's biases have no place in the op.
-    assert num_rows == ([n for n in expected for _ in range(2)] if is_asked else [])
-    assert [planned.layers for planned in runner.kernel_plan.find(op)] == [(0, 1)] * is_asked
+    runner = check_against_transformers(family, tmp_path)
+    # Three layers have two fused blocks. The op takes no biases, which Qwen2 has.
+    assert num_rows == ([n for n in expected for _ in range(2)] if is_fused else [])
+    assert [planned.layers for planned in runner.kernel_plan.find(op)] == [(0, 1)] * is_fused

@@ -1,4 +1,4 @@
-"""A tiny checkpoint of random float32 weights for each family, and transformers' own model of it."""
+"""A tiny random float32 checkpoint of each family, with its transformers model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_reference(family: str, folder: Path, **changes: Any) -> Any:
-    """Write a family's checkpoint and return transformers' model of the same weights; `changes` are of its config."""
+    """Write a family's checkpoint and return its transformers model. `changes` override the configuration."""
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **FAMILIES[family], **changes})
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -18,7 +18,7 @@ from tokenspeed_models.layers import (
 
 
 class LlamaForCausalLM(CausalLM):
-    """The family of `LlamaForCausalLM` checkpoints."""
+    """`LlamaForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
         c = read_llama(config)

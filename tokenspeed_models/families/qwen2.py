@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: Llama's decoder with biases on queries, keys and values, and windows in upper layers."""
+"""Qwen2 and 2.5: like Llama, with biases on queries, keys and values, and sliding windows in upper layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_models.layers import (
 
 
 class Qwen2ForCausalLM(CausalLM):
-    """The family of `Qwen2ForCausalLM` checkpoints."""
+    """`Qwen2ForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
         c = read_qwen2(config)

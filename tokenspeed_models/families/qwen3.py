@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys are normalised per head before they are rotated; windows in upper layers."""
+"""Qwen3: normalised queries and keys, and sliding windows in upper layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_models.layers import (
 
 
 class Qwen3ForCausalLM(CausalLM):
-    """The family of `Qwen3ForCausalLM` checkpoints."""
+    """`Qwen3ForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
         c = read_qwen3(config)

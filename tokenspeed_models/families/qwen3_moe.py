@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and a mixture of experts in place of the MLP in most layers."""
+"""Qwen3-MoE: like Qwen3, with a mixture of experts instead of the MLP in most layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenspeed_models.layers import (
 
 
 class Qwen3MoeForCausalLM(CausalLM):
-    """The family of `Qwen3MoeForCausalLM` checkpoints."""
+    """`Qwen3MoeForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
         c = read_qwen3_moe(config)
@@ -58,14 +58,14 @@ class Qwen3MoeForCausalLM(CausalLM):
 
 
 def _mlp(c: DecoderConfig, layer: int, build: BuildContext, config: Mapping[str, Any]) -> MLP | MoE:
-    """Return a layer's experts, or its MLP where the configuration keeps it dense."""
+    """Return the experts of a layer, or its MLP if it is dense."""
     if c.moe is None or layer not in c.moe.layers:
         return MLP(
             build_for_module(build, config, layer, "mlp"), c.hidden_size, c.intermediate_size
         )
-    part = build_for_module(build, config, layer, "mlp", num_experts=c.moe.num_experts)
+    build = build_for_module(build, config, layer, "mlp", num_experts=c.moe.num_experts)
     return MoE(
-        part,
+        build,
         c.hidden_size,
         c.moe.intermediate_size,
         num_experts=c.moe.num_experts,

@@ -121,7 +121,7 @@ def _find_block(
 ) -> FusedBlock | None:
     """Return the fused block between two layers, or None if they do not fit the pattern or no kernel fits them.
 
-    The fused ops take no biases, no quantised weights and no experts, and one epsilon for both norms. Subclasses may
+    The fused ops take no biases, no quantized weights and no experts, and one epsilon for both norms. Subclasses may
     compute something else, so that only the classes themselves match.
     """
     out, mlp, qkv = layer.attention.out, layer.mlp, next_layer.attention.qkv

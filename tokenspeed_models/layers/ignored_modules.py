@@ -1,4 +1,4 @@
-"""Modules that a quantised checkpoint keeps unquantised: the attention or the MLP of some or all layers."""
+"""Modules that a quantized checkpoint keeps unquantized: the attention or the MLP of some or all layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_for_module(
 ) -> BuildContext:
     """Return the context to build a layer's "self_attn" or "mlp" with: without quantization if it is ignored.
 
-    Raises ValueError if the checkpoint's `config` quantises only some of the module's linear layers.
+    Raises ValueError if the checkpoint's `config` quantizes only some of the module's linear layers.
     """
     if build.quantization is None:
         return build

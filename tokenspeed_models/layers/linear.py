@@ -1,4 +1,4 @@
-"""Linear layers: one GEMM for all projections that share an input, quantised if the build says so."""
+"""Linear layers: one GEMM for all projections that share an input, quantized if the build says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_models.layers.quantized_weight import QuantizedWeight
 from tokenspeed_models.weights import Shard, WeightSlot
 
 Activation = torch.Tensor | tuple[torch.Tensor, ...]
-"""The input of a linear layer: x [T, in], or the quantised x with its scales."""
+"""The input of a linear layer: x [T, in], or the quantized x with its scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Linear:
 
     @property
     def operands(self) -> tuple[torch.Tensor | None, ...]:
-        """The arguments that a fused op takes for this layer: weight, scale (if quantised), bias or None."""
+        """The arguments that a fused op takes for this layer: weight, scale (if quantized), bias or None."""
         if self.scale is None:
             return self.weight, self.bias
         return self.weight, self.scale, self.bias
@@ -84,7 +84,7 @@ class Linear:
         return result
 
     def _multiply(self, *operands: torch.Tensor) -> torch.Tensor:
-        """Return the product of quantised operands, plus the bias."""
+        """Return the product of quantized operands, plus the bias."""
         result: torch.Tensor
         scales = None if self.quantized_weight is None else self.quantized_weight.tensor_scales
         if scales is None or scales.is_uniform:

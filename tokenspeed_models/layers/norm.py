@@ -42,7 +42,7 @@ class RMSNorm:
     def add_quantize(
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[Activation, torch.Tensor]:
-        """Like `add`, but quantise the normalised sum too if the quantization method has an op for that."""
+        """Like `add`, but quantize the normalised sum too if the quantization method has an op for that."""
         if self._add_norm_quantize is None:
             return self.add(x, residual)
         y, scale, residual = self._add_norm_quantize(x, residual, self.weight, self.eps)

@@ -16,8 +16,8 @@ from tokenspeed_models.weights import OnlineQuantization, Shard, WeightSlot
 class QuantizedWeight:
     """A weight [O, I], or the weights [E, O, I] of E experts, stored as a quantization method defines.
 
-    An unquantised weight of a checkpoint is quantised on the device as it is loaded, one weight at a time. Methods
-    with per-tensor scales need a checkpoint that is already quantised.
+    An unquantized weight of a checkpoint is quantized on the device as it is loaded, one weight at a time. Methods
+    with per-tensor scales need a checkpoint that is already quantized.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class QuantizedWeight:
     def stacked_slots(
         self, name: str, shard: Shard, replaces: tuple[str, ...]
     ) -> Iterator[WeightSlot]:
-        """List the slot of the one tensor that holds the unquantised weights of all experts in newer checkpoints."""
+        """List the slot of the one tensor that holds the unquantized weights of all experts in newer checkpoints."""
         if self.tensor_scales is None:
             online = OnlineQuantization(
                 self._dtype, self._store_experts, self.scale, f"{name}_scale"
@@ -105,12 +105,12 @@ class QuantizedWeight:
             yield WeightSlot(name, self.values, shard, replaces=replaces, quantization=online)
 
     def _store_experts(self, weights: torch.Tensor) -> None:
-        """Quantise the weights [E, O, I] of all experts into this weight, one expert at a time."""
+        """Quantize the weights [E, O, I] of all experts into this weight, one expert at a time."""
         for values, scale, weight in zip(self.values, self.scale, weights, strict=True):
             self._store(values, scale, weight)
 
     def _store(self, values: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> None:
-        """Quantise a weight into `values` and `scale`."""
+        """Quantize a weight into `values` and `scale`."""
         quantized, quantized_scale = self._quantize(weight)
         values.copy_(quantized)
         scale.copy_(quantized_scale)

@@ -1,6 +1,6 @@
 """Rotary position tables for every scaling in `RopeConfig`.
 
-Frequencies are computed on the CPU in float32, whatever the device, so that a model rotates alike everywhere.
+Frequencies are computed on the CPU in float32, so that all devices use the same values.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from tokenspeed_models.rope_config import LinearScaling, Llama3Scaling, RopeConf
 
 
 def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:
-    """Return float32 [max_positions, size] on the device: a row is size/2 cosines, then size/2 sines."""
+    """Return the table, float32 [max_positions, size]: size/2 cosines, then size/2 sines."""
     table = torch.empty(rope.max_positions, rope.size, dtype=torch.float32, device=device)
+    # A plan needs no values, and torch would import its compiler to compute them on the meta device.
     if table.is_meta:
-        return table  # a plan has no values, and asking torch for these would have it import its compiler
+        return table
     frequencies, factor = inverse_frequencies(rope)
     positions = torch.arange(rope.max_positions, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies.to(device))
@@ -27,7 +28,7 @@ def rotary_table(rope: RopeConfig, device: torch.device) -> torch.Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Return radians per position, float32 [size / 2], and the factor on cosines and sines."""
+    """Return radians per position, float32 [size / 2], and the factor of cosines and sines."""
     exponents = torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
     wavelengths = rope.theta**exponents  # over 2 pi, in positions
     match rope.scaling:
@@ -42,7 +43,7 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Divide low frequencies, keep high ones, blend between, by the turns made in the original context."""
+    """Divide low frequencies, keep high ones and interpolate between them, by rotations over the original context."""
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = blend.clamp(0.0, 1.0)
@@ -50,10 +51,10 @@ def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 
 def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, scaling: YarnScaling) -> torch.Tensor:
-    """Blend kept and divided frequencies along a ramp over the dimensions (arXiv:2309.00071, section 3.2)."""
+    """Interpolate between kept and divided frequencies along a ramp over the dimensions (arXiv:2309.00071, 3.2)."""
 
     def dimension(num_turns: float) -> float:
-        # where a pair makes so many turns over the original context
+        # The dimension that makes `num_turns` rotations over the original context.
         length = scaling.original_max_positions / (num_turns * 2 * math.pi)
         return rope.size * math.log(length) / (2 * math.log(rope.theta))
 
@@ -61,19 +62,19 @@ def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, scaling: YarnScaling) -> 
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.size - 1)
-    width = high - low if high != low else 0.001  # a ramp of no width is a step
+    width = high - low if high != low else 0.001  # avoids a division by zero
     ramp = ((torch.arange(rope.size // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
     return 1.0 / (scaling.factor * wavelengths) * ramp + 1.0 / wavelengths * (1 - ramp)
 
 
 def _yarn_attention_factor(scaling: YarnScaling) -> float:
-    """Return the stated factor, or the paper's, or the ratio of the two `mscale` forms."""
+    """Return the configured factor, else the ratio of the two `mscale` forms, else the paper's default."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def grown(mscale: float) -> float:
+    def scaled(mscale: float) -> float:
         return 1.0 if scaling.factor <= 1 else 0.1 * mscale * math.log(scaling.factor) + 1.0
 
     if scaling.mscale and scaling.mscale_all_dim:
-        return grown(scaling.mscale) / grown(scaling.mscale_all_dim)
-    return grown(1.0)
+        return scaled(scaling.mscale) / scaled(scaling.mscale_all_dim)
+    return scaled(1.0)

@@ -1,1 +1,1 @@
-"""Readers of weights, one module per load format, each a `WeightReader`."""
+"""Weight readers, one module per load format. Each has a `WeightReader`."""

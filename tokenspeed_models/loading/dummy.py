@@ -1,4 +1,4 @@
-"""Random weights of a model's shapes, made on its own device: for measuring without a checkpoint."""
+"""Random weights for benchmarks without a checkpoint, generated on the model's device."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from tokenspeed_core.api import Model
 from tokenspeed_models.weights import WeightMap, WeightSlot
 
 _SEED = 0
-_DEVIATION = (
-    0.02  # keeps activations of deep models finite in float16, as trained initialisations do
-)
-_FACTOR = 0.007  # over all values of an operand: random codes of e2m1, of deviation 3, become weights of _DEVIATION
+_DEVIATION = 0.02  # a usual initialisation; keeps the activations of deep models finite in float16
+# Random e2m1 values have a deviation of about 3, so that this per-tensor scale gives weights of _DEVIATION.
+_TENSOR_SCALE = 0.007
 
 
 def read_dummy(
     path: str, model: Model, report: Callable[[int, int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield normal weights (or random codes), norms of one, biases of zero; the same values in every run on a device.
+    """Yield normal weights (or random quantized values), norms of one and biases of zero; the same in every run.
 
-    Raises ValueError if the model shows no weight map. `path` is not read.
+    Raises ValueError if the model has no `weight_map`. `path` is not read.
     """
     weight_map: Callable[[], WeightMap] | None = getattr(model, "weight_map", None)
     if weight_map is None:
         raise ValueError(
-            f"{type(model).__name__} has no weight_map() to take shapes from, so load format "
-            "dummy cannot fill it; use its checkpoint"
+            f"--load-format dummy: {type(model).__name__} has no weight_map(). Use another load format."
         )
     slots = list(weight_map())
     done, total = 0, sum(slot.target.nbytes for slot in slots)
@@ -42,13 +40,15 @@ def read_dummy(
 
 
 def _fill(slot: WeightSlot, generator: torch.Generator) -> torch.Tensor:
-    """Return one weight, new, of the slot's shape and device, in the type that it takes."""
+    """Return a new tensor of the slot's shape, device and dtype."""
     if slot.kind == "norm":
         return torch.ones_like(slot.target)
     if slot.kind == "bias":
         return torch.zeros_like(slot.target)
     if slot.kind == "scale":
-        return torch.full_like(slot.target, _FACTOR if slot.target.dtype == torch.float32 else 1.0)
+        return torch.full_like(
+            slot.target, _TENSOR_SCALE if slot.target.dtype == torch.float32 else 1.0
+        )
     if slot.kind == "quantized":
         return torch.randint(
             0,

@@ -1,4 +1,4 @@
-"""Reads PyTorch checkpoints, unpickling nothing but tensors (`weights_only`)."""
+"""Reads PyTorch checkpoints with `weights_only=True`, which unpickles only tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_pt(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, tensor) pairs of a checkpoint, shard by shard; zip archives are memory-mapped.
 
-    Raises ValueError if a shard is missing, damaged, or holds anything but a flat mapping of tensors.
+    Raises ValueError if a shard is missing, damaged, or not a flat mapping of names to tensors.
     """
     files = find_shards(path, _FILES)
     done, total = 0, sum(file.stat().st_size for file in files)
@@ -36,7 +36,7 @@ def read_pt(
 
 
 def _load(file: Path) -> dict[str, torch.Tensor]:
-    """Open one file. The format of before torch 1.6 is no zip archive, and cannot be mapped."""
+    """Load one file. Files of torch before 1.6 are not zip archives and cannot be memory-mapped."""
     try:
         content = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
@@ -44,13 +44,13 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{file} cannot be read ({reason}): it is damaged, or holds more than tensors; "
-            "use safetensors files instead"
+            f"{file} cannot be read: {reason}. The file is damaged, or contains more than tensors. Use "
+            "safetensors files instead."
         ) from error
     if not isinstance(content, Mapping) or any(
         not torch.is_tensor(item) for item in content.values()
     ):
         raise ValueError(
-            f"{file} holds no flat mapping of names to tensors; use safetensors files instead"
+            f"{file} is not a flat mapping of names to tensors. Use safetensors files instead."
         )
     return dict(content)

@@ -1,4 +1,4 @@
-"""Reads safetensors files, memory-mapped: a tensor's bytes are read when it is copied to its place."""
+"""Reads safetensors files, memory-mapped: the bytes of a tensor are read when it is copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_safetensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, tensor) pairs of a checkpoint, shard by shard, as views of mapped files.
 
-    Raises ValueError if a shard is missing, cut short or no safetensors file.
+    Raises ValueError if a shard is missing, truncated or not a safetensors file.
     """
     files = find_shards(path, _FILES)
     done, total = 0, sum(file.stat().st_size for file in files)
@@ -26,14 +26,14 @@ def read_safetensors(
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as shard:
-                for name in shard.keys():  # noqa: SIM118  (the file is no mapping)
+                for name in shard.keys():  # noqa: SIM118 (safe_open is not iterable)
                     tensor = shard.get_tensor(name)
                     yield name, tensor
                     done += tensor.nbytes
                     report(done, total)
         except SafetensorError as error:
             raise ValueError(
-                f"{file} cannot be read ({error}); it is cut short or damaged: "
-                "copy or download it again"
+                f"{file} cannot be read: {error}. The file is truncated or damaged. Copy or download it "
+                "again."
             ) from error
     report(total, total)

@@ -1,4 +1,4 @@
-"""Finding the files of a checkpoint, whole or in shards, and saying which one is missing."""
+"""Finds the weight files of a checkpoint, in one piece or in shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """How a format names its files: the one of a whole checkpoint, and further patterns of it."""
+    """The file names of a format: that of an unsharded checkpoint, and glob patterns of others."""
 
     single: str
     patterns: tuple[str, ...]
@@ -21,9 +21,8 @@ class FileKind:
 def find_shards(path: str, kind: FileKind) -> tuple[Path, ...]:
     """Return a checkpoint's weight files, in order.
 
-    An index file decides where there is one; else the single file, else a complete set of numbered shards,
-    else the only file that fits a pattern. Raises ValueError, in one line, if a shard is missing, nothing
-    fits, or several files fit and none is preferred.
+    Takes the files of an index if there is one, else the single file, else a complete set of numbered shards, else the
+    only file that matches a pattern. Raises ValueError if a shard is missing, or no or several files match.
     """
     folder = Path(path)
     index = folder / f"{kind.single}.index.json"
@@ -40,26 +39,30 @@ def find_shards(path: str, kind: FileKind) -> tuple[Path, ...]:
     if found:
         names = ", ".join(file.name for file in found)
         raise ValueError(
-            f"{path} holds several weight files ({names}) and no {kind.single} or index; "
-            "keep one set of them"
+            f"{path} has several weight files ({names}) but no {kind.single} and no index. Remove all "
+            "but one set."
         )
-    raise ValueError(f"{path} holds no {' or '.join((kind.single, *kind.patterns))}")
+    raise ValueError(
+        f"{path} has no weight files. Looked for: {', '.join((kind.single, *kind.patterns))}."
+    )
 
 
 def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
-    """Return the files that an index names."""
+    """Return the files that an index lists."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is no weight index ({error!r}); download it again") from error
+        raise ValueError(
+            f"{index} is not a weight index ({error!r}). Download it again."
+        ) from error
     _require(folder, names, index.name)
     return tuple(folder / name for name in names)
 
 
 def _numbered(folder: Path, shards: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Return numbered shards, complete."""
+    """Return all numbered shards of the set that the first one belongs to."""
     match = _SHARD.match(shards[0].name)
-    assert match is not None, "shards were chosen by this pattern"
+    assert match is not None
     count = int(match["count"])
     names = [
         f"{match['stem']}-{index:05}-of-{count:05}{match['suffix']}"
@@ -70,10 +73,10 @@ def _numbered(folder: Path, shards: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _require(folder: Path, names: list[str], source: str) -> None:
-    """Raise ValueError naming the files that are not there."""
+    """Raise ValueError naming the files that do not exist."""
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(
-            f"{folder} lacks {', '.join(missing)}, of the {len(names)} files that {source} "
-            "calls for; copy or download the checkpoint again"
+            f"{folder} lacks {', '.join(missing)} of the {len(names)} files in {source}. Copy or "
+            "download the checkpoint again."
         )

@@ -1,4 +1,4 @@
-"""The Mistral family: its descriptor. Imports no tensor library."""
+"""The descriptor of the Mistral family. Imports no tensor library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Mistral `config.json` says. Imports no tensor library."""
+"""Reads and describes a Mistral `config.json`. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from tokenspeed_models.describe import model_info
 
 
 def read_mistral(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read a configuration. One window holds for all layers; a null one means none.
+    """Read a configuration. All layers have the same window; null means none.
 
-    Configurations of before the window was a key mean 4096 tokens, as transformers reads them. Raises
-    ValueError naming the key.
+    If the key is missing the window is 4096 tokens, as in transformers. Raises ValueError naming the key.
     """
     keys = ConfigReader(config)
-    keys.refuse(
-        "layer_types", "windows by layer belong to Ministral, which this family does not serve"
-    )
-    is_open = "sliding_window" in config and config["sliding_window"] is None
-    window = None if is_open else keys.integer("sliding_window", 4096)
+    keys.refuse("layer_types", "Ministral, with a window per layer, is another family")
+    has_no_window = "sliding_window" in config and config["sliding_window"] is None
+    window = None if has_no_window else keys.integer("sliding_window", 4096)
     return read_decoder(
         config,
         "MistralForCausalLM",

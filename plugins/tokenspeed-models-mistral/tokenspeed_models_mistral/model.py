@@ -1,4 +1,4 @@
-"""Mistral: Llama's decoder with a sliding window over all layers."""
+"""Mistral: like Llama, with a sliding window in all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_models_mistral.describe import read_mistral
 
 
 class MistralForCausalLM(CausalLM):
-    """The family of `MistralForCausalLM` checkpoints."""
+    """`MistralForCausalLM` checkpoints."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext) -> None:
         c = read_mistral(config)

@@ -1,0 +1,164 @@
+"""Reading `quantization_config`: the method of a checkpoint, and the modules it ignores."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from block_scaled import FORMATS, MODELOPT, compressed_config
+from fine_grained import STORED as FINE_GRAINED
+from quantized_build import PER_CHANNEL
+
+from tokenspeed_models.quantization_config import ignored_modules, read_quantization
+
+
+def check_refused(config: dict[str, Any]) -> None:
+    """Check that the error lists all supported formats."""
+    with pytest.raises(ValueError, match=r"quantization_config.*FP8.*MXFP8.*NVFP4"):
+        read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"ignore": []},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+        {
+            "ignore": [
+                "lm_head",
+                "model.layers.0.mlp.gate",
+                "re:.*mlp.gate$",
+                "model.embed_tokens",
+                "*.mlp.gate.*",
+            ]
+        },
+    ],
+)
+def test_mxfp8_and_nvfp4_of_both_writers_are_read(form: str, changes: dict[str, Any]) -> None:
+    older_modelopt = {**MODELOPT[form], "quant_method": "modelopt_fp4"}
+    for config in (compressed_config(form), MODELOPT[form], older_modelopt):
+        assert read_quantization({"quantization_config": {**config, **changes}}) == form
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant_algo": "NVFP4_AWQ", "format": "pack-quantized"},
+        {"transform_config": {"config_groups": {"R1": {}}}, "quant_algo": "W4A16_NVFP4"},
+        {"kv_cache_scheme": {"num_bits": 4, "type": "float", "dynamic": False}},
+        {"quant_method": "other"},
+        {
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"group_size": 64},
+                    "input_activations": None,
+                }
+            }
+        },
+        {"config_groups": {"a": {"targets": ["Linear"]}, "b": {"targets": ["Embedding"]}}},
+        {
+            "config_groups": {
+                "a": {
+                    **compressed_config("nvfp4")["config_groups"]["group_0"],
+                    "targets": ["Embedding"],
+                }
+            }
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", FORMATS)
+def test_unsupported_mxfp8_and_nvfp4_are_refused(form: str, changes: dict[str, Any]) -> None:
+    for config in (compressed_config(form), MODELOPT[form]):
+        check_refused({**config, **changes})
+
+
+def test_fp8_with_a_quantized_head_is_refused() -> None:
+    assert read_quantization({"quantization_config": PER_CHANNEL}) == "fp8"
+    check_refused({**PER_CHANNEL, "ignore": ["re:.*mlp.gate$"]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "modules_to_not_convert": [
+                "lm_head",
+                "model.embed_tokens",
+                "model.norm",
+                "model.layers.0.self_attn.q_norm",
+            ]
+        },
+        {"modules_to_not_convert": None, "scale_fmt": "float"},
+        {"ignored_layers": ["lm_head"]},
+    ],
+)
+def test_fine_grained_fp8_is_read(changes: dict[str, Any]) -> None:
+    assert read_quantization({"quantization_config": {**FINE_GRAINED, **changes}}) == "fp8-block"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_block_size": [64, 128]},
+        {"weight_block_size": None},
+        {"activation_scheme": "static"},
+        {"scale_fmt": "ue8m0"},
+        {"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]},
+        {"modules_to_convert": ["embed_tokens"]},
+        {"quant_method": "mxfp4"},
+        {"fmt": "e5m2"},
+    ],
+)
+def test_unsupported_fine_grained_fp8_is_refused(changes: dict[str, Any]) -> None:
+    check_refused({**FINE_GRAINED, **changes})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("model.layers.1", ["model.layers.1.mlp.up_proj"]),
+        ("model.layers.1.mlp.gate", []),
+        ("lm_head", []),
+        ("*.mlp.*", ["model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj"]),
+        ("re:up_proj", []),
+        ("model.layers.1*", ["model.layers.1.mlp.up_proj", "model.layers.10.mlp.up_proj"]),
+        (r"re:.*layers\.1\d\.", ["model.layers.10.mlp.up_proj"]),
+    ],
+)
+def test_ignored_modules_match_like_the_writers(pattern: str, matched: list[str]) -> None:
+    names = [
+        "model.layers.1.mlp.up_proj",
+        "model.layers.10.mlp.up_proj",
+        "model.layers.2.self_attn.q_proj",
+    ]
+    for config in ({"ignore": [pattern]}, {"quantization": {"exclude_modules": [pattern]}}):
+        assert ignored_modules({"quantization_config": config}, names) == matched
+    groups = {"config_groups": {"group_0": {"targets": [pattern]}}}
+    others = [name for name in names if name not in matched]
+    assert ignored_modules({"quantization_config": groups}, names) == others
+    assert ignored_modules({}, names) == []
+
+
+def test_patterns_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    real = re.compile
+    monkeypatch.setattr(
+        re, "compile", lambda pattern, flags=0: compiled.append(pattern) or real(pattern, flags)
+    )
+    # more than the cache of `re` holds
+    patterns = [rf"re:once\.{layer}\." for layer in range(600)]
+    config = {"quantization_config": {"ignore": patterns}}
+    for layer in range(3):
+        ignored_modules(config, [f"once.{layer}.mlp.up_proj"])
+    assert sum("once" in pattern for pattern in compiled) == len(patterns)
+
+
+def test_invalid_regular_expression_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'re:\('"):
+        ignored_modules({"quantization_config": {"ignore": ["re:("]}}, [])
