@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 TOKENSPEED = str(Path(sys.executable).with_name("tokenspeed"))
 
@@ -14,15 +17,14 @@ def test_the_default_distributions_are_installed_and_usable() -> None:
     entries = json.loads(
         subprocess.check_output([TOKENSPEED, "plugins", "list", "--json"], text=True)
     )
-    assert {entry["distribution"] for entry in entries} >= {
-        "tokenspeed-kernels",
-        "tokenspeed-models",
-        "tokenspeed-demo",
-        "tokenspeed-bench",
-        "tokenspeed-chat",
-        "tokenspeed-parsers",
-        "tokenspeed-plugin-tools",
+    requirements = map(Requirement, requires("tokenspeed-core") or ())
+    default = {
+        each.name
+        for each in requirements
+        if each.marker is not None and each.marker.evaluate({"extra": "default"})
     }
+    assert default
+    assert {entry["distribution"] for entry in entries} >= default
     assert {entry["status"] for entry in entries} == {"ok"}
     assert not any(entry["origin"].startswith("editable") for entry in entries)
 
