@@ -253,7 +253,7 @@ def test_finished_requests_are_logged(server: Running, client: httpx.Client) -> 
     streamed = events(client, "/v1/completions", body)[0]["id"]
     for each in (whole, streamed):
         line = f"{each}: length; 3 prompt tokens (2 cached), 3 output tokens"
-        wait_until(lambda line=line: line in server.said(), 2, line)
+        wait_until(lambda line=line: line in server.said(), 60, line)
 
 
 def test_stream_interval_groups_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
