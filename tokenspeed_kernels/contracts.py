@@ -5,7 +5,7 @@ Imports no tensor library.
 
 from __future__ import annotations
 
-from tokenspeed_core.api import DOTS, EXACT, OpContract, Quantization, Tolerance
+from tokenspeed_core.api import DOTS, OpContract, OpReference, Quantization, Tolerance
 
 _INPUTS = "tokenspeed_kernels.inputs"
 _REFERENCE = "tokenspeed_kernels.reference"
@@ -231,49 +231,23 @@ ROPE_CACHE = (
     _write("qk_norm_rope", "q_weight [D], k_weight [D], eps, positions, cos_sin, interleaved"),
 )
 
-STEP = (
-    OpContract(
-        "note_tokens",
-        "sampling",
-        "(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None: ids and "
-        "last_token[slots] are set to chosen, clamped to [0, V - 1]; but ids is -1 where the logit of the chosen token "
-        "is not finite",
-        {"vocab_size": "vocabulary size V"},
-        f"{_REFERENCE}.sampling:note_tokens",
-        f"{_INPUTS}:note_tokens",
-        EXACT,
-        mutates=("last_token", "ids"),
-        rows=("logits", "chosen", "slots", "ids"),
-        cases=({"vocab_size": 300}, {"vocab_size": 5000}),
-    ),
-    OpContract(
-        "advance_rows",
-        "cache",
-        "(state int32 [W], words int64 [U], values int32 [U], slots int64 [R], advance int32 [R], token_ids int64 "
-        "[D], positions int64 [D], seq_lens int32 [R], ends int64 [R], first, num_slots) -> None: set state[words] = "
-        "values. From index `first`, state holds num_slots last tokens, then num_slots lengths. Copy the last tokens "
-        "and lengths of the first D slots to token_ids and positions. Add advance to the lengths of all R slots, and "
-        "copy them to seq_lens and ends. Repeated slots have advance 0, repeated words equal values",
-        {},
-        f"{_REFERENCE}.cache:advance_rows",
-        f"{_INPUTS}:advance_rows",
-        EXACT,
-        mutates=("state", "token_ids", "positions", "seq_lens", "ends"),
-        cases=({},),
-    ),
-    OpContract(
-        "map_tokens",
-        "cache",
-        "(table int32 [N, B], slots int64 [R], token_slots int64 [T], positions int64 [T], rows int32 [R, B], mapping "
-        "int64 [T]) -> None: rows = table[slots]; mapping = table[token_slots, positions // block_size] * block_size "
-        "+ positions % block_size",
-        {"block_size": "tokens per block"},
-        f"{_REFERENCE}.cache:map_tokens",
-        f"{_INPUTS}:map_tokens",
-        EXACT,
-        mutates=("rows", "mapping"),
-        cases=({"block_size": 16}, {"block_size": 24}),
-    ),
+_CORE_INPUTS = {
+    "attention": "tokenspeed_testing.attention:make_fixture",
+    **{op: f"tokenspeed_testing.inputs:{op}" for op in ("write_kv", "greedy", "sample")},
+    **{op: f"{_INPUTS}:{op}" for op in ("note_tokens", "advance_rows", "map_tokens")},
+}
+_CORE_MODULES = {
+    "attention": "attention",
+    "write_kv": "cache",
+    "advance_rows": "cache",
+    "map_tokens": "cache",
+    "greedy": "sampling",
+    "sample": "sampling",
+    "note_tokens": "sampling",
+}
+CORE_REFERENCES = tuple(
+    OpReference(op, f"{_REFERENCE}.{module}:{op}", _CORE_INPUTS[op])
+    for op, module in _CORE_MODULES.items()
 )
 
 _MOE = {"num_experts": "experts E", "top_k": "experts per token, k"}

@@ -108,11 +108,8 @@ def test_wrong_reference_is_left_out(install: Install, tmp_path: Path, spec: str
     catalog = discover(found)
     assert installed_kernels(catalog) == ()
     (entry,) = catalog.all()
-    assert (entry.status, entry.reason) == (
-        Status.FAILED,
-        "reference=True, but claims:make is not the reference of greedy: "
-        "tokenspeed_kernels.reference.sampling:greedy",
-    )
+    assert entry.status is Status.FAILED
+    assert "claims:make is not the reference of greedy" in entry.reason
 
 
 def test_plugin_provides_op_and_reference(install: Install, tmp_path: Path) -> None:

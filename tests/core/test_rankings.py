@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from tokenspeed_core.api.kernels import AutoDistribution, Capability, KernelSpec, Ranking
-from tokenspeed_core.api.ops import common_ops
+from tokenspeed_core.api.ops import OpReference
 from tokenspeed_core.errors import PluginError
-from tokenspeed_core.kernels.installed import installed_kernels, installed_rankings
+from tokenspeed_core.kernels.installed import installed_kernels, installed_ops, installed_rankings
 from tokenspeed_core.plugins import Catalog, Selection, Status
 
 RANKINGS = (Ranking("attention", "decode", (9, 0), (("fast", "1.1 times the floor"),)),)
 VENDORS = (AutoDistribution("vendor-kernels"),)
 KERNEL = KernelSpec("greedy", "fast", Capability(("cpu",), ("float32",)), "builtins:print")
-REFERENCE = KernelSpec(
-    "greedy", "slow", KERNEL.capability, common_ops()["greedy"].reference, reference=True
-)
+REFERENCE = KernelSpec("greedy", "slow", KERNEL.capability, "references:greedy", reference=True)
+GREEDY = OpReference("greedy", "references:greedy", "references:inputs")
 
 
 def discover(folder: Path, *names: str, strict: bool = False, entries: str = "") -> Catalog:
@@ -75,6 +74,16 @@ def test_third_party_kernels_need_a_ranking(
 
 
 def test_third_party_reference_needs_no_ranking(tmp_path: Path) -> None:
+    ops = f"[tokenspeed.ops]\ncore = {__name__}:GREEDY [api1]\n"
     kernels = f"[tokenspeed.kernels.sampling]\nslow = {__name__}:REFERENCE [api1]\n"
+    discover(tmp_path, "tokenspeed-kernels", entries=ops)
     (kernel,) = installed_kernels(discover(tmp_path, "acme-kernels", entries=kernels))
     assert not kernel.needs_ranking
+
+
+def test_third_party_cannot_define_the_reference_of_a_core_op(tmp_path: Path) -> None:
+    ops = f"[tokenspeed.ops]\ncore = {__name__}:GREEDY [api1]\n"
+    catalog = discover(tmp_path, "acme-kernels", entries=ops)
+    assert installed_ops(catalog)["greedy"].reference == ""
+    (entry,) = (each for each in catalog.all() if each.kind == "ops")
+    assert entry.status is Status.FAILED

@@ -39,7 +39,7 @@ from tokenspeed_core.api.models import (
     Rotation,
     WeightReader,
 )
-from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, Problem, Tolerance
+from tokenspeed_core.api.ops import DOTS, EXACT, OpContract, OpReference, Problem, Tolerance
 from tokenspeed_core.api.parsers import ParserContext, ParserSpec, ReplyEvent, ReplyParser
 from tokenspeed_core.api.policy import Candidate, Decision, Limits, Policy, Room, View
 
@@ -68,6 +68,7 @@ __all__ = [
     "ModelInfo",
     "ModelSpec",
     "OpContract",
+    "OpReference",
     "ParserContext",
     "ParserSpec",
     "PlatformInfo",

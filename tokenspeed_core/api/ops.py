@@ -10,7 +10,7 @@ may be strided in all but their last dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -48,7 +48,7 @@ class OpContract:
     `axes` maps each axis of the problem to its meaning (`dtype` is always one); `mutates` are arguments written in
     place; `rows` are arguments with a leading axis of independent rows; `errors` says when an implementation may raise;
     `reference` and `inputs` are "module:function": the reference implementation, and a generator of inputs for a
-    problem. `parts` are the ops that a fused op composes, in order; they run if no kernel of the fused op fits. `cases`
+    problem (of the core's own ops, an OpReference names them). `parts` are the ops that a fused op composes, in order; they run if no kernel of the fused op fits. `cases`
     are problems, without their dtype, for the conformance kit.
     """
 
@@ -86,6 +86,18 @@ class OpContract:
         raise KeyError(f"op {self.name!r} has no tolerance for {dtype}")
 
 
+@dataclass(frozen=True, slots=True)
+class OpReference:
+    """The reference implementation and input generator of one of the core's ops.
+
+    The kernels' default distribution declares them in an entry of `tokenspeed.ops`; see `OpContract`.
+    """
+
+    op: str
+    reference: str
+    inputs: str
+
+
 _SAMPLING = {"vocab_size": "entries of a row of logits, V"}
 _KV = {
     "num_kv_heads": "key heads K",
@@ -102,8 +114,8 @@ _CONTRACTS = (
         "is block * block_size + offset, and -1 is skipped; values beyond kv_dtype become its largest; caches are "
         "strided on B",
         _KV,
-        "tokenspeed_kernels.reference.cache:write_kv",
-        "tokenspeed_testing.inputs:write_kv",
+        "",
+        "",
         EXACT,
         mutates=("k_cache", "v_cache"),
         rows=("k", "v", "slots"),
@@ -119,8 +131,8 @@ _CONTRACTS = (
             "scale": "factor of the scores",
             "window": "number of visible positions, including the query's own; None: all",
         },
-        "tokenspeed_kernels.reference.attention:attention",
-        "tokenspeed_testing.attention:make_fixture",
+        "",
+        "",
         DOTS,
     ),
     OpContract(
@@ -128,8 +140,8 @@ _CONTRACTS = (
         "sampling",
         "(logits [S, V]) -> ids int64 [S]: the largest, the lowest id among equals",
         _SAMPLING,
-        "tokenspeed_kernels.reference.sampling:greedy",
-        "tokenspeed_testing.inputs:greedy",
+        "",
+        "",
         EXACT,
         rows=("logits",),
     ),
@@ -141,10 +153,52 @@ _CONTRACTS = (
         "keeps all; the token is where the cumulative probability, in descending order and by lower id among equals, "
         "passes a uniform number that depends on seed and position alone",
         _SAMPLING,
-        "tokenspeed_kernels.reference.sampling:sample",
-        "tokenspeed_testing.inputs:sample",
+        "",
+        "",
         EXACT,
         rows=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "positions"),
+    ),
+    OpContract(
+        "note_tokens",
+        "sampling",
+        "(logits [S, V], chosen int64 [S], slots int64 [S], last_token int32 [N], ids int32 [S]) -> None: ids and "
+        "last_token[slots] are set to chosen, clamped to [0, V - 1]; but ids is -1 where the logit of the chosen token "
+        "is not finite",
+        {"vocab_size": "vocabulary size V"},
+        "",
+        "",
+        EXACT,
+        mutates=("last_token", "ids"),
+        rows=("logits", "chosen", "slots", "ids"),
+        cases=({"vocab_size": 300}, {"vocab_size": 5000}),
+    ),
+    OpContract(
+        "advance_rows",
+        "cache",
+        "(state int32 [W], words int64 [U], values int32 [U], slots int64 [R], advance int32 [R], token_ids int64 "
+        "[D], positions int64 [D], seq_lens int32 [R], ends int64 [R], first, num_slots) -> None: set state[words] = "
+        "values. From index `first`, state holds num_slots last tokens, then num_slots lengths. Copy the last tokens "
+        "and lengths of the first D slots to token_ids and positions. Add advance to the lengths of all R slots, and "
+        "copy them to seq_lens and ends. Repeated slots have advance 0, repeated words equal values",
+        {},
+        "",
+        "",
+        EXACT,
+        mutates=("state", "token_ids", "positions", "seq_lens", "ends"),
+        cases=({},),
+    ),
+    OpContract(
+        "map_tokens",
+        "cache",
+        "(table int32 [N, B], slots int64 [R], token_slots int64 [T], positions int64 [T], rows int32 [R, B], mapping "
+        "int64 [T]) -> None: rows = table[slots]; mapping = table[token_slots, positions // block_size] * block_size "
+        "+ positions % block_size",
+        {"block_size": "tokens per block"},
+        "",
+        "",
+        EXACT,
+        mutates=("rows", "mapping"),
+        cases=({"block_size": 16}, {"block_size": 24}),
     ),
 )
 
@@ -154,13 +208,22 @@ def common_ops() -> Mapping[str, OpContract]:
     return MappingProxyType({contract.name: contract for contract in _CONTRACTS})
 
 
-def merge_ops(*more: Iterable[OpContract]) -> Mapping[str, OpContract]:
-    """Return the core's contracts with those of plugins. Raises ValueError for a used name or another type."""
+def merge_ops(*more: Iterable[OpContract | OpReference]) -> Mapping[str, OpContract]:
+    """Return the core's contracts with those of plugins, and with the references of the core's.
+
+    Raises ValueError for a used name, an unknown op or another type.
+    """
     merged = dict(common_ops())
-    for contract in (contract for contracts in more for contract in contracts):
-        if not isinstance(contract, OpContract):
-            raise ValueError(f"{contract!r} is not an OpContract")
-        if contract.name in merged:
-            raise ValueError(f"op {contract.name!r} is already defined; choose another name")
-        merged[contract.name] = contract
+    for each in (each for contracts in more for each in contracts):
+        if isinstance(each, OpReference):
+            contract = merged.get(each.op)
+            if contract is None or contract.reference:
+                raise ValueError(f"op {each.op!r} of a reference is unknown or has one already")
+            merged[each.op] = replace(contract, reference=each.reference, inputs=each.inputs)
+        elif not isinstance(each, OpContract):
+            raise ValueError(f"{each!r} is not an OpContract")
+        elif each.name in merged:
+            raise ValueError(f"op {each.name!r} is already defined; choose another name")
+        else:
+            merged[each.name] = each
     return MappingProxyType(merged)

@@ -10,7 +10,7 @@ from tokenspeed_core.api.kernels import (
     KernelSpec,
     Ranking,
 )
-from tokenspeed_core.api.ops import OpContract, merge_ops
+from tokenspeed_core.api.ops import OpContract, OpReference, merge_ops
 from tokenspeed_core.errors import ConfigError, suggest
 from tokenspeed_core.kernels.overrides import DTYPE_FORMATS, FORMAT_SUFFIX, Override
 from tokenspeed_core.plugins.catalog import Catalog
@@ -68,7 +68,8 @@ def misfit(spec: object, name: str, ops: Mapping[str, OpContract]) -> str:
     if not isinstance(spec, KernelSpec) or spec.backend != name:
         return f"{spec!r} is not a KernelSpec with backend {name!r}"
     if spec.reference and spec.op in ops and spec.load != ops[spec.op].reference:
-        return f"reference=True, but {spec.load} is not the reference of {spec.op}: {ops[spec.op].reference}"
+        reference = ops[spec.op].reference or "no installed plugin declares one"
+        return f"reference=True, but {spec.load} is not the reference of {spec.op}: {reference}"
     return ""
 
 
@@ -83,20 +84,26 @@ def installed_ops(catalog: Catalog) -> Mapping[str, OpContract]:
 
 def _ops_and_owners(catalog: Catalog) -> tuple[Mapping[str, OpContract], dict[str, str]]:
     """Return the op contracts by name, and the distribution of each one that a plugin provides."""
-    found: list[OpContract] = []
+    found: list[OpContract | OpReference] = []
     owners: dict[str, str] = {}
     for entry in catalog.entries("ops"):
         value = catalog.load(entry, object)
         if value is None:
             continue
         contracts = value if isinstance(value, tuple) else (value,)
+        has_reference = any(isinstance(each, OpReference) for each in contracts)
+        if has_reference and entry.distribution not in DEFAULTS:
+            catalog.reject(entry, "only default distributions define references of the core's ops")
+            continue
         try:
             merge_ops(found, contracts)
         except ValueError as error:
             catalog.reject(entry, str(error))
             continue
         found += contracts
-        owners.update((contract.name, entry.distribution) for contract in contracts)
+        for each in contracts:
+            if isinstance(each, OpContract):
+                owners[each.name] = entry.distribution
     return merge_ops(found), owners
 
 
