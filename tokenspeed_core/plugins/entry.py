@@ -24,8 +24,9 @@ class Entry:
     """An entry point of a group `tokenspeed.<kind>`, read from metadata.
 
     `api` is the contract number, None if the entry declares none. `requires_core` is a version
-    specifier, "" for any version. `reason` explains every status but ok. `root` is the folder that holds
-    the distribution's metadata. `traceback` is set if the import failed.
+    specifier, "" for any version. `reason` explains every status but ok. `origin` is "installed",
+    "editable PATH", or the path or URL that pip installed from. `root` is the folder that holds the
+    distribution's metadata. `traceback` is set if the import failed.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Entry:
     requires_core: str
     status: Status
     reason: str
+    origin: str = field(default="installed", compare=False)
     root: str = field(default="", compare=False)
     traceback: str = field(default="", compare=False)
 

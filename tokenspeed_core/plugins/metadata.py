@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint
+from urllib.parse import unquote, urlparse
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -77,6 +79,7 @@ def _entries_of(
     if not name or not version:
         raise ValueError("METADATA lacks a name or a version")
     requires_core = _core_range(metadata.get_all("Requires-Dist") or distribution.requires or ())
+    origin = _origin(distribution)
     root = str(distribution.locate_file(""))
     for point in distribution.entry_points:
         if not point.group.startswith(GROUP_PREFIX):
@@ -91,6 +94,7 @@ def _entries_of(
             requires_core=requires_core,
             status=Status.OK,
             reason="",
+            origin=origin,
             root=root,
         )
         if refusal := selection.refusal(entry.scopes):
@@ -122,6 +126,16 @@ def _misfit(entry: Entry, core_version: str) -> str:
     if kind.is_unique and (entry.name.startswith("-") or not is_typable):
         return f"the name {entry.name!r} cannot be typed as a flag's value"
     return ""
+
+
+def _origin(distribution: Distribution) -> str:
+    """Return where pip installed a distribution from, according to its record of direct installs."""
+    record = json.loads(distribution.read_text("direct_url.json") or "{}")
+    url = str(record.get("url", ""))
+    path = unquote(urlparse(url).path) if url.startswith("file:") else url
+    if record.get("dir_info", {}).get("editable"):
+        return f"editable {path}"
+    return path or "installed"
 
 
 def _api(point: EntryPoint) -> int | None:

@@ -7,7 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -89,7 +89,7 @@ def _report(found: Sequence[Finding], num_plugins: int) -> str:
 
 
 def _metadata_findings() -> Iterator[Finding]:
-    """Yield unreadable metadata, second copies of a distribution and outdated editable installs."""
+    """Yield unreadable metadata and second copies of a distribution."""
     for folder, reason in unreadable(distributions()):
         name = normalise(folder.name.partition("-")[0])
         repair = f"rm -r {shlex.quote(str(folder))}, then install {name} again"
@@ -106,12 +106,6 @@ def _metadata_findings() -> Iterator[Finding]:
         root = Path(str(each.locate_file("")))
         if name not in first:
             first[name] = root
-            points = {
-                (point.group, point.name, point.value)
-                for point in each.entry_points
-                if point.group.startswith(GROUP)
-            }
-            yield from _outdated(name, editable_folder(each), points)
         elif first[name] != root:
             problem = f"installed twice: {first[name]} is used, {root} is not"
             yield Finding(
@@ -119,28 +113,23 @@ def _metadata_findings() -> Iterator[Finding]:
             )
 
 
-def _outdated(
-    name: str, project: Path | None, installed: set[tuple[str, str, str]]
-) -> Iterator[Finding]:
-    """Yield a finding if an editable install has other entry points than its pyproject.toml."""
-    if project is None:
-        return
+def _outdated(entries: Sequence[Entry], distribution: Distribution | None) -> str:
+    """Return the entry points that an editable install's pyproject.toml has changed, "" if there are none."""
+    project = Path(editable_folder(entries[0]) or "/nowhere")
     try:
         table = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     except (OSError, ValueError, KeyError):
-        return
-    if "entry-points" in table.get("dynamic", ()):
-        return
+        return ""
+    if distribution is None or "entry-points" in table.get("dynamic", ()):
+        return ""
+    installed = {(point.group, point.name, point.value) for point in distribution.entry_points}
     written = {
         (group, point, value)
         for group, points in table.get("entry-points", {}).items()
-        if group.startswith(GROUP)
         for point, value in points.items()
     }
-    if written != installed:
-        names = ", ".join(sorted({point for _, point, _ in written ^ installed}))
-        problem = f"entry points changed in {project}/pyproject.toml since the install: {names}"
-        yield Finding(name, problem, f"pip install -e {shlex.quote(str(project))}")
+    changed = {each for each in written ^ installed if each[0].startswith(GROUP)}
+    return ", ".join(sorted({point for _, point, _ in changed}))
 
 
 def _distribution_findings(entries: Sequence[Entry]) -> Iterator[Finding]:
@@ -158,6 +147,10 @@ def _distribution_findings(entries: Sequence[Entry]) -> Iterator[Finding]:
             yield Finding(name, problem, f"pip install '{line.partition(';')[0].strip()}'")
     if problem := build_mismatch(distribution):
         yield Finding(name, problem, reinstall)
+    if changed := _outdated(entries, distribution):
+        folder = editable_folder(first)
+        problem = f"entry points changed in {folder}/pyproject.toml since the install: {changed}"
+        yield Finding(name, problem, f"pip install -e {shlex.quote(folder)}")
     for entry in entries:
         if entry.status is Status.INCOMPATIBLE:
             problem = f"{entry.kind} {entry.name}: {entry.reason}"
@@ -165,9 +158,7 @@ def _distribution_findings(entries: Sequence[Entry]) -> Iterator[Finding]:
         elif entry.status is Status.FAILED:
             problem, _, repair = entry.reason.partition(". ")
             yield Finding(name, problem, repair)
-        elif entry.status is Status.OK and (
-            problem := misplaced(entry) or replaced(entry, distribution)
-        ):
+        elif entry.status is Status.OK and (problem := misplaced(entry) or replaced(entry)):
             yield Finding(name, f"{entry.kind} {entry.name}: {problem}", remove)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenspeed_core.commands import DEFAULTS, Catalog, Entry
-from tokenspeed_plugin_tools.installed import entries_of, origin, with_unreadable
+from tokenspeed_plugin_tools.installed import entries_of, with_unreadable
 from tokenspeed_plugin_tools.lock import enforce_environment, freeze
 from tokenspeed_plugin_tools.ops import contract_lines
 from tokenspeed_plugin_tools.probe import Probe, probe
@@ -39,7 +39,7 @@ def describe(entries: list[Entry]) -> dict[str, Any]:
         "name": first.distribution,
         "version": first.version,
         "is_default": first.distribution in DEFAULTS,
-        "origin": origin(first),
+        "origin": first.origin,
         "sha256": frozen[first.distribution].sha256 or None if frozen else None,
         "requires_core": first.requires_core,
         "import_ms": round(sum(found.seconds for found in probed.values()) * 1000, 1),

@@ -11,7 +11,6 @@ from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 from tokenspeed_core.commands import DEFAULTS, Entry, Status, normalise
 from tokenspeed_plugin_tools.errors import ToolsError
@@ -25,30 +24,15 @@ def metadata_of(entry: Entry) -> Distribution | None:
     return next((copy for copy in copies if copy.version == entry.version), None)
 
 
-def editable_folder(distribution: Distribution | None) -> Path | None:
-    """Return the project folder of an editable install, None for any other."""
-    record = _direct_url(distribution)
-    if not record.get("dir_info", {}).get("editable"):
-        return None
-    return Path(unquote(urlparse(str(record["url"])).path))
-
-
-def origin(entry: Entry) -> str:
-    """Return where a distribution was installed from: an index, a folder, a file or a URL."""
-    distribution = metadata_of(entry)
-    folder = editable_folder(distribution)
-    if folder is not None:
-        return f"editable {folder}"
-    url = str(_direct_url(distribution).get("url", ""))
-    return unquote(urlparse(url).path) if url.startswith("file:") else url or "index"
+def editable_folder(entry: Entry) -> str:
+    """Return the project folder of an editable install, "" for any other."""
+    kind, _, folder = entry.origin.partition(" ")
+    return folder if kind == "editable" else ""
 
 
 def origin_column(entry: Entry) -> str:
     """Return the origin for a table, marked if the distribution is a default one."""
-    where = origin(entry)
-    if entry.distribution in DEFAULTS:
-        return "default" if where == "index" else f"default, {where}"
-    return where
+    return f"default, {entry.origin}" if entry.distribution in DEFAULTS else entry.origin
 
 
 def source(entry: Entry) -> Path | None:
@@ -80,7 +64,6 @@ def record_of(entry: Entry) -> dict[str, Any]:
     """Return an entry for JSON."""
     return {
         **asdict(entry),
-        "origin": origin(entry),
         "is_default": entry.distribution in DEFAULTS,
     }
 
@@ -95,6 +78,7 @@ def unreadable(found: Iterable[Distribution]) -> Iterator[tuple[Path, str]]:
                 continue
             if not each.metadata["Name"] or not each.metadata["Version"]:
                 raise ValueError("METADATA lacks a name or a version")
+            json.loads(each.read_text("direct_url.json") or "{}")
             for point in each.entry_points:
                 if not point.pattern.match(point.value):
                     raise ValueError(f"invalid entry point: {point.name} = {point.value}")
@@ -138,13 +122,3 @@ def entries_of(entries: Sequence[Entry], name: str, command: str) -> list[Entry]
             raise ToolsError(f"{command} {name}: no installed distribution of that name; {hint}")
         wanted = providers[0]
     return [entry for entry in entries if entry.distribution == wanted]
-
-
-def _direct_url(distribution: Distribution | None) -> dict[str, Any]:
-    """Return pip's record of a direct install, empty if there is none or it cannot be read."""
-    text = distribution.read_text("direct_url.json") if distribution is not None else None
-    try:
-        record = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}

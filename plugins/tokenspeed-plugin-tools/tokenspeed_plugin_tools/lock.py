@@ -108,8 +108,7 @@ def _lock(group: Sequence[Entry]) -> Locked:
     is_missing = any(source(entry) is None for entry in group)
     sha256 = "" if is_missing else hashlib.sha256(lines.encode()).hexdigest()
     points = sorted(f"{entry.kind} {entry.name} = {entry.value}" for entry in group)
-    folder = editable_folder(metadata_of(first))
-    return Locked(first.version, sha256, tuple(points), str(folder) if folder else "")
+    return Locked(first.version, sha256, tuple(points), editable_folder(first))
 
 
 def _contents(group: Sequence[Entry]) -> dict[str, str]:

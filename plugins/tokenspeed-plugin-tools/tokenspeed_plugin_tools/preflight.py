@@ -34,7 +34,7 @@ def check(entries: Sequence[Entry], lock: str | None) -> Preflight:
         key = entry.distribution, entry.root
         if key not in builds:
             builds[key] = build_mismatch(distribution)
-        problem = misplaced(entry) or replaced(entry, distribution) or builds[key]
+        problem = misplaced(entry) or replaced(entry) or builds[key]
         if problem:
             problems[entry] = problem
     return Preflight(problems, digests)
@@ -51,7 +51,7 @@ def misplaced(entry: Entry) -> str:
     return "it is in the working directory; install it with `pip install .`"
 
 
-def replaced(entry: Entry, distribution: Distribution | None) -> str:
+def replaced(entry: Entry) -> str:
     """Return a message if another file would be imported in place of the entry's module, else "".
 
     This is a module of the same name earlier on `sys.path`.
@@ -60,7 +60,7 @@ def replaced(entry: Entry, distribution: Distribution | None) -> str:
     if not entry.root or module.partition(".")[0] in sys.modules:
         return ""
     found = source(entry)
-    home = os.path.realpath(editable_folder(distribution) or entry.root)
+    home = os.path.realpath(editable_folder(entry) or entry.root)
     if found is None or found.is_relative_to(home):
         return ""
     return f"module {module} would be imported from {found} instead of {home}"
