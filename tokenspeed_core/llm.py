@@ -172,6 +172,7 @@ class LLM(AbstractContextManager["LLM"]):
         sequences: dict[int, SequenceCollector] = {}
         for request in requests:
             sequences.update(enumerate(request.sequences, request.submit.request_id))
+        is_stepping = False
         try:
             for request in requests:
                 rejected = engine.submit(request.submit)
@@ -179,17 +180,22 @@ class LLM(AbstractContextManager["LLM"]):
                     raise BadRequestError(rejected.message)
             while engine.has_work:
                 check()
-                for outputs in engine.step():
+                is_stepping = True
+                results = engine.step()
+                is_stepping = False
+                for outputs in results:
                     for delta in outputs.each():
                         if sequences[delta.sequence_id].take(delta):
                             engine.abort([delta.sequence_id])
-        except BaseException:
+        except BaseException as error:
             # After Ctrl-C too, the next call must not find these sequences running.
             engine.abort(sequences)
-            while engine.has_work and engine.step():
+            # A second Ctrl-C interrupts a step, which can never be collected.
+            is_broken = is_stepping and isinstance(error, KeyboardInterrupt)
+            while not is_broken and engine.has_work and engine.step():
                 pass
             if engine.has_work:
-                self.shutdown()  # a second Ctrl-C interrupted a step, which can never be collected
+                self.shutdown()
             raise
 
 
