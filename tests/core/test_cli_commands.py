@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, and what it does not import."""
+"""The command line: output, usage errors and imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     "arguments",
     [("--help",), ("--version",)],
 )
-def test_what_only_informs_imports_no_heavy_library(arguments: tuple[str, ...]) -> None:
+def test_help_and_version_import_no_heavy_library(arguments: tuple[str, ...]) -> None:
     code = (
         "import sys; from tokenspeed_core.cli import main; status = main(sys.argv[1:]);"
         f"print('HEAVY', *(name for name in {HEAVY!r} if name in sys.modules)); sys.exit(status)"
@@ -40,7 +40,7 @@ def test_what_only_informs_imports_no_heavy_library(arguments: tuple[str, ...]) 
     assert len(done.stdout.splitlines()) > 1
 
 
-def test_the_top_level_help_imports_no_command() -> None:
+def test_top_level_help_imports_no_command() -> None:
     code = (
         "import sys; from tokenspeed_core.cli import main; main(['--help']);"
         "print(*(name for name in sys.modules if name.startswith(('tokenspeed_core.config', 'pydantic'))))"
@@ -49,17 +49,17 @@ def test_the_top_level_help_imports_no_command() -> None:
     assert done.stdout.splitlines()[-1] == ""
 
 
-def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"tokenspeed {__version__}\n"
 
 
-def test_without_words_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_show_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "--version" in capsys.readouterr().out
 
 
-def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
+def test_plugin_command_is_imported_when_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_command(tmp_path, "greeter", "greet", "greeter_module:run [api1]")
@@ -75,7 +75,7 @@ def test_a_plugins_command_is_listed_from_metadata_and_imported_when_it_is_run(
     monkeypatch.delitem(sys.modules, "greeter_module")
 
 
-def test_a_command_of_ours_that_is_not_installed_is_named_with_the_distribution_that_brings_it(
+def test_missing_command_names_its_distribution(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.metadata.distributions", list)
@@ -119,7 +119,7 @@ def test_unusable_plugin_command_says_why(
 
 
 @pytest.mark.parametrize("variable", ["TOKENSPEED_NO_PLUGINS=1", "TOKENSPEED_PLUGINS="])
-def test_a_variable_that_leaves_out_a_plugin_leaves_out_its_command(
+def test_excluded_plugin_provides_no_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -147,7 +147,7 @@ def run(words):
 """
 
 
-def test_a_command_that_raises_ends_in_one_line_that_names_whose_it_is(
+def test_failing_command_names_its_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_command(tmp_path, "greeter", "greet", "greeter_raises:run [api1]")
@@ -167,9 +167,7 @@ def test_a_command_that_raises_ends_in_one_line_that_names_whose_it_is(
         ("import no_such_library\n", "import no_such_library"),
     ],
 )
-def test_the_traceback_of_a_command_is_shown_where_the_level_of_the_log_is_debug(
-    tmp_path: Path, source: str, line: str
-) -> None:
+def test_debug_level_shows_the_traceback(tmp_path: Path, source: str, line: str) -> None:
     site = tmp_path / "site"
     site.mkdir()
     write_command(site, "greeter", "greet", "greeter_raises:run [api1]")
@@ -195,7 +193,7 @@ def test_the_traceback_of_a_command_is_shown_where_the_level_of_the_log_is_debug
     assert line in map(str.strip, traced)
 
 
-def test_an_error_that_quotes_what_was_typed_or_installed_cannot_steer_the_terminal(
+def test_errors_escape_control_characters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["\x1b]0;title\x07"]) == 2

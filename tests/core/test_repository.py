@@ -1,4 +1,4 @@
-"""The repository keeps its own promises: its map, its pages, its dependencies, and what the core may name."""
+"""The repository: README, generated pages, dependencies and names in the core."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def folders(parent: Path) -> set[str]:
     }
 
 
-def test_the_readmes_map_is_the_tree() -> None:
+def test_readme_map_matches_the_tree() -> None:
     outer, _, inner = section("Map").partition("Inside `tokenspeed_core/`:")
     assert set(re.findall(r"^\| `([\w/]+)` \|", outer, re.MULTILINE)) == folders(ROOT)
     assert set(re.findall(r"^\| `([\w/]+)` \|", inner, re.MULTILINE)) == folders(
@@ -89,13 +89,13 @@ def test_the_readmes_map_is_the_tree() -> None:
 
 
 @pytest.mark.parametrize("title", ["Run", "Test"])
-def test_each_of_the_readmes_commands_is_one_block_of_one_line(title: str) -> None:
+def test_readme_commands_are_one_line(title: str) -> None:
     (block,) = re.findall(r"^```bash\n(.*?)^```$", section(title), re.MULTILINE | re.DOTALL)
     assert block.count("\n") == 1
     subprocess.run(["bash", "-n", "-c", block], check=True)
 
 
-def test_the_ci_runs_the_readmes_test_line() -> None:
+def test_ci_runs_the_test_line() -> None:
     (line,) = re.findall(r"^```bash\n(.*)\n```$", section("Test"), re.MULTILINE)
     script = (ROOT / ".ci" / "run").read_text().replace('cd "$(dirname "$0")/.."', f"cd {ROOT}")
     printed = script.replace('exec bash -c "$line"', 'printf %s "$line"')
@@ -106,14 +106,14 @@ def test_the_ci_runs_the_readmes_test_line() -> None:
     )
 
 
-def test_the_parameter_page_is_current() -> None:
+def test_parameter_page_is_current() -> None:
     page = runpy.run_path(str(ROOT / "tools" / "docs" / "make_parameters.py"))["page"]
     assert (ROOT / "docs" / "parameters.md").read_text() == page(), (
         "run python tools/docs/make_parameters.py"
     )
 
 
-def test_the_core_names_no_family_no_kernel_library_and_no_parser() -> None:
+def test_core_names_no_model_or_vendor() -> None:
     pattern = re.compile(rf"(?<![a-z])({'|'.join(FOREIGN)})(?![a-z])", re.IGNORECASE)
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
@@ -144,7 +144,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS, ids=lambda folder: folder.name)
-def test_a_distribution_declares_what_it_imports_and_nothing_else(folder: Path) -> None:
+def test_declared_dependencies_are_imported(folder: Path) -> None:
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     extras = project.get("optional-dependencies", {})
     lines = [*project["dependencies"], *(line for extra in extras.values() for line in extra)]
@@ -163,13 +163,13 @@ def test_a_distribution_declares_what_it_imports_and_nothing_else(folder: Path) 
     assert third_party - used == set(), "declared and never imported"
 
 
-def test_nobody_depends_on_a_name_that_belongs_to_another_project() -> None:
+def test_no_dependency_on_another_project() -> None:
     for folder in DISTRIBUTIONS:
         text = (folder / "pyproject.toml").read_text()
         assert not re.search(r'"tokenspeed(-kernel)?[\[<>=~!; ]*"', text), folder
 
 
-def test_every_plugin_of_ours_says_which_cores_it_fits() -> None:
+def test_plugins_declare_a_core_range() -> None:
     core = tomllib.loads((ROOT / "tokenspeed_core/pyproject.toml").read_text())["project"]
     for folder in DISTRIBUTIONS:
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
@@ -184,7 +184,7 @@ def test_every_plugin_of_ours_says_which_cores_it_fits() -> None:
             ] == [True], folder
 
 
-def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
+def test_entry_points_exist() -> None:
     for folder in DISTRIBUTIONS:
         groups = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get(
             "entry-points", {}
@@ -202,7 +202,7 @@ def test_every_entry_point_of_ours_names_its_api_and_exists() -> None:
                 ), value
 
 
-def test_no_name_is_trusted_that_a_stranger_could_still_publish() -> None:
+def test_default_distributions_are_in_this_repository() -> None:
     from tokenspeed_core.plugins.selection import DEFAULTS
 
     names = {
@@ -212,11 +212,15 @@ def test_no_name_is_trusted_that_a_stranger_could_still_publish() -> None:
     assert names > DEFAULTS
 
 
-def test_the_default_distributions_are_the_core_and_those_that_its_extra_default_brings() -> None:
-    from tokenspeed_core.plugins.selection import DEFAULTS
+def test_default_commands_are_entry_points() -> None:
+    from tokenspeed_core.plugins.kinds import COMMANDS
 
-    project = tomllib.loads((ROOT / "tokenspeed_core" / "pyproject.toml").read_text())["project"]
-    assert {"tokenspeed-core", *project["optional-dependencies"]["default"]} == DEFAULTS
+    declared = {}
+    for folder in DISTRIBUTIONS:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        commands = project.get("entry-points", {}).get("tokenspeed.commands", {})
+        declared.update(dict.fromkeys(commands, project["name"]))
+    assert declared == COMMANDS
 
 
 def vendors() -> Iterator[tuple[Path, Path, list[str]]]:
@@ -227,7 +231,7 @@ def vendors() -> Iterator[tuple[Path, Path, list[str]]]:
             yield folder, folder / each["tests"], each["libraries"]
 
 
-def test_vendor_versions_under_test_are_the_declared_bounds() -> None:
+def test_vendor_versions_are_the_declared_bounds() -> None:
     for plugin, _, libraries in vendors():
         extras = tomllib.loads((plugin / "pyproject.toml").read_text())["project"][
             "optional-dependencies"
@@ -246,7 +250,7 @@ def test_vendor_versions_under_test_are_the_declared_bounds() -> None:
         assert all(version in (plugin / "README.md").read_text() for version in versions)
 
 
-def test_kept_signatures_are_of_the_vendor_versions_under_test() -> None:
+def test_kept_signatures_match_the_tested_versions() -> None:
     for _, tests, libraries in vendors():
         beside = (tests.parent if tests.suffix == ".py" else tests) / "signatures.json"
         found = json.loads(beside.read_text())
@@ -259,7 +263,7 @@ def test_requirements_list_every_distribution() -> None:
     assert listed == {str(folder.relative_to(ROOT)) for folder in DISTRIBUTIONS}
 
 
-def test_modules_that_are_named_by_data_are_imported_in_one_place() -> None:
+def test_dynamic_imports_are_in_one_place() -> None:
     core = [path for path in python_files(ROOT / "tokenspeed_core") if "testing" not in path.parts]
     ways = re.compile(
         r"\b(import_module|__import__|exec_module|spec_from_file_location|EntryPoint\.load)\("

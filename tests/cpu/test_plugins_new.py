@@ -1,4 +1,4 @@
-"""What `tokenspeed plugins new` writes: every package installs, passes its own tests, and serves as it stands."""
+"""Packages of `tokenspeed plugins new` install, pass their tests and serve."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(made: Path) -> Callable[..., str]:
 
 
 @pytest.mark.release
-def test_the_tests_that_come_with_each_package_pass(made: Path, run: Callable[..., str]) -> None:
+def test_tests_of_each_package_pass(made: Path, run: Callable[..., str]) -> None:
     said = run(
         "-m", "pytest", "-q", "--import-mode=importlib", *(f"{kind}/tests" for kind in KINDS)
     )
@@ -83,7 +83,7 @@ def test_the_tests_that_come_with_each_package_pass(made: Path, run: Callable[..
 
 
 @pytest.mark.release
-def test_each_package_gets_the_conformance_kits_verdicts(run: Callable[..., str]) -> None:
+def test_each_package_passes_the_conformance_kit(run: Callable[..., str]) -> None:
     for kind in KINDS:
         report = json.loads(
             run("-m", "tokenspeed_core.cli", "plugins", "check", f"acme-{kind}", "--json")
@@ -104,7 +104,7 @@ def test_each_package_gets_the_conformance_kits_verdicts(run: Callable[..., str]
     ],
     ids=["attention", "linear", "sampling", "moe", "policy", "model"],
 )
-def test_each_package_serves_as_it_stands(
+def test_each_package_serves(
     made: Path, run: Callable[..., str], family: str, backend: str, settings: dict[str, Any]
 ) -> None:
     if "model" in settings:
@@ -119,6 +119,6 @@ def test_each_package_serves_as_it_stands(
     assert backend in ("", *backends[family])
 
 
-def test_the_command_is_one_of_tokenspeeds(run: Callable[..., str]) -> None:
+def test_command_runs(run: Callable[..., str]) -> None:
     assert run("-m", "tokenspeed_core.cli", "acme-command", "Ada") == "hello, Ada\n"
     assert "acme-command" in run("-m", "tokenspeed_core.cli", "--help")

@@ -1,4 +1,4 @@
-"""`tokenspeed plugins why`: every candidate for an op, for this machine and for others, without weights."""
+"""`tokenspeed plugins why` shows every candidate for an op."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_the_text_says_what_runs_and_why_another_cannot_and_what_would_change_it(
+def test_text_shows_reasons_and_hints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["plugins", "why", "attention", "--device", "cpu"]) == 0
@@ -50,7 +50,7 @@ SPEC = KernelSpec(
 """
 
 
-def test_every_kernel_of_the_op_is_a_candidate_with_all_its_reasons_in_the_text_and_for_machines(
+def test_every_kernel_is_a_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     info = tmp_path / "acme-1.0.dist-info"
@@ -98,7 +98,7 @@ def test_every_kernel_of_the_op_is_a_candidate_with_all_its_reasons_in_the_text_
     ]
 
 
-def test_a_platform_that_is_not_here_is_answered_without_its_gpu(
+def test_absent_platform_can_be_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, capability in (("sm90", "9.0"), ("sm_100a", "10.0"), ("SM103", "10.3")):
@@ -110,7 +110,7 @@ def test_a_platform_that_is_not_here_is_answered_without_its_gpu(
     assert why(capsys, "attention", "--platform", "cpu")["platform"] == "CPU"
 
 
-def test_an_answer_is_for_the_flags_of_serve_and_for_a_layer(
+def test_flags_of_serve_and_layer_apply(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (prefill, decode) = why(
@@ -131,7 +131,7 @@ def test_an_answer_is_for_the_flags_of_serve_and_for_a_layer(
     assert decode["because"] == "asked for by --attention-backend.decode"
 
 
-def test_kernels_that_were_not_even_candidates_are_told(
+def test_unusable_plugins_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("old", "m:S [api9]"), ("broken", "no_such_module:S [api1]")):
@@ -208,7 +208,7 @@ def test_plugin_that_exits_is_reported(
         assert "SystemExit: 0" in told
 
 
-def test_what_has_no_answer_is_refused_with_what_there_is(
+def test_unknown_op_layer_and_platform_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "why atn: this model uses no such op; its ops are add_rms_norm" in refused(capsys, "atn")
@@ -222,7 +222,7 @@ def test_what_has_no_answer_is_refused_with_what_there_is(
     )
 
 
-def test_a_backend_that_was_asked_for_and_cannot_run_is_an_error_with_every_reason_and_what_would_change_it(
+def test_selected_backend_that_cannot_run_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
@@ -249,7 +249,7 @@ UNMET = {  # what is asked for and cannot be had everywhere, of attention and of
 
 
 @pytest.mark.parametrize("asked", UNMET)
-def test_the_flag_that_is_told_for_an_unmet_wish_ends_in_an_answer(
+def test_hint_for_an_unmet_override_works(
     asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     op, flag = UNMET[asked]
@@ -279,7 +279,7 @@ def test_the_flag_that_is_told_for_an_unmet_wish_ends_in_an_answer(
     assert main([*words, hint.split()[-1]]) == 0
 
 
-def test_no_block_size_is_advised_where_every_one_was_tried_and_the_layer_where_it_ended_is_told(
+def test_no_hint_for_block_sizes_that_were_tried(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
@@ -302,7 +302,7 @@ def test_no_block_size_is_advised_where_every_one_was_tried_and_the_layer_where_
     assert blackwell.startswith("           phase decode is not among prefill\n  ")
 
 
-def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(
+def test_json_contains_verdicts_if_nothing_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("attention", "--platform", "sm75", "--kv-cache-dtype", "fp8_e4m3", "--json")
@@ -318,7 +318,7 @@ def test_where_nothing_fits_the_verdicts_are_told_to_machines_too(
     assert {"--kv-cache-dtype auto", "a device of compute capability 8.9 to any"} <= mends
 
 
-def test_what_would_bring_a_kernel_back_is_the_cache_in_another_type(
+def test_hint_names_the_kv_cache_dtype(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
@@ -336,7 +336,7 @@ def test_what_would_bring_a_kernel_back_is_the_cache_in_another_type(
     "asked", [(), ("--quantization", "mxfp8"), ("--attention-backend", "triton")]
 )
 @pytest.mark.parametrize("platform", ["sm90", "sm100"])
-def test_the_flag_that_is_told_for_a_kernel_that_fits_makes_it_the_chosen_one(
+def test_hint_for_a_fitting_kernel_selects_it(
     capsys: pytest.CaptureFixture[str], platform: str, asked: tuple[str, ...]
 ) -> None:
     on = ("--platform", platform, *asked)
@@ -361,7 +361,7 @@ def test_the_flag_that_is_told_for_a_kernel_that_fits_makes_it_the_chosen_one(
     assert num_tried > 5
 
 
-def test_the_options_that_a_backend_was_given_are_shown_as_they_are_typed(
+def test_backend_options_are_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     option = ("--backend-option", "triton.max_splits=1")

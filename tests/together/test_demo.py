@@ -1,4 +1,4 @@
-"""What a user gets from the wheels: the plugins are there, and the demo answers in a terminal."""
+"""The installed wheels: plugins are usable and the demo answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 TOKENSPEED = str(Path(sys.executable).with_name("tokenspeed"))
 
 
-def test_the_default_distributions_are_installed_and_usable() -> None:
+def test_default_distributions_are_usable() -> None:
     entries = json.loads(
         subprocess.check_output([TOKENSPEED, "plugins", "list", "--json"], text=True)
     )
@@ -29,7 +29,7 @@ def test_the_default_distributions_are_installed_and_usable() -> None:
     assert not any(entry["origin"].startswith("editable") for entry in entries)
 
 
-def test_a_dry_run_says_what_would_run() -> None:
+def test_dry_run_prints_the_plan() -> None:
     report = subprocess.check_output(
         [TOKENSPEED, "serve", "--dry-run", "--device", "cpu"], text=True, timeout=120
     )
@@ -37,7 +37,7 @@ def test_a_dry_run_says_what_would_run() -> None:
     assert "attention" in report
 
 
-def test_the_demo_adds_in_a_chat_that_starts_its_own_server() -> None:
+def test_chat_starts_a_server_and_answers() -> None:
     done = subprocess.run(
         [TOKENSPEED, "chat", "--temperature", "0", "--device", "cpu"],
         input="What is 23 + 45?\n",

@@ -1,4 +1,4 @@
-"""What a wheel provides can be used with only the distributions that it declares."""
+"""Plugins of a wheel work with only the declared dependencies."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def targets(descriptor: Any) -> list[str]:
     return [text for text in texts if isinstance(text, str) and re.fullmatch(r"[\w.]+:\w+", text)]
 
 
-def test_the_wheel_under_test_provides_something() -> None:
+def test_wheel_provides_plugins() -> None:
     assert ENTRIES
 
 
-def test_the_code_under_test_is_what_is_installed() -> None:
+def test_installed_code_is_tested() -> None:
     for entry in ENTRIES:
         origin = importlib.util.find_spec(entry.value.partition(":")[0])
         assert origin is not None
@@ -44,7 +44,7 @@ def test_the_code_under_test_is_what_is_installed() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.kind}:{entry.name}")
-def test_every_entry_loads_and_all_that_its_descriptor_points_at_exists(entry: Entry) -> None:
+def test_every_entry_and_target_loads(entry: Entry) -> None:
     assert entry.status is Status.OK, entry.reason
     for descriptor in descriptors(Catalog([entry]).need(entry, object)):
         for target in targets(descriptor):
