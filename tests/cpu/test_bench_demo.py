@@ -56,7 +56,7 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     ],
     ids=lambda words: words[0],
 )
-def test_the_demo_holds_no_long_traffic_until_it_is_made_shorter(words: tuple[str, ...]) -> None:
+def test_demo_runs_long_workloads_only_if_shortened(words: tuple[str, ...]) -> None:
     refused = subprocess.run(
         [*BENCH, words[0], *SMALL],
         capture_output=True,
@@ -77,7 +77,7 @@ def test_the_demo_holds_no_long_traffic_until_it_is_made_shorter(words: tuple[st
     assert taken.returncode == 0, taken.stderr
 
 
-def test_agents_in_process_find_their_history_in_the_cache_again_in_every_repeat(
+def test_agentic_turns_hit_the_cache_in_every_repeat(
     tmp_path: Path,
 ) -> None:
     result, said = bench(
@@ -109,7 +109,7 @@ def test_agents_in_process_find_their_history_in_the_cache_again_in_every_repeat
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
 
 
-def test_a_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
+def test_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     _, said = bench(
         tmp_path, "latency", "--output-len", "4", "--repeats", "1", "--profile", str(path)
@@ -122,7 +122,7 @@ def test_a_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-def test_a_profile_without_room_leaves_no_part_of_it_and_keeps_the_figures(tmp_path: Path) -> None:
+def test_profile_on_a_full_disk_keeps_the_results(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = subprocess.run(
         [
@@ -156,7 +156,7 @@ def test_a_profile_without_room_leaves_no_part_of_it_and_keeps_the_figures(tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_broken_off_in_process_before_a_repeat_is_over_ends_with_130(
+def test_interrupt_before_the_first_repeat_exits_with_130(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     path = tmp_path / "result.json"
@@ -190,7 +190,7 @@ def test_who_is_broken_off_in_process_before_a_repeat_is_over_ends_with_130(
     assert json.loads(path.read_text())["is_interrupted"]
 
 
-def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
+def test_server_is_started_measured_and_stopped(tmp_path: Path) -> None:
     result, said = bench(
         tmp_path,
         "serve",
@@ -222,7 +222,7 @@ def test_a_server_is_started_loaded_and_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_said_to_be(
+def test_server_profile_contains_its_steps(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "result.json"
@@ -271,7 +271,7 @@ def test_a_profile_of_a_server_has_its_steps_and_a_load_too_short_for_one_is_sai
 
 
 @pytest.mark.release
-def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_path: Path) -> None:
+def test_server_without_a_recorder_has_no_profile(tmp_path: Path) -> None:
     path, left_out = tmp_path / "result.json", "-tokenspeed-bench:hooks"
     done = subprocess.run(
         [
@@ -306,7 +306,7 @@ def test_a_server_whose_recorder_is_left_out_is_measured_and_has_no_profile(tmp_
 
 
 @pytest.mark.release
-def test_who_is_broken_off_while_a_server_is_profiled_keeps_all_that_was_measured(
+def test_interrupt_during_profiling_keeps_all_results(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "result.json"
@@ -370,7 +370,7 @@ def named(folder: Path) -> list[psutil.Process]:
         pytest.param(signal.SIGHUP, marks=pytest.mark.release),
     ],
 )
-def test_who_is_broken_off_leaves_what_was_measured_and_no_server(
+def test_interrupt_keeps_results_and_stops_the_server(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     path = tmp_path / "result.json"
@@ -428,9 +428,7 @@ def listens(process: psutil.Process) -> bool:
         pytest.param("4", True, id="the client alone", marks=pytest.mark.release),
     ],
 )
-def test_a_bench_that_is_killed_takes_its_server_and_clients_along(
-    num_requests: str, is_alone: bool, tmp_path: Path
-) -> None:
+def test_killed_bench_leaves_no_process(num_requests: str, is_alone: bool, tmp_path: Path) -> None:
     child = subprocess.Popen(
         [
             *BENCH,
@@ -469,7 +467,7 @@ def test_a_bench_that_is_killed_takes_its_server_and_clients_along(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_dies_under_load_is_quoted_and_its_requests_are_failed(
+def test_dead_server_fails_the_remaining_requests(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "result.json"

@@ -24,7 +24,7 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_hosts_share_of_a_step_is_told_with_its_budget_its_floor_and_the_cpu() -> None:
+def test_host_step_reports_target_floor_and_machine() -> None:
     done = script("host_step.py", "--rows", "1", "--steps", "100", "--context", "64")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -33,7 +33,7 @@ def test_the_hosts_share_of_a_step_is_told_with_its_budget_its_floor_and_the_cpu
     assert "CPUs, " in told["machine"]
 
 
-def test_what_needs_a_gpu_explains_itself_without_one() -> None:
+def test_gpu_script_reports_a_missing_gpu() -> None:
     assert "Times the Triton attention" in script("attention_tilings.py", "--help").stdout
     done = script("attention_tilings.py")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (

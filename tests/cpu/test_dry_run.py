@@ -54,7 +54,7 @@ def test_dry_run_reports_api_workers_and_their_origin(
         ("schedule_policy", "prioritty", PluginError, "did you mean priority"),
     ],
 )
-def test_dry_run_refuses_what_a_start_refuses(
+def test_dry_run_refuses_the_settings_a_start_refuses(
     setting: str, value: str, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error) as caught:

@@ -60,7 +60,7 @@ def test_function_that_raised_is_named(wrap: Callable[[Any], Any]) -> None:
     assert "--kernel-backend greedy=other" in said
 
 
-def test_object_that_raised_is_told_from_others_of_its_class() -> None:
+def test_instance_that_raised_is_named() -> None:
     planned, first, second = plan(), Sample(), Sample()
     bound = [(first, planned["greedy"]), (second, planned["sample"])]
     said = attribute_error(catch(second.forward), bound)

@@ -59,7 +59,7 @@ class LooksAtOtherRows(TorchAttention):
         out += 1e-6 * len(q)
 
 
-def test_a_declared_dtype_that_does_not_run_is_found(suite: Suite) -> None:
+def test_declared_dtype_that_fails_is_caught(suite: Suite) -> None:
     with pytest.raises(
         AssertionError, match=r"it declares .*bfloat16.* and fails on cpu: NotImplementedError"
     ):
@@ -67,12 +67,12 @@ def test_a_declared_dtype_that_does_not_run_is_found(suite: Suite) -> None:
     suite("linear", knows_float32_alone, dtypes=("float32",)).test_declared_cases_run()
 
 
-def test_a_pair_of_declared_values_that_does_not_run_is_found(suite: Suite) -> None:
+def test_declared_pair_of_values_that_fails_is_caught(suite: Suite) -> None:
     with pytest.raises(AssertionError, match=r"head_size': 96.* no such tile"):
         suite("attention", OneHeadSize).test_declared_cases_run()
 
 
-def test_a_claim_of_batch_invariance_is_held_to_the_bit(suite: Suite) -> None:
+def test_batch_invariance_is_checked_bitwise(suite: Suite) -> None:
     claim = {"features": frozenset({"batch_invariant"}), "dtypes": ("float32",)}
     ask = "test_batch_invariance"
     with pytest.raises(AssertionError, match="other bits another time"):
@@ -83,7 +83,7 @@ def test_a_claim_of_batch_invariance_is_held_to_the_bit(suite: Suite) -> None:
         getattr(suite("linear", product_of), ask)()
 
 
-def test_a_bound_on_an_axis_that_the_op_does_not_have_is_found(suite: Suite) -> None:
+def test_limit_on_an_unknown_axis_is_caught(suite: Suite) -> None:
     odd = suite("linear", product_of, limits=(AxisLimit("hidden_size", 1, 64),))
     with pytest.raises(
         AssertionError, match="bounds the axis 'hidden_size', which op 'linear' has not"
@@ -91,12 +91,12 @@ def test_a_bound_on_an_axis_that_the_op_does_not_have_is_found(suite: Suite) -> 
         odd.test_values_beyond_limits_are_refused()
 
 
-def test_a_kernel_for_devices_that_are_not_here_is_skipped_with_the_reason(suite: Suite) -> None:
+def test_kernel_of_an_absent_device_is_skipped(suite: Suite) -> None:
     with pytest.raises(SkipTest, match="this machine lacks a device npu"):
         suite("linear", product_of, platforms=("npu",)).test_declared_cases_run()
 
 
-def test_one_value_beyond_each_bound_is_tried() -> None:
+def test_one_value_beyond_each_limit_is_tried() -> None:
     capability = Capability(
         ("cpu",),
         ("float32",),
@@ -126,11 +126,11 @@ def test_one_value_beyond_each_bound_is_tried() -> None:
 @pytest.mark.parametrize(
     "limit", [AxisLimit("n", 1), AxisLimit("n", 16, 64), AxisLimit("n", 5, 90, multiple_of=8)]
 )
-def test_what_is_outside_a_limit_is_refused_by_it(limit: AxisLimit) -> None:
+def test_values_outside_a_limit_are_refused(limit: AxisLimit) -> None:
     assert all(limit.refusal(value) for value in outside(limit))
 
 
-def test_a_covering_has_every_pair_of_values_and_few_rows() -> None:
+def test_covering_has_every_pair_in_few_rows() -> None:
     axes = {"a": "xyz", "b": "12", "c": "pqrs", "d": "uv"}
     rows = list(covering(axes))
     for first, second in combinations(axes, 2):
@@ -140,7 +140,7 @@ def test_a_covering_has_every_pair_of_values_and_few_rows() -> None:
     assert len(rows) <= 16
 
 
-def test_on_a_device_every_combination_is_a_cell_and_on_a_cpu_every_pair() -> None:
+def test_cpu_runs_every_pair_of_values() -> None:
     (spec,) = descriptors.TORCH_ATTENTION
     contract = contract_of(spec)
     pairs, every = (list(cases(spec, contract, pairs_only=only)) for only in (True, False))
@@ -148,7 +148,7 @@ def test_on_a_device_every_combination_is_a_cell_and_on_a_cpu_every_pair() -> No
     assert all(problem in every for problem in pairs)
 
 
-def test_a_factory_that_raises_is_a_failed_cell_and_no_crash(suite: Suite) -> None:
+def test_factory_that_raises_fails_its_case(suite: Suite) -> None:
     def raises(problem: Any) -> Any:
         raise SystemError("driver")
 
@@ -156,7 +156,7 @@ def test_a_factory_that_raises_is_a_failed_cell_and_no_crash(suite: Suite) -> No
         suite("linear", raises).test_declared_cases_run()
 
 
-def test_our_own_descriptors_declare_no_bound_that_refuses_nothing() -> None:
+def test_limits_of_our_kernels_refuse_something() -> None:
     specs = [
         spec
         for specs in vars(descriptors).values()
@@ -181,7 +181,7 @@ def test_our_own_descriptors_declare_no_bound_that_refuses_nothing() -> None:
         (None, (1, 0), "a device sm10 or older"),
     ],
 )
-def test_what_was_not_run_says_how_many_cells_need_which_device(
+def test_skip_counts_the_cases_of_an_absent_device(
     suite: Suite, low: tuple[int, int] | None, high: tuple[int, int] | None, named: str
 ) -> None:
     mine = suite(
@@ -200,7 +200,7 @@ def test_what_was_not_run_says_how_many_cells_need_which_device(
         mine.test_declared_hardware_is_present()
 
 
-def test_a_kernel_whose_device_and_libraries_are_here_leaves_no_cell(suite: Suite) -> None:
+def test_skip_names_the_missing_library(suite: Suite) -> None:
     mine = suite("linear", product_of)
     mine.test_declared_hardware_is_present()
     lacking = type(

@@ -67,7 +67,7 @@ def rounds_to_bfloat16(x: Tensor) -> Tensor:
     return right(x.to(torch.bfloat16)).to(x.dtype)
 
 
-def test_a_right_kernel_passes(spec_of: Callable[[str, Any], KernelSpec]) -> None:
+def test_correct_kernel_passes(spec_of: Callable[[str, Any], KernelSpec]) -> None:
     assert check(spec_of("silu_mul", lambda problem: right), CPU) == 16
 
 
@@ -83,7 +83,7 @@ def test_a_right_kernel_passes(spec_of: Callable[[str, Any], KernelSpec]) -> Non
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_wrong_kernel_is_caught_and_the_case_is_named(
+def test_wrong_kernel_is_caught(
     spec_of: Callable[[str, Any], KernelSpec], kernel: Callable[[Tensor], Tensor], complaint: str
 ) -> None:
     with pytest.raises(AssertionError, match=complaint) as caught:
@@ -118,7 +118,7 @@ class LeavesPaddingRows(TorchAttention):
 
 
 @pytest.mark.parametrize("backend", [ReadsPastTheRow, IgnoresTheWindow, LeavesPaddingRows])
-def test_a_wrong_attention_backend_is_caught(
+def test_wrong_attention_backend_is_caught(
     spec_of: Callable[[str, Any], KernelSpec], backend: Any
 ) -> None:
     assert check_attention(spec_of("attention", TorchAttention), CPU, cases=[PROBLEM]) == 6

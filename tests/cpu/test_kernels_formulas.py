@@ -13,7 +13,7 @@ from tokenspeed_kernels.reference import activation, cache, moe, norm, rope
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_has_the_roundings_of_transformers(dtype: torch.dtype) -> None:
+def test_rms_norm_rounds_like_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = Qwen3RMSNorm(96, eps=1e-5).to(dtype)
     torch.nn.init.normal_(module.weight)
@@ -38,9 +38,7 @@ def table(num: int, rotary_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("side_by_side", [True, False])
 @pytest.mark.parametrize("rotary_size", [32, 16])
-def test_half_pairs_rotate_as_transformers_rotates_them(
-    side_by_side: bool, rotary_size: int
-) -> None:
+def test_rope_matches_transformers(side_by_side: bool, rotary_size: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 4 + 2 + 2, 32)
     q, k = qkv[:, :4], qkv[:, 4:6]
@@ -66,7 +64,7 @@ def test_half_pairs_rotate_as_transformers_rotates_them(
     assert torch.equal(qkv[:, 6:], v)
 
 
-def test_interleaved_pairs_rotate_as_complex_numbers() -> None:
+def test_interleaved_rope_rotates_complex_numbers() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(6, 3, 16), torch.randn(6, 1, 16)
     cos_sin, positions = table(20, 16), torch.arange(6) * 3
@@ -89,7 +87,7 @@ def test_interleaved_pairs_rotate_as_complex_numbers() -> None:
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_the_fused_norm_and_rope_is_the_composition_of_both(side_by_side: bool) -> None:
+def test_fused_norm_and_rope_match_separate_ops(side_by_side: bool) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 8, 32)
     q, k = qkv[:, :4], qkv[:, 4:6]
@@ -120,7 +118,7 @@ def test_silu_mul_gates_with_the_first_half() -> None:
     )
 
 
-def test_a_negative_slot_writes_nothing_and_others_write_where_they_say() -> None:
+def test_kv_write_skips_negative_slots() -> None:
     arena = torch.zeros(3, 2, 2, 4, 1, 2)
     k, v = torch.ones(3, 1, 2), 2 * torch.ones(3, 1, 2)
     write = cache.write_kv(
@@ -138,7 +136,7 @@ def test_a_negative_slot_writes_nothing_and_others_write_where_they_say() -> Non
     assert arena[0, 1, 1, 0].eq(2).all()
 
 
-def test_routing_and_experts_are_those_of_transformers() -> None:
+def test_moe_matches_transformers() -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         hidden_size=32,

@@ -23,11 +23,11 @@ TORCH = [
 
 
 @pytest.mark.parametrize("spec", [s for s in TORCH if s.op != "attention"], ids=lambda s: s.op)
-def test_a_reference_conforms_in_every_dtype_on_strided_and_empty_inputs(spec: KernelSpec) -> None:
+def test_reference_conforms(spec: KernelSpec) -> None:
     check(spec, CPU)
 
 
-def test_every_op_has_a_reference_which_is_its_last_resort_or_that_of_its_parts() -> None:
+def test_every_op_has_a_reference() -> None:
     catalog = Catalog.discover(Selection())
     ops, kernels = installed_ops(catalog), installed_kernels(catalog)
     last_resorts = {kernel.spec.op for kernel in kernels if kernel.spec.reference}
@@ -37,6 +37,6 @@ def test_every_op_has_a_reference_which_is_its_last_resort_or_that_of_its_parts(
         assert op.name in last_resorts or (op.parts and set(op.parts) <= set(ops)), op.name
 
 
-def test_reference_attention_follows_the_formula_on_any_mix_of_rows() -> None:
+def test_reference_attention_conforms() -> None:
     (spec,) = descriptors.TORCH_ATTENTION
     assert check_attention(spec, CPU) > 30

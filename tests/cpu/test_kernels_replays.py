@@ -105,9 +105,7 @@ class AsksTheHost(TorchAttention):
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_a_backend_that_reads_each_step_anew_passes(
-    spec_of: Callable[..., KernelSpec], phase: str
-) -> None:
+def test_correct_backend_replays(spec_of: Callable[..., KernelSpec], phase: str) -> None:
     replays(spec_of(TorchAttention), problem(phase), CPU)
 
 
@@ -117,21 +115,21 @@ def test_a_backend_that_reads_each_step_anew_passes(
     [KeepsWhatItSawFirst, KeepsTheBlocks, SpendsItsPlan, AsksTheHost],
     ids=lambda wrong: str(wrong.__name__),
 )
-def test_a_backend_that_keeps_what_changes_between_replays_is_caught(
+def test_stale_state_between_replays_is_caught(
     spec_of: Callable[..., KernelSpec], wrong: Any, phase: str
 ) -> None:
     with pytest.raises(AssertionError):
         replays(spec_of(wrong), problem(phase), CPU)
 
 
-def test_padding_is_part_of_captured_steps(spec_of: Callable[..., KernelSpec]) -> None:
+def test_unwritten_padding_is_caught(spec_of: Callable[..., KernelSpec]) -> None:
     with pytest.raises(AssertionError, match="NaN, or unwritten rows"):
         replays(spec_of(LeavesPaddingRows), problem("decode"), CPU)
     with pytest.raises(AssertionError, match="phase='prefill'"):
         replays(spec_of(TakesTheBoundForTheRows), problem("prefill"), CPU)
 
 
-def test_decodes_beside_prompts_are_replayed_where_the_backend_declares_them(
+def test_mixed_steps_replay_declared_phases_only(
     spec_of: Callable[..., KernelSpec],
 ) -> None:
     built: list[str] = []
@@ -146,7 +144,7 @@ def test_decodes_beside_prompts_are_replayed_where_the_backend_declares_them(
     assert built == ["prefill", "decode", "prefill"]
 
 
-def test_replays_change_lengths_blocks_and_positions_and_share_keys() -> None:
+def test_replayed_steps_differ_and_share_prefixes() -> None:
     for wanted in (DECODES, CHUNKS):
         assert {
             len({each.rows().seq_lens for each in wanted if each.size == size})
@@ -156,7 +154,7 @@ def test_replays_change_lengths_blocks_and_positions_and_share_keys() -> None:
     assert any(each.num_shared and each.decodes and each.chunks for each in CHUNKS)
 
 
-def test_without_a_device_the_cells_are_counted_as_not_run(
+def test_cases_without_a_device_are_counted(
     spec_of: Callable[..., KernelSpec],
 ) -> None:
     def ask(spec: KernelSpec) -> None:

@@ -39,7 +39,7 @@ def columns(num: int, temperature: float, top_k: int, top_p: float, min_p: float
         (0.8, 6, 0.9, 0.05),
     ],
 )
-def test_tokens_follow_the_distribution_of_transformers_filters(
+def test_sampled_distribution_matches_transformers_filters(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     torch.manual_seed(1)
@@ -66,13 +66,13 @@ def test_tokens_follow_the_distribution_of_transformers_filters(
     ).abs().max() < 0.015  # four standard deviations of a half in 20,000 draws
 
 
-def test_temperature_0_takes_the_likeliest_and_the_lowest_id_among_equals() -> None:
+def test_temperature_0_breaks_ties_by_lowest_id() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     ids = draw(logits, *columns(2, 0.0, 0, 1.0, 0.0), torch.tensor([5, 6]), torch.tensor([1, 2]))
     assert ids.tolist() == [1, 0]
 
 
-def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
+def test_row_token_does_not_depend_on_the_batch() -> None:
     torch.manual_seed(2)
     logits, seeds, positions = torch.randn(9, 300), torch.arange(9) * 31, torch.arange(9) + 1000
     together = draw(logits, *columns(9, 1.0, 0, 0.95, 0.0), seeds, positions)
@@ -86,9 +86,7 @@ def test_a_row_gets_the_same_token_alone_and_among_others() -> None:
         assert alone.item() == together[row].item()
 
 
-def test_the_hashed_numbers_are_uniform_and_differ_between_neighbouring_seeds_and_positions() -> (
-    None
-):
+def test_hashed_numbers_are_uniform_and_uncorrelated() -> None:
     seeds = torch.arange(300).repeat_interleave(300)
     numbers = uniform(seeds, torch.arange(300).repeat(300))
     assert numbers.min() >= 0
@@ -103,7 +101,7 @@ def test_the_hashed_numbers_are_uniform_and_differ_between_neighbouring_seeds_an
         assert torch.corrcoef(neighbours)[0, 1].abs() < 0.02
 
 
-def test_the_numbers_are_those_of_splitmix64() -> None:
+def test_hashed_numbers_equal_splitmix64() -> None:
     """The hash is part of the contract: a seed gives the same tokens on every backend and release."""
 
     def mix(z: int) -> int:
@@ -117,7 +115,7 @@ def test_the_numbers_are_those_of_splitmix64() -> None:
         assert uniform(torch.tensor([seed]), torch.tensor([position])).item() == expected
 
 
-def test_a_token_that_is_masked_out_is_never_drawn() -> None:
+def test_masked_token_is_never_drawn() -> None:
     logits = torch.full((DRAWS, 12), float("-inf"))
     logits[:, 3], logits[:, 8] = 0.0, -5.0
     ids = draw(

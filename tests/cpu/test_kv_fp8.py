@@ -24,7 +24,7 @@ from tokenspeed_core.worker.local import LocalRunner, plan_only
 from tokenspeed_kernels.reference.cache import write_kv
 
 
-def test_what_is_beyond_the_caches_type_becomes_its_largest_number() -> None:
+def test_large_values_saturate_in_the_cache() -> None:
     problem = {
         "num_kv_heads": 1,
         "head_size": 4,
@@ -40,7 +40,7 @@ def test_what_is_beyond_the_caches_type_becomes_its_largest_number() -> None:
     assert caches.float().count_nonzero() == 8
 
 
-def test_a_block_takes_as_many_bytes_as_its_type_says(
+def test_block_bytes_follow_the_cache_dtype(
     tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
     (plain, plain_memory), (eight, eight_memory) = (
@@ -65,7 +65,7 @@ class Doubles:
         out.copy_(v_cache)
 
 
-def test_a_layers_scale_divides_what_is_kept_and_multiplies_what_asks_and_comes_out() -> None:
+def test_layer_scales_apply_to_keys_and_values() -> None:
     kernel, kept = Doubles(), []
     group = AttentionGroup()
     group.batches = [("prefill", Mock(AttentionStep), None)]
@@ -95,7 +95,7 @@ def scales_file(folder: Path, factors: object) -> str:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_tokens_hardly_change_with_the_caches_type(
+def test_fp8_cache_hardly_changes_tokens(
     make_runner: Callable[..., LocalRunner], tmp_path: Path, is_scaled: bool
 ) -> None:
     scales = scales_file(tmp_path, {"0": {"0": 0.02, "1": 0.01}}) if is_scaled else None
@@ -111,7 +111,7 @@ def test_tokens_hardly_change_with_the_caches_type(
     assert same >= 6, f"{same} of 8 first tokens are the same"
 
 
-def test_scales_are_read_for_each_layer(tmp_path: Path) -> None:
+def test_scales_are_read_per_layer(tmp_path: Path) -> None:
     assert read_kv_scales(scales_file(tmp_path, {"0": {"1": 0.5, "0": 0.25}}), 2) == (0.25, 0.5)
 
 
@@ -124,16 +124,14 @@ def test_scales_are_read_for_each_layer(tmp_path: Path) -> None:
         ({"0": {"0": 1.0, "1": 0.0}}, "positive and finite"),
     ],
 )
-def test_a_file_without_a_number_for_each_layer_is_refused(
-    tmp_path: Path, factors: object, complaint: str
-) -> None:
+def test_scale_file_must_cover_every_layer(tmp_path: Path, factors: object, complaint: str) -> None:
     with pytest.raises(
         ConfigError, match=f"--quantization-param-path .*scales.json: .*{complaint}"
     ):
         read_kv_scales(scales_file(tmp_path, factors), 2)
 
 
-def test_a_file_that_is_not_there_is_refused_in_one_line() -> None:
+def test_missing_scale_file_is_refused() -> None:
     config = Config.from_keywords(
         kv_cache_dtype="fp8_e4m3", quantization_param_path="/nowhere.json"
     )
@@ -143,7 +141,7 @@ def test_a_file_that_is_not_there_is_refused_in_one_line() -> None:
         resolve(config, discover(config))
 
 
-def test_scales_without_a_cache_of_eight_bits_and_unknown_types_are_refused() -> None:
+def test_scales_need_an_fp8_cache() -> None:
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e4m3: give both"):
         Config.from_keywords(quantization_param_path="scales.json")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8: must be one of auto, fp8_e4m3"):

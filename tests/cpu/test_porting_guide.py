@@ -79,11 +79,11 @@ def exists(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_of_ours_exists(name: str) -> None:
+def test_every_name_in_the_guide_exists(name: str) -> None:
     assert name in PROSE or exists(name)
 
 
-def test_the_guide_names_most_of_what_an_attention_backend_gets() -> None:
+def test_guide_names_most_attention_fields() -> None:
     fields = {
         f"{each.__name__}.{field.name}"
         for each in (api.AttentionStep, api.AttentionLimits, api.Capability)
@@ -92,7 +92,7 @@ def test_the_guide_names_most_of_what_an_attention_backend_gets() -> None:
     assert fields - set(NAMES) <= {"Capability.platforms", "Capability.phases", "Capability.limits"}
 
 
-def test_the_example_passes_the_conformance_kit(
+def test_example_passes_the_conformance_kit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     descriptor, kernel = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

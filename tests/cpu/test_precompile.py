@@ -147,7 +147,7 @@ def launch(x: Tensor, *sizes: int, kernel: Any = one) -> None:
 @pytest.mark.parametrize(
     "spec", SPECS, ids=lambda spec: f"{spec.op} of {spec.load.partition(':')[0]}"
 )
-def test_factory_precompiles_what_its_kernel_launches(spec: KernelSpec, compiler: Compiler) -> None:
+def test_factory_precompiles_every_launched_kernel(spec: KernelSpec, compiler: Compiler) -> None:
     contract = contract_of(spec)
     for problem in problems(spec):
         kernel = spec.factory()(problem)
@@ -253,7 +253,7 @@ def test_launch_waits_for_a_running_compilation(
     assert compiler.compiled == [("one", "precompile")]
 
 
-def test_launch_compiles_what_no_thread_has_begun(compiler: Compiler) -> None:
+def test_launch_compiles_unstarted_kernels(compiler: Compiler) -> None:
     may_end = threading.Event()
     compiler.before = lambda: (
         threading.current_thread() is threading.main_thread() or may_end.wait(60)

@@ -205,7 +205,7 @@ def test_wrong_scale_is_named(
         LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True)
 
 
-def test_projections_that_share_a_block_are_refused_by_the_plan(tmp_path: Path) -> None:
+def test_plan_refuses_projections_that_share_a_block(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96}
     save_reference("Llama", tmp_path, **{**SIZES, **heads})
     config = Config.from_keywords(

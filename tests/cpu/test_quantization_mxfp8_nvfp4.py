@@ -133,7 +133,7 @@ def test_projections_may_have_different_scales() -> None:
     torch.testing.assert_close(linear(x), x @ weight.T + bias, rtol=1e-5, atol=1e-5)
 
 
-def test_gate_and_up_of_an_expert_may_have_different_scales(tmp_path: Path) -> None:
+def test_gate_and_up_may_have_different_scales(tmp_path: Path) -> None:
     reference = save_reference("Qwen3Moe", tmp_path, **SIZES)
     store(tmp_path, reference, "nvfp4", "modelopt", TOKENS)
     expected = checkpoint_logits(SPECS["Qwen3Moe"], tmp_path, QuantizedBuild(NVFP4_METHOD))

@@ -38,9 +38,7 @@ def expected(runner: LocalRunner) -> dict[str, list[int]]:
     return found
 
 
-def test_decoding_from_the_devices_own_state_gives_the_tokens_of_recomputation(
-    runner: LocalRunner, expected: dict[str, list[int]]
-) -> None:
+def test_decoding_equals_recomputation(runner: LocalRunner, expected: dict[str, list[int]]) -> None:
     maker = PlanMaker(runner.block_size)
     for slot, (name, prompt) in enumerate(PROMPTS.items()):
         maker.add(name, prompt, slot)
@@ -51,7 +49,7 @@ def test_decoding_from_the_devices_own_state_gives_the_tokens_of_recomputation(
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 7])
-def test_chunks_of_a_prompt_mixed_with_decodes_change_no_token(
+def test_mixed_chunks_and_decodes_change_no_token(
     runner: LocalRunner, expected: dict[str, list[int]], size: int
 ) -> None:
     maker = PlanMaker(runner.block_size)
@@ -70,9 +68,7 @@ def test_chunks_of_a_prompt_mixed_with_decodes_change_no_token(
     assert {name: maker.sequences[name].output for name in PROMPTS} == expected
 
 
-def test_a_slot_that_is_reused_knows_nothing_of_its_last_sequence(
-    runner: LocalRunner, expected: dict[str, list[int]]
-) -> None:
+def test_reused_slot_starts_empty(runner: LocalRunner, expected: dict[str, list[int]]) -> None:
     maker = PlanMaker(runner.block_size)
     for name in ("c", "a", "d"):
         maker.add(name, PROMPTS[name], slot=5)
@@ -83,9 +79,7 @@ def test_a_slot_that_is_reused_knows_nothing_of_its_last_sequence(
         maker.drop(name)
 
 
-def test_a_prefix_hit_gives_the_tokens_of_the_whole_prompt(
-    runner: LocalRunner, expected: dict[str, list[int]]
-) -> None:
+def test_prefix_hit_changes_no_token(runner: LocalRunner, expected: dict[str, list[int]]) -> None:
     maker = PlanMaker(runner.block_size)
     maker.add("first", PROMPTS["a"], slot=0)
     maker.step(runner, chunks={"first": 23})
@@ -96,7 +90,7 @@ def test_a_prefix_hit_gives_the_tokens_of_the_whole_prompt(
     assert maker.sequences["a"].output == expected["a"]
 
 
-def test_rows_of_one_step_share_a_block_that_an_earlier_row_of_it_fills(
+def test_rows_share_blocks_filled_in_the_same_step(
     runner: LocalRunner, expected: dict[str, list[int]]
 ) -> None:
     maker = PlanMaker(runner.block_size)
@@ -109,7 +103,7 @@ def test_rows_of_one_step_share_a_block_that_an_earlier_row_of_it_fills(
     assert maker.sequences["a"].output == first.output == expected["a"][:1]
 
 
-def test_a_plan_that_crossed_the_wire_gives_the_same_result_on_a_second_runner(
+def test_serialized_plan_gives_the_same_result(
     runner: LocalRunner, make_runner: Callable[..., LocalRunner]
 ) -> None:
     second = make_runner()
@@ -129,13 +123,13 @@ def test_a_plan_that_crossed_the_wire_gives_the_same_result_on_a_second_runner(
         assert (results[0].logprobs is None) == (results[1].logprobs is None)
 
 
-def test_a_step_without_rows_gives_an_empty_result(runner: LocalRunner) -> None:
+def test_empty_step_gives_an_empty_result(runner: LocalRunner) -> None:
     maker = PlanMaker(runner.block_size)
     result = maker.step(runner)
     assert result.num_tokens.tolist() == result.token_ids.tolist() == []
 
 
-def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(runner: LocalRunner) -> None:
+def test_partial_chunk_samples_nothing(runner: LocalRunner) -> None:
     maker = PlanMaker(runner.block_size)
     maker.add("a", PROMPTS["a"], 0)
     maker.add("b", PROMPTS["b"], 1)
@@ -144,7 +138,7 @@ def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(runner: LocalRunne
     assert len(result.token_ids) == 1
 
 
-def test_a_device_that_fails_under_a_chunk_that_samples_nothing_fails_the_step(
+def test_device_error_in_a_partial_chunk_fails_the_step(
     runner: LocalRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch(ids: torch.Tensor) -> None:
@@ -166,7 +160,7 @@ def test_a_device_that_fails_under_a_chunk_that_samples_nothing_fails_the_step(
     assert again.sequences["b"].output == expected["b"][:1]
 
 
-def test_a_step_without_memory_is_told_apart_and_the_next_one_runs(
+def test_runner_survives_out_of_memory(
     runner: LocalRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def allocate(*arguments: object) -> None:
@@ -189,7 +183,7 @@ def test_a_step_without_memory_is_told_apart_and_the_next_one_runs(
     assert again.sequences["b"].output == expected["b"][:1]
 
 
-def test_what_a_plan_asks_beyond_this_runner_fails_the_step_and_not_the_runner(
+def test_unsupported_plan_fails_only_its_step(
     runner: LocalRunner, expected: dict[str, list[int]]
 ) -> None:
     maker = PlanMaker(runner.block_size)

@@ -100,7 +100,7 @@ def test_eager_step_equals_a_padded_bucket() -> None:
     assert state.top_k[1] == 5
 
 
-def test_logit_index_names_the_last_token_of_each_sampling_row() -> None:
+def test_logit_index_selects_each_last_token() -> None:
     eager, plans = make_eager(make_state()), make_plans()
     found = []
     for decodes, chunks in STEPS:
@@ -135,7 +135,7 @@ def test_mixed_step_may_come_in_two_parts(split: bool) -> None:
         assert prefills.seq_lens.tolist() == [10, 2]
 
 
-def test_kv_slot_is_the_tokens_place_in_its_block() -> None:
+def test_kv_slot_is_the_position_in_its_block() -> None:
     plans = PlanMaker(BLOCK, GROUPS)
     plans.add("a", list(range(10)), 4).blocks = [[7, 3], [5, 6]]
     inputs = make_eager(make_state()).make(plans.plan(chunks={"a": 6}))

@@ -25,7 +25,7 @@ def budget(weights: int = 16 * GIB, utilization: float = 0.9) -> DeviceBudget:
     return DeviceBudget(140 * GIB, utilization, GIB, weights, 2 * GIB, GIB)
 
 
-def test_a_block_is_as_large_as_the_largest_group_needs() -> None:
+def test_block_size_follows_the_largest_group() -> None:
     small = FullAttention("small", num_layers=1, num_kv_heads=1, head_size=16)
     pool = PoolLimits.of([GROUP, small], 16, 2, 100)
     assert pool.block_bytes == 36 * 2 * 16 * 8 * 128 * 2
@@ -33,15 +33,13 @@ def test_a_block_is_as_large_as_the_largest_group_needs() -> None:
     assert PoolLimits.of([small], 16, 2, 100).block_bytes == 2 * 16 * 16 * 2
 
 
-def test_the_pool_fills_what_the_device_has_left_and_keeps_a_block_for_padding() -> None:
+def test_pool_fills_the_device_except_a_padding_block() -> None:
     blocks = blocks_of_device(limits(), budget())
     left = int(140 * GIB * 0.9) - 20 * GIB
     assert (blocks + 1) * limits().block_bytes <= left < (blocks + 2) * limits().block_bytes
 
 
-def test_a_pool_too_small_for_one_sequence_names_what_is_missing_and_the_flags_that_mend_it() -> (
-    None
-):
+def test_pool_too_small_names_the_missing_memory_and_flags() -> None:
     with pytest.raises(CapacityError) as caught:
         blocks_of_device(limits(), budget(weights=120 * GIB))
     message = str(caught.value)
@@ -50,7 +48,7 @@ def test_a_pool_too_small_for_one_sequence_names_what_is_missing_and_the_flags_t
     assert "--gpu-memory-utilization above 0.9" in message
 
 
-def test_weights_larger_than_the_device_advise_no_shorter_sequences() -> None:
+def test_oversized_weights_do_not_suggest_max_model_len() -> None:
     with pytest.raises(CapacityError) as caught:
         blocks_of_device(limits(), budget(weights=200 * GIB))
     assert "--max-model-len" not in str(caught.value)
@@ -62,20 +60,20 @@ def test_max_total_tokens_counts_tokens_of_every_group() -> None:
     assert two.blocks_of_tokens(32) == 4
 
 
-def test_kv_cache_memory_too_small_for_a_block_says_how_much_is_needed() -> None:
+def test_kv_cache_memory_error_names_the_minimum() -> None:
     assert limits().blocks_of_bytes(10 * limits().block_bytes, "--kv-cache-memory") == 9
     with pytest.raises(CapacityError, match=f"at least {2 * limits().block_bytes}"):
         limits().blocks_of_bytes(limits().block_bytes, "--kv-cache-memory")
 
 
-def test_a_cpu_gets_a_quarter_of_its_free_memory_and_four_gib_at_most() -> None:
+def test_cpu_pool_takes_a_quarter_of_free_memory() -> None:
     assert blocks_of_host(limits(128), 8 * GIB) == 2 * GIB // limits().block_bytes - 1
     assert blocks_of_host(limits(1024), 800 * GIB) == 4 * GIB // limits().block_bytes - 1
     with pytest.raises(CapacityError, match="--kv-cache-memory"):
         blocks_of_host(limits(), 4 * GIB)
 
 
-def test_a_pool_that_was_asked_for_is_taken_if_the_hosts_memory_holds_it() -> None:
+def test_requested_cpu_pool_must_fit() -> None:
     pool = limits()
     assert blocks_of_host(pool, 101 * pool.block_bytes, 100) == 100
     with pytest.raises(CapacityError, match=r"does not fit.*--max-total-tokens"):

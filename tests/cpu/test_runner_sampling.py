@@ -89,7 +89,7 @@ def raw_logits(runner: LocalRunner):  # type: ignore[no-untyped-def]
     return logits
 
 
-def test_penalties_know_the_output_of_a_sequence_that_comes_back_after_preemption(
+def test_penalties_survive_preemption(
     runner: LocalRunner,
 ) -> None:
     params = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
@@ -104,7 +104,7 @@ def test_penalties_know_the_output_of_a_sequence_that_comes_back_after_preemptio
     assert sequence.output == whole
 
 
-def test_a_bias_moves_the_choice_and_its_absence_in_the_next_sequence_moves_it_back(
+def test_bias_ends_with_its_sequence(
     runner: LocalRunner,
 ) -> None:
     plain = generate(runner, 3)
@@ -120,7 +120,7 @@ def test_a_bias_moves_the_choice_and_its_absence_in_the_next_sequence_moves_it_b
         maker.drop(name)
 
 
-def test_what_one_row_asks_for_changes_no_token_of_its_neighbours(runner: LocalRunner) -> None:
+def test_row_parameters_do_not_affect_other_rows(runner: LocalRunner) -> None:
     plain, drawn = generate(runner, 6), generate(runner, 6, temperature=1.0, seed=11, top_p=0.9)
     runner.forget()
     maker = PlanMaker(runner.block_size)
@@ -140,7 +140,7 @@ def test_what_one_row_asks_for_changes_no_token_of_its_neighbours(runner: LocalR
     assert maker.sequences["drawn"].output == drawn
 
 
-def test_a_seed_gives_the_same_tokens_in_other_slots_chunks_and_company(
+def test_seeded_tokens_do_not_depend_on_the_batch(
     runner: LocalRunner,
 ) -> None:
     first = generate(runner, 8, temperature=0.8, seed=2**62, top_k=40)
@@ -159,14 +159,14 @@ def test_a_seed_gives_the_same_tokens_in_other_slots_chunks_and_company(
     assert maker.sequences["other"].output[:8] == other
 
 
-def test_a_sequence_resumed_after_preemption_draws_the_tokens_it_would_have_drawn(
+def test_seeded_tokens_survive_preemption(
     runner: LocalRunner,
 ) -> None:
     whole = generate(runner, 8, temperature=1.0, seed=77)
     assert generate(runner, 4, PROMPT + whole[:4], temperature=1.0, seed=77) == whole[4:]
 
 
-def test_logprobs_are_those_of_the_models_own_logits(runner: LocalRunner) -> None:
+def test_logprobs_come_from_the_raw_logits(runner: LocalRunner) -> None:
     runner.forget()
     maker = PlanMaker(runner.block_size)
     maker.add(
@@ -191,7 +191,7 @@ def check_logprobs(result: StepResult, expected: torch.Tensor, width: int) -> No
     assert result.logprobs.top_values == pytest.approx(top.values.numpy(), abs=1e-5)
 
 
-def test_rows_that_want_fewer_alternatives_get_the_first_of_the_widest(runner: LocalRunner) -> None:
+def test_narrower_top_lists_are_prefixes_of_the_widest(runner: LocalRunner) -> None:
     maker = PlanMaker(runner.block_size)
     maker.add("none", PROMPT, 0)
     maker.add("zero", PROMPT, 1, logprobs=0)
@@ -211,9 +211,7 @@ def pack_mask(allowed: list[int]) -> np.ndarray:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_late_mask_allows_its_tokens_only_and_binds_its_row_only(
-    runner: LocalRunner, temperature: float
-) -> None:
+def test_late_mask_limits_only_its_row(runner: LocalRunner, temperature: float) -> None:
     plain = generate(runner, 1)
     runner.forget()
     maker = PlanMaker(runner.block_size)
@@ -230,9 +228,7 @@ def test_a_late_mask_allows_its_tokens_only_and_binds_its_row_only(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_whose_logits_are_not_finite_gives_minus_one_and_harms_no_other(
-    runner: LocalRunner, temperature: float
-) -> None:
+def test_row_without_finite_logits_gives_minus_one(runner: LocalRunner, temperature: float) -> None:
     plain = generate(runner, 2)
     runner.forget()
     maker = PlanMaker(runner.block_size)

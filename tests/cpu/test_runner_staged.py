@@ -31,7 +31,7 @@ def fill(layout: StagedLayout, plan: StepPlan) -> dict[str, list[int]]:
     return wide | {name: narrow[place].tolist() for name, place in layout.narrow.items()}
 
 
-def test_decodes_are_followed_by_rows_of_the_padding_slot_that_do_not_advance() -> None:
+def test_padding_rows_follow_decodes_and_do_not_advance() -> None:
     columns = fill(StagedLayout(BucketSize(4, 0, 0), num_words=3), make_plan([3, 1], {}))
     assert columns == {
         "slots": [3, 1, 9, 9],
@@ -41,7 +41,7 @@ def test_decodes_are_followed_by_rows_of_the_padding_slot_that_do_not_advance() 
     }
 
 
-def test_chunks_stand_behind_the_padded_decodes() -> None:
+def test_chunks_follow_the_padded_decodes() -> None:
     columns = fill(StagedLayout(BucketSize(2, 3, 7), num_words=2), make_plan([4], {0: 2, 6: 3}))
     assert columns["slots"] == [4, 9, 0, 6, 9]
     assert columns["advance"] == [1, 0, 2, 3, 0]
@@ -53,7 +53,7 @@ def test_chunks_stand_behind_the_padded_decodes() -> None:
 
 
 @pytest.mark.parametrize("decodes", [0, 2])
-def test_a_full_bucket_has_no_padding(decodes: int) -> None:
+def test_full_bucket_has_no_padding(decodes: int) -> None:
     plan = make_plan([4, 5][:decodes], {0: 4, 6: 3})
     columns = fill(StagedLayout(BucketSize(decodes, 2, 7), num_words=2), plan)
     assert 9 not in columns["slots"] + columns["token_slots"]

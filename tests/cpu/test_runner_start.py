@@ -36,7 +36,7 @@ def bounded(max_num_seqs: int, chunk_size: int) -> SchedulerLimits:
     return SchedulerLimits(max_num_seqs, 300, chunk_size, 8192, 0, 97)
 
 
-def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) -> None:
+def test_warmup_steps_leave_slots_unchanged(runner: LocalRunner) -> None:
     limits = runner.resolved.limits
     before = runner._state.words.clone()
     for trial in (largest_step(limits, 1), *warmup_steps(limits, 1)):
@@ -47,7 +47,7 @@ def test_every_trial_step_runs_and_leaves_the_slots_as_new(runner: LocalRunner) 
     assert runner._state.words.equal(before)
 
 
-def test_the_largest_trial_has_all_tokens_and_all_rows() -> None:
+def test_largest_step_has_all_tokens_and_rows() -> None:
     plan = largest_step(bounded(max_num_seqs=8, chunk_size=2000), 1).plan
     assert plan.num_tokens == 2000
     assert plan.num_rows == 8
@@ -58,18 +58,14 @@ def test_the_largest_trial_has_all_tokens_and_all_rows() -> None:
     )
 
 
-def test_the_smallest_block_size_that_the_best_backends_take_is_chosen(
-    catalog: Catalog, tiny: Make
-) -> None:
+def test_default_block_size_is_the_smallest_supported(catalog: Catalog, tiny: Make) -> None:
     runner = build(tiny(block_size=None), catalog, quiet)
     assert runner.block_size == 16
     assert runner.num_blocks == 4096 // 16
     assert runner.block_bytes == 2 * 2 * 16 * 2 * 16 * 4
 
 
-def test_the_ids_of_the_largest_captured_step_fit_into_the_buffers_that_bring_them_to_the_host() -> (
-    None
-):
+def test_sampled_ids_fit_into_the_transfer_buffer() -> None:
     bounds = Config.model_fields["max_num_seqs"].metadata
     (most,) = (each.le for each in bounds if isinstance(each, annotated_types.Le))
     assert isinstance(most, int)
@@ -78,7 +74,7 @@ def test_the_ids_of_the_largest_captured_step_fit_into_the_buffers_that_bring_th
     assert rows * np.dtype(np.int32).itemsize <= transfer._SMALLEST
 
 
-def test_a_plan_without_weights_decides_the_same_kernels(
+def test_plan_without_weights_selects_the_same_kernels(
     catalog: Catalog, tiny: Make, runner: LocalRunner
 ) -> None:
     plan, memory = plan_only(tiny(), catalog)
@@ -87,19 +83,17 @@ def test_a_plan_without_weights_decides_the_same_kernels(
     assert memory["num_blocks"] == runner.num_blocks
 
 
-def test_a_backend_that_is_not_installed_is_refused_with_those_that_are(
-    catalog: Catalog, tiny: Make
-) -> None:
+def test_missing_backend_error_lists_installed_backends(catalog: Catalog, tiny: Make) -> None:
     with pytest.raises(PluginError, match=r"nonesuch(.|\n)*torch"):
         build(tiny(attention_backend="nonesuch"), catalog, quiet)
 
 
-def test_a_checkpoint_without_weights_names_the_formats(catalog: Catalog, tiny: Make) -> None:
+def test_checkpoint_without_weights_names_the_formats(catalog: Catalog, tiny: Make) -> None:
     with pytest.raises(CheckpointError, match="safetensors"):
         build(tiny(load_format="auto"), catalog, quiet)
 
 
-def test_an_unknown_device_is_refused(catalog: Catalog, tiny: Make) -> None:
+def test_unknown_device_is_refused(catalog: Catalog, tiny: Make) -> None:
     with pytest.raises(ConfigError, match="auto, cpu, cuda"):
         build(tiny(device="abacus"), catalog, quiet)
 
@@ -140,9 +134,7 @@ def test_memory_too_small_for_a_block_is_refused(catalog: Catalog, tiny: Make) -
         build(tiny(max_total_tokens=None, kv_cache_memory=100), catalog, quiet)
 
 
-def test_every_step_of_few_prompts_of_up_to_4096_tokens_has_a_bucket_of_at_most_twice_its_tokens() -> (
-    None
-):
+def test_buckets_at_most_double_the_tokens() -> None:
     sizes = [size for size in bucket_sizes((1, 2, 4, 256), 8192, 300) if size.num_chunks]
     assert max(size.num_chunk_tokens for size in sizes) == 4096
     assert sizes == [size for size in bucket_sizes((1, 2, 4, 256), 4096, 300) if size.num_chunks]
@@ -187,9 +179,7 @@ def test_every_step_of_few_prompts_of_up_to_4096_tokens_has_a_bucket_of_at_most_
     )
 
 
-def test_more_decodes_than_tokens_of_the_largest_captured_step_leave_no_bucket_without_tokens() -> (
-    None
-):
+def test_every_mixed_bucket_has_prompt_tokens() -> None:
     sizes = [
         size for size in bucket_sizes(decode_sizes(6000, 6000, None), 8192, 6000) if size.num_chunks
     ]
@@ -214,7 +204,7 @@ def test_more_decodes_than_tokens_of_the_largest_captured_step_leave_no_bucket_w
         (257, 1, 1, None),
     ],
 )
-def test_a_step_goes_to_a_bucket_that_has_a_row_for_each_of_its_prompts(
+def test_step_gets_a_bucket_with_enough_rows(
     decodes: int, chunks: int, tokens: int, expected: BucketSize | None
 ) -> None:
     graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
@@ -260,7 +250,7 @@ def test_prefix_hints_concern_decodes_only(no_shared_prefix: bool, num_chunks: i
         assert (prompts.num_rows, prompts.num_tokens, len(prompts.block_table)) == (16, 32, 16)
 
 
-def test_many_decodes_have_a_plain_bucket_besides() -> None:
+def test_many_decodes_have_a_bucket_without_shared_prefix() -> None:
     sizes = bucket_sizes((1, 8, 16, 64, 256), 8192, 256)
     plain = {(size.num_decodes, size.num_chunk_tokens) for size in sizes if size.no_shared_prefix}
     tokens = (32, 64, 128, 192, 256, 320, 384, 448, 512)
@@ -276,7 +266,7 @@ def test_many_decodes_have_a_plain_bucket_besides() -> None:
     } > set(sizes[-len(plain) :])
 
 
-def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows() -> None:
+def test_capture_sizes_reach_max_num_seqs() -> None:
     assert decode_sizes(20, None, None) == (1, 2, 4, 8, 16, 20)
     assert decode_sizes(1000, None, None)[7:] == (40, 48, 56, 64, *range(80, 257, 16))
     assert decode_sizes(1000, 16, None) == (1, 2, 4, 8, 16)
@@ -287,9 +277,7 @@ def test_capture_sizes_grow_by_eights_and_then_by_sixteens_up_to_the_most_rows()
         decode_sizes(4, None, (8, 16))
 
 
-def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(
-    catalog: Catalog, tiny: Make
-) -> None:
+def test_failing_family_is_named_in_one_line(catalog: Catalog, tiny: Make) -> None:
     resolved = tiny()
     spec = replace(resolved.checkpoint.spec, load="no_such_module:Model")
     said = "models Qwen3ForCausalLM of tokenspeed-models .*no_such_module:Model: ModuleNotFound"
@@ -305,7 +293,7 @@ def test_a_family_whose_class_fails_ends_in_a_line_that_names_its_plugin(
         ("acme_format:FORMAT", "returned a LoadFormat, not a Callable"),
     ],
 )
-def test_a_load_format_whose_reader_fails_ends_in_a_line_that_blames_its_plugin_and_says_what_to_do(
+def test_failing_load_format_is_named_with_its_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Make, reader: str, why: str
 ) -> None:
     info = tmp_path / "acme_format-1.0.dist-info"

@@ -64,7 +64,7 @@ def say(text: str) -> list[dict[str, str]]:
 # -- what clients get ---------------------------------------------------------------------------------------
 
 
-def test_the_demo_adds(sdk: openai.OpenAI) -> None:
+def test_demo_adds_numbers(sdk: openai.OpenAI) -> None:
     answer = sdk.chat.completions.create(**DEMO, messages=say("What is 23 + 45?"))
     assert "68" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
@@ -105,7 +105,7 @@ def test_health_version_and_models_answer(server: Served, sdk: openai.OpenAI) ->
         assert all(reasons for reasons in refused.values())
 
 
-def test_stream_equals_the_whole_and_prompts_are_cached(sdk: openai.OpenAI) -> None:
+def test_streamed_text_equals_the_whole_and_is_cached(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "prompt": list(range(40, 100)), "max_tokens": 24}
     whole = sdk.completions.create(**ask)
     chunks = list(
@@ -126,7 +126,7 @@ def test_stream_equals_the_whole_and_prompts_are_cached(sdk: openai.OpenAI) -> N
     )
 
 
-def test_streamed_chat_equals_the_whole(sdk: openai.OpenAI) -> None:
+def test_streamed_chat_equals_the_whole_answer(sdk: openai.OpenAI) -> None:
     ask: dict[str, Any] = {**DEMO, "messages": say("Copy this text: naïve café 日本語 🙂 done")}
     whole = sdk.chat.completions.create(**ask)
     chunks = list(sdk.chat.completions.create(**ask, stream=True))
@@ -264,7 +264,7 @@ def test_bad_input_is_refused_by_name(server: Served, what: str) -> None:
         assert after.status_code == 200
 
 
-def test_large_body_is_a_413(server: Served) -> None:
+def test_oversized_body_gets_status_413(server: Served) -> None:
     with server.http() as http:
         response = http.post("/v1/completions", content=b'{"prompt": "' + b"a" * (40 << 20) + b'"}')
     assert response.status_code == 413

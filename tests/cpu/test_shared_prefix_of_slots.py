@@ -87,7 +87,7 @@ def request(request_id: int, prompt: list[int], max_tokens: int) -> Submit:
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 512])
-def test_whether_decodes_share_a_prefix_is_what_their_block_tables_say(block_size: int) -> None:
+def test_shared_prefix_flag_follows_the_block_tables(block_size: int) -> None:
     rng = np.random.default_rng(block_size)
     kv = KVManager((FullAttention("full", 1, 1, 1),), block_size, 400)
     limits = SchedulerLimits(NUM_SEQS, MAX_LEN, 600, 600, 1000, 1000)

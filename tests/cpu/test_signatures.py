@@ -61,7 +61,7 @@ def test_renewal_fails_if_the_wheel_lacks_a_name(wheel: Path, name: str) -> None
         read(wheel, name)
 
 
-def test_stand_in_accepts_only_the_signature() -> None:
+def test_stub_accepts_only_the_signature() -> None:
     plan = held_to(
         lambda *given, **named: True, "(self, rows, /, size=..., *others, out=..., name, **more)"
     )
@@ -73,7 +73,7 @@ def test_stand_in_accepts_only_the_signature() -> None:
         plan(1, size=2, name="")
 
 
-def test_stand_in_rejects_calls_that_any_version_rejects() -> None:
+def test_stub_rejects_calls_that_any_version_rejects() -> None:
     def multiply(a: int, *, scale: int = 1) -> int:
         return a * scale
 

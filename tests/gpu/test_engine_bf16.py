@@ -67,7 +67,7 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def test_the_first_divergence_from_transformers_is_among_the_best_five_of_both(
+def test_first_divergence_from_transformers_is_in_both_top_fives(
     llm: LLM, checkpoint: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -111,9 +111,7 @@ def hold_together(answers: list[RequestOutput], others: list[RequestOutput]) -> 
     )
 
 
-def test_graphs_chunks_prefix_hits_and_other_numbers_of_rows_hold_chats_together(
-    llm: LLM, checkpoint: Path
-) -> None:
+def test_batching_diverges_only_within_both_top_fives(llm: LLM, checkpoint: Path) -> None:
     prompts = chats(checkpoint)
     first = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
     again = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
@@ -129,7 +127,7 @@ def test_graphs_chunks_prefix_hits_and_other_numbers_of_rows_hold_chats_together
         hold_together(first, generate(eager, prompts, logprobs=TOP, ignore_eos=False))
 
 
-def test_steps_too_large_for_a_graph_hold_chats_together(llm: LLM, checkpoint: Path) -> None:
+def test_eager_steps_diverge_only_within_both_top_fives(llm: LLM, checkpoint: Path) -> None:
     prompts = chats(checkpoint, 24)
     llm.reset_prefix_cache()
     large = generate(llm, prompts, logprobs=TOP, ignore_eos=False)
@@ -139,7 +137,7 @@ def test_steps_too_large_for_a_graph_hold_chats_together(llm: LLM, checkpoint: P
         hold_together(large, generate(small, prompts, logprobs=TOP, ignore_eos=False))
 
 
-def test_an_engine_after_another_in_one_process_finds_the_memory_that_the_first_gave_back() -> None:
+def test_second_engine_finds_memory_freed_by_first() -> None:
     made = []
     for _ in range(2):
         with LLM(device="cuda", gpu_memory_utilization=0.5) as engine:
@@ -147,7 +145,7 @@ def test_an_engine_after_another_in_one_process_finds_the_memory_that_the_first_
             made.append(engine)  # as a notebook keeps it
 
 
-def test_chats_whose_shared_beginning_is_read_once_diverge_among_the_best_five_of_both(
+def test_shared_prefix_diverges_only_within_both_top_fives(
     checkpoint: Path,
 ) -> None:
     own = chats(checkpoint)
@@ -175,7 +173,7 @@ def test_chats_whose_shared_beginning_is_read_once_diverge_among_the_best_five_o
     assert num_equal >= len(prompts) // 2, f"only {num_equal} of {len(prompts)} chats are the same"
 
 
-def test_tokens_alone_and_together_are_equally_far_from_float32(llm: LLM, checkpoint: Path) -> None:
+def test_batching_does_not_increase_the_float32_error(llm: LLM, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()

@@ -124,7 +124,7 @@ def serve(
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 16])
-def test_a_graph_computes_the_bits_of_the_eager_step(
+def test_graph_is_bitwise_equal_to_eager(
     graphs: LocalRunner, eager: LocalRunner, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makers = [PlanMaker(graphs.block_size) for _ in range(2)]
@@ -156,7 +156,7 @@ def test_padding_rows_change_no_token(
     assert serve(graphs, num_rows, 24, PARAMS) == serve(eager, num_rows, 24, PARAMS)
 
 
-def test_float32_tokens_are_those_of_the_cpu(
+def test_float32_tokens_equal_the_cpu(
     graphs: LocalRunner, make: Callable[..., LocalRunner]
 ) -> None:
     cpu = make(device="cpu")
@@ -186,7 +186,7 @@ def overlapped(
 
 
 @pytest.mark.parametrize("num_shared", [0, 320])
-def test_decodes_that_share_a_prefix_and_those_that_do_not_get_the_tokens_of_eager_steps(
+def test_decode_graphs_with_and_without_prefix_match_eager(
     graphs: LocalRunner, eager: LocalRunner, num_shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[bool] = []
@@ -219,7 +219,7 @@ def test_decodes_that_share_a_prefix_and_those_that_do_not_get_the_tokens_of_eag
 
 
 @pytest.mark.parametrize("params", [[{}], PARAMS])
-def test_two_steps_in_flight_give_the_tokens_of_one_after_another(
+def test_overlapped_steps_change_no_token(
     graphs: LocalRunner, params: list[dict[str, Any]]
 ) -> None:
     expected = serve(graphs, 12, 40, params)
@@ -246,7 +246,7 @@ def test_chunks_mixed_with_decodes_change_no_token(
     assert [maker.sequences[name].output for name in names] == expected
 
 
-def test_launching_a_step_of_any_kind_never_waits_for_the_device(graphs: LocalRunner) -> None:
+def test_launching_a_step_does_not_synchronize(graphs: LocalRunner) -> None:
     maker = PlanMaker(graphs.block_size)
     names = start(maker, 6, PARAMS)
     words = -(-1000 // 32)
@@ -271,9 +271,7 @@ def test_launching_a_step_of_any_kind_never_waits_for_the_device(graphs: LocalRu
     assert [int(result.num_tokens.sum()) for result in results] == [5, 6, 6, 6, 1]
 
 
-def test_serving_compiles_nothing_that_start_up_did_not(
-    graphs: LocalRunner, eager: LocalRunner
-) -> None:
+def test_serving_compiles_nothing_after_warmup(graphs: LocalRunner, eager: LocalRunner) -> None:
     from triton import knobs
 
     compiled: list[str] = []
@@ -316,7 +314,7 @@ def what_is_left() -> Iterator[torch.Tensor]:
                 yield torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
 
-def test_a_step_without_memory_fails_alone(eager: LocalRunner) -> None:
+def test_out_of_memory_fails_only_its_step(eager: LocalRunner) -> None:
     expected = serve(eager, 4, 3, PARAMS[:1])
     eager.forget()
     maker = PlanMaker(eager.block_size)
@@ -339,14 +337,14 @@ def test_a_step_without_memory_fails_alone(eager: LocalRunner) -> None:
     ],
     ids=["no room at all", "no room for the cache"],
 )
-def test_a_start_without_memory_names_what_does_not_fit_and_the_flags(
+def test_out_of_memory_at_start_names_the_flags(
     make: Callable[..., LocalRunner], num_bytes: int, said: str
 ) -> None:
     with little_memory(num_bytes), pytest.raises(CapacityError, match=said):
         make(max_total_tokens=131072, enforce_eager=True)
 
 
-def test_the_arena_is_sized_by_what_the_largest_step_leaves(
+def test_arena_size_leaves_room_for_the_largest_step(
     make: Callable[..., LocalRunner],
 ) -> None:
     runner = make(max_total_tokens=None, gpu_memory_utilization=0.5, enforce_eager=True)

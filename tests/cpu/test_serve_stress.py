@@ -136,7 +136,7 @@ def seconds_used(server: Served) -> float:
     return float(sum(server.engine().cpu_times()[:2]) - before)
 
 
-def test_crowd_gets_the_answers_of_single_clients(
+def test_concurrent_answers_equal_single_ones(
     server: Served,
 ) -> None:
     crowd = Crowd(server)

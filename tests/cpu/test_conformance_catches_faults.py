@@ -329,22 +329,28 @@ LIES: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
         always(asks_for_a_value),
         IN_GRAPHS,
         GRAPHS,
-        r"asks on the host .*item at test_kernels_liars.py:\d+",
+        r"asks on the host .*item at test_conformance_catches_faults.py:\d+",
     ),
-    ("silu_mul", always(asks_for_a_list), IN_GRAPHS, GRAPHS, "tolist at test_kernels_liars"),
+    (
+        "silu_mul",
+        always(asks_for_a_list),
+        IN_GRAPHS,
+        GRAPHS,
+        "tolist at test_conformance_catches_faults",
+    ),
     (
         "silu_mul",
         always(takes_rows_by_their_values),
         IN_GRAPHS,
         GRAPHS,
-        "__getitem__ at test_kernels_liars",
+        "__getitem__ at test_conformance_catches_faults",
     ),
     (
         "attention",
         AsksInForward,
         {**IN_GRAPHS, **SMALL},
         GRAPHS,
-        "phase=.*item at test_kernels_liars",
+        "phase=.*item at test_conformance_catches_faults",
     ),
     ("silu_mul", other_bits_now_and_then, INVARIANT, ROWS, "other bits another time"),
     (
@@ -449,7 +455,7 @@ LIES: tuple[tuple[str, Any, dict[str, Any], str, str], ...] = (
         f"{lie[3].removeprefix('test_')[:20]}-{lie[0]}-{number}" for number, lie in enumerate(LIES)
     ],
 )
-def test_a_lie_is_caught_by_the_question_that_is_about_it(
+def test_fault_is_caught(
     suite: Suite, op: str, factory: Any, capability: dict[str, Any], question: str, complaint: str
 ) -> None:
     with pytest.raises(AssertionError, match=f"(?s){complaint}"):
@@ -487,7 +493,7 @@ def test_a_lie_is_caught_by_the_question_that_is_about_it(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_who_tells_the_truth_is_asked_the_same_and_passes(
+def test_correct_kernel_passes(
     suite: Suite, op: str, factory: Any, capability: dict[str, Any]
 ) -> None:
     mine = suite(op, factory, **capability)
@@ -500,7 +506,7 @@ def same(problem: Any) -> Kernel:
     return lambda x: x.clone()
 
 
-def test_a_result_in_the_memory_of_an_input_is_caught(suite: Suite) -> None:
+def test_result_that_aliases_an_input_is_caught(suite: Suite) -> None:
     contract = OpContract(
         "same",
         "norm",
@@ -525,7 +531,7 @@ def test_a_result_in_the_memory_of_an_input_is_caught(suite: Suite) -> None:
             getattr(mine, AGREES)()
 
 
-def test_bounds_are_asked_of_selection_which_may_forget_or_mistake_them(
+def test_selection_that_ignores_a_limit_is_caught(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = suite(
@@ -540,7 +546,7 @@ def test_bounds_are_asked_of_selection_which_may_forget_or_mistake_them(
         getattr(mine, BOUNDS)()
 
 
-def test_hardware_beyond_the_bounds_is_refused_because_of_them(
+def test_selection_that_ignores_compute_capability_is_caught(
     suite: Suite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = suite("linear", always(functional.linear), **IN_GRAPHS)
@@ -555,7 +561,7 @@ def test_hardware_beyond_the_bounds_is_refused_because_of_them(
         getattr(mine, BOUNDS)()
 
 
-def test_what_is_declared_and_refused_is_caught_and_a_kernel_that_does_not_load_passes_no_bound(
+def test_kernel_that_does_not_load_is_caught(
     suite: Suite,
 ) -> None:
     mine = suite("linear", always(functional.linear), dtypes=("float32",))
