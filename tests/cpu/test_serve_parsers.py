@@ -263,7 +263,7 @@ def test_exiting_parser_fails_only_its_request(tmp_path: Path) -> None:
         said = running.said()
         assert "tool_parsers leaving of strange 1.0 fails on a reply: SystemExit: 5" in said
         assert (
-            "tool_parsers leaving of strange 1.0: strange_parsers:Leaving fails: SystemExit: 4"
+            "tool_parsers leaving of strange 1.0 failed in strange_parsers:Leaving: SystemExit: 4"
             in said
         )
         assert running.process.poll() is None
