@@ -83,12 +83,10 @@ class Wrapper:
             kv_layout == "NHD" and backend in ("auto", "fa2") and not float_workspace_buffer.any()
         )
         assert buffers.keys() == (BUFFERS if use_cuda_graph else set())
-        self.is_fixed, self.buffers, self.max_tokens_in_pool, self.num_plans = (
-            use_cuda_graph,
-            buffers,
-            0,
-            0,
-        )
+        self.is_fixed = use_cuda_graph
+        self.buffers = buffers
+        self.max_num_tokens = 0
+        self.num_plans = 0
         self._pin_memory_int_workspace_buffer = torch.ones(0)
         self.made.append(self)
 
@@ -129,8 +127,8 @@ class Wrapper:
         ).all() and last.max() <= block_size
         if self.is_fixed:
             assert len(self.buffers["qo_indptr_buf"]) == len(starts), "rows are fixed"
-            self.max_tokens_in_pool = self.max_tokens_in_pool or int(starts[-1])
-            assert starts[-1] <= self.max_tokens_in_pool, "the first plan is the largest"
+            self.max_num_tokens = self.max_num_tokens or int(starts[-1])
+            assert starts[-1] <= self.max_num_tokens, "the first plan must be the largest"
             for buffer, each in zip(self.buffers.values(), given, strict=True):
                 buffer[: len(each)].copy_(each)
             given = tuple(

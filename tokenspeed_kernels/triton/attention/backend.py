@@ -282,13 +282,13 @@ def _attend_to_blanks(
         backend.forward(q, k_cache, v_cache, q.new_empty(q.shape))
 
 
-def _num_queries(phase: str, some: Sequence[int], max_tokens_in_pool: int) -> Iterator[list[int]]:
+def _num_queries(phase: str, some: Sequence[int], max_num_tokens: int) -> Iterator[list[int]]:
     """Yield the query tokens per row of steps that need different variants."""
     for num_rows in some:
         yield [1] * num_rows
     if phase == "prefill":
         yield from (
-            [min(num_tokens, max_tokens_in_pool)] for num_tokens in (SMALL_STEP, max_tokens_in_pool)
+            [min(num_tokens, max_num_tokens)] for num_tokens in (SMALL_STEP, max_num_tokens)
         )
 
 
