@@ -116,7 +116,8 @@ def create_app(service: Service, wrap: Wrap | None = None) -> App:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
-    app.middleware_stack = app.build_middleware_stack()  # errors of plugins end the start
+    # Errors of plugins are raised here, at start.
+    app.middleware_stack = app.build_middleware_stack()
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -161,7 +162,7 @@ async def _on_unexpected(request: Request, error: Exception) -> Response:
 
 
 def _openapi(app: App) -> dict[str, Any]:
-    """Return the description of the routes, with the bodies that dependencies parse."""
+    """Return the OpenAPI description of the routes, with the request bodies that dependencies parse."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         components = schema.setdefault("components", {}).setdefault("schemas", {})

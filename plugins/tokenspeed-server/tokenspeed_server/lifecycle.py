@@ -151,7 +151,10 @@ class ApiWorker:
             drained.cancel()
             if not unread.done():
                 return False
-            log.warning("%d clients do not read their answers: ending", service.num_active)
+            log.warning(
+                "%d clients do not read their responses; ending their connections",
+                service.num_active,
+            )
         if not service.is_open:
             return True
         await _first(processes.retire(engine), engine.dead, self._interrupted_again.wait())
@@ -168,7 +171,7 @@ class ApiWorker:
 
 
 async def _only_unread(engine: EngineClient) -> None:
-    """Return when the engine has been idle for a while: clients do not read their answers."""
+    """Return when the engine has been idle for a while, so that only unread responses remain."""
     since = time.monotonic()
     while time.monotonic() - since < UNREAD_SECONDS:
         await asyncio.sleep(1)

@@ -17,7 +17,7 @@ class ParserChain:
     """Parses one choice. Each parser gets the content that the parser before it left."""
 
     def __init__(self, parsers: Mapping[str, ReplyParser]) -> None:
-        """Take the parsers by the names that errors use."""
+        """`parsers` maps the names for error messages to parsers, in the order in which they run."""
         self._parsers = tuple(parsers.items())
         self._num_calls = 0
         self._arguments: list[str] = []  # of the last call

@@ -51,7 +51,7 @@ class Reply:
     def add_choice(
         self, assembler: Assembler, parsers: ParserChain, *, is_first_of_prompt: bool
     ) -> Choice:
-        """Add a sequence; return the sink of its tokens."""
+        """Add a choice. Returns the sink for the tokens of its sequence."""
         index = len(self.answers)
         self.answers.append(Answer())
         self.num_open += 1
@@ -113,7 +113,7 @@ class Choice:
     def take(
         self, token_ids: Sequence[int], finish: int, num_cached: int, logprobs: TokenLogprobs | None
     ) -> bool:
-        """Add tokens. Return whether the sequence is over, which the engine may not know."""
+        """Add tokens. Return whether the sequence is over, possibly by a stop string that the engine does not see."""
         reply, assembler = self.reply, self.assembler
         if reply.first_token_at is None and token_ids:
             reply.first_token_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Child processes: a private folder for their sockets, their start, and their end."""
+"""Start and stop child processes, and make the private folder of their sockets."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Program:
 
 
 async def start(program: Program, **data: Any) -> Subprocess:
-    """Start a child with additional `data`. It inherits stdout and stderr.
+    """Start a child process with additional `data`. It inherits stdout and stderr.
 
-    This process closes the child's listener: the system would give it connections here.
+    Closes the child's listener in this process, which would otherwise receive some of its connections.
     """
     listen_fds = [] if program.listener is None else [program.listener.fileno()]
     line = json.dumps({**program.data, **data, "listen_fds": listen_fds}).encode() + b"\n"

@@ -41,7 +41,7 @@ class Supervised:
         protocol = asyncio.StreamReaderProtocol(reader)
         await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(self._pipe))
         await reader.read()
-        engine.die("it has ended")
+        engine.die("its process ended")
 
     def ask_to_stop(self, number: signal.Signals) -> None:
         """Have the other workers drain (SIGTERM) or end at once (SIGINT)."""
