@@ -16,7 +16,9 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, found a {type(content).__name__}")
+        raise CheckpointError(
+            f"{file} must contain a JSON object, found a {type(content).__name__}"
+        )
     return content
 
 

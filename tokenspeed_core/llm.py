@@ -63,7 +63,7 @@ class LLM(AbstractContextManager["LLM"]):
         """
         for name in settings:
             if name in SERVER_ONLY:
-                raise ConfigError(f"{name} configures the HTTP server; LLM does not take it")
+                raise ConfigError(f"{name} configures the HTTP server; remove it from LLM")
         if model is not None:
             settings["model"] = model
         given = Config.from_keywords(**settings)
@@ -146,7 +146,9 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _build_submit(self, prompt: Prompt, params: SamplingParams) -> Submit:
         if params.stop and self.tokenizer is None:
-            raise BadRequestError("stop strings need a tokenizer; this LLM has none", "stop")
+            raise BadRequestError(
+                "stop strings need a tokenizer, and this LLM has none; use stop_token_ids", "stop"
+            )
         request_id = self._next_id
         self._next_id += params.n
         ids = self._encode(prompt)
@@ -160,10 +162,14 @@ class LLM(AbstractContextManager["LLM"]):
             prompt = prompt.get("prompt", prompt)
         if not isinstance(prompt, str):
             raise BadRequestError(
-                "a prompt is a text, {'prompt': text} or {'prompt_token_ids': [...]}", "prompt"
+                "a prompt must be a string, {'prompt': text} or {'prompt_token_ids': [...]}",
+                "prompt",
             )
         if self.tokenizer is None:
-            raise BadRequestError("a text needs a tokenizer; this LLM has none", "prompt")
+            raise BadRequestError(
+                "a text prompt needs a tokenizer, and this LLM has none; pass prompt_token_ids",
+                "prompt",
+            )
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
     def _run(self, requests: Sequence[_Request], check: Callable[[], None]) -> None:

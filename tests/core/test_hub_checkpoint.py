@@ -129,7 +129,7 @@ def test_unreadable_config_is_refused(catalog: Catalog, checkpoint: Path) -> Non
     (checkpoint / "config.json").write_text("{oops")
     assert "config.json" in refusal("demo", catalog)
     (checkpoint / "config.json").write_text("[]")
-    assert "must hold a JSON object, found a list" in refusal("demo", catalog)
+    assert "must contain a JSON object, found a list" in refusal("demo", catalog)
     (checkpoint / "config.json").unlink()
     assert "no config.json" in refusal("demo", catalog)
 

@@ -75,7 +75,7 @@ def test_template_stops_at_its_limits(
 
 
 def test_unknown_template_option_lists_the_known() -> None:
-    with pytest.raises(TemplateError, match="no option 'speed'; it has: enable_thinking"):
+    with pytest.raises(TemplateError, match=r"'speed'.*enable_thinking"):
         render("{{ enable_thinking }}", speed=1)
 
 

@@ -52,7 +52,7 @@ class StepRecord:
 
 @hookspec
 def adjust_config(config: Config) -> Mapping[str, Any] | None:
-    """Return settings to change before the configuration freezes.
+    """Return settings to change before the configuration is frozen.
 
     Settings that the user set, and those that select plugins, cannot be changed.
     """

@@ -53,12 +53,14 @@ class AxisLimit:
 
     def __post_init__(self) -> None:
         if self.multiple_of < 1 or self.minimum < 0:
-            raise ValueError(f"axis {self.axis!r}: multiple_of starts at 1 and minimum at 0")
+            raise ValueError(
+                f"axis {self.axis!r}: multiple_of must be at least 1, and minimum at least 0"
+            )
         if (
             self.maximum is not None
             and self.maximum // self.multiple_of * self.multiple_of < self.minimum
         ):
-            raise ValueError(f"axis {self.axis!r}: no number lies within {self}")
+            raise ValueError(f"axis {self.axis!r}: no value satisfies {self}")
 
     def refusal(self, value: int) -> str | None:
         """Return why a value is out of bounds, None if it is within them."""
@@ -92,7 +94,7 @@ class Capability:
 
     def __post_init__(self) -> None:
         if not self.platforms or not self.dtypes:
-            raise ValueError("a capability names at least one platform and one dtype")
+            raise ValueError("a capability needs at least one platform and one dtype")
         _known("dtype", (*self.dtypes, *self.kv_dtypes), DTYPES)
         _known("phase", self.phases, PHASES)
         _known("feature", tuple(self.features), FEATURES)
@@ -100,7 +102,7 @@ class Capability:
         if low is not None and high is not None and low > high:
             raise ValueError(f"compute capability range {low} to {high} is empty")
         if any(size < 1 for size in (*self.head_sizes, *self.block_sizes)):
-            raise ValueError("head and block sizes are positive")
+            raise ValueError("head and block sizes must be positive")
 
     def breadth(self) -> tuple[int, float]:
         """Return a sort key: fewer platforms first, then the narrower hardware range."""
@@ -144,10 +146,10 @@ class KernelSpec:
                     f"{what} {name!r} must be 'name' or 'vendor/name', of a-z, 0-9, '_', '-' and '.'"
                 )
         if self.backend == "auto":
-            raise ValueError("the backend name 'auto' means the host's own choice")
+            raise ValueError("the backend name 'auto' is reserved; choose another name")
         for target in (self.load, self.options or self.load):
             if not _TARGET.match(target):
-                raise ValueError(f"{target!r} must read 'module:attribute'")
+                raise ValueError(f"{target!r} must have the form 'module:attribute'")
         for module in self.requires:
             if not module.isidentifier():
                 raise ValueError(f"required module {module!r} must be a top-level module")

@@ -154,7 +154,7 @@ class BuildContext(Protocol):
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
         """Return the selected kernel of a fused op, or None if its parts must be used instead.
 
-        That is if no kernel fits, or if the user chose a backend for one of the contract's `parts`.
+        It is None if no kernel fits or if the user chose a backend for one of the contract's `parts`.
         """
 
     def attention(
@@ -191,7 +191,7 @@ class Model(Protocol):
         """Return hidden states [R, hidden] of `wanted`, int64 [R] among the T tokens (None: all, in their order).
 
         token_ids and positions are int64 [T] on the device. Skip work for rows outside `wanted`, such as the last
-        layer's MLP: a prompt of thousands of tokens wants one.
+        layer's MLP: of a long prompt only the last row is wanted.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

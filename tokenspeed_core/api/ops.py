@@ -66,7 +66,7 @@ class OpContract:
     errors: str = "none: shapes are the caller's duty, checked when the model is built"
 
     def cut(self, axes: Problem) -> Problem:
-        """Return the axes that this op has."""
+        """Return the axes of this op from a problem that may have more."""
         return {axis: value for axis, value in axes.items() if axis in self.axes or axis == "dtype"}
 
     def check(self, problem: Problem) -> None:
@@ -75,7 +75,7 @@ class OpContract:
         missing, surplus = sorted(wanted - problem.keys()), sorted(problem.keys() - wanted)
         if missing or surplus:
             raise ValueError(
-                f"op {self.name!r}: missing {missing}, unknown {surplus}; its problem is {sorted(wanted)}"
+                f"op {self.name!r}: missing {missing}, unknown {surplus}; expected axes: {sorted(wanted)}"
             )
 
     def tolerance(self, dtype: str) -> Tolerance:

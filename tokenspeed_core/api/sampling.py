@@ -44,7 +44,10 @@ class SamplingParams(BaseModel):
         None, gt=0, le=1, description="sample from the smallest set of tokens with this probability"
     )
     top_k: int | None = Field(
-        None, ge=-1, le=2**31 - 1, description="sample from this many tokens; 0 or -1: from all"
+        None,
+        ge=-1,
+        le=2**31 - 1,
+        description="sample from this many most probable tokens; 0 or -1: from all",
     )
     min_p: float | None = Field(
         None, ge=0, le=1, description="minimum probability, relative to the most probable token"
@@ -62,7 +65,9 @@ class SamplingParams(BaseModel):
         None, ge=-(2**63), le=2**63 - 1, description="makes sampling reproducible"
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="maximum number of generated tokens; default: up to the context"
+        None,
+        ge=1,
+        description="maximum number of generated tokens; default: up to the end of the context",
     )
     stop: tuple[StopString, ...] = Field(
         (), max_length=MAX_STOP_STRINGS, description="strings that end the output"

@@ -214,7 +214,7 @@ class EngineClient:
                 )
             except Exception as error:
                 # Turning tokens into text may fail for one request. The others of the step go on.
-                log.exception("a request failed while its tokens were turned into text: %s", error)
+                log.exception("cannot convert the tokens of a request to text: %s", error)
                 sink.fail(RequestFailedError("internal", "the request failed; see the server log"))
                 is_over = True
             if delta.finish != FinishReason.NOT:

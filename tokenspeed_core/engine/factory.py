@@ -141,7 +141,7 @@ def load_text(config: Config, checkpoint: Path) -> tuple[Tokenizer | None, ChatT
     folder = checkpoint if config.tokenizer is None else Path(os.path.expanduser(config.tokenizer))
     if not folder.is_dir():
         raise CheckpointError(
-            f"--tokenizer {config.tokenizer}: no such directory; download it first"
+            f"--tokenizer {config.tokenizer}: no such directory; give the path of a directory with the tokenizer"
         )
     tokenizer = load_tokenizer(folder)
     return tokenizer, load_chat_template(folder, tokenizer.special_tokens, config.chat_template)
@@ -258,7 +258,7 @@ def _find_quantization(
         return None
     if own is not None and name != own:
         raise ConfigError(
-            f"--quantization {name}: {checkpoint.name} is already quantized as {own}; leave it out"
+            f"--quantization {name}: {checkpoint.name} is already quantized as {own}; omit --quantization"
         )
     method = catalog.need(catalog.get("quantization", name), Quantization)
     if method.has_tensor_scales and own is None:
@@ -282,7 +282,7 @@ def _fit_model_len(resolved: Resolved, num_kv_tokens: int) -> int:
             f"give at most that, or a larger {sized_by}"
         )
     log.warning(
-        "the KV cache holds %d tokens, fewer than the model's %d; sequences end there",
+        "the KV cache holds %d tokens, fewer than the model's context of %d; longer sequences end at that length",
         num_kv_tokens,
         max_model_len,
     )

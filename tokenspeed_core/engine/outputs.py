@@ -80,8 +80,8 @@ class SequenceCollector:
         """Return the result. Raises TokenSpeedError if the engine could not finish the sequence."""
         if self._finish is FinishReason.ERROR:
             raise TokenSpeedError(
-                "the engine could not finish a sequence: its step failed on the device, or the model gave "
-                "no finite logits; see the log"
+                "the engine could not finish a sequence: its step failed on the device, or the model "
+                "returned no finite logits; see the log"
             )
         return SequenceOutput(
             index,

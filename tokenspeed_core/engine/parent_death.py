@@ -1,4 +1,4 @@
-"""Subprocesses that end when their parent ends, however it ends."""
+"""Ending a subprocess when its parent ends for any reason."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def end_with_parent(by: Signals) -> None:
 
 
 def attach_to_parent(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Return the settings that the parent sent, one line of JSON, and the pipe that they came through.
+    """Return the settings that the parent sent as one line of JSON, and the pipe's file descriptor.
 
-    The first argument is the number of the pipe. The parent holds its other end open, so the pipe is at
-    its end when this process must end. Exits if the parent is gone already.
+    The first argument is the descriptor. The parent keeps the other end of the pipe open as long as this
+    process should run: end-of-file means that it must exit. Exits at once if the parent has died already.
     """
     pipe = int(arguments[0])
     # Only the parent reacts to Ctrl-C. It stops this process through the pipe or by another signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # For the times when this process does not read the pipe: it loads a model, or hangs.
+    # Covers the times when this process does not read the pipe, because it loads a model or hangs.
     end_with_parent(signal.SIGKILL)
     with open(pipe, "rb", closefd=False) as file:
         line = file.readline()
     if not line.endswith(b"\n") or select.select([pipe], [], [], 0)[0]:
-        sys.exit()  # the parent died before the kernel was asked to report it
+        sys.exit()  # the parent died before prctl was called
     settings: dict[str, Any] = json.loads(line)
     return settings, pipe

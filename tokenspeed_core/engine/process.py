@@ -136,7 +136,7 @@ def main() -> int:
 
 
 def _serve(settings: dict[str, Any], sockets: Sequence[Socket], parent_fd: int) -> None:
-    # The launcher has logged the same warnings.
+    # The launcher has logged the same warnings already.
     logging.getLogger("tokenspeed.plugins.metadata").disabled = True
     config, catalog = discover_in_subprocess(settings)
     hooks = Hooks.load(catalog)

@@ -175,11 +175,11 @@ class KVManager:
     # -- steps ----------------------------------------------------------------------------------------
 
     def begin(self, step_id: int) -> None:
-        """Note that a step is being planned: `withdraw` attributes the blocks hashed from now on to it."""
+        """Start planning a step. `withdraw` attributes the blocks hashed from now on to it."""
         self._planned_step = step_id
 
     def launch(self, step_id: int) -> None:
-        """Note that a step was launched: blocks released from now on are pending until it finished."""
+        """Record the launch of a step. Blocks released from now on are pending until it has finished."""
         self.pool.launch(step_id)
 
     def retire(self, step_id: int) -> None:
@@ -189,7 +189,7 @@ class KVManager:
             del self._hashed_by_step[step]
 
     def withdraw(self, step_id: int) -> None:
-        """Remove the blocks from the index that a failed step and later ones should have filled."""
+        """Remove from the index the blocks that a failed step and later ones should have filled."""
         for step in [step for step in self._hashed_by_step if step >= step_id]:
             self._discard(self._hashed_by_step.pop(step))
 

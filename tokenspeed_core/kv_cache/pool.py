@@ -108,11 +108,11 @@ class BlockPool:
                 self._pending.append(_Pending(self._last_launched, block))
 
     def mark_hashed(self, block: int) -> None:
-        """Note that the prefix index knows a held block: when released it becomes cached, not free."""
+        """Mark a held block as indexed: when released, it becomes cached instead of free."""
         self._is_hashed[block] = True
 
     def unmark_hashed(self, block: int) -> None:
-        """Note that the prefix index no longer knows a block. The block may be in any state."""
+        """Mark a block as not indexed. The block may be in any state."""
         self._is_hashed[block] = False
         if block in self._cached:
             del self._cached[block]

@@ -122,7 +122,12 @@ class Hooks:
                     f"hook {hook} of {name} failed: {describe_error(error)}. "
                     f"Fix the plugin, or disable its hooks with {VARIABLE}=-{distribution}:hooks."
                 ) from error
-            logger.error("hook %s of %s failed; its hooks are off", hook, name, exc_info=error)
+            logger.error(
+                "hook %s of %s failed; all hooks of this plugin are disabled",
+                hook,
+                name,
+                exc_info=error,
+            )
             del self._plugins[name]
 
 
@@ -135,7 +140,9 @@ def _apply(config: Config, name: str, changes: Any) -> Config:
         if origin in ("default", "auto"):
             allowed[setting] = value
         else:
-            logger.warning("plugin %s: %s stays as set by %s", name, flag(setting), origin)
+            logger.warning(
+                "plugin %s cannot change %s, which is set by %s", name, flag(setting), origin
+            )
     adjusted = rebuild(config, allowed, f"plugin {name}")
     for setting in allowed:
         logger.info("plugin %s set %s", name, flag(setting))

@@ -77,7 +77,7 @@ def _entries_of(
     name = metadata["Name"]
     version = metadata["Version"]
     if not name or not version:
-        raise ValueError("METADATA lacks a name or a version")
+        raise ValueError("METADATA has no name or no version")
     requires_core = _core_range(metadata.get_all("Requires-Dist") or distribution.requires or ())
     origin = _origin(distribution)
     root = str(distribution.locate_file(""))

@@ -49,7 +49,7 @@ class Collected:
             yield int(self.slots[i]), FinishReason(int(finish[i]))
 
     def with_full_block(self, columns: SlotColumns, granularity: int) -> I32:
-        """Return the slots that go on and have a full block of known tokens outside the prefix index."""
+        """Return the slots of unfinished sequences with a full block of computed tokens to add to the prefix index."""
         slots, finish = self.slots, self.tokens.finish
         if finish.any():
             slots = slots[finish == FinishReason.NOT]

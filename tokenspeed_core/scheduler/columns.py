@@ -76,7 +76,7 @@ class SlotColumns:
         self.set_decoding(slot, False)
 
     def set_decoding(self, slot: int, is_decoding: bool) -> None:
-        """Note whether the sequence in a slot decodes or prefills."""
+        """Record whether the sequence in a slot decodes or prefills."""
         self.is_decoding[slot] = is_decoding
         self._decoding = None
         self._prefilling = None
@@ -97,7 +97,7 @@ class SlotColumns:
 
     @property
     def has_decodes(self) -> bool:
-        """Whether any sequence will decode in a later step. One whose last token is in flight will not."""
+        """Whether any sequence needs another decode step, not counting one whose last token is in flight."""
         slots = self.decoding()
         return bool((self.max_len[slots] > self.num_bound[slots]).any())
 

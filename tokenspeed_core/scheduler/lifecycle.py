@@ -34,7 +34,7 @@ class Lease:
     def pass_on(self) -> Lease:
         """Spend this lease and return a new one. Raises LeaseSpentError on the second call."""
         if self._is_spent:
-            raise LeaseSpentError("a lease was used after it was passed on")
+            raise LeaseSpentError("a lease was used after its ownership was transferred")
         self._is_spent = True
         return Lease(self.slot, self.blocks)
 
@@ -158,5 +158,5 @@ def advance(state: State, event: Event) -> Transition:
 
 def _illegal(state: State, event: Event) -> Transition:
     raise IllegalTransitionError(
-        f"a sequence in state {type(state).__name__} cannot take {type(event).__name__}"
+        f"a sequence in state {type(state).__name__} cannot handle {type(event).__name__}"
     )

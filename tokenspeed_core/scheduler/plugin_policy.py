@@ -52,15 +52,15 @@ class PluginPolicy:
 
 
 def _decide(policy: Policy, view: View, limits: Limits) -> Decision:
-    """Return a valid decision. Raises ValueError if the policy's cannot be carried out."""
+    """Return the policy's decision. Raises ValueError if it is invalid."""
     decision = policy.decide(view, limits)
     num_query = np.clip(decision.num_query_tokens, 0, view.num_query_tokens).astype(np.int32)
     runs = num_query > 0
     victims = [int(victim) for victim in decision.victims]
     if view.num_new_blocks[runs].sum() > limits.num_available_blocks:
-        raise ValueError("the rows that run need more blocks than are available")
+        raise ValueError("the scheduled rows need more blocks than are available")
     if runs[victims].any():
-        raise ValueError("a victim also runs")
+        raise ValueError("a row is both scheduled and preempted")
     if len(set(victims)) < len(victims):
-        raise ValueError("a victim is named twice")
+        raise ValueError("a row is preempted twice")
     return Decision(num_query, decision.victims)

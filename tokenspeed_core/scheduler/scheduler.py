@@ -264,7 +264,7 @@ class Scheduler:
             self._queue.put_back(entry)
 
     def _first_waiting(self) -> Waiting | Preempted | None:
-        """Return the first sequence of the queue, and drop entries of sequences that ended."""
+        """Return the first sequence of the queue, after dropping entries of sequences that ended."""
         while (entry := self._queue.first()) is not None:
             state = self.sequences.get(entry.sequence_id)
             if isinstance(state, Waiting | Preempted):
@@ -294,9 +294,9 @@ class Scheduler:
         return True
 
     def _is_still_refused(self, sequence: Sequence, room: Room) -> bool:
-        """Whether the policy refuses a sequence again with the prefix hit that it had before.
+        """Whether the policy again refuses a sequence that it refused before, given the same prefix hit.
 
-        Finding the hit takes time in proportion to the prompt, so it is not done in every step.
+        The hit is not looked up again, because that takes time proportional to the prompt length.
         """
         refused = self._refused
         if refused is None or refused.sequence_id != sequence.sequence_id or room.is_alone:

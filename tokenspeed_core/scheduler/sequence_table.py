@@ -79,12 +79,12 @@ class SequenceTable:
         return slot
 
     def start_decoding(self, state: Prefilling) -> None:
-        """Note that all known tokens of a sequence are planned."""
+        """Move a sequence to Decoding once all its known tokens are planned."""
         self._columns.set_decoding(state.lease.slot, True)
         self._move(state, PrefillPlanned())
 
     def preempt(self, slot: int) -> Sequence:
-        """Take the slot and the blocks of a sequence away. Returns the sequence."""
+        """Preempt the sequence in a slot: free its slot and release its blocks. Returns the sequence."""
         state = self.at(slot)
         self._move(state, Preempt())
         return state.sequence

@@ -25,7 +25,7 @@ class WaitingQueue:
         self._heap: list[QueueEntry] = []
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence at its place in the policy's order."""
+        """Add a sequence, in the policy's order."""
         key = self._policy.key(sequence.request.priority, sequence.arrival)
         self.put_back(QueueEntry(key, sequence.sequence_id))
 

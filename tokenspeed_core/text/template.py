@@ -95,13 +95,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of the prompt. Raises TemplateError, with the template's own message if there is one."""
+        """Return the text of the prompt. Raises TemplateError, which includes a message that the template raised."""
         options = options or {}
         unknown = sorted(set(options) - self.options)
         if unknown:
             read = ", ".join(sorted(self.options)) or "none"
             raise TemplateError(
-                f"this model's chat template has no option {unknown[0]!r}; it has: {read}"
+                f"this model's chat template has no variable {unknown[0]!r}; available: {read}"
             )
         template = self._templates[-1] if tools else self._templates[0]
         values = {
@@ -133,7 +133,7 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
-            # A template is code of the checkpoint. Its errors are errors of the request.
+            # The template is part of the checkpoint. Report its errors as errors of the request.
             raise TemplateError(f"the chat template fails on the messages: {error}") from error
         return "".join(parts)
 

@@ -77,7 +77,10 @@ class PartEncoder:
         self._lock = Lock()
 
     def encode(self, text: str, salt: str) -> I32:
-        """Return the ids of a text, int32 [T]. Salts do not share entries, so timing reveals nothing among them."""
+        """Return the ids of a text, int32 [T].
+
+        Salts do not share entries, so that timing does not reveal texts that were encoded with other salts.
+        """
         cuts = [0, *(found.start() for found in self._mark.finditer(text)), len(text)]
         if len(cuts) > MAX_PARTS:
             cuts = [0, len(text)]
@@ -201,7 +204,7 @@ def _num_bytes(part: tuple[str, str], ids: I32) -> int:
 
 
 def _marks(tokens: Collection[AddedToken]) -> list[str]:
-    """Return the special tokens that the library finds in any text, whatever surrounds them."""
+    """Return the special tokens that split any text, independent of the characters around them."""
     found_first = [token for token in tokens if not token.normalized]
     contents = {token.content for token in found_first}
     whole = "\0".join(contents)
@@ -225,8 +228,8 @@ def _pattern(marks: Iterable[str]) -> str:
     No text may be a prefix of another.
     """
     groups = [
-        (first, [mark[1:] for mark in its])
-        for first, its in groupby(marks, key=lambda mark: mark[:1])
+        (first, [mark[1:] for mark in group])
+        for first, group in groupby(marks, key=lambda mark: mark[:1])
     ]
     return (
         "(?:"
