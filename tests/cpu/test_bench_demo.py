@@ -186,7 +186,7 @@ def test_interrupt_before_the_first_repeat_exits_with_130(
     child.send_signal(number)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
-    assert "broken off before any traffic was measured" in said
+    assert "interrupted" in said
     assert json.loads(path.read_text())["is_interrupted"]
 
 
@@ -343,7 +343,7 @@ def test_interrupt_during_profiling_keeps_all_results(
     os.killpg(child.pid, signal.SIGINT)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
-    assert "what was measured is kept" in said
+    assert "interrupted" in said
     (run,) = (
         run for run in json.loads(path.read_text())["runs"] if run["traffic"]["name"] == "load"
     )
@@ -408,7 +408,7 @@ def test_interrupt_keeps_results_and_stops_the_server(
     os.killpg(child.pid, number)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
-    assert "what was measured is kept" in said
+    assert "interrupted" in said
     result = json.loads(path.read_text())
     assert result["is_interrupted"]
     assert 0 < result["runs"][-1]["figures"]["answered"] < 5000

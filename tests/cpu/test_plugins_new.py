@@ -96,7 +96,7 @@ def test_each_package_passes_the_conformance_kit(run: Callable[..., str]) -> Non
     ("family", "backend", "settings"),
     [
         ("attention", "acme/attention", {"attention_backend": "acme/attention"}),
-        ("linear", "acme/linear", {}),
+        ("linear", "acme/linear", {"kernel_backend": {"linear": ["acme/linear", "auto"]}}),
         ("sampling", "acme/sampling", {"sampling_backend": "acme/sampling,auto"}),
         ("moe", "acme/moe", {"moe_backend": "acme/moe,auto", "model": "moe/acme_moe/example"}),
         ("attention", "", {"schedule_policy": "acme/policy"}),
