@@ -160,9 +160,7 @@ def test_auto_skips_a_backend_with_missing_options() -> None:
         ({"text": '"[a]"'}, Parted(text="[a]")),
     ],
 )
-def test_what_has_parts_is_typed_as_json_and_other_text_stays(
-    typed: dict[str, Any], read: Parted
-) -> None:
+def test_option_values_are_parsed_as_json_or_text(typed: dict[str, Any], read: Parted) -> None:
     options = {f"tiled.{key}": value for key, value in typed.items()}
     assert asked(options, "Parted").select_attention(PROBLEM).options == read
 
@@ -220,7 +218,7 @@ def test_invalid_option_is_refused(
 
 
 @pytest.mark.parametrize("name", ["tiled.tyle", "tile", "one.tile", "none.such", "plain.tile"])
-def test_option_of_no_backend_in_use_is_refused(name: str) -> None:
+def test_option_of_an_unused_backend_is_refused(name: str) -> None:
     selector = asked({name: "1"})
     selector.select_attention(PROBLEM)
     with pytest.raises(SelectionError) as caught:
@@ -236,7 +234,7 @@ def test_option_without_description_is_listed_by_name() -> None:
         selector.check()
 
 
-def test_schema_of_a_backend_that_is_not_chosen_is_not_imported() -> None:
+def test_schema_of_an_unused_backend_is_not_imported() -> None:
     sys.modules.pop("this", None)
     selector = asked({"tiled.x": "1"}, "this:Zen", ("plain",))
     selector.select_attention(PROBLEM)

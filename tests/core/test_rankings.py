@@ -40,7 +40,7 @@ def _importable_from_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
 
 
-def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(
+def test_rankings_of_third_parties_are_ignored(
     tmp_path: Path,
 ) -> None:
     catalog = discover(tmp_path, "tokenspeed-kernels", "fast-kernels")
@@ -50,7 +50,7 @@ def test_the_own_rankings_are_taken_and_a_plugins_are_left_out_with_the_reason(
     assert "rankings" in foreign.reason
 
 
-def test_under_strict_plugins_a_plugin_that_ranks_ends_the_start(tmp_path: Path) -> None:
+def test_third_party_ranking_fails_a_strict_start(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"fast-kernels .* rankings"):
         discover(tmp_path, "fast-kernels", strict=True)
 

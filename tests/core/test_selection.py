@@ -61,7 +61,7 @@ PORTABLE = kernel("portable", ON_CUDA)
 SPECIAL = kernel("special", ON_HOPPER)
 
 
-def test_the_narrower_kernel_goes_before_the_general_one_and_the_reference_comes_last() -> None:
+def test_narrower_kernel_is_preferred_reference_is_last() -> None:
     for kernels in ((REFERENCE, PORTABLE, SPECIAL), (SPECIAL, PORTABLE, REFERENCE)):
         assert Selector(kernels, HOPPER).select("greedy", LOGITS).spec.backend == "special"
     assert (
@@ -70,12 +70,12 @@ def test_the_narrower_kernel_goes_before_the_general_one_and_the_reference_comes
     assert Selector((REFERENCE, PORTABLE), CPU).select("greedy", LOGITS).spec.backend == "plain"
 
 
-def test_equally_narrow_kernels_go_by_the_name_of_their_distribution() -> None:
+def test_ties_are_broken_by_distribution_name() -> None:
     first, second = kernel("zeta", ON_CUDA, "a-dist"), kernel("alpha", ON_CUDA, "b-dist")
     assert Selector((second, first), HOPPER).select("greedy", LOGITS).spec is first.spec
 
 
-def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by_phase() -> None:
+def test_ranked_kernels_come_first_in_each_phase() -> None:
     kernels = [
         kernel(name, replace(ON_CUDA, features=frozenset()), op="attention")
         for name in ("one", "two")
@@ -105,7 +105,7 @@ def test_what_was_measured_on_such_a_device_goes_before_everything_else_phase_by
     assert older.select_attention(ATTENTION).spec.backend == "one"
 
 
-def test_a_measured_kernel_that_does_not_fit_or_must_be_compiled_is_passed_over() -> None:
+def test_unsuitable_ranked_kernel_is_skipped() -> None:
     ranking = Ranking("greedy", None, (9, 0), (("slow", "1"), ("narrow", "2"), ("portable", "3")))
     slow = kernel("slow", ON_HOPPER, needs_compile=True)
     narrow = kernel("narrow", replace(ON_HOPPER, dtypes=("float16",)))
@@ -113,7 +113,7 @@ def test_a_measured_kernel_that_does_not_fit_or_must_be_compiled_is_passed_over(
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
 
 
-def test_auto_passes_over_a_kernel_whose_packages_are_there_and_do_not_load() -> None:
+def test_auto_skips_a_kernel_that_fails_to_load() -> None:
     broken = kernel(
         "broken", ON_HOPPER, requires=("json",), obtain="pip install it again", load="a.b:c"
     )
@@ -130,7 +130,7 @@ def test_auto_passes_over_a_kernel_whose_packages_are_there_and_do_not_load() ->
         )
 
 
-def test_a_strangers_kernel_that_does_not_load_is_passed_over_and_its_reason_is_kept() -> None:
+def test_third_party_kernel_that_fails_to_load_is_skipped() -> None:
     strange = kernel("strange", ON_HOPPER, load="a.b:c")
     ours = kernel("ours", ON_HOPPER, "tokenspeed-kernels", load="a.b:c")
     selector = Selector((strange, PORTABLE), HOPPER)
@@ -189,7 +189,7 @@ def test_plan_names_the_ops_that_auto_left_to_the_reference() -> None:
     assert named.plan().reference_ops() == ()
 
 
-def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
+def test_missing_module_shows_how_to_obtain_it() -> None:
     lacking = kernel(
         "lacking", ON_HOPPER, requires=("no_such_module",), obtain="pip install 'x[lacking]'"
     )
@@ -200,7 +200,7 @@ def test_what_a_missing_module_takes_is_said_as_its_plugin_says_it() -> None:
     )
 
 
-def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:
+def test_auto_skips_a_kernel_that_needs_compiling() -> None:
     slow = kernel("slow", ON_HOPPER, needs_compile=True)
     selector = Selector((slow, PORTABLE), HOPPER)
     assert selector.select("greedy", LOGITS).spec.backend == "portable"
@@ -209,7 +209,7 @@ def test_auto_passes_over_a_kernel_that_must_be_compiled_and_says_so() -> None:
     assert named.select("greedy", LOGITS).spec.backend == "slow"
 
 
-def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> None:
+def test_unsuitable_override_reports_every_reason() -> None:
     wrong = kernel(
         "wrong",
         Capability(("cuda",), ("float16",), limits=(AxisLimit("vocab_size", 128),)),
@@ -235,7 +235,7 @@ def test_a_named_backend_that_cannot_serve_is_an_error_with_every_reason() -> No
         assert part in message
 
 
-def test_a_list_of_backends_is_tried_in_order_and_auto_ends_it() -> None:
+def test_listed_backends_are_tried_in_order() -> None:
     on_cpu = Selector((REFERENCE, PORTABLE), CPU, [override("sampling", "portable", "auto")])
     assert on_cpu.select("greedy", LOGITS).spec.backend == "plain"
     reversed_order = Selector(
@@ -244,7 +244,7 @@ def test_a_list_of_backends_is_tried_in_order_and_auto_ends_it() -> None:
     assert reversed_order.select("greedy", LOGITS).spec.backend == "portable"
 
 
-def test_a_narrowed_preference_speaks_before_the_general_one() -> None:
+def test_override_of_a_phase_takes_precedence() -> None:
     kernels = [
         kernel(name, replace(EVERYWHERE, features=frozenset()), op="attention")
         for name in ("one", "two")
@@ -255,7 +255,7 @@ def test_a_narrowed_preference_speaks_before_the_general_one() -> None:
     assert selector.select_attention(replace(ATTENTION, phase="prefill")).spec.backend == "two"
 
 
-def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -> None:
+def test_undeclared_window_and_graphs_are_refused() -> None:
     bare = kernel("bare", ON_CUDA, op="attention")
     with pytest.raises(SelectionError, match="not declare the feature window"):
         Selector((bare,), HOPPER).select_attention(replace(ATTENTION, window=128))
@@ -266,7 +266,7 @@ def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -
 
 
 @pytest.mark.parametrize(
-    ("declared", "problem", "mend"),
+    ("declared", "problem", "hint"),
     [
         (
             {"kv_dtypes": ("bfloat16", "float16")},
@@ -286,8 +286,8 @@ def test_a_window_and_graphs_are_refused_by_kernels_that_do_not_declare_them() -
         ({"features": frozenset()}, {}, "--enforce-eager"),
     ],
 )
-def test_a_refusal_names_the_flag_that_would_change_it_and_none_that_would_not(
-    declared: dict[str, Any], problem: dict[str, Any], mend: str
+def test_refusal_suggests_a_flag_only_if_it_helps(
+    declared: dict[str, Any], problem: dict[str, Any], hint: str
 ) -> None:
     capability = replace(ON_CUDA, **{"features": frozenset({"graph_safe"}), **declared})
     selector = Selector(
@@ -296,16 +296,16 @@ def test_a_refusal_names_the_flag_that_would_change_it_and_none_that_would_not(
     with pytest.raises(NothingFitsError) as caught:
         selector.select_attention(replace(ATTENTION, **problem))
     ((verdict,),) = (planned.verdicts for planned in caught.value.plan.ops)
-    assert [reason.hint for reason in verdict.reasons] == [mend]
+    assert [reason.hint for reason in verdict.reasons] == [hint]
 
 
-def test_a_device_outside_the_range_is_told_the_range() -> None:
+def test_device_outside_the_range_is_explained() -> None:
     selector = Selector((SPECIAL, REFERENCE), PlatformInfo("cuda", (8, 0)))
     assert selector.select("greedy", LOGITS).spec.backend == "plain"
     assert "compute capability 8.0 is not 9.0" in explain(selector.plan(), "greedy")
 
 
-def test_the_plan_lists_the_layers_of_each_problem_and_is_not_changed_by_reading_it() -> None:
+def test_plan_lists_the_layers_of_each_problem() -> None:
     selector = Selector((kernel("plain", EVERYWHERE, op="attention"), REFERENCE), CPU)
     for layer in (3, 0, 1, 5):
         selector.select_attention(ATTENTION, layer=layer)
@@ -321,12 +321,12 @@ def test_the_plan_lists_the_layers_of_each_problem_and_is_not_changed_by_reading
     assert all(len(line) < 120 for line in kernel_table(plan).splitlines())
 
 
-def test_the_same_problem_is_decided_once() -> None:
+def test_equal_problems_share_one_choice() -> None:
     selector = Selector((REFERENCE,), CPU)
     assert selector.select("greedy", LOGITS) is selector.select("greedy", dict(LOGITS))
 
 
-def test_a_wrong_problem_names_what_is_missing_and_what_is_surplus() -> None:
+def test_wrong_problem_names_missing_and_unknown_axes() -> None:
     with pytest.raises(ValueError, match=r"missing \['vocab_size'\], unknown \['seize'\]"):
         Selector((REFERENCE,), CPU).select("greedy", {"seize": 3, "dtype": "float32"})
     with pytest.raises(SelectionError, match="unknown op 'ydeerg'"):
@@ -347,7 +347,7 @@ FUSED = OpContract(
 PARTS = (REFERENCE, kernel("plain", EVERYWHERE, op="write_kv"))
 
 
-def test_a_fused_op_is_taken_for_its_parts_where_a_kernel_fits() -> None:
+def test_fused_op_replaces_its_parts_if_it_fits() -> None:
     fast = kernel("fast", ON_CUDA, op="greedy_write")
     selector = Selector((*PARTS, fast), HOPPER, ops=merge_ops((FUSED,)))
     (choice,) = selector.select_all(FUSED.parts, AXES, layer=3)
@@ -357,7 +357,7 @@ def test_a_fused_op_is_taken_for_its_parts_where_a_kernel_fits() -> None:
     ]
 
 
-def test_its_parts_run_where_none_fits_and_the_plan_says_why() -> None:
+def test_parts_run_if_no_fused_kernel_fits() -> None:
     fast = kernel("fast", ON_CUDA, op="greedy_write")
     selector = Selector((*PARTS, fast), CPU, ops=merge_ops((FUSED,)))
     choices = selector.select_all(FUSED.parts, AXES)
@@ -374,7 +374,7 @@ def test_its_parts_run_where_none_fits_and_the_plan_says_why() -> None:
     assert "its parts" in kernel_table(plan)
 
 
-def test_a_fused_op_asked_for_by_name_is_given_or_its_parts_are_to_run() -> None:
+def test_select_fused_returns_none_if_nothing_fits() -> None:
     fast, problem = kernel("fast", ON_CUDA, op="greedy_write"), FUSED.cut(AXES)
     taken = Selector((*PARTS, fast), HOPPER, ops=merge_ops((FUSED,))).select_fused(
         "greedy_write", problem
@@ -386,7 +386,7 @@ def test_a_fused_op_asked_for_by_name_is_given_or_its_parts_are_to_run() -> None
     )
 
 
-def test_ops_that_nobody_fuses_are_selected_one_by_one() -> None:
+def test_ops_without_a_fused_op_are_selected_singly() -> None:
     with pytest.raises(SelectionError, match="unknown op 'greedier'"):
         Selector(PARTS, CPU).select_all(("greedy", "greedier"), AXES)
     choices = Selector(PARTS, CPU).select_all(("write_kv", "greedy"), AXES)
@@ -410,7 +410,7 @@ def test_ops_that_nobody_fuses_are_selected_one_by_one() -> None:
         lambda: KernelSpec("greedy", "x", ON_CUDA, load="module.attribute"),
     ],
 )
-def test_nonsense_is_rejected_when_a_descriptor_is_built(build: Any) -> None:
+def test_invalid_descriptors_are_rejected(build: Any) -> None:
     with pytest.raises(ValueError, match=r".+"):
         build()
 
@@ -428,7 +428,7 @@ def test_selecting_imports_no_tensor_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_of_the_kernels_that_fit_only_the_chosen_one_is_imported(
+def test_only_the_chosen_kernel_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("chosen", "passed_over"):
