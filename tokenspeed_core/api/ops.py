@@ -63,7 +63,7 @@ class OpContract:
     rows: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     cases: tuple[Problem, ...] = ()
-    errors: str = "none: shapes are the caller's duty, checked when the model is built"
+    errors: str = "none; shapes are checked when the model is built"
 
     def cut(self, axes: Problem) -> Problem:
         """Return the axes of this op from a problem that may have more."""
@@ -209,7 +209,7 @@ def common_ops() -> Mapping[str, OpContract]:
 
 
 def merge_ops(*more: Iterable[OpContract | OpReference]) -> Mapping[str, OpContract]:
-    """Return the core's contracts with those of plugins, and with the references of the core's.
+    """Return the contracts of the core and of plugins, with the references added to the core's.
 
     Raises ValueError for a used name, an unknown op or another type.
     """

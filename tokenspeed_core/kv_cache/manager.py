@@ -108,7 +108,7 @@ class KVManager:
         return Match(length, entries, num_idle)
 
     def no_match(self) -> Match:
-        """Return the empty hit."""
+        """Return a match of no tokens."""
         return Match(0, (_NO_ENTRIES,) * self.num_groups, 0)
 
     def num_blocks_needed(self, start: int, end: int) -> int:
@@ -183,7 +183,7 @@ class KVManager:
         self.pool.launch(step_id)
 
     def retire(self, step_id: int) -> None:
-        """Note that all steps up to `step_id` finished."""
+        """Record that all steps up to `step_id` have finished."""
         self.pool.retire(step_id)
         for step in [step for step in self._hashed_by_step if step <= step_id]:
             del self._hashed_by_step[step]

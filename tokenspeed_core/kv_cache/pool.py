@@ -119,11 +119,11 @@ class BlockPool:
             self._free.append(block)
 
     def launch(self, step_id: int) -> None:
-        """Note that a step was launched."""
+        """Record the launch of a step."""
         self._last_launched = step_id
 
     def retire(self, step_id: int) -> None:
-        """Note that all steps up to `step_id` finished."""
+        """Record that all steps up to `step_id` have finished, and free the blocks that waited for them."""
         self.last_retired = step_id
         while self._pending and self._pending[0].step_id <= step_id:
             pending = self._pending.popleft()

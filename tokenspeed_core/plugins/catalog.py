@@ -100,7 +100,7 @@ class Catalog:
         return tuple(sorted({*built_in, *(entry.name for entry in self.entries(kind))}))
 
     def is_installed(self, kind: str, name: str) -> bool:
-        """Say whether an entry of that name exists, usable or not."""
+        """Return whether an entry of that name exists, usable or not."""
         return any((entry.kind, entry.name) == (kind, name) for entry in self._entries)
 
     def get(self, kind: str, name: str) -> Entry:
@@ -163,7 +163,7 @@ class Catalog:
             raise self._load_error(entry)
 
     def is_required(self, entry: Entry) -> bool:
-        """Say whether a failure of this entry is an error: it was selected or locked by name, or in strict mode."""
+        """Return whether a failure of this entry is an error: it is selected or locked by name, or the mode is strict."""
         named = {*(self._selection.only or ()), *(self._digests or ())}
         return self.is_strict or not named.isdisjoint(entry.scopes)
 

@@ -39,11 +39,11 @@ class PrefillBudget:
         return min(self._max_tokens, max(MIN_CHUNK, int(seconds / self._seconds_per_token)))
 
     def start_after_idle(self) -> None:
-        """Note that an idle device starts a step now."""
+        """Record that an idle device starts a step now."""
         self._last = perf_counter()
 
     def finish_step(self, num_tokens: int, num_prompt_tokens: int) -> float:
-        """Note that a step of `num_tokens` query tokens finished. Returns its duration in seconds."""
+        """Record that a step of `num_tokens` query tokens finished. Returns its duration in seconds."""
         now = perf_counter()
         seconds = now - self._last
         self._last = now

@@ -117,7 +117,7 @@ class Scheduler:
                 self.sequences.end(state, FinishReason.ABORT)
 
     def preempt(self, slot: int) -> None:
-        """Take the slot and the blocks of a sequence away, and queue it again."""
+        """Preempt a running sequence: free its slot, release its blocks, and queue it again."""
         self.num_preemptions += 1
         self._queue.push(self.sequences.preempt(slot))
 

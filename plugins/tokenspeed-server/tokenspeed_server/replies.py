@@ -71,7 +71,7 @@ class Reply:
             self._wake()
 
     def abandon(self) -> None:
-        """Note that the client disconnected, unless the reply is over."""
+        """Record that the client disconnected, unless the reply is over."""
         if self.num_open and self.error is None:
             self.is_abandoned = True
             self._wake()

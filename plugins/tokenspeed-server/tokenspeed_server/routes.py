@@ -128,7 +128,7 @@ async def create_chat_completion(
 
 @router.get("/health", responses=_errors(503))
 async def health(request: Request) -> JSONResponse:
-    """Say whether requests should come here. The only route that needs no API key."""
+    """Report whether the server accepts requests. The only route that needs no API key."""
     reason = get_service(request).why_unhealthy()
     if reason is None:
         return JSONResponse({"status": "ok"})
