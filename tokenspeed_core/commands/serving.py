@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenspeed_core.api.sampling import FinishReason
 from tokenspeed_core.checkpoint.resolve import ResolvedCheckpoint, resolve_checkpoint
-from tokenspeed_core.engine.client import EngineClient, State
+from tokenspeed_core.engine.client import EchoClient, EngineClient, State
 from tokenspeed_core.engine.factory import discover, discover_in_subprocess, load_text, num_workers
 from tokenspeed_core.engine.messages import Drain, Ready, Submit, TokenLogprobs, WorkerReady
 from tokenspeed_core.engine.parent_death import attach_to_parent
@@ -36,6 +36,7 @@ __all__ = [
     "Detokenizer",
     "Drain",
     "ENGINE_MODULE",
+    "EchoClient",
     "EngineClient",
     "EngineDeadError",
     "FinishReason",

@@ -225,6 +225,32 @@ class EngineClient:
             self.abort(ended)
 
 
+class EchoClient(EngineClient):
+    """A client without an engine. It returns the tokens of each prompt, for a server's warm-up."""
+
+    def __init__(self) -> None:
+        """Be ready at once."""
+        super().__init__("inproc://echo")
+        self._dispatch(Ready(2**30, 2**30, 2**31 - 1, ""))
+
+    def send(self, message: Any) -> None:
+        """Answer a request token by token, through the encoding that an engine's messages have."""
+        if not isinstance(message, Submit):
+            return
+        zero = np.zeros(1, np.int32)
+        for position, token in enumerate(message.prompt):
+            is_last = position == len(message.prompt) - 1
+            finish = FinishReason.LENGTH if is_last else FinishReason.NOT
+            outputs = Outputs(
+                sequence_ids=np.array([message.request_id], np.int64),
+                num_tokens=np.ones(1, np.int32),
+                token_ids=np.array([token], np.int32),
+                finish=np.array([finish], np.int32),
+                num_cached_tokens=zero,
+            )
+            self._loop.call_soon(self._dispatch, to_api.unpack(pack(outputs)))
+
+
 def dead_error() -> RequestFailedError:
     """Return the error for requests that a dead engine did not finish."""
     return RequestFailedError("engine_dead", "the engine process died; see the server log")

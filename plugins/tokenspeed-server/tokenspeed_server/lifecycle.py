@@ -21,6 +21,7 @@ from tokenspeed_core.commands.serving import EngineClient, EngineDeadError, Work
 from tokenspeed_server.app import Wrap, create_app
 from tokenspeed_server.service import ModelText, Options, Service
 from tokenspeed_server.supervisor import Supervised
+from tokenspeed_server.warmup import warm_up
 
 FLUSH_SECONDS = 5  # for answers in progress when the engine dies
 UNREAD_SECONDS = 20  # that a drain waits for clients to read what the engine has finished
@@ -129,6 +130,7 @@ class ApiWorker:
     async def _open(self, service: Service) -> None:
         """Load the tokenizer while the engine loads, then admit requests."""
         text = await asyncio.to_thread(self._config.load_text)
+        await warm_up(self._config.options, text)
         service.engine.send(WorkerReady())
         ready = await asyncio.shield(service.engine.ready)
         gc.collect()

@@ -1,0 +1,36 @@
+"""The server's warm-up: it takes the path of a client's request, and nobody sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tokenspeed_server import warmup
+from tokenspeed_server.service import ModelText, Options
+
+from tokenspeed_core.commands.serving import Defaults
+
+
+def test_warm_up_answers_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    post = warmup._post
+
+    async def recording(app: Any, path: str, body: dict[str, Any]) -> None:
+        async def inner(scope: Any, receive: Any, send: Any) -> None:
+            async def noting(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                await send(message)
+
+            await app(scope, receive, noting)
+
+        await post(inner, path, body)
+
+    monkeypatch.setattr(warmup, "_post", recording)
+    records: list[Any] = []
+    options = Options("demo", observers=(records.append,), api_key="secret")
+    text = ModelText(None, None, Defaults.of({}, ()))
+    asyncio.run(asyncio.wait_for(warmup.warm_up(options, text), 30))
+    assert statuses == [200, 200]
+    assert records == []
