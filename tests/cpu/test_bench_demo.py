@@ -1,4 +1,4 @@
-"""`tokenspeed bench` on the bundled demo, in process and through a server of its own."""
+"""`tokenspeed bench` on the bundled demo, in process and through a server that it starts."""
 
 from __future__ import annotations
 
@@ -24,80 +24,83 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
-def _nothing_outlives_a_test() -> Iterator[None]:
-    """End what a test that failed left: a load that goes on takes a core from all tests after it."""
+def _no_process_is_left() -> Iterator[None]:
+    """Kill the processes of a failed test, which would slow down all later tests."""
     yield
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
 
 
-def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
-    path = folder / "result.json"
-    done = subprocess.run(
-        [*BENCH, *words, *SMALL, "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=ENVIRON,
-        check=False,
+def run_bench(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark to its end."""
+    return subprocess.run(
+        [*BENCH, *words], capture_output=True, text=True, timeout=200, env=ENVIRON, check=False
     )
+
+
+def bench(folder: Path, words: str, *more: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark that succeeds; return its result file and its stdout."""
+    path = folder / "result.json"
+    done = run_bench(*words.split(), *more, *SMALL, "--json", str(path))
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout
+
+
+def start_bench(words: str, *more: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a benchmark and return it when its first request was answered."""
+    child = subprocess.Popen(
+        [*BENCH, *words.split(), *more, *SMALL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **{"env": ENVIRON, **options},
+    )
+    assert child.stdout is not None
+    while "median of the next" not in child.stdout.readline():
+        assert child.poll() is None
+    return child
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return the processes with a folder in their command lines."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in word for word in process.info["cmdline"] or ())
+    ]
+
+
+def track_names(trace: Path) -> set[str | None]:
+    """Return the names of the tracks of a Chrome trace."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    return {event.get("args", {}).get("name") for event in events}
 
 
 @pytest.mark.release
 @pytest.mark.parametrize(
     "words",
     [
-        ("prefill", "--requests", "2", "--input-len", "2048"),
-        ("agentic", "--shared-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2"),
-        ("agents", "--first-len", "1024", "--turn-len", "64", "--turns", "2", "--sessions", "2"),
+        "prefill --requests 2 --input-len 2048",
+        "agentic --shared-len 1024 --turn-len 64 --turns 2 --sessions 2",
+        "agents --first-len 1024 --turn-len 64 --turns 2 --sessions 2",
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: str(words).split()[0],
 )
-def test_demo_runs_long_workloads_only_if_shortened(words: tuple[str, ...]) -> None:
-    refused = subprocess.run(
-        [*BENCH, words[0], *SMALL],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=ENVIRON,
-        check=False,
-    )
-    assert (refused.returncode, f"{words[0]} was left out" in refused.stderr) == (1, True)
-    taken = subprocess.run(
-        [*BENCH, *words, "--repeats", "1", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=ENVIRON,
-        check=False,
-    )
-    assert taken.returncode == 0, taken.stderr
+def test_demo_runs_long_workloads_only_if_shortened(words: str) -> None:
+    name, *shorter = words.split()
+    refused = run_bench(name, *SMALL)
+    assert refused.returncode == 1
+    assert name in refused.stderr
+    done = run_bench(name, *shorter, "--repeats", "1", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
 
 
-def test_agentic_turns_hit_the_cache_in_every_repeat(
-    tmp_path: Path,
-) -> None:
-    result, said = bench(
-        tmp_path,
-        "agentic",
-        "--sessions",
-        "3",
-        "--turns",
-        "3",
-        "--shared-len",
-        "160",
-        "--turn-len",
-        "32",
-        "--output-len",
-        "8",
-        "--repeats",
-        "2",
-        "--plot",
-        str(tmp_path / "x.svg"),
+def test_agentic_turns_hit_the_cache_in_every_repeat(tmp_path: Path) -> None:
+    words = (
+        "agentic --sessions 3 --turns 3 --shared-len 160 --turn-len 32 --output-len 8 --repeats 2"
     )
+    result, out = bench(tmp_path, words, "--plot", str(tmp_path / "x.svg"))
     start, run = result["runs"]
     figures = run["figures"]
     assert figures["output_tokens"] == 3 * 3 * 8
@@ -105,107 +108,23 @@ def test_agentic_turns_hit_the_cache_in_every_repeat(
     assert 0.5 < figures["cached_tokens"] / figures["prompt_tokens"] < 0.95
     assert start["figures"]["first_request_ms"] > 0
     assert {op["family"] for op in result["kernel_plan"]["ops"]} == set(result["backends"])
-    assert "from the cache" in said
+    assert "from the cache" in out
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
 
 
 def test_profile_is_a_chrome_trace_with_our_track(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    _, said = bench(
-        tmp_path, "latency", "--output-len", "4", "--repeats", "1", "--profile", str(path)
-    )
-    names = {
-        event.get("args", {}).get("name") for event in json.loads(path.read_text())["traceEvents"]
-    }
-    assert "TokenSpeed: launches and gaps" in names
-    assert "busy" in said
-
-
-@pytest.mark.release
-def test_profile_on_a_full_disk_keeps_the_results(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    done = subprocess.run(
-        [
-            "bash",
-            "-c",
-            'ulimit -f 100; exec "$@"',
-            "bash",
-            *BENCH,
-            "latency",
-            "--output-len",
-            "4",
-            "--repeats",
-            "1",
-            *SMALL,
-            "--profile",
-            str(tmp_path / "trace.json"),
-            "--json",
-            str(path),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=ENVIRON,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "torch could not write its trace; is there room on the disk?" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert json.loads(path.read_text())["runs"][-1]["traffic"]["name"] == "latency"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_before_the_first_repeat_exits_with_130(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    path = tmp_path / "result.json"
-    child = subprocess.Popen(
-        [
-            *BENCH,
-            "throughput",
-            "--requests",
-            "64",
-            "--output-len",
-            "3000",
-            *SMALL,
-            "--json",
-            str(path),
-            "--plot",
-            str(tmp_path / "x.svg"),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRON,
-    )
-    assert child.stdout is not None
-    while "median of the next" not in child.stdout.readline():
-        assert child.poll() is None
-    time.sleep(1)
-    child.send_signal(number)
-    _, said = child.communicate(timeout=120)
-    assert child.returncode == 130, said
-    assert "interrupted" in said
-    assert json.loads(path.read_text())["is_interrupted"]
+    trace = tmp_path / "trace.json"
+    _, out = bench(tmp_path, "latency --output-len 4 --repeats 1", "--profile", str(trace))
+    assert "TokenSpeed: launches and gaps" in track_names(trace)
+    assert "busy" in out
 
 
 def test_server_is_started_measured_and_stopped(tmp_path: Path) -> None:
-    result, said = bench(
+    result, out = bench(
         tmp_path,
-        "serve",
-        "--users",
-        "1,4",
-        "--requests",
-        "3,8",
-        "--input-len",
-        "48",
-        "--output-len",
-        "16",
-        "--fixed",
+        "serve --users 1,4 --requests 3,8 --input-len 48 --output-len 16 --fixed --no-client-cost",
         "--api-key",
         "secret",
-        "--no-client-cost",
         "--served-model-name",
         str(tmp_path),
     )
@@ -217,149 +136,53 @@ def test_server_is_started_measured_and_stopped(tmp_path: Path) -> None:
     assert four["figures"]["cached_tokens"] == 0, "a load starts from an empty prefix cache"
     assert result["kernel_plan"]["platform"].startswith("CPU")
     assert "secret" not in json.dumps(result)
-    assert "8 answered, 0 failed" in said
-    assert named(tmp_path) == []
+    assert "8 answered, 0 failed" in out
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.release
-def test_server_profile_contains_its_steps(
-    tmp_path: Path,
-) -> None:
+def test_server_profile_contains_its_steps(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    done = subprocess.run(
-        [
-            *BENCH,
-            "serve",
-            "--users",
-            "1,4",
-            "--requests",
-            "1,8",
-            "--input-len",
-            "16",
-            "--output-len",
-            "1,24",
-            "--fixed",
-            "--no-client-cost",
-            *SMALL,
-            "--json",
-            str(path),
-            "--profile",
-            str(tmp_path / "trace.json"),
-            "--served-model-name",
-            str(tmp_path),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=ENVIRON,
-        check=False,
-    )
+    words = "serve --users 1,4 --requests 1,8 --input-len 16 --output-len 1,24 --fixed"
+    files = ("--json", str(path), "--profile", str(tmp_path / "trace.json"))
+    name = ("--no-client-cost", "--served-model-name", str(tmp_path))
+    done = run_bench(*words.split(), *SMALL, *files, *name)
+    # The first load is too short for a profile, which is status 1.
     assert done.returncode == 1, done.stderr
-    assert "load, 1 user: no profile: the load was over in fewer than 3 steps" in done.stderr
+    assert "load, 1 user: no profile" in done.stderr
     assert "Traceback" not in done.stderr
     result = json.loads(path.read_text())
     assert [run["traffic"]["name"] for run in result["runs"]] == ["start", "first", "load", "load"]
     trace = tmp_path / "trace-2-users-4.json"
-    assert f"profile of load, 4 users: {trace}\n  operators on the CPU: busy" in done.stdout
+    assert str(trace) in done.stdout
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(str(event["name"]).startswith("step ") for event in events) == 24
-    assert "TokenSpeed: launches and gaps" in {
-        event.get("args", {}).get("name") for event in events
-    }
+    assert "TokenSpeed: launches and gaps" in track_names(trace)
     assert set(tmp_path.iterdir()) == {path, trace}
-    assert named(tmp_path) == []
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.release
-def test_server_without_a_recorder_has_no_profile(tmp_path: Path) -> None:
-    path, left_out = tmp_path / "result.json", "-tokenspeed-bench:hooks"
-    done = subprocess.run(
-        [
-            *BENCH,
-            "serve",
-            "--users",
-            "1",
-            "--requests",
-            "2",
-            "--output-len",
-            "8",
-            "--no-client-cost",
-            *SMALL,
-            "--json",
-            str(path),
-            "--profile",
-            str(tmp_path / "trace.json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**ENVIRON, "TOKENSPEED_PLUGINS": left_out},
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert (
-        f"which record the steps, are disabled: excluded by TOKENSPEED_PLUGINS={left_out}"
-        in done.stderr
-    )
-    assert json.loads(path.read_text())["runs"][-1]["figures"]["answered"] == 2
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.release
-def test_interrupt_during_profiling_keeps_all_results(
-    tmp_path: Path,
-) -> None:
+def test_interrupt_during_profiling_keeps_all_results(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    child = subprocess.Popen(
-        [
-            *BENCH,
-            "serve",
-            "--users",
-            "32",
-            "--requests",
-            "64",
-            "--input-len",
-            "16",
-            "--output-len",
-            "200",
-            "--no-client-cost",
-            *SMALL,
-            "--json",
-            str(path),
-            "--profile",
-            str(tmp_path / "trace.json"),
-            "--served-model-name",
-            str(tmp_path),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRON,
+    child = start_bench(
+        "serve --users 32 --requests 64 --input-len 16 --output-len 200 --no-client-cost",
+        *("--json", str(path), "--profile", str(tmp_path / "trace.json")),
+        *("--served-model-name", str(tmp_path)),
         start_new_session=True,
     )
     assert child.stderr is not None
     while "profile of load" not in child.stderr.readline():
         assert child.poll() is None
     os.killpg(child.pid, signal.SIGINT)
-    _, said = child.communicate(timeout=120)
-    assert child.returncode == 130, said
-    assert "interrupted" in said
-    (run,) = (
-        run for run in json.loads(path.read_text())["runs"] if run["traffic"]["name"] == "load"
-    )
-    assert run["figures"]["answered"] == 64
-    assert "is_part" not in run
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 130, err
+    runs = json.loads(path.read_text())["runs"]
+    (load,) = (run for run in runs if run["traffic"]["name"] == "load")
+    assert load["figures"]["answered"] == 64
+    assert "is_part" not in load
     assert list(tmp_path.iterdir()) == [path]
-    assert named(tmp_path) == []
-
-
-def named(folder: Path) -> list[psutil.Process]:
-    """Return the processes whose command names a folder."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(folder) in word for word in process.info["cmdline"] or ())
-    ]
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -374,41 +197,19 @@ def test_interrupt_keeps_results_and_stops_the_server(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     path = tmp_path / "result.json"
-    child = subprocess.Popen(
-        [
-            *BENCH,
-            "serve",
-            "--users",
-            "2",
-            "--requests",
-            "5000",
-            "--input-len",
-            "16",
-            "--output-len",
-            "16",
-            *SMALL,
-            "--json",
-            str(path),
-            "--served-model-name",
-            str(tmp_path),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRON,
+    child = start_bench(
+        "serve --users 2 --requests 5000 --input-len 16 --output-len 16",
+        *("--json", str(path), "--served-model-name", str(tmp_path)),
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup has the tests ignore one
+        # pytest under nohup ignores SIGHUP, and children inherit that
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
-    assert child.stdout is not None
-    while "median of the next" not in child.stdout.readline():
-        assert child.poll() is None
     time.sleep(3)
-    assert any("serve" in process.info["cmdline"] for process in named(tmp_path))
+    assert any("serve" in process.info["cmdline"] for process in processes_of(tmp_path))
     started = psutil.Process(child.pid).children(recursive=True)
     os.killpg(child.pid, number)
-    _, said = child.communicate(timeout=120)
-    assert child.returncode == 130, said
-    assert "interrupted" in said
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 130, err
     result = json.loads(path.read_text())
     assert result["is_interrupted"]
     assert 0 < result["runs"][-1]["figures"]["answered"] < 5000
@@ -417,44 +218,30 @@ def test_interrupt_keeps_results_and_stops_the_server(
 
 
 def listens(process: psutil.Process) -> bool:
-    """Say whether a process has a port on which others reach it."""
+    """Whether a process has a listening port."""
     return any(each.status == psutil.CONN_LISTEN for each in process.net_connections())
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "is_alone"),
+    ("num_requests", "measures_client"),
     [
-        pytest.param("5000", False, id="under load"),
-        pytest.param("4", True, id="the client alone", marks=pytest.mark.release),
+        pytest.param(5000, False, id="under load"),
+        pytest.param(4, True, id="during the client measurement", marks=pytest.mark.release),
     ],
 )
-def test_killed_bench_leaves_no_process(num_requests: str, is_alone: bool, tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [
-            *BENCH,
-            "serve",
-            "--users",
-            "2",
-            "--requests",
-            num_requests,
-            "--input-len",
-            "16",
-            "--output-len",
-            "16",
-            *SMALL,
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
+def test_killed_bench_leaves_no_process(
+    num_requests: int, measures_client: bool, tmp_path: Path
+) -> None:
+    child = start_bench(
+        f"serve --users 2 --requests {num_requests} --input-len 16 --output-len 16",
         env={**ENVIRON, "TMPDIR": str(tmp_path)},
         start_new_session=True,
     )
-    assert child.stdout is not None
-    while "median of the next" not in child.stdout.readline():
-        assert child.poll() is None
     bench = psutil.Process(child.pid)
     words = bench.cmdline()
-    forks: list[psutil.Process] = []  # clients, and for them alone a server of canned events
-    while len(forks) < 2 + is_alone or any(map(listens, forks)) is not is_alone:
+    # The client measurement has a mock server besides the two clients.
+    forks: list[psutil.Process] = []
+    while len(forks) < 2 + measures_client or any(map(listens, forks)) is not measures_client:
         assert child.poll() is None
         time.sleep(0.02)
         forks = [each for each in bench.children() if each.cmdline() == words]
@@ -467,44 +254,19 @@ def test_killed_bench_leaves_no_process(num_requests: str, is_alone: bool, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dead_server_fails_the_remaining_requests(
-    tmp_path: Path,
-) -> None:
+def test_dead_server_fails_the_remaining_requests(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    child = subprocess.Popen(
-        [
-            *BENCH,
-            "serve",
-            "--users",
-            "2",
-            "--requests",
-            "2000",
-            "--input-len",
-            "16",
-            "--output-len",
-            "16",
-            *SMALL,
-            "--json",
-            str(path),
-            "--served-model-name",
-            str(tmp_path),
-            "--no-client-cost",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRON,
+    child = start_bench(
+        "serve --users 2 --requests 2000 --input-len 16 --output-len 16 --no-client-cost",
+        *("--json", str(path), "--served-model-name", str(tmp_path)),
     )
-    assert child.stdout is not None
-    while "median of the next" not in child.stdout.readline():
-        assert child.poll() is None
     time.sleep(2)
-    for process in named(tmp_path):
+    for process in processes_of(tmp_path):
         if "serve" in process.info["cmdline"] and "bench" not in process.info["cmdline"]:
             process.kill()
-    out, said = child.communicate(timeout=120)
-    assert child.returncode == 1, said
-    assert "the server ended with status -9" in said
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 1, err
+    assert "status -9" in err
     figures = json.loads(path.read_text())["runs"][-1]["figures"]
     assert figures["answered"] + figures["failed"] == 2000
     assert "no connection to" in out
