@@ -1,4 +1,4 @@
-"""Fixtures of tests that need torch and no device."""
+"""Fixtures for tests that need torch but no GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_core.plugins.catalog import Catalog
 from tokenspeed_core.resolved import Resolved
 from tokenspeed_core.worker.local import LocalRunner, build
 
-sys.path.insert(0, str(Path(__file__).parent))  # the helpers that stand beside the tests
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -43,17 +43,16 @@ TINY = {
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelConformance]:
-    """Return a maker of suites whose kernel is a factory of the test; keywords are what its spec says it can do."""
+    """Return a function that makes the conformance suite of a kernel factory; keywords are its capability."""
 
     def make(op: str, factory: Any, **capability: Any) -> KernelConformance:
         module = ModuleType("kernel_under_test")
         module.factory = factory  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "kernel_under_test", module)
-        said = Capability(
-            **{"platforms": ("cpu",), "dtypes": ("float32", "bfloat16"), **capability}
-        )
-        spec = KernelSpec(op, "acme/mine", said, load="kernel_under_test:factory")
-        return type("Mine", (KernelConformance,), {"spec": spec})()
+        defaults: dict[str, Any] = {"platforms": ("cpu",), "dtypes": ("float32", "bfloat16")}
+        declared = Capability(**{**defaults, **capability})
+        spec = KernelSpec(op, "acme/mine", declared, load="kernel_under_test:factory")
+        return type("Suite", (KernelConformance,), {"spec": spec})()
 
     return make
 
@@ -62,7 +61,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelConformance]:
 def many_processors(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Have the Python processes that a test starts believe that they may use sixteen processors."""
+    """Make Python subprocesses of a test see sixteen processors."""
     folder = tmp_path_factory.mktemp("many")
     (folder / "sitecustomize.py").write_text(
         "import os\nos.sched_getaffinity = lambda pid: set(range(16))\n"
@@ -77,7 +76,7 @@ def catalog() -> Catalog:
 
 @pytest.fixture(scope="session")
 def tiny(catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Resolved]:
-    """Return a maker of what a runner of a two-layer Qwen3 of random weights is built from; keywords are settings."""
+    """Return a function that resolves a two-layer Qwen3 with dummy weights; keywords are settings."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(json.dumps(TINY))
     defaults: dict[str, Any] = {
@@ -94,7 +93,7 @@ def tiny(catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="session")
 def make_runner(catalog: Catalog, tiny: Callable[..., Resolved]) -> Callable[..., LocalRunner]:
-    """Return a builder of runners whose weights are large enough that tokens depend on all that came before."""
+    """Return a function that builds a runner with weights so large that each token depends on all earlier ones."""
 
     def make(**settings: Any) -> LocalRunner:
         runner = build(tiny(**settings), catalog, lambda what, done, total: None)
@@ -113,7 +112,7 @@ def shared_runner(make_runner: Callable[..., LocalRunner]) -> LocalRunner:
 
 @pytest.fixture
 def runner(shared_runner: LocalRunner) -> Iterator[LocalRunner]:
-    """Return a runner whose slots are as new."""
+    """Return a runner with empty slots."""
     shared_runner.forget()
     yield shared_runner
     shared_runner.forget()

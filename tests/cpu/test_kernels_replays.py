@@ -1,11 +1,9 @@
-"""The kit finds a backend that does not survive what the runner does with captured steps, as far as a CPU can tell."""
+"""The conformance kit catches attention backends that fail when captured steps are replayed; here on a CPU."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 from unittest import SkipTest
 
@@ -15,19 +13,18 @@ from tokenspeed_testing.kernel import KernelConformance
 from tokenspeed_testing.replays import CHUNKS, DECODES, replays
 from torch import Tensor
 
-from tokenspeed_core.api import AttentionProblem, AttentionStep, Capability, KernelSpec
+from tokenspeed_core.api import AttentionProblem, AttentionStep, KernelSpec
 from tokenspeed_kernels.reference.attention import TorchAttention
 
 CPU = torch.device("cpu")
-ASK = "test_cuda_graph_replay"
-CAPABILITY = Capability(
-    ("cpu", "cuda"),
-    ("float32",),
-    (99, 0),
-    head_sizes=(16,),
-    block_sizes=(8,),
-    features=frozenset({"graph_safe"}),
-)
+CAPABILITY = {
+    "platforms": ("cpu", "cuda"),
+    "dtypes": ("float32",),
+    "min_compute_capability": (99, 0),
+    "head_sizes": (16,),
+    "block_sizes": (8,),
+    "features": frozenset({"graph_safe"}),
+}
 
 
 def problem(phase: str) -> AttentionProblem:
@@ -35,22 +32,17 @@ def problem(phase: str) -> AttentionProblem:
 
 
 @pytest.fixture
-def spec_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelSpec]:
-    """Return a maker of specs whose factory is a class of the test."""
+def spec_of(suite: Callable[..., KernelConformance]) -> Callable[..., KernelSpec]:
+    """Return a function that makes the spec of a backend class, with changes to the capability."""
 
-    def make(factory: Any, **capability: Any) -> KernelSpec:
-        module = ModuleType("kernel_under_test")
-        module.factory = factory  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "kernel_under_test", module)
-        return KernelSpec(
-            "attention", "acme/mine", replace(CAPABILITY, **capability), "kernel_under_test:factory"
-        )
+    def make(backend: Any, **capability: Any) -> KernelSpec:
+        return suite("attention", backend, **{**CAPABILITY, **capability}).spec
 
     return make
 
 
-class KeepsWhatItSawFirst(TorchAttention):
-    """Plans each size of a step once, when it is captured."""
+class CachesItsPlan(TorchAttention):
+    """Plans once per step size, at capture."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -61,8 +53,8 @@ class KeepsWhatItSawFirst(TorchAttention):
         self._batches = self._seen.setdefault(step.num_rows, self._batches)
 
 
-class KeepsTheBlocks(TorchAttention):
-    """Reads lengths anew, and the block table only where it has not seen a step of that size with rows."""
+class CachesTheBlockTable(TorchAttention):
+    """Updates the lengths, but keeps the first block table of each step size."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -75,8 +67,8 @@ class KeepsTheBlocks(TorchAttention):
         super().prepare(step if table is None else replace(step, block_table=table.clamp(0)))
 
 
-class TakesTheBoundForTheRows(TorchAttention):
-    """Believes that a step has as many query tokens as it may have."""
+class IgnoresTheNumberOfTokens(TorchAttention):
+    """Uses the largest possible number of query tokens."""
 
     def prepare(self, step: AttentionStep) -> None:
         start = step.query_start.clone()
@@ -84,8 +76,8 @@ class TakesTheBoundForTheRows(TorchAttention):
         super().prepare(replace(step, query_start=start))
 
 
-class SpendsItsPlan(TorchAttention):
-    """Serves one layer, and has forgotten the step by the next."""
+class ServesOneLayer(TorchAttention):
+    """Drops the plan after the first layer."""
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         super().forward(q, k_cache, v_cache, out)
@@ -98,7 +90,7 @@ class LeavesPaddingRows(TorchAttention):
         self._idle = []
 
 
-class AsksTheHost(TorchAttention):
+class NeedsHostLengths(TorchAttention):
     def prepare(self, step: AttentionStep) -> None:
         assert step.host_seq_lens is not None, "no lengths on the host"
         super().prepare(step)
@@ -112,7 +104,7 @@ def test_correct_backend_replays(spec_of: Callable[..., KernelSpec], phase: str)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize(
     "wrong",
-    [KeepsWhatItSawFirst, KeepsTheBlocks, SpendsItsPlan, AsksTheHost],
+    [CachesItsPlan, CachesTheBlockTable, ServesOneLayer, NeedsHostLengths],
     ids=lambda wrong: str(wrong.__name__),
 )
 def test_stale_state_between_replays_is_caught(
@@ -123,25 +115,25 @@ def test_stale_state_between_replays_is_caught(
 
 
 def test_unwritten_padding_is_caught(spec_of: Callable[..., KernelSpec]) -> None:
-    with pytest.raises(AssertionError, match="NaN, or unwritten rows"):
+    with pytest.raises(AssertionError, match="NaN"):
         replays(spec_of(LeavesPaddingRows), problem("decode"), CPU)
     with pytest.raises(AssertionError, match="phase='prefill'"):
-        replays(spec_of(TakesTheBoundForTheRows), problem("prefill"), CPU)
+        replays(spec_of(IgnoresTheNumberOfTokens), problem("prefill"), CPU)
 
 
 def test_mixed_steps_replay_declared_phases_only(
     spec_of: Callable[..., KernelSpec],
 ) -> None:
-    built: list[str] = []
+    phases: list[str] = []
 
-    class Built(TorchAttention):
-        def __init__(self, given: AttentionProblem, *others: Any) -> None:
-            built.append(given.phase)
-            super().__init__(given, *others)
+    class Recording(TorchAttention):
+        def __init__(self, problem: AttentionProblem, *others: Any) -> None:
+            phases.append(problem.phase)
+            super().__init__(problem, *others)
 
-    replays(spec_of(Built), problem("prefill"), CPU)
-    replays(spec_of(Built, phases=("prefill",)), problem("prefill"), CPU)
-    assert built == ["prefill", "decode", "prefill"]
+    replays(spec_of(Recording), problem("prefill"), CPU)
+    replays(spec_of(Recording, phases=("prefill",)), problem("prefill"), CPU)
+    assert phases == ["prefill", "decode", "prefill"]
 
 
 def test_replayed_steps_differ_and_share_prefixes() -> None:
@@ -157,18 +149,18 @@ def test_replayed_steps_differ_and_share_prefixes() -> None:
 def test_cases_without_a_device_are_counted(
     spec_of: Callable[..., KernelSpec],
 ) -> None:
-    def ask(spec: KernelSpec) -> None:
-        getattr(type("Mine", (KernelConformance,), {"spec": spec})(), ASK)()
+    def check(spec: KernelSpec) -> None:
+        type("Suite", (KernelConformance,), {"spec": spec})().test_cuda_graph_replay()
 
     with pytest.raises(SkipTest, match=r"^\d+ cells need a device sm990 or newer, for graphs$"):
-        ask(spec_of(TorchAttention))
+        check(spec_of(TorchAttention))
     with pytest.raises(
         SkipTest, match=r"^\d+ cells need .* and the module no_such_library, for graphs$"
     ):
-        ask(replace(spec_of(SpendsItsPlan), requires=("no_such_library",)))
-    with pytest.raises(AssertionError, match="a captured step replayed"):
-        ask(spec_of(SpendsItsPlan))
-    with pytest.raises(SkipTest, match="declares no device that has graphs"):
-        ask(spec_of(TorchAttention, platforms=("cpu",)))
-    with pytest.raises(SkipTest, match="does not claim"):
-        ask(spec_of(TorchAttention, features=frozenset()))
+        check(replace(spec_of(ServesOneLayer), requires=("no_such_library",)))
+    with pytest.raises(AssertionError, match="replayed"):
+        check(spec_of(ServesOneLayer))
+    with pytest.raises(SkipTest, match="graphs"):
+        check(spec_of(TorchAttention, platforms=("cpu",)))
+    with pytest.raises(SkipTest, match="graph_safe"):
+        check(spec_of(TorchAttention, features=frozenset()))
