@@ -27,19 +27,16 @@ def script(name: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_host_step_reports_target_floor_and_machine() -> None:
     done = script("host_step.py", "--rows", "1", "--steps", "100", "--context", "64")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["target_us"] == 100
-    assert 0 < told["floor_us"] < told["median_us"]
-    assert "CPUs, " in told["machine"]
+    report = json.loads(done.stdout)
+    assert report["target_us"] == 100
+    assert 0 < report["floor_us"] < report["median_us"]
+    assert "CPUs, " in report["machine"]
 
 
 def test_gpu_script_reports_a_missing_gpu() -> None:
-    assert "Times the Triton attention" in script("attention_tilings.py", "--help").stdout
+    assert "Triton attention" in script("attention_tilings.py", "--help").stdout
     done = script("attention_tilings.py")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2,
-        "attention_tilings.py: error: needs a CUDA device, and torch finds none",
-    )
+    assert (done.returncode, "CUDA device" in done.stderr.splitlines()[-1]) == (2, True)
 
 
 def test_prefill_budget_is_simulated_in_virtual_time() -> None:

@@ -266,6 +266,7 @@ def test_logprobs_equal_transformers(llm: LLM, qwen3: Family, temperature: float
             )
             best = expected[at].topk(5)
             assert entry[token].rank >= 1
+            assert temperature or entry[token].rank == 1
             if i % 3 == 2:
                 assert list(entry) == [token]
             else:
@@ -273,16 +274,6 @@ def test_logprobs_equal_transformers(llm: LLM, qwen3: Family, temperature: float
                     :5
                 ] == pytest.approx(best.values.tolist(), abs=NEAR)
                 assert len(entry) == (5 if entry[token].rank <= 5 else 6)
-
-
-def test_logprobs_0_reports_the_chosen_token(llm: LLM) -> None:
-    output = ask(llm, [5, 6, 7], greedy(4, logprobs=0))
-    assert output.logprobs is not None
-    assert [list(entry) for entry in output.logprobs] == [[token] for token in output.token_ids]
-    assert all(
-        entry[token].rank == 1
-        for entry, token in zip(output.logprobs, output.token_ids, strict=True)
-    )
 
 
 def test_logprobs_survive_preemption(qwen3: Family) -> None:

@@ -1,4 +1,4 @@
-"""Sampling from heads gives the reference's tokens, also where a row's token lies beyond its head."""
+"""The CPU sampler sorts only the top of each row and gives the tokens of the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenspeed_core.api import PlatformInfo
 from tokenspeed_core.kernels.installed import installed_kernels
 from tokenspeed_core.kernels.select import Selector
 from tokenspeed_core.plugins.catalog import Catalog
-from tokenspeed_kernels.cpu import sampling as heads
+from tokenspeed_kernels.cpu import sampling as cpu_sampling
 from tokenspeed_kernels.reference import sampling as reference
 
 NUM_ROWS = 84
@@ -32,7 +32,7 @@ def test_tokens_equal_those_of_a_full_sort(size: int, spread: float) -> None:
         row,
     )
     problem = {"vocab_size": size, "dtype": "float32"}
-    found = heads.sample(problem)(logits, *columns)
+    found = cpu_sampling.sample(problem)(logits, *columns)
     assert torch.equal(found, reference.sample(problem)(logits, *columns))
 
 

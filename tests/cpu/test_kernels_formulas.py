@@ -1,4 +1,4 @@
-"""The torch reference against transformers' own modules and against formulas written another way."""
+"""The reference kernels compared with transformers and with independent formulas."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def table(num: int, rotary_size: int) -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-@pytest.mark.parametrize("side_by_side", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("rotary_size", [32, 16])
-def test_rope_matches_transformers(side_by_side: bool, rotary_size: int) -> None:
+def test_rope_matches_transformers(is_packed: bool, rotary_size: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 4 + 2 + 2, 32)
     q, k = qkv[:, :4], qkv[:, 4:6]
-    if not side_by_side:
+    if not is_packed:
         q, k = q.clone(), k.clone()
     cos_sin, positions = table(50, rotary_size), torch.tensor([0, 3, 49, 7, 7])
     cos, sin = (part.repeat(1, 2)[None] for part in cos_sin[positions].chunk(2, dim=1))
@@ -86,12 +86,12 @@ def test_interleaved_rope_rotates_complex_numbers() -> None:
     torch.testing.assert_close(k, expected[1])
 
 
-@pytest.mark.parametrize("side_by_side", [True, False])
-def test_fused_norm_and_rope_match_separate_ops(side_by_side: bool) -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_fused_norm_and_rope_match_separate_ops(is_packed: bool) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 8, 32)
     q, k = qkv[:, :4], qkv[:, 4:6]
-    if not side_by_side:
+    if not is_packed:
         q, k = q.clone(), k.clone()
     q_weight, k_weight = torch.randn(2, 32)
     cos_sin, positions = table(50, 16), torch.arange(5)

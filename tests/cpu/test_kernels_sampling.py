@@ -1,4 +1,4 @@
-"""Sampling: the distribution it draws from, and that a row's token is its own affair."""
+"""The reference sampler: its distribution, and that rows are independent."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ def test_sampled_distribution_matches_transformers_filters(
     )
     found = torch.bincount(ids, minlength=12) / DRAWS
     assert (found[expected == 0] == 0).all()
-    assert (
-        found - expected
-    ).abs().max() < 0.015  # four standard deviations of a half in 20,000 draws
+    # Four standard deviations of a probability of 1/2 in 20,000 draws.
+    assert (found - expected).abs().max() < 0.015
 
 
 def test_temperature_0_breaks_ties_by_lowest_id() -> None:

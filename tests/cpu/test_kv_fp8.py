@@ -1,4 +1,4 @@
-"""A KV cache of eight bits: what is written, what it costs, how it is scaled, what is refused."""
+"""The FP8 KV cache: values, memory, scales and errors."""
 
 from __future__ import annotations
 
@@ -43,42 +43,44 @@ def test_large_values_saturate_in_the_cache() -> None:
 def test_block_bytes_follow_the_cache_dtype(
     tiny: Callable[..., Resolved], catalog: Catalog
 ) -> None:
-    (plain, plain_memory), (eight, eight_memory) = (
+    (plain, plain_memory), (fp8, fp8_memory) = (
         plan_only(tiny(dtype="bfloat16", block_size=16, kv_cache_dtype=kind), catalog)
         for kind in ("auto", "fp8_e4m3")
     )
-    assert plain_memory["block_bytes"] == 2 * eight_memory["block_bytes"]
-    assert [dict(planned.problem)["kv_dtype"] for planned in eight.find("write_kv")] == [
+    assert plain_memory["block_bytes"] == 2 * fp8_memory["block_bytes"]
+    assert [dict(planned.problem)["kv_dtype"] for planned in fp8.find("write_kv")] == [
         "float8_e4m3fn"
     ]
     assert [dict(planned.problem)["kv_dtype"] for planned in plain.find("write_kv")] == ["bfloat16"]
 
 
-class Doubles:
-    """An attention kernel whose result is the sum of what it was asked with."""
+class RecordingKernel:
+    """An attention kernel that records its queries and returns the values."""
 
     def prepare(self, step: object) -> None:
-        """Nothing."""
+        pass
 
     def forward(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        self.asked = q.clone()
+        self.queries = q.clone()
         out.copy_(v_cache)
 
 
 def test_layer_scales_apply_to_keys_and_values() -> None:
-    kernel, kept = Doubles(), []
+    kernel, written = RecordingKernel(), []
     group = AttentionGroup()
     group.batches = [("prefill", Mock(AttentionStep), None)]
     layer = AttentionLayer(group, 0, 0, 1, 1, 4, 0.5, None, None, kv_scale=4.0)
     layer.kernels = {"prefill": kernel}
-    layer.write_kv = make_write_kv(None, lambda k, v, *cache: kept.extend((k, v)), layer.kv_scale)
+    layer.write_kv = make_write_kv(
+        None, lambda k, v, *cache: written.extend((k, v)), layer.kv_scale
+    )
     layer.k_cache = layer.v_cache = torch.full((2, 1, 4), 3.0)
     q, k, v = torch.randn(3, 2, 1, 4)
     given = q.clone(), k.clone(), v.clone()
     out = layer(q, k, v)
-    assert torch.equal(kernel.asked, 4 * given[0])
-    assert torch.equal(kept[0], k / 4)
-    assert torch.equal(kept[1], v / 4)
+    assert torch.equal(kernel.queries, 4 * given[0])
+    assert torch.equal(written[0], k / 4)
+    assert torch.equal(written[1], v / 4)
     assert torch.equal(out, torch.full((2, 1, 4), 12.0))
     assert torch.equal(k, given[1])
     assert torch.equal(v, given[2])
@@ -116,7 +118,7 @@ def test_scales_are_read_per_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factors", "complaint"),
+    ("factors", "message"),
     [
         ({"0": {"0": 1.0}}, "KeyError"),
         ([1.0, 1.0], "TypeError"),
@@ -124,10 +126,8 @@ def test_scales_are_read_per_layer(tmp_path: Path) -> None:
         ({"0": {"0": 1.0, "1": 0.0}}, "positive and finite"),
     ],
 )
-def test_scale_file_must_cover_every_layer(tmp_path: Path, factors: object, complaint: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"--quantization-param-path .*scales.json: .*{complaint}"
-    ):
+def test_scale_file_must_cover_every_layer(tmp_path: Path, factors: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"scales.json.*{message}"):
         read_kv_scales(scales_file(tmp_path, factors), 2)
 
 
@@ -135,14 +135,12 @@ def test_missing_scale_file_is_refused() -> None:
     config = Config.from_keywords(
         kv_cache_dtype="fp8_e4m3", quantization_param_path="/nowhere.json"
     )
-    with pytest.raises(
-        ConfigError, match=r"--quantization-param-path /nowhere.json: FileNotFoundError"
-    ):
+    with pytest.raises(ConfigError, match="/nowhere"):
         resolve(config, discover(config))
 
 
 def test_scales_need_an_fp8_cache() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8_e4m3: give both"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8_e4m3"):
         Config.from_keywords(quantization_param_path="scales.json")
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8: must be one of auto, fp8_e4m3"):
+    with pytest.raises(ConfigError, match="auto, fp8_e4m3"):
         Config.from_keywords(kv_cache_dtype="fp8")

@@ -1,4 +1,4 @@
-"""Background compilation of kernels, with a stand-in for Triton's compiler and driver."""
+"""Background compilation of kernels, with a stub of Triton's compiler and driver."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ DEVICES = count(1000)  # a new device per test, because Triton caches kernels by
 
 
 class Compiler:
-    """Stand-in for Triton's compiler and driver that records kernels and threads."""
+    """Stub of Triton's compiler and driver that records kernels and threads."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[str, str]] = []  # kernel, thread

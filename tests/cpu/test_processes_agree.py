@@ -59,4 +59,4 @@ def test_process_with_other_plugins_than_the_launcher_ends(module: str, tmp_path
     assert "other plugins than its launcher" in (failed or written)
     _, written, failed = ended(module, tmp_path, Catalog.discover().digest())
     assert "other plugins" not in failed + written
-    assert failed or written, "with the launcher's it goes on, to what else it was not given"
+    assert failed or written, "it starts with the same plugins, and fails for want of a model"

@@ -203,13 +203,3 @@ def test_wrong_scale_is_named(
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True)
-
-
-def test_plan_refuses_projections_that_share_a_block(tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 96}
-    save_reference("Llama", tmp_path, **{**SIZES, **heads})
-    config = Config.from_keywords(
-        model=str(tmp_path), quantization="fp8-block", device="cpu", skip_tokenizer_init=True
-    )
-    with pytest.raises(CheckpointError, match=r"k_proj .* 192"):
-        dry_run(config)

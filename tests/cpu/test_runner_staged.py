@@ -1,4 +1,4 @@
-"""The upload of a captured step: what a plan becomes in a bucket's layout, and what its padding is."""
+"""A plan in the layout of a captured step's buffer, with padding."""
 
 from __future__ import annotations
 

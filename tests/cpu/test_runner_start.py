@@ -1,4 +1,4 @@
-"""Starting a runner: its block size, its trial steps, its plan without weights, and what it refuses."""
+"""Start of a worker: block size, warm-up, bucket sizes, kernel plan and errors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def bounded(max_num_seqs: int, chunk_size: int) -> SchedulerLimits:
 def test_warmup_steps_leave_slots_unchanged(runner: LocalRunner) -> None:
     limits = runner.resolved.limits
     before = runner._state.words.clone()
-    for trial in (largest_step(limits, 1), *warmup_steps(limits, 1)):
-        runner.forward(trial.plan)
-        runner.sample(trial.plan.step_id, trial.late)
-        runner.collect(trial.plan.step_id)
+    for step in (largest_step(limits, 1), *warmup_steps(limits, 1)):
+        runner.forward(step.plan)
+        runner.sample(step.plan.step_id, step.late)
+        runner.collect(step.plan.step_id)
     runner.forget()
     assert runner._state.words.equal(before)
 
@@ -99,7 +99,7 @@ def test_unknown_device_is_refused(catalog: Catalog, tiny: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "what"),
+    ("error", "subject"),
     [
         (torch.OutOfMemoryError, "The model"),
         (OutOfMemory, "The largest step"),
@@ -107,7 +107,11 @@ def test_unknown_device_is_refused(catalog: Catalog, tiny: Make) -> None:
     ids=["weights", "a step"],
 )
 def test_out_of_memory_at_start_names_the_flags(
-    error: type[Exception], what: str, catalog: Catalog, tiny: Make, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception],
+    subject: str,
+    catalog: Catalog,
+    tiny: Make,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*arguments: object, **keywords: object) -> None:
         raise error(
@@ -124,8 +128,8 @@ def test_out_of_memory_at_start_names_the_flags(
     monkeypatch.setattr(
         local, "_load_weights" if error is torch.OutOfMemoryError else "LocalRunner", refuse
     )
-    said = rf"^{what} .*Tried to allocate 20.00 GiB. .* of which 3.00 GiB is free. .*--\w"
-    with pytest.raises(CapacityError, match=said):
+    message = rf"^{subject} .*20.00 GiB.* 3.00 GiB .*--\w"
+    with pytest.raises(CapacityError, match=message):
         local.build(tiny(), catalog, lambda what, done, total: None)
 
 
@@ -164,14 +168,12 @@ def test_buckets_at_most_double_the_tokens() -> None:
     )
     assert many == [1792, 2048, 2560, 3072, 3584, 4096]
     few = [size.num_chunks for size in sizes if size.num_chunk_tokens <= 256]
-    assert set(few) == {16}, "rows that few prompts of few tokens leave empty"
+    assert set(few) == {16}
     assert {size.num_chunks for size in sizes if size.num_chunk_tokens == 4096} == {64}
     full = [
         (size.num_decodes, size.num_chunk_tokens) for size in sizes if size.num_chunk_tokens > 3584
     ]
-    assert full == [(0, 4096), (64, 4096), (128, 4032), (192, 3968), (256, 3904)], (
-        "no more together than a step has"
-    )
+    assert full == [(0, 4096), (64, 4096), (128, 4032), (192, 3968), (256, 3904)]
     assert bucket_sizes((1,), 16, 1) == (
         BucketSize(1, 0, 0),
         BucketSize(0, 1, 16),
@@ -207,7 +209,7 @@ def test_every_mixed_bucket_has_prompt_tokens() -> None:
 def test_step_gets_a_bucket_with_enough_rows(
     decodes: int, chunks: int, tokens: int, expected: BucketSize | None
 ) -> None:
-    graphs = StepGraphs.__new__(StepGraphs)  # whose buffers are a device's
+    graphs = StepGraphs.__new__(StepGraphs)
     graphs._decode_sizes = [1, 256]
     sizes = [
         size
@@ -280,8 +282,7 @@ def test_capture_sizes_reach_max_num_seqs() -> None:
 def test_failing_family_is_named_in_one_line(catalog: Catalog, tiny: Make) -> None:
     resolved = tiny()
     spec = replace(resolved.checkpoint.spec, load="no_such_module:Model")
-    said = "models Qwen3ForCausalLM of tokenspeed-models .*no_such_module:Model: ModuleNotFound"
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(PluginError, match=r"Qwen3ForCausalLM .*no_such_module:Model"):
         build(replace(resolved, checkpoint=replace(resolved.checkpoint, spec=spec)), catalog, quiet)
 
 
@@ -310,10 +311,7 @@ def test_failing_load_format_is_named_with_its_flag(
     with pytest.raises(PluginError) as caught:
         build(tiny(load_format="acme"), Catalog.discover(), quiet)
     del sys.modules["acme_format"]
-    said = str(caught.value)
-    assert said.startswith("load_formats acme of acme-format 1.0 failed")
-    assert reader in said
-    assert why in said
-    assert "--load-format" in said
-    assert "TOKENSPEED_PLUGINS=-acme-format" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    names = ("acme-format 1.0", reader, why, "--load-format", "TOKENSPEED_PLUGINS=-acme-format")
+    assert all(name in message for name in names)
+    assert "\n" not in message

@@ -1,4 +1,4 @@
-"""What the host remembers of leading blocks, beside whole block tables: no prefix that slots share is missed."""
+"""The host's summary of leading blocks, compared with whole block tables."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NO_INT, NO_FLOAT = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class TableKeeper:
-    """A runner that keeps the whole block table of each slot, and compares."""
+    """A runner that keeps the whole block table of each slot and checks the flags against it."""
 
     def __init__(self, block_size: int) -> None:
         self.flags = SlotFlags(NUM_SEQS, 1, block_size)
-        self.said: list[bool] = []
+        self.flagged: list[bool] = []
         self._num_leading = -(-SHARED_PREFIX // block_size)
         self._tables: list[dict[int, int]] = [{} for _ in range(NUM_SEQS)]
         self._results: dict[int, StepResult] = {}
@@ -44,11 +44,11 @@ class TableKeeper:
                 [self._tables[slot].get(i) for i in range(self._num_leading)] for slot in decodes
             ]
             shares = all(head == heads[0] for head in heads) and None not in heads[0]
-            said = self.flags.no_shared_prefix(plan)
-            assert said == (
+            flag = self.flags.no_shared_prefix(plan)
+            assert flag == (
                 not shares and max(plan.num_computed_tokens[: plan.num_decodes]) < SHORT
             )
-            self.said.append(said)
+            self.flagged.append(flag)
         num_tokens = plan.wants_logits.astype(np.int32)
         tokens = np.full(int(num_tokens.sum()), 7, np.int32)
         self._results[plan.step_id] = StepResult(plan.step_id, num_tokens, tokens, None)
@@ -95,20 +95,18 @@ def test_shared_prefix_flag_follows_the_block_tables(block_size: int) -> None:
     engine = Engine(Scheduler(limits, kv, POLICIES["fcfs"]), runner, bounds_decode_latency=False)
     prefixes = [rng.integers(0, 999, 600).tolist() for _ in range(2)]
     number = 0
-    for few in (
-        True,
-        False,
-        True,
-        False,
-    ):  # turns of one prefix, which may share, and of two with short prompts
+    # Alternate between one common prefix and a mix of prefixes and lengths.
+    for is_common in (True, False, True, False):
         for _ in range(12):
             number += 1
-            prefix = prefixes[0 if few else int(rng.integers(2))]
+            prefix = prefixes[0 if is_common else int(rng.integers(2))]
             length = (
-                560 if few else int(rng.choice([0, 100, SHARED_PREFIX - 16, SHARED_PREFIX, 560]))
+                560
+                if is_common
+                else int(rng.choice([0, 100, SHARED_PREFIX - 16, SHARED_PREFIX, 560]))
             )
             prompt = prefix[:length] + rng.integers(0, 999, int(rng.integers(1, 40))).tolist()
             engine.submit(request(number, prompt, int(rng.integers(2, 60))))
         while engine.has_work:
             engine.step()
-    assert set(runner.said) == {True, False}
+    assert set(runner.flagged) == {True, False}

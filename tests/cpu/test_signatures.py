@@ -1,4 +1,4 @@
-"""Recorded signatures of vendor libraries, and stand-ins that accept only calls that match them."""
+"""Recorded signatures of vendor libraries, and stubs that accept only calls that match them."""
 
 from __future__ import annotations
 
