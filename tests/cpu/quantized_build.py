@@ -1,4 +1,4 @@
-"""What the tests of quantization share: a build that quantizes, and models loaded with it."""
+"""Helpers for quantization tests: a build that quantizes, and models loaded with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs in examples/ run as their README says."""
+"""The programs in examples/ run as described in their README."""
 
 from __future__ import annotations
 

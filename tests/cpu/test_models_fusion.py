@@ -44,12 +44,12 @@ LAST = ["add_rms_norm"]  # the final norm
 
 
 class RecordingBuild(DenseBuild):
-    """A build that records the ops a model calls, in order, and the layer of each fused op it asks for."""
+    """A build that records the ops a model calls, in order, and the layer of each request for a fused op."""
 
     def __init__(self, *fused_ops: str) -> None:
         super().__init__()
         self.calls: list[str] = []
-        self.asked: list[tuple[str, int | None]] = []
+        self.requests: list[tuple[str, int | None]] = []
         self._fused_ops = fused_ops
         self._layer: int | None = None
 
@@ -64,7 +64,7 @@ class RecordingBuild(DenseBuild):
         return kernel if op in ROTATIONS else self._recorded(op, kernel)
 
     def fused(self, op: str, **problem: Any) -> Callable[..., Any] | None:
-        self.asked.append((op, self._layer))
+        self.requests.append((op, self._layer))
         if op not in self._fused_ops:
             return None
         return self._recorded(op, getattr(fused_linear, op)(problem))
@@ -100,7 +100,7 @@ def test_layers_run_one_after_another_without_fused_kernels(num_tokens: int) -> 
     run(Qwen3ForCausalLM, SMALL, build, num_tokens)
     assert build.calls == [*FIRST, *DENSE, *NEXT, *DENSE, *NEXT, *DENSE, *LAST]
     ops = ("fused_block", "fused_block_in_place")
-    assert build.asked == [(op, layer) for layer in (0, 1) for op in ops]
+    assert build.requests == [(op, layer) for layer in (0, 1) for op in ops]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_layers_with_biases_are_not_fused() -> None:
     build = RecordingBuild("fused_block")
     run(LlamaForCausalLM, {**SMALL, "mlp_bias": True}, build, 3)
     assert "fused_block" not in build.calls
-    assert build.asked == []
+    assert build.requests == []
 
 
 class OwnLayer(DecoderLayer):
@@ -175,5 +175,5 @@ class OwnFamily(CausalLM):
 def test_subclasses_of_a_layer_are_not_fused() -> None:
     build = RecordingBuild("fused_block")
     run(OwnFamily, {}, build, 3)
-    assert build.asked == []
+    assert build.requests == []
     assert build.calls == [*FIRST, *DENSE, *NEXT, *DENSE, *LAST]

@@ -1,4 +1,4 @@
-"""Families import only what is public to plugins."""
+"""Model families import only public modules."""
 
 from __future__ import annotations
 

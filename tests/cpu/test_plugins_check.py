@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that installs a package `acme` of some source, and returns its suite."""
+    """Return a function that installs a package `acme` and returns its conformance suite."""
 
     def make(source: str, folder: str = "site") -> DistributionConformance:
         site = tmp_path / folder
@@ -60,7 +60,7 @@ def test_public_names_may_be_imported(package: Any) -> None:
 
 def test_wrong_version_is_found(package: Any) -> None:
     suite = package('__version__ = "0.9"\nrun = print\n')
-    with pytest.raises(AssertionError, match=r"acme.__version__ is 0.9, and its metadata says 1.0"):
+    with pytest.raises(AssertionError, match=r"0\.9.* 1\.0"):
         suite.test_installed_once_with_its_version()
 
 
@@ -78,7 +78,7 @@ run = KernelSpec("greedy", "{backend}", Capability(("cpu",), ("float32",)), "{lo
 
 @pytest.fixture
 def kernels(package: Any, tmp_path: Path) -> Any:
-    """Return a function that installs a package `acme` of a kernel, and returns its suite."""
+    """Return a function that installs a package `acme` with a kernel and returns its suite."""
 
     def make(backend: str, load: str, *, reference: bool) -> DistributionConformance:
         suite: DistributionConformance = package(
@@ -93,15 +93,15 @@ def kernels(package: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "reference", "said"),
+    ("backend", "reference", "message"),
     [
-        ("acme", True, "reference=True, but acme:make is not the reference of greedy: "),
+        ("acme", True, "acme:make .* greedy"),
         ("other", False, "is not a KernelSpec with backend 'acme'"),
     ],
 )
-def test_unusable_kernel_fails(kernels: Any, backend: str, reference: bool, said: str) -> None:
+def test_unusable_kernel_fails(kernels: Any, backend: str, reference: bool, message: str) -> None:
     suite = kernels(backend, "acme:make", reference=reference)
-    with pytest.raises(AssertionError, match=rf"kernels\.sampling acme: .*{said}"):
+    with pytest.raises(AssertionError, match=rf"kernels\.sampling acme: .*{message}"):
         suite.test_entries_load()
 
 

@@ -1,4 +1,4 @@
-"""Packages of `tokenspeed plugins new` install, pass their tests and serve."""
+"""Packages made by `tokenspeed plugins new` install, pass their tests and serve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = (
     "command",
 )
 PIP = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation")
-ASK = """
+GENERATE = """
 import json, sys
 from tokenspeed_core import LLM, SamplingParams
 from tokenspeed_testing.explain import backends
@@ -40,7 +40,7 @@ with LLM(device="cpu", max_model_len=64, **settings) as llm:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a package of each kind, all installed into its folder `site`."""
+    """Make a package of each kind and install all of them into the folder `site`."""
     folder = tmp_path_factory.mktemp("made")
     for kind in KINDS:
         assert main(["plugins", "new", kind, "acme", "--path", str(folder / kind)]) == 0
@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(made: Path) -> Callable[..., str]:
-    """Run this Python with the packages installed, away from this tree; return what it printed."""
+    """Return a function that runs Python with the packages, outside this repository, and returns its stdout."""
 
     def run(*words: str) -> str:
         environ = {**os.environ, "PYTHONPATH": str(made / "site"), "OMP_NUM_THREADS": "1"}
@@ -75,11 +75,11 @@ def run(made: Path) -> Callable[..., str]:
 
 @pytest.mark.release
 def test_tests_of_each_package_pass(made: Path, run: Callable[..., str]) -> None:
-    said = run(
+    output = run(
         "-m", "pytest", "-q", "--import-mode=importlib", *(f"{kind}/tests" for kind in KINDS)
     )
-    assert "failed" not in said
-    assert " passed" in said
+    assert "failed" not in output
+    assert " passed" in output
 
 
 @pytest.mark.release
@@ -114,7 +114,7 @@ def test_each_package_serves(
             "skip_tokenizer_init": True,
             "model": str(made / settings["model"]),
         }
-    ids, backends = json.loads(run("-c", ASK, json.dumps(settings)).splitlines()[-1])
+    ids, backends = json.loads(run("-c", GENERATE, json.dumps(settings)).splitlines()[-1])
     assert len(ids) == 8
     assert backend in ("", *backends[family])
 

@@ -1,4 +1,4 @@
-"""The porting guide: every name of ours in it exists, and its example passes the conformance kit."""
+"""The porting guide: its names exist and its example passes the conformance kit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokenspeed_core.plugins.kinds import GROUP_PREFIX, kind_of
 pytestmark = pytest.mark.tree
 
 PAGE = (Path(__file__).parents[2] / "docs" / "porting.md").read_text(encoding="utf-8")
-HERE = [row.strip("|").rpartition(" | ")[2] for row in re.findall(r"^\|.*\|$", PAGE, re.MULTILINE)]
-NAMES = sorted({name for cell in HERE for name in re.findall(r"`([^`]+)`", cell)})
-PROSE = {  # what is neither of the api nor of the command line
+CELLS = [row.strip("|").rpartition(" | ")[2] for row in re.findall(r"^\|.*\|$", PAGE, re.MULTILINE)]
+NAMES = sorted({name for cell in CELLS for name in re.findall(r"`([^`]+)`", cell)})
+OTHER_NAMES = {  # neither in the API nor on the command line
     "[api1]",
     "tokenspeed-core",
     "TOKENSPEED_PLUGINS",
@@ -35,7 +35,7 @@ PROSE = {  # what is neither of the api nor of the command line
     "positions",
     "wanted",
 }
-STAND_IN = """
+VENDOR_KERNEL = """
 import torch
 from torch.nn import functional
 
@@ -43,22 +43,22 @@ def attend_varlen(q, k_cache, v_cache, out, *, cu_seqlens_q, seqused_k, block_ta
                   softmax_scale, window):
     block_size, starts = k_cache.shape[1], cu_seqlens_q.tolist()
     for row, length in enumerate(seqused_k.tolist()[: len(starts) - 1]):
-        mine = slice(starts[row], starts[row + 1])
-        if not length or mine.start == mine.stop:
-            out[mine] = 0
+        tokens = slice(starts[row], starts[row + 1])
+        if not length or tokens.start == tokens.stop:
+            out[tokens] = 0
             continue
         blocks = block_table[row, : -(-length // block_size)]
         k, v = (cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache))
         key = torch.arange(length)
-        query = key[length - (mine.stop - mine.start) :].unsqueeze(1)
+        query = key[length - (tokens.stop - tokens.start) :].unsqueeze(1)
         seen = (key <= query) & (True if window is None else key > query - window)
-        out[mine] = functional.scaled_dot_product_attention(
-            q[mine].transpose(0, 1), k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True).transpose(0, 1)
+        out[tokens] = functional.scaled_dot_product_attention(
+            q[tokens].transpose(0, 1), k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True).transpose(0, 1)
 """
 
 
 def exists(name: str) -> bool:
-    """Say whether a name of the column *here* is one of ours."""
+    """Whether the API or the command line has a name."""
     if name.startswith("--"):
         setting, _, key = name[2:].replace("-", "_").partition(".")
         return flag(setting) in {flag(each) for each in Config.model_fields} and (
@@ -80,7 +80,7 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_in_the_guide_exists(name: str) -> None:
-    assert name in PROSE or exists(name)
+    assert name in OTHER_NAMES or exists(name)
 
 
 def test_guide_names_most_attention_fields() -> None:
@@ -99,7 +99,7 @@ def test_example_passes_the_conformance_kit(
     (tmp_path / "acme_ported").mkdir()
     (tmp_path / "acme_ported" / "__init__.py").write_text(descriptor)
     (tmp_path / "acme_ported" / "kernel.py").write_text(kernel)
-    (tmp_path / "your_kernels.py").write_text(textwrap.dedent(STAND_IN))
+    (tmp_path / "your_kernels.py").write_text(textwrap.dedent(VENDOR_KERNEL))
     monkeypatch.syspath_prepend(str(tmp_path))
     import acme_ported
 

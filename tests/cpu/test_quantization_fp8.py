@@ -163,9 +163,9 @@ def test_logits_are_close_to_the_unquantized_model(
     found = checkpoint_logits(SPECS[family], tmp_path, build)
     # three layers of random weights; each GEMM is off by about 4 %
     assert 0.01 < relative(found, transformers_logits(reference)) < 0.15
-    asked = {op for op, _ in build.problems}
-    assert {"linear_fp8", "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8"} <= asked
-    assert ("moe_experts_fp8" in asked) == (family == "Qwen3Moe")
+    ops = {op for op, _ in build.problems}
+    assert {"linear_fp8", "quantize_fp8", "add_rms_norm_fp8", "silu_mul_fp8"} <= ops
+    assert ("moe_experts_fp8" in ops) == (family == "Qwen3Moe")
     sizes = [problem["out_size"] for op, problem in build.problems if op == "linear"]
     assert sizes == unquantized
 

@@ -1,4 +1,4 @@
-"""The runner on a CUDA device: graphs, overlap and the CPU agree, and launching never waits."""
+"""The worker on a CUDA device: graphs, overlapped steps, the CPU, synchronization and memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LocalRunner]
         runner = build(resolved, catalog, lambda what, done, total: None)
         for slot in runner._model.weight_map():  # type: ignore[attr-defined]
             if slot.kind != "norm":
-                slot.target.mul_(6.0)  # so that tokens depend on all that came before
+                slot.target.mul_(6.0)  # so that each token depends on all earlier ones
         return runner
 
     return made
@@ -129,9 +129,8 @@ def test_graph_is_bitwise_equal_to_eager(
 ) -> None:
     makers = [PlanMaker(graphs.block_size) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(
-            graphs, "_graphs", None
-        )  # prompts of the same shapes: matrix products round by shape
+        # Without graphs, prompts have equal shapes in both: GEMM rounding depends on the shape.
+        patch.setattr(graphs, "_graphs", None)
         for maker, runner in zip(makers, (graphs, eager), strict=True):
             names = start(maker, num_rows, [{"logprobs": 5}])
             maker.step(runner, chunks={name: maker.sequences[name].num_prompt for name in names})
@@ -169,19 +168,19 @@ def test_float32_tokens_equal_the_cpu(
 def overlapped(
     runner: LocalRunner, num_rows: int, count: int, params: list[dict[str, Any]]
 ) -> list[list[int]]:
-    """Serve with two steps in flight: a step is launched before the one before it is collected."""
+    """Serve with two steps in flight."""
     maker = PlanMaker(runner.block_size)
     names = start(maker, num_rows, params)
-    flying: list[StepPlan] = []
+    in_flight: list[StepPlan] = []
     for index in range(count):
         chunks = {name: maker.sequences[name].num_prompt for name in names} if index == 0 else {}
         plan = maker.plan(() if chunks else names, chunks)
         runner.forward(plan)
         runner.sample(plan.step_id, None)
-        flying.append(plan)
-        if len(flying) == 2:
-            maker.take(flying[0], runner.collect(flying.pop(0).step_id))
-    maker.take(flying[0], runner.collect(flying[0].step_id))
+        in_flight.append(plan)
+        if len(in_flight) == 2:
+            maker.take(in_flight[0], runner.collect(in_flight.pop(0).step_id))
+    maker.take(in_flight[0], runner.collect(in_flight[0].step_id))
     return [maker.sequences[name].output for name in names]
 
 
@@ -189,12 +188,12 @@ def overlapped(
 def test_decode_graphs_with_and_without_prefix_match_eager(
     graphs: LocalRunner, eager: LocalRunner, num_shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[bool] = []
+    flags: list[bool] = []
     no_shared_prefix = graphs._flags.no_shared_prefix
 
     def note(plan: StepPlan) -> bool:
-        said.append(no_shared_prefix(plan))
-        return said[-1]
+        flags.append(no_shared_prefix(plan))
+        return flags[-1]
 
     monkeypatch.setattr(graphs._flags, "no_shared_prefix", note)
     outputs = []
@@ -215,7 +214,7 @@ def test_decode_graphs_with_and_without_prefix_match_eager(
             maker.step(runner, names)
         outputs.append([maker.sequences[name].output for name in names])
     assert outputs[0] == outputs[1]
-    assert said == [num_shared == 0] * 12
+    assert flags == [num_shared == 0] * 12
 
 
 @pytest.mark.parametrize("params", [[{}], PARAMS])
@@ -276,8 +275,8 @@ def test_serving_compiles_nothing_after_warmup(graphs: LocalRunner, eager: Local
 
     compiled: list[str] = []
 
-    def note(**what: Any) -> None:
-        compiled.append(what["repr"])
+    def note(**details: Any) -> None:
+        compiled.append(details["repr"])
 
     knobs.runtime.jit_post_compile_hook = note
     try:
@@ -295,8 +294,8 @@ def test_serving_compiles_nothing_after_warmup(graphs: LocalRunner, eager: Local
 
 
 @contextmanager
-def little_memory(num_bytes: int) -> Iterator[None]:
-    """Let torch allocate so many bytes more, and no others."""
+def limited_memory(num_bytes: int) -> Iterator[None]:
+    """Limit torch to this many more bytes."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
@@ -306,8 +305,8 @@ def little_memory(num_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def what_is_left() -> Iterator[torch.Tensor]:
-    """Yield tensors until torch has none left to give, of any size."""
+def allocate_rest() -> Iterator[torch.Tensor]:
+    """Allocate tensors until no memory is left."""
     for num_bytes in (16 << 20, 2 << 20, 1 << 20, 1 << 16, 512):
         with suppress(torch.OutOfMemoryError):
             while True:
@@ -320,27 +319,27 @@ def test_out_of_memory_fails_only_its_step(eager: LocalRunner) -> None:
     maker = PlanMaker(eager.block_size)
     names = start(maker, 4, PARAMS[:1])
     plan = maker.plan(chunks={name: maker.sequences[name].num_prompt for name in names})
-    with little_memory(0):
-        taken = list(what_is_left())
+    with limited_memory(0):
+        tensors = list(allocate_rest())
         with pytest.raises(OutOfMemory, match="Tried to allocate"):
             eager.forward(plan)
-        taken.clear()
+        tensors.clear()
     eager.forget()
     assert serve(eager, 4, 3, PARAMS[:1]) == expected
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "said"),
+    ("num_bytes", "message"),
     [
-        (0, "The (model|largest step).* does not fit.*Tried to allocate .* is free.*--"),
-        (256 << 20, "A KV cache of 0.38 GiB does not fit.*--max-total-tokens"),
+        (0, "The (model|largest step).*Tried to allocate .*--"),
+        (256 << 20, "0.38 GiB.*--max-total-tokens"),
     ],
-    ids=["no room at all", "no room for the cache"],
+    ids=["no memory", "no memory for the cache"],
 )
 def test_out_of_memory_at_start_names_the_flags(
-    make: Callable[..., LocalRunner], num_bytes: int, said: str
+    make: Callable[..., LocalRunner], num_bytes: int, message: str
 ) -> None:
-    with little_memory(num_bytes), pytest.raises(CapacityError, match=said):
+    with limited_memory(num_bytes), pytest.raises(CapacityError, match=message):
         make(max_total_tokens=131072, enforce_eager=True)
 
 

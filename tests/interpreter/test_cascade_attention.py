@@ -44,9 +44,7 @@ def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
         pytest.param(rows_of((0, *LENGTHS[1:]), 0), 0, id="too few rows"),
         pytest.param(rows_of(LENGTHS, 320), 320, id="shared"),
         pytest.param(rows_of((*LENGTHS, 0, 0), 320), 320, id="padding rows"),
-        pytest.param(
-            rows_of((320, *LENGTHS), 320), 256, id="a row that would keep no key of its own"
-        ),
+        pytest.param(rows_of((320, *LENGTHS), 320), 256, id="a row without private keys"),
         pytest.param(
             rows_of((641, *(300 + each for each in LENGTHS[:2]), *(650,) * 6), 640),
             640,
@@ -55,47 +53,47 @@ def rows_of(seq_lens: tuple[int, ...], num_shared: int) -> Rows:
     ],
 )
 def test_shared_prefix_is_found_and_attended_to(rows: Rows, num_found: int) -> None:
-    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
-    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    fixture = make_fixture(PROBLEM, rows, CPU, seed=0)
+    kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)
     padded = rows.seq_lens.index(0) if 0 in rows.seq_lens else len(rows.seq_lens)
     if any(rows.seq_lens[padded:]):  # the kit compares only rows before the first padding row
-        attend(kernel, scene)
+        attend(kernel, fixture)
     else:
-        attends(kernel, PROBLEM, scene, rows)
+        attends(kernel, PROBLEM, fixture, rows)
     assert int(kernel.shared.found[0]) == num_found
 
 
 def test_padding_rows_are_skipped() -> None:
     rows = rows_of((0, *LENGTHS[:4], 0, *LENGTHS[4:]), 0)
-    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
-    table = scene.step.block_table
+    fixture = make_fixture(PROBLEM, rows, CPU, seed=0)
+    table = fixture.step.block_table
     together = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=1)
     real = torch.tensor([1, 2, 3, 4, 6, 7, 8, 9, 10])
     table.fill_(-1)
     table[real, : together.step.block_table.shape[1]] = together.step.block_table
-    scene.q[real] = together.q
-    out = torch.full(scene.q.shape, float("nan"))
-    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
-    kernel.prepare(scene.step)
-    kernel.forward(scene.q, together.k_cache, together.v_cache, out)
+    fixture.q[real] = together.q
+    out = torch.full(fixture.q.shape, float("nan"))
+    kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)
+    kernel.prepare(fixture.step)
+    kernel.forward(fixture.q, together.k_cache, together.v_cache, out)
     assert kernel.shared.found.tolist() == [320, 1]
     assert not out.isnan().any()
     torch.testing.assert_close(out[real], together.expected, rtol=1e-4, atol=1e-4)
 
 
 def test_each_forward_finds_the_shared_prefix_again() -> None:
-    scene = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
+    fixture = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
     other = make_fixture(PROBLEM, rows_of(LENGTHS, 0), CPU, seed=1)
-    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
-    attend(kernel, scene)
+    kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)
+    attend(kernel, fixture)
     for step_tensor in ("block_table", "seq_lens"):
-        getattr(scene.step, step_tensor).copy_(getattr(other.step, step_tensor))
-    arena = torch.zeros((other.k_cache.shape[0], *scene.k_cache.shape[1:]))
+        getattr(fixture.step, step_tensor).copy_(getattr(other.step, step_tensor))
+    arena = torch.zeros((other.k_cache.shape[0], *fixture.k_cache.shape[1:]))
     caches = [arena.clone(), arena.clone()]
     caches[0].copy_(other.k_cache)
     caches[1].copy_(other.v_cache)
-    out = torch.empty(scene.q.shape)
-    kernel.prepare(scene.step)
+    out = torch.empty(fixture.q.shape)
+    kernel.prepare(fixture.step)
     # Two forwards after one `prepare`, like capture and replay.
     for seen in (other, other):
         kernel.forward(seen.q, caches[0], caches[1], out)
@@ -107,32 +105,32 @@ def test_each_forward_finds_the_shared_prefix_again() -> None:
 def test_split_row_is_merged_in_each_forward() -> None:
     problem = replace(PROBLEM, num_kv_heads=1)
     rows = rows_of((3000,), 0)
-    scene = make_fixture(problem, rows, CPU, seed=0)
-    kernel = TritonAttention(problem, limits_of(scene), CPU)
+    fixture = make_fixture(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(fixture), CPU)
     # The second forward needs the counters reset by the first.
     for _ in range(2):
-        attends(kernel, problem, scene, rows)
+        attends(kernel, problem, fixture, rows)
 
 
 def test_no_search_if_the_host_rules_out_sharing() -> None:
     assert SHARED_PREFIX <= MIN_KEYS
     assert SHORT <= LONG_SPLIT, "short rows are not split"
-    scene = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
-    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
+    fixture = make_fixture(PROBLEM, rows_of(LENGTHS, 320), CPU, seed=0)
+    kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)
     kernel.shared.found.fill_(320)  # as left by the previous step
-    kernel.prepare(replace(scene.step, shares_prefix=False))
+    kernel.prepare(replace(fixture.step, shares_prefix=False))
     assert kernel._launch is not None and kernel._launch.shared is None
-    out = torch.empty(scene.q.shape)
-    kernel.forward(scene.q, scene.k_cache, scene.v_cache, out)
-    torch.testing.assert_close(out, scene.expected, rtol=1e-4, atol=1e-4)
+    out = torch.empty(fixture.q.shape)
+    kernel.forward(fixture.q, fixture.k_cache, fixture.v_cache, out)
+    torch.testing.assert_close(out, fixture.expected, rtol=1e-4, atol=1e-4)
     assert int(kernel.shared.found[0]) == 320
 
 
 def test_rows_with_several_queries_share_nothing() -> None:
     rows = Rows((2,) * MIN_ROWS, LENGTHS, 320)
-    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
-    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU)
-    attends(kernel, PROBLEM, scene, rows)
+    fixture = make_fixture(PROBLEM, rows, CPU, seed=0)
+    kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU)
+    attends(kernel, PROBLEM, fixture, rows)
     assert int(kernel.shared.found[0]) == 0
 
 
@@ -142,12 +140,12 @@ def test_shared_prefix_with_several_tiles_of_rows(
 ) -> None:
     problem = replace(PROBLEM, num_heads=num_heads, num_kv_heads=1, head_size=head_size)
     rows = rows_of(tuple(300 + 3 * row for row in range(num_rows)), 256)
-    scene = make_fixture(problem, rows, CPU, seed=0)
-    kernel = TritonAttention(problem, limits_of(scene), CPU)
+    fixture = make_fixture(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(fixture), CPU)
     launch = kernel.shared.launch(num_rows)
     assert launch is not None
     assert launch.num_tiles > 1
-    attends(kernel, problem, scene, rows)
+    attends(kernel, problem, fixture, rows)
     assert int(kernel.shared.found[0]) == 256
 
 
@@ -190,21 +188,21 @@ def test_shared_prefix_ends_at_the_first_difference(num_rows: int, first_odd: in
 def test_shared_prefix_with_an_fp8_cache() -> None:
     problem = replace(PROBLEM, dtype="float16", kv_dtype="float8_e4m3fn")
     rows = rows_of(LENGTHS, 320)
-    scene = make_fixture(problem, rows, CPU, seed=0)
-    kernel = TritonAttention(problem, limits_of(scene), CPU)
-    attends(kernel, problem, scene, rows)
+    fixture = make_fixture(problem, rows, CPU, seed=0)
+    kernel = TritonAttention(problem, limits_of(fixture), CPU)
+    attends(kernel, problem, fixture, rows)
     assert int(kernel.shared.found[0]) == 320
 
 
 def test_options_disable_splits_and_sharing() -> None:
     rows = rows_of(LENGTHS, 320)
-    scene = make_fixture(PROBLEM, rows, CPU, seed=0)
+    fixture = make_fixture(PROBLEM, rows, CPU, seed=0)
     whole = AttentionOptions(max_splits=1, shared_prefix=False)
-    kernel = TritonAttention(PROBLEM, limits_of(scene), CPU, options=whole)
-    attends(kernel, PROBLEM, scene, rows)
+    kernel = TritonAttention(PROBLEM, limits_of(fixture), CPU, options=whole)
+    attends(kernel, PROBLEM, fixture, rows)
     assert kernel._launch is not None
     assert (kernel._launch.num_splits, kernel._launch.shared) == (1, None)
-    usual = TritonAttention(PROBLEM, limits_of(scene), CPU)
-    usual.prepare(scene.step)
+    usual = TritonAttention(PROBLEM, limits_of(fixture), CPU)
+    usual.prepare(fixture.step)
     assert usual._launch is not None and usual._launch.shared is not None
     assert MAX_SPLITS == MERGED_PARTS**2

@@ -1,6 +1,6 @@
-"""A stranger's packages, made by `plugins new`, are built, installed beside the wheels, and served from by processes.
+"""Packages made by `plugins new` are built, installed next to our wheels, and used by a server.
 
-They go into the environment of the Python that runs this, which `nox -s wheels` made for it, and out of it again.
+The tests install them into their own environment, which `nox -s wheels` makes, and uninstall them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = (
     "policy",
     "command",
 )
-CHAT = (  # the demo, from everything of acme's that a chat may use
+CHAT = (  # every plugin of acme that a chat with the demo can use
     "--attention-backend",
     "acme/attention",
     "--sampling-backend",
@@ -70,7 +70,7 @@ def uninstall() -> None:
 
 @pytest.fixture(scope="module")
 def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """Make a package of each kind as a stranger would, and install their wheels, which are given, until tests end."""
+    """Make a package of each kind and install the wheels for this module; return the wheels."""
     folder = tmp_path_factory.mktemp("acme")
     for kind in KINDS:
         subprocess.run(
@@ -95,8 +95,8 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
 
 
 @pytest.fixture
-def none_of_acme(acme: list[Path]) -> Iterator[None]:
-    """Uninstall the packages for a test, and install them again for those that come after it."""
+def without_acme(acme: list[Path]) -> Iterator[None]:
+    """Uninstall the packages for one test."""
     uninstall()
     try:
         yield
@@ -106,7 +106,7 @@ def none_of_acme(acme: list[Path]) -> Iterator[None]:
 
 @contextmanager
 def served(folder: Path, *words: str) -> Iterator[httpx.Client]:
-    """Run a server until the block ends, and yield a client once it can answer."""
+    """Run a server for a block; yield a client when it is ready."""
     command = [*TOKENSPEED, "serve", *words, "--device", "cpu", "--port", "0"]
     with (folder / "errors").open("w") as errors:
         process = subprocess.Popen(
@@ -134,21 +134,21 @@ def served(folder: Path, *words: str) -> Iterator[httpx.Client]:
 
 
 def plan(client: httpx.Client) -> dict[str, tuple[str, str]]:
-    """Return which backend of which distribution runs each op."""
+    """Return the backend and the distribution of each op."""
     ops = client.get("/v1/plugins").json()["kernel_plan"]["ops"]
     return {each["op"]: (each["backend"], each["distribution"]) for each in ops}
 
 
 def chat(client: httpx.Client, text: str, **more: Any) -> dict[str, Any]:
-    """Return the message that answers."""
-    asked = {
+    """Return the message of the answer."""
+    body = {
         "model": "demo",
         "messages": [{"role": "user", "content": text}],
         "temperature": 0,
         **more,
     }
-    answered = client.post("/v1/chat/completions", json=asked).raise_for_status().json()
-    message: dict[str, Any] = answered["choices"][0]["message"]
+    answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    message: dict[str, Any] = answer["choices"][0]["message"]
     return message
 
 
@@ -159,14 +159,14 @@ def test_server_uses_third_party_plugins(
     with served(tmp_path, *CHAT) as client:
         assert client.get("/health").json() == {"status": "ok"}
         answer = chat(client, "what is 23 + 45?")
-        assert answer["content"].strip() == "23 + 45 = 68", "and the reasoning is apart"
+        assert answer["content"].strip() == "23 + 45 = 68"
         assert "carry" in answer["reasoning_content"]
         (call,) = chat(client, "Get the weather in Paris.", tools=[WEATHER])["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-        ran = plan(client)
+        backends = plan(client)
         for op in ("attention", "linear"):
-            assert ran[op] == (f"acme/{op}", f"acme-{op}")
-        assert ran["greedy"] == ("acme/sampling", "acme-sampling")
+            assert backends[op] == (f"acme/{op}", f"acme-{op}")
+        assert backends["greedy"] == ("acme/sampling", "acme-sampling")
         origins = {
             e["distribution"]: e["origin"] for e in client.get("/v1/plugins").json()["plugins"]
         }
@@ -181,14 +181,14 @@ def test_example_of_a_package_is_served(tmp_path: Path, kind: str, words: tuple[
     package = find_spec(f"acme_{kind}")
     assert package is not None
     assert package.origin is not None
-    assert Path(package.origin).is_relative_to(sys.prefix), "it is the wheel's"
+    assert Path(package.origin).is_relative_to(sys.prefix), "not the wheel"
     example = str(Path(package.origin).with_name("example"))
     with served(
         tmp_path, example, "--load-format", "dummy", "--skip-tokenizer-init", *words
     ) as client:
-        ask = {"model": example, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        body = {"model": example, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
         assert (
-            client.post("/v1/completions", json=ask)
+            client.post("/v1/completions", json=body)
             .raise_for_status()
             .json()["usage"]["completion_tokens"]
             == 4
@@ -200,17 +200,17 @@ def test_example_of_a_package_is_served(tmp_path: Path, kind: str, words: tuple[
 
 @pytest.mark.usefixtures("acme")
 def test_command_runs() -> None:
-    said = subprocess.run(
+    output = subprocess.run(
         [*TOKENSPEED, "acme-command", "Ada"], capture_output=True, text=True, check=True
     ).stdout
-    assert said == "hello, Ada\n"
+    assert output == "hello, Ada\n"
 
 
-@pytest.mark.usefixtures("none_of_acme")
+@pytest.mark.usefixtures("without_acme")
 def test_uninstalled_plugin_is_named(
     tmp_path: Path,
 ) -> None:
-    for words, what in (
+    for words, name in (
         (CHAT[:2], "acme/attention"),
         (("--tool-call-parser", "acme/tool-parser"), "acme/tool-parser"),
     ):
@@ -220,5 +220,4 @@ def test_uninstalled_plugin_is_named(
         )
         (line,) = [line for line in done.stderr.splitlines() if line != "weights ..."]
         assert done.returncode == 2
-        assert f"named '{what}'; installed: " in line
-        assert f"provides {what}" in line
+        assert f"provides {name}" in line
